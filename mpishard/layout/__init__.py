@@ -1,0 +1,30 @@
+"""Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
+
+from mpishard.layout.layout import Layout, layout_of
+from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
+from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
+from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_stage
+from mpishard.layout.transfer import Transfer, plan_transfer
+
+__all__ = [
+    "Layout",
+    "Partial",
+    "Piece",
+    "Placement",
+    "Replicate",
+    "Run",
+    "Runs",
+    "Shard",
+    "Stage",
+    "Transfer",
+    "as_placements",
+    "balanced",
+    "bounds",
+    "interval_runs",
+    "layout_of",
+    "owner",
+    "plan_stage",
+    "plan_transfer",
+    "sizes_of",
+    "weighted",
+]

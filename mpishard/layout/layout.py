@@ -1,0 +1,205 @@
+"""Layout: which rank of a mesh holds which cells of a global tensor. Pure arithmetic, no MPI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from mpishard.errors import LayoutError, described
+from mpishard.layout.partition import balanced, bounds
+from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
+
+Sizes = tuple["tuple[int, ...] | None", ...]
+
+
+class Layout:
+    """How a mesh holds a tensor: frozen, hashable, the same object on every rank of the mesh.
+
+    Build one with `layout_of`, which normalises and interns.
+
+    Attributes
+    ----------
+    mesh_shape : tuple of int
+    placements : tuple of Placement
+        One per mesh dim.
+    shape : tuple of int
+        Global shape.
+    sizes : tuple
+        Per tensor dim, None where the dim is whole on every rank, else the block sizes, indexed by the
+        row-major position in the mesh dims that shard it.
+    shard_dims : dict
+        Tensor dim -> the mesh dims that shard it, ascending.
+    """
+
+    __slots__ = ("_hash", "mesh_shape", "placements", "shape", "shard_dims", "sizes")
+
+    def __init__(
+        self, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
+    ) -> None:
+        self.mesh_shape = mesh_shape
+        self.placements = placements
+        self.shape = shape
+        self.sizes = sizes
+        dims: dict[int, tuple[int, ...]] = {}
+        for mesh_dim, p in enumerate(placements):
+            if type(p) is Shard:
+                dims[p.dim] = (*dims.get(p.dim, ()), mesh_dim)
+        self.shard_dims = dims
+        self._hash = hash((mesh_shape, placements, shape, sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.shape == other.shape
+            and self.mesh_shape == other.mesh_shape
+            and self.placements == other.placements
+            and self.sizes == other.sizes
+        )
+
+    def __repr__(self) -> str:
+        cut = {d: s for d, s in enumerate(self.sizes) if s is not None}
+        return f"Layout(shape={self.shape}, mesh={self.mesh_shape}, placements={self.placements}, sizes={cut})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
+    def partial_dims(self) -> tuple[int, ...]:
+        """Mesh dims whose placement is Partial."""
+        return tuple(m for m, p in enumerate(self.placements) if type(p) is Partial)
+
+    @property
+    def sharded_mesh_dims(self) -> tuple[int, ...]:
+        """Mesh dims whose placement is a Shard."""
+        return tuple(m for m, p in enumerate(self.placements) if type(p) is Shard)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True where every rank holds the whole tensor."""
+        return all(type(p) is Replicate for p in self.placements)
+
+    def index(self, dim: int, coords: Sequence[int]) -> int:
+        """Return the block index along tensor dim ``dim`` of the rank at ``coords``. Not collective."""
+        i = 0
+        for m in self.shard_dims.get(dim, ()):
+            i = i * self.mesh_shape[m] + coords[m]
+        return i
+
+    def interval(self, dim: int, coords: Sequence[int]) -> tuple[int, int]:
+        """Return the half-open global interval that the rank at ``coords`` holds of ``dim``. Not collective."""
+        sizes = self.sizes[dim]
+        if sizes is None:
+            return 0, self.shape[dim]
+        b, i = bounds(sizes), self.index(dim, coords)
+        return b[i], b[i + 1]
+
+    def box(self, coords: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return the interval of every dim for the rank at ``coords``. Not collective."""
+        return tuple(self.interval(d, coords) for d in range(self.ndim))
+
+    def local_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the block at ``coords``. Not collective."""
+        return tuple(hi - lo for lo, hi in self.box(coords))
+
+    def offset(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """Return the global index of the first cell of the block at ``coords``. Not collective."""
+        return tuple(lo for lo, _ in self.box(coords))
+
+    def with_placements(self, placements: object) -> Layout:
+        """Return the layout of the same global shape with other placements.
+
+        A tensor dim that keeps its mesh dims keeps its block sizes; any other is cut by `balanced`.
+        Not collective.
+        """
+        new = as_placements(placements, len(self.mesh_shape), self.ndim)
+        probe = layout_of(self.mesh_shape, new, self.shape)
+        sizes = tuple(
+            self.sizes[d] if probe.sizes[d] is not None and probe.shard_dims[d] == self.shard_dims.get(d) else s
+            for d, s in enumerate(probe.sizes)
+        )
+        return layout_of(self.mesh_shape, new, self.shape, sizes)
+
+
+@lru_cache(maxsize=65536)
+def _intern(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
+) -> Layout:
+    return Layout(mesh_shape, placements, shape, sizes)
+
+
+def layout_of(
+    mesh_shape: Sequence[int],
+    placements: object,
+    shape: Sequence[int],
+    sizes: Mapping[int, Sequence[int]] | Sequence[Sequence[int] | None] | None = None,
+) -> Layout:
+    """Build (or find) the layout of a global shape on a mesh.
+
+    Not collective.
+
+    Parameters
+    ----------
+    mesh_shape
+        Extent of every mesh dim.
+    placements
+        One placement per mesh dim.
+    shape
+        Global shape.
+    sizes
+        Block sizes per sharded tensor dim, as a mapping or one entry per dim; where absent, `balanced`.
+
+    Returns
+    -------
+    Layout
+
+    Raises
+    ------
+    LayoutError
+        Placements or sizes that do not fit the shape.
+    """
+    mesh_shape = tuple(int(s) for s in mesh_shape)
+    shape = tuple(int(s) for s in shape)
+    own = as_placements(placements, len(mesh_shape), len(shape))
+    counts: dict[int, int] = {}
+    for mesh_dim, p in enumerate(own):
+        if type(p) is Shard:
+            counts[p.dim] = counts.get(p.dim, 1) * mesh_shape[mesh_dim]
+    if sizes is None:
+        given: dict[int, Sequence[int] | None] = {}
+    elif isinstance(sizes, Mapping):
+        given = dict(sizes)
+    else:
+        given = dict(enumerate(sizes))
+    out: list[tuple[int, ...] | None] = [None] * len(shape)
+    for dim, count in counts.items():
+        cut = given.get(dim)
+        if cut is None:
+            out[dim] = balanced(shape[dim], count)
+            continue
+        cut = tuple(int(s) for s in cut)
+        if len(cut) != count or min(cut) < 0 or sum(cut) != shape[dim]:
+            raise LayoutError(
+                described(
+                    f"block sizes of dim {dim} do not fit",
+                    expected=f"{count} sizes >= 0 with sum {shape[dim]}",
+                    got=f"{cut} (sum {sum(cut)})",
+                    fix="give one size per rank along the mesh dims that shard this dim",
+                )
+            )
+        out[dim] = cut
+    return _intern(mesh_shape, own, shape, tuple(out))
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of cells of ``shape``. Not collective."""
+    return math.prod(shape)

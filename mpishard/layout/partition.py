@@ -1,0 +1,65 @@
+"""The one rule by which a dim is cut, and the arithmetic on its block sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+
+
+@lru_cache(maxsize=4096)
+def balanced(n: int, count: int) -> tuple[int, ...]:
+    """Cut ``n`` cells into ``count`` blocks whose sizes differ by at most one, larger blocks first.
+
+    Not collective.
+
+    Examples
+    --------
+    >>> balanced(10, 4)
+    (3, 3, 2, 2)
+    """
+    base, rest = divmod(n, count)
+    return tuple(base + 1 if i < rest else base for i in range(count))
+
+
+@lru_cache(maxsize=65536)
+def bounds(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ``len(sizes) + 1`` block borders.
+
+    Not collective.
+
+    Examples
+    --------
+    >>> bounds((3, 0, 2))
+    (0, 3, 3, 5)
+    """
+    return (0, *accumulate(sizes))
+
+
+def sizes_of(borders: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the block sizes between ``borders``: the inverse of `bounds`. Not collective."""
+    return tuple(hi - lo for lo, hi in zip(borders[:-1], borders[1:]))
+
+
+def owner(borders: tuple[int, ...], cell: int) -> int:
+    """Return the index of the block that owns ``cell`` (never an empty block). Not collective."""
+    return bisect_right(borders, cell) - 1
+
+
+def weighted(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Cut ``n`` cells into blocks in proportion to ``weights`` (largest remainder, ties to the first).
+
+    Not collective.
+
+    Examples
+    --------
+    >>> weighted(10, (1.0, 3.0))
+    (3, 7)
+    """
+    total = sum(weights)
+    exact = [n * w / total for w in weights]
+    sizes = [int(e) for e in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (sizes[i] - exact[i], i))
+    for i in by_remainder[: n - sum(sizes)]:
+        sizes[i] += 1
+    return tuple(sizes)

@@ -1,0 +1,184 @@
+"""Placements: how one mesh dim holds a tensor. DTensor's vocabulary, without its import cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Union
+
+from mpishard.errors import LayoutError, described
+
+
+class Shard:
+    """The tensor dim ``dim`` is cut into one block per coordinate of the mesh dim.
+
+    Parameters
+    ----------
+    dim
+        Tensor dim; negative counts from the end and is resolved when a layout is built.
+    """
+
+    __slots__ = ("dim",)
+
+    def __init__(self, dim: int) -> None:
+        self.dim = int(dim)
+
+    def __eq__(self, other: object) -> bool:
+        # torch's own Shard is accepted without importing it: that import costs half a second
+        return type(other).__name__ == "Shard" and getattr(other, "dim", None) == self.dim
+
+    def __hash__(self) -> int:
+        return hash((self.dim,))
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})"
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Tell whether this is a Shard (of ``dim``, if given). Not collective."""
+        return dim is None or dim == self.dim
+
+    def is_replicate(self) -> bool:
+        """Return False. Not collective."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Return False. Not collective."""
+        return False
+
+
+class Replicate:
+    """Every coordinate of the mesh dim holds the whole tensor."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other).__name__ == "Replicate"
+
+    def __hash__(self) -> int:
+        return -1
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
+        """Return False. Not collective."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Return True. Not collective."""
+        return True
+
+    def is_partial(self) -> bool:
+        """Return False. Not collective."""
+        return False
+
+
+class Partial:
+    """The tensor is the sum over the mesh dim of what its coordinates hold.
+
+    Parameters
+    ----------
+    reduce_op
+        Only ``"sum"``.
+    """
+
+    __slots__ = ("reduce_op",)
+
+    def __init__(self, reduce_op: str = "sum") -> None:
+        if reduce_op != "sum":
+            raise LayoutError(
+                described(
+                    "Partial: reduction not supported",
+                    expected="'sum'",
+                    got=repr(reduce_op),
+                    fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
+                )
+            )
+        self.reduce_op = reduce_op
+
+    def __eq__(self, other: object) -> bool:
+        return type(other).__name__ == "Partial" and getattr(other, "reduce_op", None) == "sum"
+
+    def __hash__(self) -> int:
+        return -2
+
+    def __repr__(self) -> str:
+        return "Partial()"
+
+    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
+        """Return False. Not collective."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Return False. Not collective."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Return True. Not collective."""
+        return True
+
+
+Placement = Union[Shard, Replicate, Partial]
+
+
+def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+    """Return our own placements, one per mesh dim, with non-negative tensor dims.
+
+    Not collective.
+
+    Parameters
+    ----------
+    placements
+        A placement or a sequence of them, ours or ``torch.distributed.tensor``'s.
+    mesh_ndim
+        Number of mesh dims.
+    ndim
+        Number of tensor dims.
+
+    Returns
+    -------
+    tuple of Placement
+
+    Raises
+    ------
+    LayoutError
+        Wrong count, unknown kind, or a tensor dim that does not exist.
+    """
+    given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
+    if len(given) != mesh_ndim:
+        raise LayoutError(
+            described(
+                "placements do not fit the mesh",
+                expected=f"{mesh_ndim} placements, one per mesh dim",
+                got=f"{len(given)}: {given}",
+                fix="give Shard(dim), Replicate() or Partial() for every mesh dim",
+            )
+        )
+    return tuple(_own(p, ndim) for p in given)
+
+
+def _own(placement: object, ndim: int) -> Placement:
+    kind = type(placement).__name__
+    if kind == "Shard":
+        dim = int(placement.dim)  # type: ignore[attr-defined]
+        if not -ndim <= dim < ndim:
+            raise LayoutError(
+                described(
+                    "placements do not fit the tensor",
+                    expected=f"Shard(dim) with dim in [{-ndim}, {ndim})",
+                    got=f"Shard({dim}) for a tensor of {ndim} dims",
+                    fix="shard a dim that the tensor has, or use Replicate()",
+                )
+            )
+        return Shard(dim % ndim)
+    if kind == "Replicate":
+        return Replicate()
+    if kind == "Partial":
+        return Partial(str(placement.reduce_op))  # type: ignore[attr-defined]
+    raise LayoutError(
+        described(
+            "unknown placement",
+            expected="Shard(dim), Replicate() or Partial()",
+            got=repr(placement),
+            fix="import them from mpishard",
+        )
+    )

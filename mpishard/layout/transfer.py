@@ -1,0 +1,66 @@
+"""Transfer plans: the boxes that travel when a tensor goes from any layout to any other on the same mesh."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from mpishard.layout.layout import Layout
+from mpishard.layout.placement import Shard
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Transfer(NamedTuple):
+    """What one rank does in a redistribution; boxes are in local indices.
+
+    Attributes
+    ----------
+    local : tuple of (Box, Box) or None
+        Source and destination box of the cells that stay, or None.
+    sends : tuple of (int, Box)
+        Per peer (mesh rank, ascending), the box of the source block.
+    recvs : tuple of (int, Box)
+        Per peer, the box of the destination block.
+    """
+
+    local: tuple[Box, Box] | None
+    sends: tuple[tuple[int, Box], ...]
+    recvs: tuple[tuple[int, Box], ...]
+
+
+def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Transfer:
+    """Plan the redistribution of a tensor without Partial placements for the rank at ``coords``.
+
+    A cell that several ranks hold comes from the holder that agrees with the receiver in every mesh dim in
+    which the source is replicated, so that no rank serves more than its share.
+
+    Not collective: pure arithmetic.
+    """
+    mesh_shape = source.mesh_shape
+    free = [m for m, p in enumerate(source.placements) if type(p) is not Shard]
+    my_source, my_target = source.box(coords), target.box(coords)
+    local, sends, recvs = None, [], []
+    for rank, other in enumerate(product(*map(range, mesh_shape))):
+        if any(other[m] != coords[m] for m in free):
+            continue
+        out = _meet(my_source, target.box(other))
+        if other == coords:
+            if out is not None:
+                local = (_shift(out, my_source), _shift(out, my_target))
+            continue
+        if out is not None:
+            sends.append((rank, _shift(out, my_source)))
+        into = _meet(source.box(other), my_target)
+        if into is not None:
+            recvs.append((rank, _shift(into, my_target)))
+    return Transfer(local, tuple(sends), tuple(recvs))
+
+
+def _meet(a: Box, b: Box) -> Box | None:
+    box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b))
+    return box if all(hi > lo for lo, hi in box) else None
+
+
+def _shift(box: Box, origin: Box) -> Box:
+    return tuple((lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin))
