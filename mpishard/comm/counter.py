@@ -1,0 +1,85 @@
+"""Counts of messages and bytes per operation, so that tests and users see what travelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Count:
+    """Messages and bytes that this rank sent in one operation (a collective counts as one message)."""
+
+    calls: int = 0
+    messages: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class CommCounter:
+    """What this rank communicated while `comm_counter` was active.
+
+    Attributes
+    ----------
+    by_op : dict
+        Operation name -> `Count`.
+    """
+
+    by_op: dict[str, Count] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        """Exchanges and collectives that this rank took part in."""
+        return sum(c.calls for c in self.by_op.values())
+
+    @property
+    def messages(self) -> int:
+        """Messages that this rank sent."""
+        return sum(c.messages for c in self.by_op.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(c.nbytes for c in self.by_op.values())
+
+    def __str__(self) -> str:
+        rows = [f"{op:<24}{c.calls:>8}{c.messages:>10}{c.nbytes:>14}" for op, c in sorted(self.by_op.items())]
+        return "\n".join([f"{'op':<24}{'calls':>8}{'messages':>10}{'bytes':>14}", *rows])
+
+
+active: list[CommCounter] = []
+
+
+def record(op: str, messages: int, nbytes: int) -> None:
+    """Add one call to every active counter; callers test ``active`` first. Not collective."""
+    for counter in active:
+        count = counter.by_op.setdefault(op, Count())
+        count.calls += 1
+        count.messages += messages
+        count.nbytes += nbytes
+
+
+@contextmanager
+def comm_counter() -> Iterator[CommCounter]:
+    """Count what this rank sends while the block runs.
+
+    Not collective.
+
+    Yields
+    ------
+    CommCounter
+        Filled while the block runs.
+
+    Examples
+    --------
+    >>> with ms.comm_counter() as count:
+    ...     y = conv(x)
+    >>> print(count)
+    """
+    counter = CommCounter()
+    active.append(counter)
+    try:
+        yield counter
+    finally:
+        active.remove(counter)
