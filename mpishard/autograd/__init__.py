@@ -1,0 +1,1 @@
+"""Communication as differentiable operations, each a true adjoint pair."""

@@ -1,0 +1,127 @@
+"""The one autograd Function of the package: every communication op is linear and knows its adjoint."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from mpishard.errors import UnsupportedOperationError, described
+
+
+class LinearOp(Protocol):
+    """A linear communication operation on plain tensors.
+
+    Calling it communicates and returns a tensor; autograd does not see what happens inside. The tensor that
+    it returns shares no memory with its argument, unless it is the argument itself (an identity).
+    ``op.adjoint`` is the operation that carries the cotangent back, and ``op.adjoint.adjoint is op``.
+    """
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Communicate."""
+        ...
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Operation of the cotangent."""
+        ...
+
+
+class Linear(Function):
+    """Backward is the adjoint op, forward mode is the op itself, and both are differentiable again.
+
+    Gradients that autograd leaves undefined arrive as zeros, so every rank communicates.
+    """
+
+    # forward with ctx, not setup_context: binding arguments by signature would cost three times the node
+    @staticmethod
+    def forward(ctx: Any, op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+        """Run the op."""
+        ctx.op = op
+        return op(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Carry the cotangent back. Collective as the op is."""
+        return None, apply(ctx.op.adjoint, grads[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        """Send the tangent the same way. Collective as the op is."""
+        return apply(ctx.op, tangents[1])
+
+
+class TransformedLinear(Function):
+    """The same under ``torch.func`` transforms, which insist on ``setup_context``."""
+
+    @staticmethod
+    def forward(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+        """Run the op."""
+        return op(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep the op."""
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Carry the cotangent back. Collective as the op is."""
+        return None, apply(ctx.op.adjoint, grads[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        """Send the tangent the same way. Collective as the op is."""
+        return apply(ctx.op, tangents[1])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: LinearOp, x: torch.Tensor) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedOperationError(
+            described(
+                "torch.vmap over a communicating operation",
+                expected="a call outside torch.vmap",
+                got=f"{op!r} inside it",
+                fix="give the operation the whole batch, or loop over it",
+            )
+        )
+
+
+_transforms_active = torch._C._are_functorch_transforms_active
+# Function.apply only looks for functorch before it calls this
+_node = super(Function, Linear).apply  # type: ignore[misc]
+
+
+def apply(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+    """Apply a linear communication op to a plain tensor, differentiably.
+
+    Collective as the op is. All ranks must agree on whether ``x`` requires a gradient, and on whether the
+    result takes part in what is differentiated: the adjoint communicates too.
+
+    Parameters
+    ----------
+    op
+        The operation.
+    x
+        Plain tensor.
+
+    Returns
+    -------
+    torch.Tensor
+        ``op(x)``, with ``op.adjoint`` as its backward and ``op`` itself as its forward-mode derivative.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        Inside ``torch.vmap``.
+
+    Notes
+    -----
+    Adjoint: ``op.adjoint``.
+    """
+    if _transforms_active():
+        return TransformedLinear.apply(op, x)
+    if forward_ad._current_level < 0 and not x.requires_grad:
+        return op(x)
+    return _node(op, x)
