@@ -1,0 +1,162 @@
+"""A pytest plugin that keeps the ranks of one MPI job in step, and ends the job where they cannot be.
+
+After every phase of every test the ranks agree on its outcome: a failure on one is a failure on all, so
+every rank runs the same phases and leaves with the same exit code. Rank 0 prints the one report, with the
+failing ranks' own texts in it. Where the ranks do not meet (one raised, the others wait for it in a
+collective; or all wait), every rank dumps its Python stacks and the job is aborted.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+# How long a rank with a failure waits for the others before it gives up on them.
+GRACE_S = 20
+# Left for the dumps of all stacks before the abort.
+DUMP_S = 3
+
+
+class Lockstep:
+    """Agrees on every outcome over a communicator of its own, and watches for hangs."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        # the runner captures descriptors during a test; these stay
+        self.out = os.fdopen(os.dup(2), "w", buffering=1)
+        # Any rank can ask the others on its host for their stacks, also while they wait in MPI.
+        faulthandler.register(signal.SIGUSR2, file=self.out, all_threads=True)
+        host = socket.gethostname()
+        everyone = enumerate(self.comm.allgather((host, os.getpid())))
+        self.peers = [(rank, pid) for rank, (name, pid) in everyone if name == host]
+        # pytest dumps the stacks of each rank at its own limit; only then is the job ended
+        self.limit_s = float(config.getini("faulthandler_timeout")) + DUMP_S
+        self.doing = "starting"
+        self.since = time.monotonic()
+        self.finished = threading.Event()
+        threading.Thread(target=self._watch, name="lockstep", daemon=True).start()
+        if self.comm.rank:
+            silence(config)
+
+    def _watch(self) -> None:
+        while not self.finished.wait(1):
+            if time.monotonic() - self.since > self.limit_s:
+                # every rank has just dumped its stacks, by the same limit
+                self.out.write(
+                    f"\n[rank {self.comm.rank}] hang guard: no progress for {self.limit_s:.0f} s, aborting\n"
+                )
+                MPI.COMM_WORLD.Abort(1)
+
+    def abort(self, why: str) -> None:
+        """Have every rank dump its stacks, one after the other, then end the job. Not collective."""
+        self.out.write(f"\n[rank {self.comm.rank}] hang guard, {self.doing}: {why}; the stacks of every rank follow\n")
+        for rank, pid in self.peers:
+            self.out.write(f"\n[rank {rank}]\n")
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(DUMP_S / len(self.peers))
+        MPI.COMM_WORLD.Abort(1)
+
+    def gather(self, value: Any, *, failure: str | None = None) -> list[Any]:
+        """Return the values of all ranks; where this rank failed, give up on the others soon. Collective."""
+        ready = self.comm.Ibarrier()
+        start = time.monotonic()
+        pause = 1e-4
+        while not ready.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+            if failure is not None and time.monotonic() - start > GRACE_S:
+                self.out.write(f"\n[rank {self.comm.rank}] failed, {self.doing}:\n{failure}\n")
+                self.abort(f"this rank failed and the others did not follow within {GRACE_S} s")
+        return self.comm.allgather(value)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        collected = (session.testsfailed, [item.nodeid for item in session.items])
+        everyone = self.gather(collected)
+        if any(failed for failed, _ in everyone):
+            # pytest stops after such errors; a rank that has none stops with the others
+            session.testsfailed = max(1, session.testsfailed)
+        elif any(other != collected for other in everyone):
+            raise pytest.UsageError("ranks collected different tests: is a parametrisation ordered by a set or a hash?")
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self.doing = f"{report.when} of {item.nodeid}"
+        text = report.longreprtext if report.failed else None
+        outcomes = self.gather((report.outcome, text), failure=text)
+        self.since = time.monotonic()
+        names = {outcome for outcome, _ in outcomes}
+        if names == {"passed"} or names == {"skipped"}:
+            return report
+        if "failed" not in names:
+            text = f"skipped on some ranks only: {[outcome for outcome, _ in outcomes]}"
+        else:
+            text = "\n".join(rank_texts([text for _, text in outcomes]))
+        report.outcome = "failed"
+        report.longrepr = text
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+        return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        self.doing = "finishing"
+        session.exitstatus = max(int(status) for status in self.gather(session.exitstatus))
+        yield
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.out.write(f"\n[rank {self.comm.rank}] internal error, {self.doing}:\n{excrepr}\n")
+        MPI.COMM_WORLD.Abort(1)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.out.write(f"\n[rank {self.comm.rank}] interrupted, {self.doing}: {excinfo.value}\n")
+        MPI.COMM_WORLD.Abort(1)
+
+    def pytest_unconfigure(self) -> None:
+        self.finished.set()
+        faulthandler.unregister(signal.SIGUSR2)
+        self.comm.Free()
+
+
+def rank_texts(texts: list[str | None]) -> list[str]:
+    """Return the failing ranks' texts, each different text once, headed by its ranks. Not collective."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    passed = [str(rank) for rank, text in enumerate(texts) if text is None]
+    lines = [f"===== rank {', '.join(map(str, which))} =====\n{text}" for text, which in ranks.items()]
+    if passed:
+        lines.append(f"===== rank {', '.join(passed)}: passed =====")
+    return lines
+
+
+def silence(config: pytest.Config) -> None:
+    """Send the report of this rank nowhere, errors of collection and set-up apart. Not collective."""
+    old = config.pluginmanager.getplugin("terminalreporter")
+    config.pluginmanager.unregister(old)
+    config.pluginmanager.register(Quiet(config, io.StringIO()), "terminalreporter")
+
+
+class Quiet(pytest.TerminalReporter):
+    """A report that only says what rank 0's cannot know: what this rank could not import."""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        super().pytest_collectreport(report)
+        if report.failed:
+            sys.__stderr__.write(f"\n[rank {MPI.COMM_WORLD.rank}] {report.nodeid}:\n{report.longreprtext}\n")
