@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,6 +43,11 @@ hypothesis.settings.register_profile("serial", deadline=None, print_blob=True)
 
 def under_launcher() -> bool:
     return any(name in os.environ for name in RANK_VARIABLES)
+
+
+if under_launcher():
+    # Ranks that clean up old temporary folders at the same time meet each other's half-removed ones.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="mpishard-tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,6 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
             "does the launcher belong to the MPI library that mpi4py loads?"
         )
     config.pluginmanager.register(Lockstep(config), "lockstep")
+
+
+def pytest_unconfigure() -> None:
+    if under_launcher():
+        shutil.rmtree(os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
 
 def sizes_of(item: pytest.Item) -> tuple[int, ...]:
