@@ -15,7 +15,8 @@ class LinearOp(Protocol):
 
     Calling it communicates and returns a tensor; autograd does not see what happens inside. The tensor that
     it returns shares no memory with its argument, unless it is the argument itself (an identity).
-    ``op.adjoint`` is the operation that carries the cotangent back, and ``op.adjoint.adjoint is op``.
+    ``op.adjoint`` is the operation that carries the cotangent back, and ``op.adjoint.adjoint`` is the linear part
+    of ``op`` (``op`` itself, unless it also fills in a constant).
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,8 @@ class Linear(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         """Send the tangent the same way. Collective as the op is."""
-        return apply(ctx.op, tangents[1])
+        # not the op itself: a window that fills the outside with a value is linear only without that value
+        return apply(ctx.op.adjoint.adjoint, tangents[1])
 
 
 class TransformedLinear(Function):
@@ -73,7 +75,8 @@ class TransformedLinear(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         """Send the tangent the same way. Collective as the op is."""
-        return apply(ctx.op, tangents[1])
+        # not the op itself: a window that fills the outside with a value is linear only without that value
+        return apply(ctx.op.adjoint.adjoint, tangents[1])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: LinearOp, x: torch.Tensor) -> NoReturn:

@@ -30,9 +30,20 @@ class Layout:
         row-major position in the mesh dims that shard it.
     shard_dims : dict
         Tensor dim -> the mesh dims that shard it, ascending.
+    partial_dims, sharded_mesh_dims : tuple of int
+        Mesh dims whose placement is Partial, and those whose placement is a Shard.
     """
 
-    __slots__ = ("_hash", "mesh_shape", "placements", "shape", "shard_dims", "sizes")
+    __slots__ = (
+        "_hash",
+        "mesh_shape",
+        "partial_dims",
+        "placements",
+        "shape",
+        "shard_dims",
+        "sharded_mesh_dims",
+        "sizes",
+    )
 
     def __init__(
         self, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
@@ -46,6 +57,8 @@ class Layout:
             if type(p) is Shard:
                 dims[p.dim] = (*dims.get(p.dim, ()), mesh_dim)
         self.shard_dims = dims
+        self.partial_dims = tuple(m for m, p in enumerate(placements) if type(p) is Partial)
+        self.sharded_mesh_dims = tuple(m for m, p in enumerate(placements) if type(p) is Shard)
         self._hash = hash((mesh_shape, placements, shape, sizes))
 
     def __hash__(self) -> int:
@@ -72,16 +85,6 @@ class Layout:
     def ndim(self) -> int:
         """Number of tensor dims."""
         return len(self.shape)
-
-    @property
-    def partial_dims(self) -> tuple[int, ...]:
-        """Mesh dims whose placement is Partial."""
-        return tuple(m for m, p in enumerate(self.placements) if type(p) is Partial)
-
-    @property
-    def sharded_mesh_dims(self) -> tuple[int, ...]:
-        """Mesh dims whose placement is a Shard."""
-        return tuple(m for m, p in enumerate(self.placements) if type(p) is Shard)
 
     @property
     def is_replicated(self) -> bool:

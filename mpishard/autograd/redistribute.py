@@ -1,0 +1,215 @@
+"""Placement changes as linear ops with the placement rule for cotangents (DTensor's).
+
+Of a Shard each rank holds its block of the cotangent; of a Replicate every rank holds the whole, identical
+cotangent; of a Partial every rank holds the cotangent of the sum. Hence the pairs below:
+
+====================== ======================== =====================================
+step                   adjoint                  where
+====================== ======================== =====================================
+all-reduce             identity ("use")         Partial -> Replicate
+reduce-scatter         all-gather               Partial -> Shard
+keep on coordinate 0   identity                 Replicate -> Partial
+transfer of boxes      the transfer back        Shard, Replicate -> Shard, Replicate
+====================== ======================== =====================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.comm import collective
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.transfer import run_transfer
+from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
+
+Run = Callable[[Tensor], Tensor]
+
+
+class Step:
+    """One half of an adjoint pair."""
+
+    __slots__ = ("adjoint", "run")
+    adjoint: Step
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Communicate."""
+        return self.run(x)
+
+
+def pair(forward: Run, backward: Run) -> Step:
+    """Return the step ``forward`` whose adjoint is ``backward``, and the reverse. Not collective."""
+    a, b = Step(forward), Step(backward)
+    a.adjoint, b.adjoint = b, a
+    return a
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
+    """Return "a replicated value is used with data sharded over ``mesh_dims``", cached.
+
+    Not collective. Forward is the identity; the adjoint sums the ranks' contributions. Its reverse is
+    Partial -> Replicate.
+    """
+    key = ("use", mesh_dims)
+    step = mesh.plans.get(key)
+    if step is None:
+        group = mesh.group(mesh_dims)
+        step = mesh.plans[key] = pair(_same, lambda g: collective.all_reduce(g, group))
+    return step  # type: ignore[no-any-return]
+
+
+def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+    """Use a replicated value with data that is sharded over ``mesh_dims``.
+
+    Not collective; its backward is collective over ``mesh_dims``.
+
+    Notes
+    -----
+    Adjoint: the sum over the ranks along ``mesh_dims``.
+    """
+    if mesh_dims and x.requires_grad:
+        return apply(use_step(mesh, mesh_dims), x)
+    return x
+
+
+def sum_partial(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+    """Sum what the ranks along ``mesh_dims`` hold (Partial -> Replicate). Collective over ``mesh_dims``.
+
+    Notes
+    -----
+    Adjoint: the identity.
+    """
+    return apply(use_step(mesh, mesh_dims).adjoint, x) if mesh_dims else x
+
+
+def redistribute(x: Tensor, mesh: CartMesh, source: Layout, target: Layout) -> Tensor:
+    """Return this rank's block of ``target``, given its block of ``source``.
+
+    Collective over the mesh (over fewer ranks where fewer exchange data).
+
+    Notes
+    -----
+    Adjoint: the redistribution back, by the placement rule; see the module's table.
+    """
+    if source is target or source == target:
+        return x
+    key = ("redistribute", source, target)
+    steps = mesh.plans.get(key)
+    if steps is None:
+        steps = mesh.plan(key, lambda: list(_steps(mesh, source, target)))
+    for step in steps:
+        x = apply(step, x)
+    return x
+
+
+def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
+    now = source
+    for m in source.partial_dims:
+        wanted = target.placements[m]
+        if type(wanted) is Partial:
+            continue
+        placements = list(now.placements)
+        if type(wanted) is Shard and not _also_sharded(now, target, wanted.dim, m):
+            after = _placed(now, target, m, wanted)
+            yield _scatter_step(mesh, after, m, wanted.dim)
+            now = after
+        else:
+            placements[m] = Replicate()
+            yield use_step(mesh, (m,)).adjoint
+            now = layout_of(now.mesh_shape, placements, now.shape, now.sizes)
+    keep = tuple(
+        m for m, p in enumerate(target.placements) if type(p) is Partial and type(now.placements[m]) is not Partial
+    )
+    # a transfer sees a Partial as a value of its own on every coordinate: like a Replicate
+    before, after = (
+        layout_of(
+            t.mesh_shape,
+            [Replicate() if type(p) is Partial else p for p in t.placements],
+            t.shape,
+            t.sizes,
+        )
+        for t in (now, target)
+    )
+    if before != after:
+        yield pair(mover(mesh, before, after), mover(mesh, after, before))
+    if keep:
+        first = all(mesh.coords[m] == 0 for m in keep)
+        yield pair(_same if first else torch.zeros_like, _same)
+
+
+def _also_sharded(now: Layout, target: Layout, dim: int, mesh_dim: int) -> bool:
+    """Whether ``dim`` is sharded by any other mesh dim, in which case blocks are not a plain scatter."""
+    return any(
+        type(p) is Shard and p.dim == dim for t in (now, target) for m, p in enumerate(t.placements) if m != mesh_dim
+    )
+
+
+def _placed(now: Layout, target: Layout, mesh_dim: int, placement: Shard) -> Layout:
+    placements = list(now.placements)
+    placements[mesh_dim] = placement
+    sizes = list(now.sizes)
+    sizes[placement.dim] = target.sizes[placement.dim]
+    return layout_of(now.mesh_shape, placements, now.shape, sizes)
+
+
+def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Step:
+    group, sizes = mesh.group((mesh_dim,)), after.sizes[dim]
+    assert sizes is not None
+    return pair(
+        lambda x: collective.reduce_scatter(x, group, dim=dim, sizes=sizes),
+        lambda g: collective.all_gather(g, group, dim=dim, sizes=sizes),
+    )
+
+
+def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:
+    """Return the function block of ``source`` -> block of ``target``; neither has a Partial.
+
+    Not collective; the function is collective.
+    """
+    gathers = _gathers(source, target, mesh.coords)
+    if gathers is not None:
+        calls = [(mesh.group((m,)), dim, sizes) for m, dim, sizes in gathers]
+
+        def gather(x: Tensor) -> Tensor:
+            for group, dim, sizes in calls:
+                x = collective.all_gather(x, group, dim=dim, sizes=sizes)
+            return x
+
+        return gather
+    plan = plan_transfer(source, target, mesh.coords)
+    shape = target.local_shape(mesh.coords)
+    return lambda x: run_transfer(mesh, plan, x, shape)
+
+
+def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]] | None:
+    """Return the all-gathers (mesh dim, tensor dim, sizes), one after the other, that lead to ``target``, or None."""
+    now, out = source, []
+    for m in reversed(range(len(source.placements))):
+        p = now.placements[m]
+        if p == target.placements[m]:
+            continue
+        if type(p) is not Shard or type(target.placements[m]) is not Replicate or now.shard_dims[p.dim][-1] != m:
+            return None
+        count = now.mesh_shape[m]
+        sizes = now.sizes[p.dim]
+        assert sizes is not None
+        # row-major: the blocks along the innermost mesh dim lie next to each other
+        merged = [sum(sizes[i : i + count]) for i in range(0, len(sizes), count)]
+        first = now.index(p.dim, coords) // count * count
+        out.append((m, p.dim, sizes[first : first + count]))
+        placements = list(now.placements)
+        placements[m] = Replicate()
+        rest = list(now.sizes)
+        rest[p.dim] = tuple(merged) if len(merged) > 1 else None
+        now = layout_of(now.mesh_shape, placements, now.shape, rest)
+    return out if now == target and out else None

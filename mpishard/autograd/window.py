@@ -1,0 +1,156 @@
+"""Window fetch and halo exchange as differentiable operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.window import WindowOp
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, Runs, bounds, interval_runs, plan_stage
+
+
+class Wanted(NamedTuple):
+    """What every position along one tensor dim needs: runs and window extents, one per position."""
+
+    dim: int
+    runs: tuple[Runs, ...]
+    n_outs: tuple[int, ...]
+
+
+def intervals_wanted(n: int, dim: int, intervals: Sequence[tuple[int, int]], mode: str = "zeros") -> Wanted:
+    """Return the windows ``[lo, hi)`` of every position along ``dim`` of ``n`` cells, extended by ``mode``.
+
+    Not collective.
+    """
+    return Wanted(
+        dim,
+        tuple(interval_runs(n, lo, hi, mode) for lo, hi in intervals),
+        tuple(max(0, hi - lo) for lo, hi in intervals),
+    )
+
+
+def window_op(
+    mesh: CartMesh,
+    layout: Layout,
+    dtype: torch.dtype,
+    wanted: Sequence[Wanted],
+    *,
+    value: float = 0.0,
+    op: str = "window",
+) -> WindowOp:
+    """Plan the fetch of windows along some dims of a sharded tensor, for `apply`.
+
+    Not collective: every rank plans from what all ranks know. Callers keep the result in ``mesh.plan``.
+
+    Parameters
+    ----------
+    mesh, layout, dtype
+        Of the tensor.
+    wanted
+        One entry per tensor dim that changes.
+    value
+        What cells beyond the domain hold (the window is then affine; its derivative is that of zero).
+    op
+        Name for counters and the watchdog.
+
+    Returns
+    -------
+    WindowOp
+        Local block in, local window out.
+    """
+    stages = []
+    for dim, runs, n_outs in wanted:
+        sizes = layout.sizes[dim] or (layout.shape[dim],)
+        mesh_dims = layout.shard_dims.get(dim, ())
+        stage = plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords))
+        unchanged = stage.resident == 0 and stage.n_in == stage.n_out
+        if not (unchanged and not stage.sends and not stage.recvs):
+            stages.append(stage)
+    return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, value=value, op=op)
+
+
+def halo_exchange(
+    local: Tensor,
+    mesh: CartMesh,
+    layout: Layout,
+    widths: Mapping[int, tuple[int, int]],
+    mode: str | None = None,
+) -> Tensor:
+    """Return the local block with its halo on both sides of the given dims.
+
+    Neighborwise collective.
+
+    Parameters
+    ----------
+    local
+        This rank's block.
+    mesh, layout
+        Of the tensor.
+    widths
+        Tensor dim -> (lo, hi) width of the halo.
+    mode
+        What fills the halo beyond the domain's edge: ``"zeros"``, ``"reflect"``, ``"replicate"`` or
+        ``"circular"``. A dim that lies on a periodic mesh dim wraps whatever the mode. None: zeros, and a
+        halo wider than the global extent is an error.
+
+    Returns
+    -------
+    torch.Tensor
+        Local plain tensor, corners filled.
+
+    Raises
+    ------
+    LayoutError
+        Unknown dim or mode, negative width, or a halo wider than the extent with no mode to fill it.
+
+    Notes
+    -----
+    Adjoint: halo accumulation. Each halo cell's cotangent is added to the cell that it is a copy of.
+
+    Examples
+    --------
+    >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
+    """
+    key = ("halo_exchange", layout, local.dtype, tuple(sorted(widths.items())), mode)
+    op = mesh.plans.get(key)
+    if op is None:
+        op = mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
+    return apply(op, local)
+
+
+def _halo_op(
+    mesh: CartMesh, layout: Layout, dtype: torch.dtype, widths: Mapping[int, tuple[int, int]], mode: str | None
+) -> WindowOp:
+    wanted = []
+    for dim, (lo, hi) in sorted(widths.items()):
+        n = layout.shape[dim]
+        periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim, ()))
+        if lo < 0 or hi < 0:
+            raise LayoutError(
+                described(
+                    f"halo_exchange: negative width along dim {dim}",
+                    expected="widths (lo, hi) >= 0",
+                    got=(lo, hi),
+                    fix="slice the tensor to make it smaller",
+                )
+            )
+        limit = n - 1 if mode == "reflect" else n
+        if max(lo, hi) > limit and not periodic and mode in (None, "reflect"):
+            raise LayoutError(
+                described(
+                    f"halo_exchange: halo wider than the global extent along dim {dim}",
+                    expected=f"widths of at most {limit}, a periodic mesh dim, or a mode that fills the outside",
+                    got=(lo, hi),
+                    fix="give mode='zeros', 'replicate' or 'circular', or make the mesh dim periodic",
+                )
+            )
+        b = bounds(layout.sizes[dim] or (n,))
+        intervals = [(b[i] - lo, b[i + 1] + hi) for i in range(len(b) - 1)]
+        wanted.append(intervals_wanted(n, dim, intervals, "circular" if periodic else mode or "zeros"))
+    return window_op(mesh, layout, dtype, wanted, op="halo_exchange")

@@ -1,0 +1,6 @@
+"""ShardTensor, the registry of its rules, and the ways in and out."""
+
+from mpishard.tensor import gradient, metadata
+from mpishard.tensor.convert import distribute_tensor, halo_exchange, scatter_tensor
+from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap

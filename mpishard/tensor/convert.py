@@ -1,0 +1,421 @@
+"""Plain tensors to ShardTensors and back: from_local, distribute, scatter, gather, redistribute, rebalance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.autograd import redistribute as autograd
+from mpishard.autograd import window
+from mpishard.comm import guard
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.transfer import scatter_blocks
+from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.layout import Layout, as_placements, layout_of, weighted
+from mpishard.tensor.operand import moved, replicated_layout, resolved
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_MAX_NDIM = 16
+_DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
+
+
+def from_local(
+    local: Tensor,
+    mesh: CartMesh,
+    placements: Any,
+    sharding_shapes: str | Mapping[int, Sequence[int]] = "infer",
+) -> ShardTensor:
+    """Make a ShardTensor of the blocks that the ranks hold; no copy, differentiable.
+
+    Collective with ``"infer"``, else not collective.
+
+    Parameters
+    ----------
+    local
+        This rank's block.
+    mesh
+        Mesh that the tensor is spread over.
+    placements
+        One placement per mesh dim.
+    sharding_shapes
+        ``"infer"``: block sizes are gathered and checked; ``"chunk"``: every rank's block has the size of this
+        one (unchecked); or the sizes, as ``{mesh_dim: sizes along it}`` (where several mesh dims shard one
+        tensor dim: one size per rank, under the first of them).
+
+    Returns
+    -------
+    ShardTensor
+
+    Raises
+    ------
+    LayoutError
+        Placements that do not fit, or local shapes or dtypes that disagree.
+
+    Examples
+    --------
+    >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
+    """
+    if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
+        return wrap(local, _inferred(local, mesh, placements), mesh)
+    own = as_placements(placements, mesh.ndim, local.ndim)
+    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    shape, sizes = list(local.shape), {}
+    for dim, mesh_dims in probe.shard_dims.items():
+        count = len(probe.sizes[dim] or ())
+        if isinstance(sharding_shapes, str):
+            if sharding_shapes != "chunk":
+                raise LayoutError(
+                    described(
+                        "from_local: unknown sharding_shapes",
+                        expected="'infer', 'chunk' or {mesh_dim: sizes}",
+                        got=repr(sharding_shapes),
+                        fix="use one of them",
+                    )
+                )
+            sizes[dim] = (local.shape[dim],) * count
+        else:
+            given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
+            if mesh_dims[0] not in given:
+                raise LayoutError(
+                    described(
+                        "from_local: sizes of a sharded dim are missing",
+                        expected=f"an entry for mesh dim {mesh_dims[0]}",
+                        got=sorted(given),
+                        fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
+                    )
+                )
+            sizes[dim] = tuple(int(s) for s in given[mesh_dims[0]])
+        shape[dim] = sum(sizes[dim])
+    layout = layout_of(mesh.shape, own, shape, sizes)
+    expected = layout.local_shape(mesh.coords)
+    if expected != tuple(local.shape):
+        raise LayoutError(
+            described(
+                f"from_local: the block of the rank at {mesh.coords} does not fit the given sizes",
+                expected=expected,
+                got=tuple(local.shape),
+                fix="give the sizes of the blocks that the ranks hold, or 'infer'",
+            )
+        )
+    return wrap(local, layout, mesh)
+
+
+def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
+    mine = np.full(_MAX_NDIM + 2, -1, np.int64)
+    mine[0], mine[1] = local.ndim, _DTYPES.index(local.dtype)
+    mine[2 : 2 + local.ndim] = local.shape
+    # placements are checked after this: a rank that fails earlier would leave the others waiting
+    everyone = np.empty((mesh.size, len(mine)), np.int64)
+    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    with guard.waiting("from_local", (), comm):
+        comm.Allgather(mine, everyone)
+
+    def fail(rank: int, expected: object, got: object) -> LayoutError:
+        return LayoutError(
+            described(
+                f"from_local: the block of rank {rank} does not fit the others",
+                expected=expected,
+                got=got,
+                fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
+            )
+        )
+
+    for rank, (ndim, dtype) in enumerate(everyone[:, :2]):
+        if (ndim, dtype) != (everyone[0, 0], everyone[0, 1]):
+            raise fail(
+                rank,
+                f"{everyone[0, 0]} dims of {_DTYPES[everyone[0, 1]]}, as rank 0 has",
+                f"{ndim} dims of {_DTYPES[dtype]}",
+            )
+    shapes = everyone[:, 2 : 2 + local.ndim]
+    own = as_placements(placements, mesh.ndim, local.ndim)
+    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    shape, sizes = [int(n) for n in shapes[0]], {}
+    coords = [np.unravel_index(r, mesh.shape) for r in range(mesh.size)]
+    for dim in range(local.ndim):
+        seen: dict[int, int] = {}
+        for rank in range(mesh.size):
+            position = probe.index(dim, [int(c) for c in coords[rank]])
+            n = int(shapes[rank, dim])
+            if seen.setdefault(position, n) != n:
+                raise fail(rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}")
+        if dim in probe.shard_dims:
+            sizes[dim] = [seen[i] for i in range(len(seen))]
+            shape[dim] = sum(sizes[dim])
+    return layout_of(mesh.shape, own, shape, sizes)
+
+
+def distribute_tensor(
+    tensor: Tensor, mesh: CartMesh, placements: Any, *, sizes: Mapping[int, Sequence[int]] | None = None
+) -> ShardTensor:
+    """Shard a tensor that every rank holds: each takes its block.
+
+    Not collective (shapes are compared across ranks the first time that they occur).
+
+    Parameters
+    ----------
+    tensor
+        The same full tensor on every rank.
+    mesh, placements
+        Where and how to shard it.
+    sizes
+        Tensor dim -> block sizes; balanced where not given.
+
+    Returns
+    -------
+    ShardTensor
+        A copy of the block, so that the full tensor can be freed; differentiable, with the gradient of the full
+        tensor on every rank.
+
+    Notes
+    -----
+    Adjoint: all-gather.
+
+    Examples
+    --------
+    >>> x = ms.distribute_tensor(full, mesh, (ms.Shard(2), ms.Shard(3)))
+    """
+    if isinstance(tensor, ShardTensor):
+        return redistribute(tensor, placements)
+    sizes_key = None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
+    key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, tuple(_key(placements)), sizes_key)
+    layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes))
+    whole = replicated_layout(mesh, tensor.shape)
+    local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)
+    if local is tensor:
+        local = tensor.clone()
+    out = wrap(local, layout, mesh)
+    return out
+
+
+def _key(placements: Any) -> list[Any]:
+    try:
+        return [repr(p) for p in placements]
+    except TypeError:
+        return [repr(placements)]
+
+
+def scatter_tensor(
+    tensor: Tensor | None,
+    src: int,
+    mesh: CartMesh,
+    placements: Any,
+    *,
+    requires_grad: bool = False,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+) -> ShardTensor:
+    """Shard a tensor that one rank holds; no other rank ever holds more than its own block.
+
+    Collective.
+
+    Parameters
+    ----------
+    tensor
+        The full tensor on mesh rank ``src``; ignored elsewhere.
+    src
+        Mesh rank of the source.
+    mesh, placements
+        Where and how to shard it.
+    requires_grad
+        Of the result, a leaf: gradients stop here.
+    sizes
+        Tensor dim -> block sizes; balanced where not given.
+
+    Returns
+    -------
+    ShardTensor
+
+    Examples
+    --------
+    >>> full = load() if mesh.rank == 0 else None
+    >>> x = ms.scatter_tensor(full, 0, mesh, (ms.Shard(2), ms.Shard(3)), requires_grad=True)
+    """
+    error: MpishardError | None = None
+    layout, meta = None, None
+    if not 0 <= src < mesh.size:
+        error = LayoutError(
+            described(
+                "scatter_tensor: no such source rank",
+                expected=f"0 <= src < {mesh.size}",
+                got=src,
+                fix="name a rank of the mesh",
+            )
+        )
+    elif mesh.rank == src:
+        try:
+            if not isinstance(tensor, Tensor) or isinstance(tensor, ShardTensor):
+                raise LayoutError(
+                    described(
+                        "scatter_tensor: nothing to scatter",
+                        expected=f"a plain tensor on rank {src}",
+                        got=type(tensor).__name__,
+                        fix="pass the full tensor on the source rank",
+                    )
+                )
+            layout = layout_of(mesh.shape, placements, tensor.shape, sizes)
+            meta = (tuple(tensor.shape), tensor.dtype)
+        except MpishardError as e:
+            error = e
+    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    guard.agree(comm, error, "scatter_tensor")
+    with guard.waiting("scatter_tensor", (src,), comm):
+        shape, dtype = comm.bcast(meta, root=src)
+    if layout is None:
+        layout = layout_of(mesh.shape, placements, shape, sizes)
+    boxes = [layout.box(c) for c in product(*map(range, mesh.shape))]
+    source = tensor.detach() if tensor is not None and mesh.rank == src else None
+    local = scatter_blocks(mesh, src, source, boxes, dtype)
+    return wrap(local.requires_grad_(requires_grad), layout, mesh)
+
+
+def full_tensor(x: ShardTensor) -> Tensor:
+    """Return the whole tensor on every rank: a plain tensor, differentiable.
+
+    Collective.
+
+    Notes
+    -----
+    Adjoint: each rank keeps its block of the cotangent, which must be the same on every rank.
+    """
+    return moved(resolved(x), replicated_layout(x._mesh, x._layout.shape))._local
+
+
+def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
+    """Return ``x`` with other placements.
+
+    Collective.
+
+    Parameters
+    ----------
+    x
+        Any ShardTensor.
+    placements
+        One per mesh dim. A dim that keeps its mesh dims keeps its block sizes; others are balanced.
+
+    Notes
+    -----
+    Adjoint: the redistribution back (all-reduce <-> identity, all-gather <-> slice, as in design of DTensor).
+
+    Examples
+    --------
+    >>> y = x.redistribute(placements=(ms.Shard(1), ms.Replicate()))
+    """
+    return moved(x, x._layout.with_placements(placements))
+
+
+def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
+    """Return ``x`` with other block sizes: even, given, or in proportion to weights.
+
+    Collective.
+
+    Parameters
+    ----------
+    x
+        A sharded tensor.
+    weights_or_sizes
+        ``{tensor_dim: numbers}``, or the numbers alone where one dim is sharded. Integers whose sum is the
+        extent are block sizes, anything else weights. None: balanced.
+
+    Notes
+    -----
+    Adjoint: the re-balancing back.
+
+    Examples
+    --------
+    >>> y = x.rebalance({2: [1.0, 2.0]})   # the second rank along dim 2 takes two thirds
+    """
+    layout = x._layout
+    if weights_or_sizes is None:
+        return moved(x, layout_of(layout.mesh_shape, layout.placements, layout.shape))
+    given = weights_or_sizes
+    if not isinstance(given, Mapping):
+        if len(layout.shard_dims) != 1:
+            raise LayoutError(
+                described(
+                    "rebalance: which dim is meant?",
+                    expected=f"a mapping of some of the sharded dims {sorted(layout.shard_dims)}",
+                    got=repr(given),
+                    fix="give {tensor_dim: weights or sizes}",
+                )
+            )
+        given = {next(iter(layout.shard_dims)): given}
+    sizes = list(layout.sizes)
+    for dim, numbers in given.items():
+        d = int(dim) % max(1, layout.ndim)
+        numbers = tuple(numbers)
+        if sizes[d] is None or len(numbers) != len(sizes[d]) or min(numbers) < 0 or sum(numbers) <= 0:
+            raise LayoutError(
+                described(
+                    f"rebalance: numbers do not fit dim {dim}",
+                    expected=f"{len(sizes[d] or ())} numbers >= 0 for a sharded dim, one per block",
+                    got=numbers,
+                    fix="give one weight or size per rank along the mesh dims that shard the dim",
+                )
+            )
+        exact = all(isinstance(v, (int, np.integer)) for v in numbers) and sum(numbers) == layout.shape[d]
+        sizes[d] = numbers if exact else weighted(layout.shape[d], tuple(float(v) for v in numbers))
+    return moved(x, layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes))
+
+
+def halo_exchange(
+    x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], mode: str | None = None
+) -> Tensor:
+    """Return this rank's block with its halo on both sides, corners filled.
+
+    Neighborwise collective.
+
+    Parameters
+    ----------
+    x
+        A sharded tensor.
+    widths
+        Tensor dim -> width of the halo, an int or (lo, hi). It may be wider than a neighbour's whole block.
+    mode
+        What fills the halo beyond the domain's edge: ``"zeros"``, ``"reflect"``, ``"replicate"`` or
+        ``"circular"``. A dim that lies on a periodic mesh dim wraps whatever the mode. None: zeros, and a
+        halo wider than the global extent is an error.
+
+    Returns
+    -------
+    torch.Tensor
+        A plain local tensor; differentiable.
+
+    Raises
+    ------
+    LayoutError
+        Unknown dim or mode, negative width, or a halo wider than the extent with no mode to fill it.
+
+    Notes
+    -----
+    Adjoint: halo accumulation. Each halo cell's cotangent is added to the cell that it is a copy of.
+
+    Examples
+    --------
+    >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
+    """
+    x = resolved(x)
+    pairs = {}
+    for dim, width in widths.items():
+        if not -x.ndim <= dim < x.ndim:
+            raise LayoutError(
+                described(
+                    "halo_exchange: no such dim",
+                    expected=f"a dim in [{-x.ndim}, {x.ndim})",
+                    got=dim,
+                    fix="name a dim of the tensor",
+                )
+            )
+        lo, hi = (width, width) if isinstance(width, int) else width
+        pairs[dim % x.ndim] = (int(lo), int(hi))
+    return window.halo_exchange(x._local, x._mesh, x._layout, pairs, mode)
+
+
+ShardTensor.from_local = staticmethod(from_local)
+ShardTensor.full_tensor = full_tensor
+ShardTensor.redistribute = redistribute
+ShardTensor.rebalance = rebalance

@@ -1,0 +1,159 @@
+"""Autograd's own functions on ShardTensors: each is the same function on the local blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.tensor.operand import fitted, moved, resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _root(x: Any) -> Any:
+    """Return the local tensor that autograd starts from."""
+    return resolved(x)._local if isinstance(x, ShardTensor) else x
+
+
+def _root_gradient(x: Any, g: Any) -> Any:
+    """Return the local gradient of a root; implicit ones where torch would create them."""
+    if not isinstance(x, ShardTensor):
+        return g
+    if g is None:
+        if x.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(x._local)
+    layout = resolved(x)._layout
+    return moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, x._mesh, layout)
+
+
+def _as_list(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, Sequence) and not isinstance(x, Tensor) else [x]
+
+
+def _leaf(x: Any) -> Any:
+    return x._local if isinstance(x, ShardTensor) else x
+
+
+@implements(torch.Tensor.backward)
+def backward(
+    self: ShardTensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Differentiate the local blocks; communication in the graph makes the result global. Collective."""
+    torch.autograd.backward(
+        _root(self),
+        _root_gradient(self, gradient),
+        retain_graph,
+        create_graph,
+        inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
+    )
+
+
+@implements(torch.autograd.backward)
+def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """Differentiate the local blocks of all roots. Collective."""
+    roots = _as_list(tensors)
+    grads = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
+    torch.autograd.backward(
+        [_root(t) for t in roots],
+        [_root_gradient(t, g) for t, g in zip(roots, grads)],
+        *args,
+        inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
+        **kwargs,
+    )
+
+
+@implements(torch.autograd.grad)
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return gradients in the layouts of ``inputs``. Collective."""
+    roots, leaves = _as_list(outputs), _as_list(inputs)
+    grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
+    out = torch.autograd.grad(
+        [_root(t) for t in roots],
+        [_leaf(i) for i in leaves],
+        [_root_gradient(t, g) for t, g in zip(roots, grads)],
+        *args,
+        **kwargs,
+    )
+    return tuple(
+        wrap(g, i._layout, i._mesh) if isinstance(i, ShardTensor) and g is not None else g for i, g in zip(leaves, out)
+    )
+
+
+@implements(torch.Tensor.register_hook)
+def register_hook(self: ShardTensor, hook: Any) -> Any:
+    """Give the hook ShardTensors. Not collective."""
+
+    def on_local(g: Tensor) -> Tensor | None:
+        out = hook(wrap(g, self._layout, self._mesh))
+        return None if out is None else moved(out, self._layout)._local
+
+    return self._local.register_hook(on_local)
+
+
+@implements(torch.Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(self: ShardTensor, hook: Any) -> Any:
+    """Give the hook the ShardTensor. Not collective."""
+    return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+
+@implements(torch.Tensor.retain_grad)
+def retain_grad(self: ShardTensor) -> None:
+    """Keep the gradient of a tensor that is not a leaf. Not collective."""
+    self._local.retain_grad()
+
+
+@implements(torch.Tensor.requires_grad_)
+def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor:
+    """Set whether autograd records operations on this tensor. Not collective."""
+    self._local.requires_grad_(requires_grad)
+    return self
+
+
+@implements(torch.Tensor.detach_)
+def detach_(self: ShardTensor) -> ShardTensor:
+    """Cut this tensor from its graph. Not collective."""
+    self._local.detach_()
+    return self
+
+
+# -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
+
+_plain_apply = torch.autograd.Function.apply
+
+
+def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(a, ShardTensor) for a in args) and not any(
+        isinstance(a, ShardTensor) for a in kwargs.values()
+    ):
+        return _plain_apply.__func__(cls, *args, **kwargs)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__name__ == "CheckpointFunction":
+        raise UnsupportedOperationError(
+            described(
+                "torch.utils.checkpoint with use_reentrant=True and ShardTensors",
+                expected="non-reentrant checkpointing",
+                got="use_reentrant=True (or not given, in old torch versions)",
+                fix="pass use_reentrant=False",
+            )
+        )
+    raise UnsupportedOperationError(
+        described(
+            f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
+            expected="plain tensors",
+            got="ShardTensor arguments",
+            fix=f"call it on blocks, ShardTensor.from_local({cls.__name__}.apply(x.to_local()), x.mesh, x.placements), "
+            "where it needs no neighbour cells (else after mpishard.halo_exchange), or write it with torch operations",
+        )
+    )
+
+
+torch.autograd.Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign]

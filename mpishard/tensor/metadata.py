@@ -1,0 +1,105 @@
+"""Questions about a ShardTensor that need no data: answered for the global tensor."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor
+
+# torch's own descriptors and methods, which read only what the wrapper knows
+_OF_LOCAL = (
+    "is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mps is_xpu is_ipu is_xla is_maia is_mtia "
+    "is_mkldnn is_vulkan is_nested itemsize names"
+).split()
+_METHODS_OF_LOCAL = (
+    "is_complex is_floating_point is_signed is_conj is_neg is_inference element_size get_device type has_names "
+    "dense_dim sparse_dim is_pinned"
+).split()
+
+for _name in _OF_LOCAL:
+    _descriptor = getattr(torch.Tensor, _name, None)
+    if _descriptor is not None and hasattr(_descriptor, "__get__"):
+        RULES[_descriptor.__get__] = lambda self, _name=_name: getattr(self._local, _name)
+for _name in _METHODS_OF_LOCAL:
+    for _function in spellings(_name):
+        RULES[_function] = lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(*args, **kwargs)
+
+
+@implements(torch.Tensor.dim, torch.Tensor.ndimension)
+def dim(self: ShardTensor) -> int:
+    """Return the number of dims. Not collective."""
+    return len(self._layout.shape)
+
+
+@implements(torch.Tensor.size)
+def size(self: ShardTensor, dim: int | None = None) -> Any:
+    """Return the global shape, or one extent of it. Not collective."""
+    return self.shape if dim is None else self._layout.shape[dim]
+
+
+@implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement)
+def numel(self: ShardTensor) -> int:
+    """Return the number of cells of the global tensor. Not collective."""
+    return math.prod(self._layout.shape)
+
+
+@implements(torch.Tensor.nbytes.__get__)  # type: ignore[attr-defined]
+def nbytes(self: ShardTensor) -> int:
+    """Return the bytes of the global tensor. Not collective."""
+    return math.prod(self._layout.shape) * self._local.itemsize
+
+
+@implements(torch.Tensor.stride)
+def stride(self: ShardTensor, dim: int | None = None) -> Any:
+    """Return the strides that the gathered tensor has. Not collective."""
+    shape = self._layout.shape
+    strides = tuple(reversed([*accumulate((max(1, n) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)]))
+    strides = strides if shape else ()
+    return strides if dim is None else strides[dim]
+
+
+@implements(torch.Tensor.is_contiguous)
+def is_contiguous(self: ShardTensor, memory_format: Any = torch.contiguous_format) -> bool:
+    """Tell whether the local block is contiguous. Not collective."""
+    return self._local.is_contiguous(memory_format=memory_format)
+
+
+@implements(torch.Tensor.storage_offset)
+def storage_offset(self: ShardTensor) -> int:
+    """Return 0: the gathered tensor would start its own storage. Not collective."""
+    return 0
+
+
+@implements(torch.is_same_size, torch.Tensor.is_same_size)
+def is_same_size(self: Any, other: Any) -> bool:
+    """Tell whether the global shapes agree. Not collective."""
+    return tuple(self.shape) == tuple(other.shape)
+
+
+@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
+def item(self: ShardTensor) -> Any:
+    """Return the global value of a tensor with one cell. Collective unless it is replicated."""
+    return whole_value(self).item()
+
+
+def whole_value(x: ShardTensor) -> torch.Tensor:
+    """Return the whole one-cell tensor. Collective unless it is replicated."""
+    if numel(x) != 1:
+        raise RuntimeError(f"a Tensor with {numel(x)} elements cannot be converted to Scalar")
+    x = resolved(x)
+    return x._local.detach() if x._layout.is_replicated else x.detach().full_tensor()
+
+
+RULES[torch.Tensor.__bool__] = lambda self: bool(whole_value(self))
+RULES[torch.Tensor.__int__] = lambda self: int(whole_value(self))
+RULES[torch.Tensor.__float__] = lambda self: float(whole_value(self))
+RULES[torch.Tensor.__complex__] = lambda self: complex(whole_value(self))
+RULES[torch.Tensor.__index__] = lambda self: whole_value(self).__index__()
+RULES[torch.is_nonzero] = RULES[torch.Tensor.is_nonzero] = lambda self: bool(whole_value(self))
+RULES[torch.Tensor.tolist] = lambda self: self.full_tensor().tolist()

@@ -1,0 +1,157 @@
+"""Operands of a rule: bring ShardTensors and plain tensors to one layout, by the placement rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd import redistribute as autograd
+from mpishard.autograd.redistribute import use
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, MeshError, described
+from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def mesh_of(operands: Iterable[Any]) -> CartMesh:
+    """Return the one mesh that all ShardTensors among ``operands`` live on. Not collective.
+
+    Raises
+    ------
+    MeshError
+        They live on different meshes.
+    """
+    mesh: CartMesh | None = None
+    for x in operands:
+        if isinstance(x, ShardTensor):
+            if mesh is None:
+                mesh = x._mesh
+            elif x._mesh is not mesh:
+                raise MeshError(
+                    described(
+                        "operands live on different meshes",
+                        expected=f"all on {mesh}",
+                        got=repr(x._mesh),
+                        fix="make every tensor of an operation on the same CartMesh object",
+                    )
+                )
+    assert mesh is not None
+    return mesh
+
+
+def resolved(x: ShardTensor) -> ShardTensor:
+    """Return ``x`` with its Partial dims summed. Collective over them."""
+    dims = x._layout.partial_dims
+    if not dims:
+        return x
+    layout = x._layout
+    target = layout_of(
+        layout.mesh_shape, [Replicate() if type(p) is Partial else p for p in layout.placements], layout.shape, layout.sizes
+    )
+    return moved(x, target)
+
+
+def moved(x: ShardTensor, target: Layout) -> ShardTensor:
+    """Return ``x`` in the layout ``target``. Collective where it differs."""
+    if x._layout is target:
+        return x
+    return wrap(autograd.redistribute(x._local, x._mesh, x._layout, target), target, x._mesh)
+
+
+def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
+    """Return the layout of a tensor that every rank holds whole. Not collective."""
+    return layout_of(mesh.shape, (Replicate(),) * len(mesh.shape), shape)
+
+
+def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
+    """Return the layout of a pointwise result of ``operands`` (ShardTensors without Partial, tensors, numbers).
+
+    A mesh dim shards the result as it shards the first operand that is sharded there; block sizes are those of
+    the first operand with the same mesh dims on that dim. Not collective.
+
+    Raises
+    ------
+    LayoutError
+        A mesh dim shards different dims of two operands.
+    """
+    shape = torch.broadcast_shapes(*[tuple(x.shape) for x in operands if isinstance(x, Tensor)])
+    placements: list[Placement] = [Replicate() for _ in mesh.shape]
+    for x in operands:
+        if not isinstance(x, ShardTensor):
+            continue
+        shift = len(shape) - x.ndim
+        for m, p in enumerate(x._layout.placements):
+            if type(p) is not Shard:
+                continue
+            dim = p.dim + shift
+            if x._layout.shape[p.dim] != shape[dim]:
+                continue  # one cell that is broadcast: the operand is gathered instead
+            if type(placements[m]) is Shard and placements[m].dim != dim:  # type: ignore[union-attr]
+                raise LayoutError(
+                    described(
+                        "operands are sharded over different dims",
+                        expected=f"mesh dim {mesh.mesh_dim_names[m]!r} to shard one dim of the result",
+                        got=[list(o._layout.placements) for o in operands if isinstance(o, ShardTensor)],
+                        fix="redistribute one operand to the other's placements",
+                    )
+                )
+            placements[m] = Shard(dim)
+    probe = layout_of(mesh.shape, placements, shape)
+    sizes = list(probe.sizes)
+    for dim, mesh_dims in probe.shard_dims.items():
+        for x in operands:
+            own = dim - (len(shape) - x.ndim) if isinstance(x, ShardTensor) else -1
+            if own >= 0 and x._layout.shard_dims.get(own) == mesh_dims and x._layout.shape[own] == shape[dim]:
+                sizes[dim] = x._layout.sizes[own]
+                break
+    return layout_of(mesh.shape, placements, shape, sizes)
+
+
+def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
+    """Return the local tensor of an operand that broadcasts against blocks of ``out``.
+
+    A plain tensor counts as Replicate: it is cut where ``out`` is sharded and the operand has the whole extent,
+    and used (see `use`) where it has none. Collective where the operand has another layout.
+    """
+    if isinstance(x, ShardTensor):
+        source, local = x._layout, x._local
+        if source is out:
+            return local
+    elif isinstance(x, Tensor):
+        if x.ndim == 0 and not x.requires_grad:
+            return x
+        source, local = replicated_layout(mesh, x.shape), x
+    else:
+        return x
+    target, used = _fit(source, out)
+    return use(autograd.redistribute(local, mesh, source, target), mesh, used)
+
+
+_fits: dict[tuple[Layout, Layout], tuple[Layout, tuple[int, ...]]] = {}
+
+
+def _fit(source: Layout, out: Layout) -> tuple[Layout, tuple[int, ...]]:
+    """Return the layout in which an operand meets ``out``, and the mesh dims over which it is used."""
+    if (source, out) in _fits:
+        return _fits[source, out]
+    shift = len(out.shape) - len(source.shape)
+    placements: list[Placement] = []
+    sizes: list[tuple[int, ...] | None] = [None] * len(source.shape)
+    used = []
+    for m, p in enumerate(out.placements):
+        own = p.dim - shift if type(p) is Shard else -1
+        if own >= 0 and source.shape[own] == out.shape[own + shift]:
+            placements.append(Shard(own))
+            sizes[own] = out.sizes[own + shift]
+        else:
+            placements.append(Replicate())
+            if type(p) is Shard:
+                used.append(m)
+    fit = layout_of(out.mesh_shape, placements, source.shape, sizes), tuple(used)
+    if len(_fits) > 65536:
+        _fits.clear()
+    _fits[source, out] = fit
+    return fit

@@ -1,0 +1,100 @@
+"""The table of sharding rules: torch function -> what to do with ShardTensors, and the loud miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from mpishard.errors import NoShardingRule, described
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+
+RULES: dict[Any, Rule] = {}
+
+
+def implements(*functions: Any) -> Callable[[R], R]:
+    """Register the decorated function as the sharding rule of torch functions.
+
+    Not collective.
+
+    Parameters
+    ----------
+    *functions
+        What ``__torch_function__`` is given: ``torch.add``, ``torch.Tensor.add``,
+        ``torch.nn.functional.relu`` ... List every spelling that users call.
+
+    Returns
+    -------
+    Callable
+        A decorator. The rule is called with the arguments of the torch function, ShardTensors among them,
+        and returns what the torch function would, as ShardTensors. A rule registered later replaces an
+        earlier one.
+
+    Examples
+    --------
+    >>> @ms.implements(torch.special.expit)
+    ... def expit(x):
+    ...     return ms.ShardTensor.from_local(torch.special.expit(x.to_local()), x.mesh, x.placements)
+    """
+
+    def register(rule: R) -> R:
+        for function in functions:
+            RULES[function] = rule
+        return rule
+
+    return register
+
+
+def spellings(*names: str) -> list[Any]:
+    """Return every torch function of these names: ``torch.*``, ``Tensor.*``, ``functional.*`` and kin.
+
+    Not collective. Names that this torch version lacks are left out.
+    """
+    places = (
+        torch,
+        torch.Tensor,
+        torch.nn.functional,
+        torch.special,
+        torch.linalg,
+        torch.fft,
+        torch._C._nn,
+        torch._C._special,
+        torch._C._linalg,
+        torch._C._fft,
+    )
+    found: list[Any] = []
+    for name in names:
+        for place in places:
+            function = getattr(place, name, None)
+            if callable(function) and not any(function is f for f in found):
+                found.append(function)
+    return found
+
+
+def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
+    """Return the error for a torch function without a rule. Not collective."""
+    layouts = ", ".join(_operand(a) for a in [*args, *kwargs.values()] if isinstance(a, torch.Tensor))
+    return NoShardingRule(
+        described(
+            f"no sharding rule for {name_of(function)}({layouts})",
+            expected="an operation with a rule (a local result would be wrong, so none is given)",
+            got=name_of(function),
+            fix="(1) register a rule with @mpishard.implements; (2) redistribute the operands and work on "
+            "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank",
+        )
+    )
+
+
+def name_of(function: Any) -> str:
+    """Return how users call ``function``. Not collective."""
+    name = torch.overrides.resolve_name(function) if not isinstance(function, str) else function
+    return name or getattr(function, "__qualname__", None) or repr(function)
+
+
+def _operand(x: torch.Tensor) -> str:
+    if hasattr(x, "placements"):
+        return f"ShardTensor{tuple(x.shape)} {list(x.placements)}"
+    return f"Tensor{tuple(x.shape)}"
