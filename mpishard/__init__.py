@@ -1,0 +1,33 @@
+"""Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
+
+from mpishard.comm.guard import install as _install
+
+_install()
+
+from mpishard import ops, testing
+from mpishard.autograd.collective import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    send_recv,
+    shift,
+)
+from mpishard.comm.counter import CommCounter, comm_counter
+from mpishard.comm.halo import HaloExchanger
+from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.errors import (
+    DesyncError,
+    LayoutError,
+    MeshError,
+    MpishardError,
+    NoShardingRule,
+    UnsupportedDtypeError,
+    UnsupportedOperationError,
+)
+from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
+from mpishard.tensor import ShardTensor, distribute_tensor, halo_exchange, implements, scatter_tensor
+from mpishard.testing import dot_test
+
+__version__ = "0.1.0"

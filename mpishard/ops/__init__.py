@@ -1,0 +1,3 @@
+"""Sharding rules, one file per family; importing this package registers them."""
+
+from mpishard.ops import conv, pointwise

@@ -1,0 +1,269 @@
+"""Convolutions and transposed convolutions of any geometry, over sharded spatial dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import use
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.window import WindowOp
+from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
+from mpishard.tensor.operand import mesh_of, resolved
+from mpishard.tensor.registry import RULES
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class ConvPlan(NamedTuple):
+    """What one convolution on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the input cells.
+    padding
+        What the local convolution pads (the dims that are not fetched), or crops if transposed.
+    extra
+        Output padding of the local transposed convolution.
+    crops
+        (dim, start, length) of the local result, for results with cells too many.
+    out
+        Layout of the result.
+    used
+        Mesh dims over which the weights are used.
+    """
+
+    window: WindowOp
+    padding: tuple[int, ...]
+    extra: tuple[int, ...]
+    crops: tuple[tuple[int, int, int], ...]
+    out: Layout
+    used: tuple[int, ...]
+
+
+def _check(x: ShardTensor, weight: Any, ndim: int, name: str) -> int:
+    """Return the first spatial dim."""
+    if not isinstance(x, ShardTensor) or isinstance(weight, ShardTensor):
+        raise UnsupportedOperationError(
+            described(
+                f"{name}: operands",
+                expected="a ShardTensor as input and plain weights, the same on every rank",
+                got=f"{type(x).__name__} input, {type(weight).__name__} weight",
+                fix="gather the weight with full_tensor(), or distribute the input",
+            )
+        )
+    first = x.ndim - ndim
+    if first not in (1, 2):
+        raise LayoutError(
+            described(
+                f"{name}: input of {x.ndim} dims", expected=f"{ndim + 1} or {ndim + 2} dims", got=x.shape, fix="reshape"
+            )
+        )
+    channel = first - 1
+    if channel in x._layout.shard_dims:
+        raise UnsupportedOperationError(
+            described(
+                f"{name}: input sharded over its channels",
+                expected="shards of spatial or batch dims",
+                got=list(x._layout.placements),
+                fix="redistribute to a spatial dim: x.redistribute(placements)",
+            )
+        )
+    return first
+
+
+def _out_layout(x: ShardTensor, shape: list[int], borders: dict[int, tuple[int, ...]]) -> Layout:
+    layout = x._layout
+    sizes = [sizes_of(borders[d]) if d in borders and s is not None else s for d, s in enumerate(layout.sizes)]
+    return layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+
+
+def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
+    return LayoutError(
+        described(
+            f"{name}: kernel larger than the padded input along dim {dim}",
+            expected=f"at least {reach} cells with padding",
+            got=n,
+            fix="pad more, or use a smaller kernel",
+        )
+    )
+
+
+def _plan_conv(
+    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, name: str
+) -> ConvPlan:
+    first = _check(x, weight, ndim, name)
+    layout, mesh = x._layout, x._mesh
+    strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
+    kernel = weight.shape[2:]
+    if padding == "same":
+        pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
+        lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
+    else:
+        lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
+    shape, local_padding, crops = list(layout.shape), [0] * ndim, []
+    shape[first - 1] = weight.shape[0]
+    wanted, borders = [], {}
+    for i in range(ndim):
+        dim = first + i
+        g = Sliding(kernel[i], strides[i], dilations[i], lows[i], highs[i])
+        n = layout.shape[dim]
+        if n + g.lo + g.hi < g.reach:
+            raise _no_output(name, dim, n + g.lo + g.hi, g.reach)
+        shape[dim] = g.n_out(n)
+        if layout.sizes[dim] is None:
+            if g.lo == g.hi:
+                local_padding[i] = g.lo
+                continue
+            intervals = [g.window(0, shape[dim])]
+        else:
+            borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+            intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
+            index = layout.index(dim, mesh.coords)
+            if borders[dim][index] == borders[dim][index + 1]:
+                crops.append((dim, 0, 0))
+        wanted.append(intervals_wanted(n, dim, intervals))
+    return ConvPlan(
+        window_op(mesh, layout, x.dtype, wanted, op=name),
+        tuple(local_padding),
+        (),
+        tuple(crops),
+        _out_layout(x, shape, borders),
+        layout.sharded_mesh_dims,
+    )
+
+
+def _plan_transposed(
+    x: ShardTensor,
+    weight: Tensor,
+    ndim: int,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: int,
+    dilation: Any,
+    name: str,
+) -> ConvPlan:
+    first = _check(x, weight, ndim, name)
+    layout, mesh = x._layout, x._mesh
+    strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
+    extras, dilations = per_dim(output_padding, ndim), per_dim(dilation, ndim)
+    shape, local_padding, local_extra, crops = list(layout.shape), list(pads), list(extras), []
+    shape[first - 1] = weight.shape[1] * groups
+    wanted, borders = [], {}
+    for i in range(ndim):
+        dim = first + i
+        g = Transposed(weight.shape[2 + i], strides[i], dilations[i], pads[i], extras[i])
+        n = layout.shape[dim]
+        shape[dim] = g.n_out(n)
+        if shape[dim] <= 0:
+            raise _no_output(name, dim, shape[dim], 1)
+        if layout.sizes[dim] is None:
+            continue
+        borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+        intervals = pairs(borders[dim])
+        windows = [g.window(a, b) for a, b in intervals]
+        wanted.append(intervals_wanted(n, dim, windows))
+        index = layout.index(dim, mesh.coords)
+        a, b = borders[dim][index : index + 2]
+        lo, hi = windows[index]
+        length = (hi - lo - 1) * g.stride + g.reach
+        before = intervals[index][0] - (lo * g.stride - g.lo)
+        after = length - before - (b - a)
+        # the local op crops alike on both sides; what is left is a view
+        cut = max(0, min(before, after))
+        local_padding[i], local_extra[i] = cut, 0
+        if before != cut or after != cut:
+            crops.append((dim, before - cut, b - a))
+    return ConvPlan(
+        window_op(mesh, layout, x.dtype, wanted, op=name),
+        tuple(local_padding),
+        tuple(local_extra),
+        tuple(crops),
+        _out_layout(x, shape, borders),
+        layout.sharded_mesh_dims,
+    )
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
+    for dim, start, length in crops:
+        y = y.narrow(dim, start, length)
+    return y
+
+
+def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    name = func.__name__
+
+    def conv(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> ShardTensor:
+        mesh = mesh_of((input, weight, bias))
+        x = resolved(input) if isinstance(input, ShardTensor) else input
+        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
+        key = (name, getattr(x, "_layout", None), x.dtype, weight.shape, stride, padding, dilation, groups)
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, name))
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        y = func(apply(plan.window, x._local), weight, bias, stride, plan.padding, dilation, groups)
+        return wrap(_cropped(y, plan.crops) if plan.crops else y, plan.out, mesh)
+
+    return conv
+
+
+def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    name = func.__name__
+
+    def conv_transpose(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> ShardTensor:
+        mesh = mesh_of((input, weight, bias))
+        x = resolved(input) if isinstance(input, ShardTensor) else input
+        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
+        output_padding = _hashable(output_padding)
+        key = (name, getattr(x, "_layout", None), x.dtype, weight.shape, stride, padding, output_padding, dilation, groups)
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(
+                key,
+                lambda: _plan_transposed(
+                    x, weight, ndim, stride, padding, output_padding, groups, dilation, name
+                ),
+            )
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        window = apply(plan.window, x._local)
+        y = func(window, weight, bias, stride, plan.padding, plan.extra, groups, dilation)
+        return wrap(_cropped(y, plan.crops) if plan.crops else y, plan.out, mesh)
+
+    return conv_transpose
+
+
+for _ndim in (1, 2, 3):
+    for _func in {getattr(F, f"conv{_ndim}d"), getattr(torch, f"conv{_ndim}d")}:
+        RULES[_func] = _conv_rule(getattr(F, f"conv{_ndim}d"), _ndim)
+    for _func in {getattr(F, f"conv_transpose{_ndim}d"), getattr(torch, f"conv_transpose{_ndim}d")}:
+        RULES[_func] = _transposed_rule(getattr(F, f"conv_transpose{_ndim}d"), _ndim)

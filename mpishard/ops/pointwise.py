@@ -1,0 +1,200 @@
+"""Pointwise operations: the torch op on the local blocks, after broadcasting operands to one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout
+from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, resolved
+from mpishard.tensor.registry import RULES, implements, name_of, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_OUT_OF_PLACE = """
+abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
+atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
+clamp_max clamp_min clip clone conj conj_physical contiguous copysign cos cosh deg2rad detach digamma div divide
+double elu eq erf erfc erfcx erfinv exp exp2 expit expm1 fix float float_power floor floor_divide fmax fmin fmod frac
+gammaln ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e
+igamma igammac imag int isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal
+lgamma log log10 log1p log2 log_ndtr logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
+logsigmoid long lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative
+nextafter not_equal ones_like polygamma positive pow psi rad2deg real reciprocal relu relu6 remainder resolve_conj
+resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square
+sub subtract tan tanh tanhshrink threshold true_divide trunc type_as view_as_real where xlog1py xlogy zeros_like zeta
+bfloat16 bool byte cdouble cfloat chalf char short complex polar full_like empty_like detach_copy
+""".split()  # noqa: SIM905 (a list of names reads better as a paragraph)
+
+_DUNDERS = """
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
+__rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+""".split()  # noqa: SIM905
+
+_IN_PLACE_DUNDERS = """
+__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
+__irshift__
+""".split()  # noqa: SIM905
+
+# in-place functions beside the trailing-underscore twin of every name above
+_IN_PLACE = ["copy_", "fill_", "zero_", "masked_fill_"]
+
+_broadcasts: dict[tuple[Any, ...], Layout] = {}
+
+
+def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
+    """Return the mesh and the result layout of a pointwise operation, cached. Not collective."""
+    mesh = mesh_of(operands)
+    key = tuple(x._layout if isinstance(x, ShardTensor) else x.shape for x in operands if isinstance(x, Tensor))
+    layout = _broadcasts.get(key)
+    if layout is None:
+        if len(_broadcasts) > 65536:
+            _broadcasts.clear()
+        layout = _broadcasts[key] = broadcast_layout(mesh, operands)
+    return mesh, layout
+
+
+def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    if kwargs.get("out") is not None:
+        raise no_out(func)
+    args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
+    kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    mesh, out = broadcast_of([*args, *kwargs.values()])
+    local = func(*[fitted(a, mesh, out) for a in args], **{k: fitted(a, mesh, out) for k, a in kwargs.items()})
+    return wrap(local, out, mesh)
+
+
+def no_out(func: Any) -> UnsupportedOperationError:
+    """Return the error for ``out=``. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            f"{name_of(func)}: out= with ShardTensors",
+            expected="a call without out=",
+            got="out=",
+            fix="assign the result, or copy it with out.copy_(result)",
+        )
+    )
+
+
+def _rule(func: Any) -> Callable[..., ShardTensor]:
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        x = args[0] if args else None
+        if type(x) is ShardTensor and not kwargs and not x._layout.partial_dims:
+            if len(args) == 1:
+                return wrap(func(x._local), x._layout, x._mesh)
+            if len(args) == 2:
+                y = args[1]
+                if type(y) is ShardTensor:
+                    if y._layout is x._layout and y._mesh is x._mesh:
+                        return wrap(func(x._local, y._local), x._layout, x._mesh)
+                elif not isinstance(y, Tensor):
+                    return wrap(func(x._local, y), x._layout, x._mesh)
+        return _general(func, args, kwargs)
+
+    return rule
+
+
+def _in_place_rule(func: Any) -> Callable[..., Any]:
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        if not isinstance(x, ShardTensor):
+            raise UnsupportedOperationError(
+                described(
+                    f"{name_of(func)}: a ShardTensor written into a plain tensor",
+                    expected="a ShardTensor to write into",
+                    got=type(x).__name__,
+                    fix="gather the operand with full_tensor()",
+                )
+            )
+        if x._layout.partial_dims:
+            whole = resolved(x)
+            x._local, x._layout = whole._local, whole._layout
+        others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
+        named = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+        operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]
+        mesh_of(operands)
+        shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
+        if shape != x._layout.shape:
+            raise RuntimeError(
+                f"output with shape {list(x._layout.shape)} doesn't match the broadcast shape {list(shape)}"
+            )
+        func(
+            x._local,
+            *[fitted(a, x._mesh, x._layout) for a in others],
+            **{k: fitted(a, x._mesh, x._layout) for k, a in named.items()},
+        )
+        return x
+
+    return rule
+
+
+def _inplace_flag_rule(func: Any, plain: Callable[..., ShardTensor], in_place: Callable[..., Any]) -> Any:
+    """Rule of ``functional`` activations, which have an ``inplace`` argument."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        return in_place(*args, **kwargs) if kwargs.get("inplace") else plain(*args, **kwargs)
+
+    return rule
+
+
+def pointwise(*functions: Any) -> None:
+    """Register functions whose result is the same function of the local blocks. Not collective."""
+    for func in functions:
+        RULES[func] = _rule(func)
+
+
+def in_place(*functions: Any) -> None:
+    """Register functions that write their result into the first argument. Not collective."""
+    for func in functions:
+        RULES[func] = _in_place_rule(func)
+
+
+pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
+in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
+for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
+    _func = getattr(torch.nn.functional, _name)
+    RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
+for _attribute in ("real", "imag"):
+    _get = getattr(torch.Tensor, _attribute).__get__
+    RULES[_get] = _rule(lambda x, _attribute=_attribute: getattr(x, _attribute))
+
+
+@implements(torch.Tensor.to)
+def to(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Convert the blocks; a ShardTensor argument stands for its dtype and device. Not collective."""
+    self = resolved(self)
+    args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
+    kwargs = {k: a._local if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    local = self._local.to(*args, **kwargs)
+    return self if local is self._local else wrap(local, self._layout, self._mesh)
+
+
+@implements(torch.Tensor.type_as)
+def type_as(self: Any, other: Any) -> Any:
+    """Convert to the dtype of ``other``. Not collective."""
+    return self.to(other.dtype)
+
+
+@implements(torch.Tensor.cpu, torch.Tensor.cuda)
+def to_device(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Refuse: the mesh says where its tensors live. Not collective."""
+    raise UnsupportedOperationError(
+        described(
+            "moving a ShardTensor to another device",
+            expected=f"the device of its mesh, {self._mesh.device}",
+            got="Tensor.cpu() or Tensor.cuda()",
+            fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
+        )
+    )
+
+
+@implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
+def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
+    """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
+    if weight.numel() != 1 and input.ndim > 1:
+        weight = weight.reshape(-1, *[1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight * input)
