@@ -1,0 +1,166 @@
+"""The one check of every operation: sharded against gathered, forward and all gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import mpishard as ms
+from mpishard.layout import layout_of
+
+WORLD = MPI.COMM_WORLD
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], periodic: bool = False) -> ms.CartMesh:
+    """A mesh of this shape, made once."""
+    return ms.init_mesh(shape, periodic=periodic)
+
+
+def mesh_shapes(max_ndim: int = 3) -> list[tuple[int, ...]]:
+    """Every way to write the number of ranks as 1 to ``max_ndim`` factors, without needless 1s."""
+    n = WORLD.size
+    out: list[tuple[int, ...]] = [(n,)]
+    for ndim in range(2, max_ndim + 1):
+        shapes = itertools.product([d for d in range(1, n + 1) if n % d == 0], repeat=ndim)
+        proper = [s for s in shapes if math.prod(s) == n and (1 not in s or n in (1, 2, 3))]
+        out += proper[:2]
+    return out
+
+
+def layouts(shape: Sequence[int], dims: Sequence[int], max_ndim: int = 2) -> Iterator[tuple[ms.CartMesh, Any, Any]]:
+    """Meshes, placements and block sizes for a tensor of ``shape`` sharded over some of ``dims``.
+
+    For every mesh: each choice of dims (and replication), block sizes balanced and, where there is room, skewed
+    so that a block is empty.
+    """
+    for mesh_shape in mesh_shapes(max_ndim):
+        mesh = mesh_of(mesh_shape)
+        options: list[Any] = [ms.Shard(d) for d in dims]
+        choices = list(itertools.product([*options, ms.Replicate()], repeat=len(mesh_shape)))
+        for placements in choices:
+            yield mesh, placements, None
+        for placements in choices[:1] + choices[-2:-1]:
+            probe = layout_of(mesh_shape, placements, shape)
+            skewed = {d: skew(shape[d], len(s)) for d, s in enumerate(probe.sizes) if s is not None and len(s) > 1}
+            if skewed:
+                yield mesh, placements, skewed
+
+
+def skew(n: int, count: int) -> tuple[int, ...]:
+    """Block sizes with an empty block and the rest uneven."""
+    rest = [0] * count
+    rest[0] = 0
+    rest[-1] = n
+    if count > 2:
+        rest[1] = min(1, n)
+        rest[-1] = n - rest[1]
+    return tuple(rest)
+
+
+def shard(full: Tensor, mesh: ms.CartMesh, placements: Any, sizes: Any = None, requires_grad: bool = False) -> Any:
+    """A leaf ShardTensor of ``full``."""
+    if placements is None:
+        return full.clone().requires_grad_(requires_grad)
+    return ms.distribute_tensor(full.detach(), mesh, placements, sizes=sizes).requires_grad_(requires_grad)
+
+
+def gathered(x: Any) -> Any:
+    """The plain, full value of anything an operation returns."""
+    if isinstance(x, ms.ShardTensor):
+        return x.detach().full_tensor()
+    if isinstance(x, Tensor):
+        return x.detach()
+    return type(x)(map(gathered, x)) if isinstance(x, (tuple, list)) else x
+
+
+def flat(x: Any) -> list[Any]:
+    """The tensors in what an operation returns."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [t for part in x for t in flat(part)] if isinstance(x, (tuple, list)) else []
+
+
+def compare(
+    f: Callable[..., Any],
+    operands: Sequence[tuple[Tensor, ms.CartMesh | None, Any, Any]],
+    params: Sequence[Tensor] = (),
+    *,
+    rtol: float = 1e-10,
+    atol: float = 1e-11,
+    second: bool = False,
+    what: str = "",
+) -> Any:
+    """Assert that ``f`` gives on shards what it gives on whole tensors, with all first gradients.
+
+    Parameters
+    ----------
+    f
+        Called with the operands.
+    operands
+        (full tensor, mesh, placements, sizes); placements None: stays plain.
+    params
+        Plain leaf tensors that ``f`` closes over; their gradients are compared too.
+    second
+        Whether to compare gradients of gradients as well.
+    """
+
+    def grads_of(out: Any, leaves: list[Any], weights: list[Any]) -> list[Any]:
+        roots = [t for t in flat(out) if t.requires_grad]
+        if not roots or not leaves:
+            return []
+        first = torch.autograd.grad(roots, leaves, weights, allow_unused=True, create_graph=second)
+        if not second:
+            return list(first)
+        live = [g for g in first if g is not None and g.requires_grad]
+        if not live:
+            return list(first)
+        again = torch.autograd.grad([(g * g).sum() for g in live], leaves, allow_unused=True)
+        return [*first, *again]
+
+    differentiable = [full.is_floating_point() or full.is_complex() for full, *_ in operands]
+    whole = [full.detach().clone().requires_grad_(d) for (full, *_), d in zip(operands, differentiable)]
+    parts = [shard(full, m, p, s, d) for (full, m, p, s), d in zip(operands, differentiable)]
+    expected, got = f(*whole), f(*parts)
+    for e, g in zip(flat(expected), flat(got), strict=True):
+        assert tuple(g.shape) == tuple(e.shape), f"{what}: shape {tuple(g.shape)}, torch {tuple(e.shape)}"
+        assert g.dtype == e.dtype, f"{what}: {g.dtype}, torch {e.dtype}"
+        if isinstance(g, ms.ShardTensor):
+            local = g.layout.local_shape(g.mesh.coords)
+            assert tuple(g.to_local().shape) == local, f"{what}: block {tuple(g.to_local().shape)}, layout {local}"
+        torch.testing.assert_close(gathered(g), e.detach(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: forward: {m}")
+    generator = torch.Generator().manual_seed(3)
+    whole_weights, part_weights = [], []
+    for e, g in zip(flat(expected), flat(got), strict=True):
+        assert e.requires_grad == g.requires_grad, f"{what}: requires_grad {g.requires_grad}"
+        if e.requires_grad:
+            w = torch.randn(e.shape, dtype=e.dtype, generator=generator)
+            whole_weights.append(w)
+            if isinstance(g, ms.ShardTensor):
+                placements = [ms.Replicate() if p.is_partial() else p for p in g.placements]
+                sizes = {d: s for d, s in enumerate(g.layout.sizes) if s is not None}
+                part_weights.append(ms.distribute_tensor(w, g.mesh, placements, sizes=sizes))
+            else:
+                part_weights.append(w)
+    whole_leaves = [x for x, d in zip(whole, differentiable) if d] + list(params)
+    part_leaves = [x for x, d in zip(parts, differentiable) if d] + list(params)
+    expected_grads = grads_of(expected, whole_leaves, whole_weights)
+    got_grads = grads_of(got, part_leaves, part_weights)
+    for i, (e, g) in enumerate(zip(expected_grads, got_grads, strict=True)):
+        e = torch.zeros(()) if e is None else e.detach()
+        g = torch.zeros(()) if g is None else gathered(g)
+        torch.testing.assert_close(
+            *torch.broadcast_tensors(g, e),
+            rtol=rtol,
+            atol=atol,
+            check_dtype=False,
+            msg=lambda m, i=i: f"{what}: gradient {i}: {m}",
+        )
+    return got
