@@ -1,0 +1,239 @@
+"""One refresh of the halos of fields at fixed addresses: persistent messages, and copies around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import counter, guard
+from mpishard.comm.buffer import pieces
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.strip import Block, Strip, copy_views, plan_strips
+
+_OP = "halo_refresh"
+_ALIGN = 16  # of every part of a message: the largest item
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Message(NamedTuple):
+    """Boxes of every field that travel together to or from ``peer``, with a tag of their direction."""
+
+    peer: int
+    tag: int
+    boxes: tuple[Box, ...]
+
+
+class Sweep(NamedTuple):
+    """The exchange along one dim; ``local`` are (source, destination) boxes."""
+
+    local: tuple[tuple[Box, Box], ...]
+    sends: tuple[Message, ...]
+    recvs: tuple[Message, ...]
+
+
+def plan_sweep(
+    mesh: CartMesh, dim: int, mesh_dim: int, sizes: Sequence[int], width: tuple[int, int], ranges: Sequence
+) -> Sweep:
+    """Plan the exchange along array dim ``dim``; other dims take part in ``ranges``. Not collective."""
+    coords = mesh.coords
+    lo, hi = width
+    strips = plan_strips(sizes, lo, hi, mesh.periodic[mesh_dim], coords[mesh_dim])
+
+    def box(at: int, count: int) -> Box:
+        return (*ranges[:dim], (at, at + count), *ranges[dim + 1 :])
+
+    def messages(found: Sequence[Strip]) -> tuple[Message, ...]:
+        grouped = groupby(sorted(found, key=lambda s: s[:2]), key=lambda s: s[:2])  # stable: keeps their order
+        return tuple(
+            Message(
+                mesh.rank_at((*coords[:mesh_dim], peer, *coords[mesh_dim + 1 :])),
+                2 * dim + side,
+                tuple(box(s.at, s.count) for s in group),
+            )
+            for (peer, side), group in grouped
+        )
+
+    if any(start == stop for d, (start, stop) in enumerate(ranges) if d != dim):
+        return Sweep((), (), ())
+    local = tuple((box(src, n), box(dst, n)) for src, dst, n in strips.local)
+    return Sweep(local, messages(strips.sends), messages(strips.recvs))
+
+
+class _Step:
+    """One sweep on given fields."""
+
+    __slots__ = ("local", "packs", "peers", "requests", "unpacks")
+
+    def __init__(self) -> None:
+        self.packs: list[tuple[Any, Any]] = []
+        self.local: list[tuple[Any, Any]] = []
+        self.unpacks: list[tuple[Any, Any]] = []
+        self.requests: list[MPI.Prequest] = []
+        self.peers: list[int] = []
+
+
+class Refresh:
+    """Refreshes the halos of fields at fixed addresses.
+
+    A part of a message that is dense in host memory travels from and to the field itself; others are packed
+    into buffers of our own, dims in the order of the sweeps' boxes on every rank, whatever the strides.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the whole mesh.
+    sweeps
+        In the order in which they run.
+    fields
+        All in the host's memory, or all in that of one GPU.
+    tag
+        Added to the tags of the messages.
+    reverse
+        Whether messages hold the first dim fastest.
+    foreign
+        Whether other streams than torch's current one may still write the fields.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        sweeps: Sequence[Sweep],
+        fields: Sequence[Block],
+        tag: int,
+        reverse: bool = False,
+        foreign: bool = False,
+    ) -> None:
+        self.addresses = frozenset(f.address for f in fields)
+        self._comm, self._fields, self._tag, self._reverse, self._foreign = comm, fields, tag, reverse, foreign
+        self._device = fields[0].device
+        self._copy = np.copyto if self._device is None else _copy_async
+        self._buffers: list[Any] = []
+        self._messages = self._nbytes = 0
+        self._at = 0
+        self._steps = [self._step(sweep) for sweep in sweeps]
+
+    def run(self) -> None:
+        """Refresh. Neighborwise collective."""
+        if counter.active:
+            counter.record(_OP, self._messages, self._nbytes)
+        for step in self._steps:
+            self._begin(step)
+            self._end(step)
+
+    def start(self) -> None:
+        """Start to refresh. Neighborwise collective."""
+        if counter.active:
+            counter.record(_OP, self._messages, self._nbytes)
+        self._at = 0
+        if self._steps:
+            self._begin(self._steps[0])
+            self.poke()
+
+    def poke(self) -> bool:
+        """Go as far as messages have arrived; return whether that is the end. Not collective."""
+        while self._at < len(self._steps):
+            step = self._steps[self._at]
+            if step.requests and not MPI.Request.Testall(step.requests):
+                return False
+            self._advance(step)
+        return True
+
+    def finish(self) -> None:
+        """Wait for what `start` has started. Neighborwise collective."""
+        while self._at < len(self._steps):
+            step = self._steps[self._at]
+            if step.requests:
+                with guard.waiting(_OP, step.peers, self._comm):
+                    MPI.Request.Waitall(step.requests)
+            self._advance(step)
+
+    def free(self) -> None:
+        """Free the persistent requests. Not collective."""
+        for step in self._steps:
+            for request in step.requests:
+                request.Free()
+        self._steps = []
+
+    def _begin(self, step: _Step) -> None:
+        copy = self._copy
+        if self._device is not None and self._foreign:
+            torch.cuda.synchronize(self._device)
+        for dst, src in step.packs:
+            copy(dst, src)
+        if self._device is not None:
+            _synchronize(self._device)  # MPI reads what the copies wrote
+        if step.requests:
+            MPI.Prequest.Startall(step.requests)
+        for dst, src in step.local:
+            copy(dst, src)
+
+    def _end(self, step: _Step) -> None:
+        if step.requests:
+            with guard.waiting(_OP, step.peers, self._comm):
+                MPI.Request.Waitall(step.requests)
+        self._unpack(step)
+
+    def _unpack(self, step: _Step) -> None:
+        copy = self._copy
+        for dst, src in step.unpacks:
+            copy(dst, src)
+        if self._device is not None:
+            _synchronize(self._device)  # the next messages may overwrite the buffers, on any stream
+
+    def _advance(self, step: _Step) -> None:
+        self._unpack(step)
+        self._at += 1
+        if self._at < len(self._steps):
+            self._begin(self._steps[self._at])
+
+    def _step(self, sweep: Sweep) -> _Step:
+        step = _Step()
+        comm = self._comm
+        for message in sweep.recvs:
+            for part in self._parts(message, step.unpacks, sending=False):
+                step.requests.append(comm.Recv_init(part, message.peer, self._tag + message.tag))
+        for message in sweep.sends:
+            parts = self._parts(message, step.packs, sending=True)
+            for part in parts:
+                step.requests.append(comm.Send_init(part, message.peer, self._tag + message.tag))
+            self._messages += 1
+            self._nbytes += sum(part.nbytes for part in parts)
+        step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
+        step.peers = sorted({m.peer for m in (*sweep.recvs, *sweep.sends)})
+        return step
+
+    def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:
+        """Return the memory of a message, and note the copies between it and the fields."""
+        blocks = [self._ordered(field.box(box)) for field in self._fields for box in message.boxes]
+        if len(blocks) == 1 and blocks[0].is_dense and self._device is None:
+            address, nbytes = blocks[0].address, blocks[0].nbytes
+        else:
+            starts = [0]
+            for block in blocks:
+                starts.append(starts[-1] + math.ceil(block.nbytes / _ALIGN) * _ALIGN)
+            nbytes = starts[-2] + blocks[-1].nbytes
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device is not None)
+            self._buffers.append(buffer)
+            address = buffer.data_ptr()
+            for block, start in zip(blocks, starts):
+                packed = block.dense(address + start)
+                copies.append(copy_views(packed, block) if sending else copy_views(block, packed))
+        return [MPI.buffer.fromaddress(address + at, n) for at, n in pieces(nbytes)]
+
+    def _ordered(self, block: Block) -> Block:
+        return block._replace(shape=block.shape[::-1], strides=block.strides[::-1]) if self._reverse else block
+
+
+def _copy_async(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src, non_blocking=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()
