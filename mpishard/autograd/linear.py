@@ -63,7 +63,7 @@ class TransformedLinear(Function):
         return op(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: torch.Tensor) -> None:
         """Keep the op."""
         ctx.op = inputs[0]
 
@@ -79,7 +79,7 @@ class TransformedLinear(Function):
         return apply(ctx.op.adjoint.adjoint, tangents[1])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: LinearOp, x: torch.Tensor) -> NoReturn:
+    def vmap(_info: Any, _in_dims: Any, op: LinearOp, _x: torch.Tensor) -> NoReturn:
         """Refuse."""
         raise UnsupportedOperationError(
             described(

@@ -199,11 +199,12 @@ class CartMesh:
             rank = rank * s + c
         return rank
 
-    def plan(self, key: Any, build: Callable[[], T]) -> T:
+    def plan(self, key: Any, build: Callable[[], T], mesh_dims: tuple[int, ...] | None = None) -> T:
         """Return the cached plan of ``key``, building it where it is new.
 
-        Collective where it is new (user errors found by ``build`` rise on every rank, and ranks that ask for
-        different plans are told so); else not collective, one dictionary look-up.
+        Collective over ``mesh_dims`` (all, if not given) where it is new: user errors found by ``build`` rise
+        on every rank, and ranks that ask for different plans are told so. Else not collective, one dictionary
+        look-up.
         """
         plan = self.plans.get(key)
         if plan is None:
@@ -212,7 +213,8 @@ class CartMesh:
                 plan = build()
             except MpishardError as e:
                 error = e
-            guard.agree(self.group(tuple(range(self.ndim))).comm, error, repr(key))
+            every = tuple(range(self.ndim)) if mesh_dims is None else mesh_dims
+            guard.agree(self.group(every).comm, error, repr(key))
             self.plans[key] = plan
         return plan  # type: ignore[return-value]
 

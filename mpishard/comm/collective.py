@@ -1,0 +1,430 @@
+"""Blocking collectives on torch tensors: by buffer address, without autograd.
+
+Reductions are typed; everything else moves bytes. Every function returns a fresh contiguous tensor on the
+device of its argument, unless it works in place; tensors on a GPU travel through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from zlib import crc32
+
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import buffer, counter, guard
+from mpishard.comm.arithmetic import Rule, from_keys, ordered, rule_of, to_keys
+from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans, to_host
+from mpishard.comm.mesh import Group
+from mpishard.comm.message import start_messages
+from mpishard.errors import DesyncError, described
+
+DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
+
+_GATHERED_NBYTES = 1 << 12  # ordered sums of less than this gather everything at once
+
+
+def world() -> Group:
+    """Return all ranks of the program as a group. Not collective."""
+    return group_of(MPI.COMM_WORLD)
+
+
+def group_of(comm: MPI.Intracomm) -> Group:
+    """Return the ranks of a communicator as a group. Not collective."""
+    return Group(comm, comm.Get_rank(), comm.Get_size())
+
+
+def all_reduce(
+    x: torch.Tensor, group: Group, op: str = "sum", *, deterministic: bool | None = None, in_place: bool = False
+) -> torch.Tensor:
+    """Reduce equal-shaped tensors elementwise over the ranks of a group.
+
+    Collective over the group. Half types are accumulated in float32; the extrema of floats propagate NaN.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    op
+        ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``.
+    deterministic
+        Whether to accumulate in rank order, which gives the same bits in every run and with every MPI
+        library. None: what ``MPISHARD_DETERMINISTIC`` says.
+    in_place
+        Whether ``x`` itself (contiguous) receives the result.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no such reduction.
+    """
+    rule = rule_of(op, x.dtype)
+    if not x.is_cpu:
+        host = all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True)
+        return x.copy_(host) if in_place else host.to(x.device)
+    if guard.DEBUG:
+        guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
+    if group.size == 1 or not x.numel():
+        return x if in_place else dense(x).clone(memory_format=torch.contiguous_format)
+    if not (in_place and x.is_contiguous()):
+        source, y = dense(x), None
+    else:
+        source = y = x
+    if rule.ordered and in_order(deterministic):
+        result = _ordered_all_reduce(source, group, op)
+    elif rule.carrier is not None:
+        work = to_keys(source, op) if rule.keyed else source.to(rule.carrier)
+        _allreduce(work, work, group, rule)
+        result = from_keys(work, source.dtype) if rule.keyed else work.to(source.dtype)
+    else:
+        result = torch.empty_like(source) if y is None else y
+        _allreduce(source, result, group, rule)
+    return x.copy_(result) if in_place and result is not x else result
+
+
+def in_order(deterministic: bool | None) -> bool:
+    """Whether to accumulate in rank order. Not collective."""
+    return DETERMINISTIC if deterministic is None else deterministic
+
+
+def _allreduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule) -> None:
+    comm, nbytes = group.comm, x.nbytes
+    if counter.active:
+        counter.record("all_reduce", 1, nbytes)
+    at, to = x.data_ptr(), y.data_ptr()
+    with guard.waiting("all_reduce", (), comm):
+        for a, n in pieces(nbytes):
+            comm.Allreduce(
+                MPI.IN_PLACE if at == to else (address(at + a, n), rule.datatype),
+                (address(to + a, n), rule.datatype),
+                rule.op,
+            )
+
+
+def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
+    flat = x.reshape(-1)
+    if x.nbytes <= _GATHERED_NBYTES:
+        n = flat.numel()
+        result = ordered(all_gather(flat, group, 0, (n,) * group.size).view(group.size, n), op)
+    else:
+        sizes = even(flat.numel(), group.size)
+        own = [(sizes[group.rank],)] * group.size
+        blocks = all_to_all(flat.split(sizes), own, group, x.nbytes + group.size * x.itemsize)
+        result = all_gather(ordered(blocks, op), group, 0, sizes)
+    return result.view(x.shape)
+
+
+def even(n: int, count: int) -> tuple[int, ...]:
+    """Cut ``n`` elements into ``count`` equal parts, the last ones shorter. Not collective."""
+    step = -(-n // count)
+    return tuple(max(0, min(step, n - i * step)) for i in range(count))
+
+
+def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Concatenate the ranks' tensors along ``dim``, in rank order.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's block; the shapes agree outside ``dim``.
+    group
+        Ranks that take part.
+    dim
+        Dim to concatenate along, not negative.
+    sizes
+        Extent of every rank's block.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+    """
+    if not x.is_cpu:
+        return all_gather(to_host(x), group, dim, sizes).to(x.device)
+    shape, total = x.shape, sum(sizes)
+    full = (*shape[:dim], total, *shape[dim + 1 :])
+    if guard.DEBUG:
+        guard.check(group.comm, "all_gather", full, x.dtype)
+    x = dense(x)
+    if group.size == 1:
+        return x.clone()
+    whole = x.new_empty(full)
+    if not whole.numel():
+        return whole
+    # blocks that follow each other in the result are received in place
+    direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
+    flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
+    row = whole.numel() // total
+    counts = [s * row * x.itemsize for s in sizes]
+    if counter.active:
+        counter.record("all_gather", 1, x.nbytes)
+    with guard.waiting("all_gather", (), group.comm):
+        if flat.nbytes > buffer.MESSAGE_NBYTES:
+            MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * group.size, flat, spans(counts), group))
+        elif counts.count(counts[0]) == group.size:
+            group.comm.Allgather(as_bytes(x), as_bytes(flat))
+        else:
+            group.comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
+    if not direct:
+        blocks = flat.split([s * row for s in sizes])
+        shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
+        torch.cat([b.view(s) for b, s in zip(blocks, shapes)], dim, out=whole)
+    return whole
+
+
+def reduce_scatter(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *, deterministic: bool | None = None
+) -> torch.Tensor:
+    """Sum equal-shaped tensors over the ranks and return this rank's block of the sum along ``dim``.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    dim
+        Dim to cut, not negative.
+    sizes
+        Extent of every rank's block.
+    deterministic
+        As in `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        This rank's block.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    if not x.is_cpu:
+        return reduce_scatter(to_host(x), group, dim, sizes, deterministic=deterministic).to(x.device)
+    if guard.DEBUG:
+        guard.check(group.comm, "reduce_scatter", tuple(x.shape), x.dtype)
+    if group.size == 1:
+        return dense(x).clone(memory_format=torch.contiguous_format)
+    own = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
+    if not x.numel():
+        return x.new_empty(own)
+    blocks = x.split(list(sizes), dim)
+    if rule.ordered and in_order(deterministic):
+        return ordered(all_to_all(blocks, [own] * group.size, group, x.nbytes), "sum")
+    dtype = rule.carrier or x.dtype
+    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
+    result = torch.empty(own, dtype=dtype)
+    if counter.active:
+        counter.record("reduce_scatter", 1, flat.nbytes)
+    counts = [b.numel() for b in blocks]
+    comm, datatype = group.comm, rule.datatype
+    with guard.waiting("reduce_scatter", (), comm):
+        if flat.nbytes <= buffer.MESSAGE_NBYTES:
+            comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
+        else:
+            for root, (lo, hi) in enumerate(spans([n * dtype.itemsize for n in counts])):
+                for a, n in pieces(hi - lo):
+                    send = (address(flat.data_ptr() + lo + a, n), datatype)
+                    recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
+                    comm.Reduce(send, recv, rule.op, root)
+    return result.to(x.dtype)
+
+
+def all_to_all(
+    blocks: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: Group, bound_nbytes: int
+) -> list[torch.Tensor]:
+    """Send one block to every rank and receive one from each.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    blocks
+        What to send, by rank.
+    shapes
+        Shapes of what comes, by rank.
+    group
+        Ranks that take part.
+    bound_nbytes
+        No rank sends or receives more than this; the same number on every rank.
+
+    Returns
+    -------
+    list of torch.Tensor
+        What came, by rank; contiguous views of one buffer.
+    """
+    if not blocks[0].is_cpu:
+        device = blocks[0].device
+        hosts = all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes)
+        return [b.to(device) for b in hosts]
+    if guard.DEBUG:
+        guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
+    flat = pack(blocks, blocks[0].dtype)
+    counts = [torch.Size(s).numel() for s in shapes]
+    into = flat.new_empty(sum(counts))
+    size = flat.itemsize
+    sends, recvs = [b.numel() * size for b in blocks], [n * size for n in counts]
+    if counter.active:
+        counter.record("all_to_all", 1, flat.nbytes)
+    with guard.waiting("all_to_all", (), group.comm):
+        if bound_nbytes > buffer.MESSAGE_NBYTES:
+            MPI.Request.Waitall(start_messages(flat, spans(sends), into, spans(recvs), group))
+        else:
+            group.comm.Alltoallv([as_bytes(flat), sends], [as_bytes(into), recvs])
+    return [b.view(s) for b, s in zip(into.split(counts), shapes)]
+
+
+def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
+    """Copy the root's tensor to every rank.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        The tensor to send on the root; elsewhere, one of the same shape and dtype.
+    group
+        Ranks that take part.
+    root
+        Rank in the group.
+    in_place
+        Whether ``x`` itself receives the values.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+    """
+    at_root = group.rank == root
+    if not x.is_cpu:
+        host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype)
+        host = broadcast(host, group, root, in_place=True)
+        return x.copy_(host) if in_place else host.to(x.device)
+    if guard.DEBUG:
+        guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
+    if in_place and x.is_contiguous():
+        y = x
+    elif at_root:
+        y = dense(x).clone(memory_format=torch.contiguous_format)
+    else:
+        y = torch.empty(x.shape, dtype=x.dtype)
+    if counter.active:
+        counter.record("broadcast", 1, y.nbytes if at_root else 0)
+    with guard.waiting("broadcast", (), group.comm):
+        for a, n in pieces(y.nbytes):
+            group.comm.Bcast(address(y.data_ptr() + a, n), root)
+    return x.copy_(y) if in_place and y is not x else y
+
+
+def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | None = None) -> torch.Tensor:
+    """Sum equal-shaped tensors over the ranks; the other ranks than the root get zeros.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    root
+        Rank in the group.
+    deterministic
+        As in `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        The sum on the root, zeros elsewhere.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    if not x.is_cpu:
+        return reduce(to_host(x), group, root, deterministic=deterministic).to(x.device)
+    if rule.ordered and in_order(deterministic):
+        result = all_reduce(x, group, deterministic=True)
+        return result if group.rank == root else result.zero_()
+    if guard.DEBUG:
+        guard.check(group.comm, "reduce", tuple(x.shape), x.dtype)
+    work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
+    result = torch.empty_like(work) if group.rank == root else torch.zeros_like(work)
+    if counter.active:
+        counter.record("reduce", 1, work.nbytes)
+    with guard.waiting("reduce", (), group.comm):
+        for a, n in pieces(work.nbytes):
+            into = (address(result.data_ptr() + a, n), rule.datatype) if group.rank == root else None
+            group.comm.Reduce((address(work.data_ptr() + a, n), rule.datatype), into, rule.op, root)
+    return result.to(x.dtype)
+
+
+def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
+    """Return the ranks' extents along ``dim``, after checking that they agree on everything else.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    op
+        Name for the error.
+    shape
+        This rank's shape.
+    dim
+        The dim that may differ.
+    signature
+        What must agree besides the shape outside ``dim``.
+    group
+        Ranks that take part.
+
+    Returns
+    -------
+    tuple of int
+
+    Raises
+    ------
+    DesyncError
+        On every rank, where ranks disagree.
+    """
+    if group.size == 1:
+        return (shape[dim],)
+    rest = (*shape[:dim], -1, *shape[dim + 1 :])
+    mine = array("q", (shape[dim], _digest(rest, signature)))
+    every = array("q", bytes(16 * group.size))
+    with guard.waiting(op, (), group.comm):
+        group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
+    digests = every[1::2]
+    if digests.count(digests[0]) != group.size:
+        calls = group.comm.allgather(f"shape {tuple(shape)}, {signature}")
+        raise DesyncError(
+            described(
+                f"{op}: the ranks' calls do not fit each other",
+                expected=f"equal arguments, and shapes that differ in dim {dim} only",
+                got="; ".join(f"rank {r}: {c}" for r, c in enumerate(calls)),
+                fix="make the same call on every rank of the group",
+            )
+        )
+    return tuple(every[::2])
+
+
+@lru_cache(maxsize=4096)
+def _digest(*parts: object) -> int:
+    return crc32(repr(parts).encode())
