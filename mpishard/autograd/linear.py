@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,6 +28,30 @@ class LinearOp(Protocol):
     def adjoint(self) -> LinearOp:
         """Operation of the cotangent."""
         ...
+
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Step:
+    """One half of an adjoint pair."""
+
+    __slots__ = ("adjoint", "run")
+    adjoint: Step
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Communicate."""
+        return self.run(x)
+
+
+def pair(forward: Run, backward: Run) -> Step:
+    """Return the step ``forward`` whose adjoint is ``backward``, and the reverse. Not collective."""
+    a, b = Step(forward), Step(backward)
+    a.adjoint, b.adjoint = b, a
+    return a
 
 
 class Linear(Function):

@@ -15,39 +15,16 @@ transfer of boxes      the transfer back        Shard, Replicate -> Shard, Repli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import Run, Step, apply, pair
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transfer import run_transfer
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
-
-Run = Callable[[Tensor], Tensor]
-
-
-class Step:
-    """One half of an adjoint pair."""
-
-    __slots__ = ("adjoint", "run")
-    adjoint: Step
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Communicate."""
-        return self.run(x)
-
-
-def pair(forward: Run, backward: Run) -> Step:
-    """Return the step ``forward`` whose adjoint is ``backward``, and the reverse. Not collective."""
-    a, b = Step(forward), Step(backward)
-    a.adjoint, b.adjoint = b, a
-    return a
 
 
 def _same(x: Tensor) -> Tensor:
