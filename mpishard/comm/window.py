@@ -13,18 +13,28 @@ from mpishard.comm.exchange import Exchange
 from mpishard.comm.mesh import CartMesh
 
 if TYPE_CHECKING:
-    from mpishard.layout import Piece, Stage
+    from mpishard.layout import Stage
 
 
-class _StageRun:
-    """One stage on blocks of one shape: its exchanges, and how pieces map to buffers."""
+class StageRun:
+    """One stage on blocks of one shape, in steps, so that work can go on while messages travel.
 
-    def __init__(self, mesh: CartMesh, stage: Stage, shape: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
-        self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, shape, dtype, op
+    Parameters
+    ----------
+    mesh, stage
+        The mesh and this rank's stage on it.
+    shape, dtype
+        Of the block that the stage starts from.
+    op
+        Name for counters and the watchdog.
+    """
+
+    def __init__(self, mesh: CartMesh, stage: Stage, shape: Sequence[int], dtype: torch.dtype, op: str) -> None:
+        self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, tuple(shape), dtype, op
         self.dim = stage.dim
         self._pool: list[Exchange] = []
 
-    def exchange(self, device: torch.device) -> Exchange | None:
+    def _exchange(self, device: torch.device) -> Exchange | None:
         """Return an exchange that is not in flight, or None where nothing travels."""
         stage = self.stage
         if not stage.sends and not stage.recvs:
@@ -41,6 +51,47 @@ class _StageRun:
         self.mesh.own(exchange.free)
         self._pool.append(exchange)
         return exchange
+
+    def start(self, x: Tensor, at: int = 0) -> Exchange | None:
+        """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
+        exchange = self._exchange(x.device)
+        if exchange is not None:
+            for (_, pieces), views in zip(self.stage.sends, exchange.sends):
+                for p, view in zip(pieces, views):
+                    view.copy_(_cells(x, self.dim, p.src + at, p.count, p.step))
+            exchange.start()
+        return exchange
+
+    def finish(self, exchange: Exchange | None, out: Tensor, value: float = 0.0) -> None:
+        """Fill ``out`` with what arrives, and with ``value`` beyond the domain. Neighborwise collective."""
+        for lo, hi in self.stage.fill:
+            out.narrow(self.dim, lo, hi - lo).fill_(value)
+        if exchange is not None:
+            exchange.finish()
+            for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
+                for p, view in zip(pieces, views):
+                    out.narrow(self.dim, p.dst, p.count).copy_(view)
+            exchange.release()
+
+    def start_adjoint(self, g: Tensor) -> Exchange | None:
+        """Send home the cotangents of the cells that arrived. Neighborwise collective."""
+        exchange = self._exchange(g.device)
+        if exchange is not None:
+            for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
+                for p, view in zip(pieces, views):
+                    values = g.narrow(self.dim, p.dst, p.count)
+                    view.copy_(values.sum(self.dim, keepdim=True) if p.step == 0 and p.count > 1 else values)
+            exchange.start(adjoint=True)
+        return exchange
+
+    def finish_adjoint(self, exchange: Exchange | None, own: Tensor) -> None:
+        """Add what comes back to the block's cotangent ``own``, in place. Neighborwise collective."""
+        if exchange is not None:
+            exchange.finish(adjoint=True)
+            for (_, pieces), views in zip(self.stage.sends, exchange.sends):
+                for p, view in zip(pieces, views):
+                    _add_cells(own, self.dim, p.src, p.count, p.step, view.to(own.device))
+            exchange.release()
 
 
 def _cells(x: Tensor, dim: int, src: int, count: int, step: int) -> Tensor:
@@ -76,15 +127,15 @@ class WindowOp:
         The mesh of the block.
     stages
         One per tensor dim that changes, in the order in which they run.
-    shape
-        Local shape of the block.
-    dtype
-        Of the block.
+    shape, dtype
+        Of the local block.
     value
         What cells beyond the domain hold.
     op
         Name for counters and the watchdog.
 
+    Notes
+    -----
     Adjoint: the stages reversed; what a rank received is sent back and *added* to the owned cells, in
     ascending order of the peers.
     """
@@ -101,10 +152,10 @@ class WindowOp:
     ) -> None:
         self.mesh, self.dtype, self.value, self.op = mesh, dtype, value, op
         self.in_shape = tuple(shape)
-        self.runs: list[_StageRun] = []
+        self.runs: list[StageRun] = []
         now = list(shape)
         for stage in stages:
-            self.runs.append(_StageRun(mesh, stage, tuple(now), dtype, op))
+            self.runs.append(StageRun(mesh, stage, now, dtype, op))
             now[stage.dim] = stage.n_out
         self.out_shape = tuple(now)
         # where the whole own block lies in the window, one array serves all stages
@@ -134,28 +185,26 @@ class WindowOp:
         own = window
         for run in self.runs:
             own = own.narrow(run.dim, run.stage.resident, run.stage.n_in)  # type: ignore[arg-type]
-        first = True
         for k, run in enumerate(self.runs):
+            at: int = run.stage.resident  # type: ignore[assignment]
             view = window
             for later in self.runs[k + 1 :]:
                 view = view.narrow(later.dim, later.stage.resident, later.stage.n_in)  # type: ignore[arg-type]
-            at: int = run.stage.resident  # type: ignore[assignment]
-            if first:
-                # strips leave before the block is copied
-                exchange = self._send(run, x, 0)
+            if k == 0:
+                # the first strips leave before the block is copied
+                exchange = run.start(x)
                 own.copy_(x)
-                first = False
             else:
-                exchange = self._send(run, view, at)
+                exchange = run.start(view, at)
             for p in run.stage.local:
                 view.narrow(run.dim, p.dst, p.count).copy_(_cells(view, run.dim, p.src + at, p.count, p.step))
-            self._receive(run, exchange, view)
+            run.finish(exchange, view, self.value)
         return window
 
     def _array_per_stage(self, x: Tensor) -> Tensor:
         for run in self.runs:
             stage = run.stage
-            exchange = self._send(run, x, 0)
+            exchange = run.start(x)
             shape = list(x.shape)
             shape[run.dim] = stage.n_out
             out = x.new_empty(shape)
@@ -163,57 +212,28 @@ class WindowOp:
                 out.narrow(run.dim, stage.resident, stage.n_in).copy_(x)
             for p in stage.local:
                 out.narrow(run.dim, p.dst, p.count).copy_(_cells(x, run.dim, p.src, p.count, p.step))
-            self._receive(run, exchange, out)
+            run.finish(exchange, out, self.value)
             x = out
         return x
-
-    @staticmethod
-    def _send(run: _StageRun, x: Tensor, at: int) -> Exchange | None:
-        exchange = run.exchange(x.device)
-        if exchange is not None:
-            for (_, pieces), views in zip(run.stage.sends, exchange.sends):
-                for p, view in zip(pieces, views):
-                    view.copy_(_cells(x, run.dim, p.src + at, p.count, p.step))
-            exchange.start()
-        return exchange
-
-    def _receive(self, run: _StageRun, exchange: Exchange | None, out: Tensor) -> None:
-        for lo, hi in run.stage.fill:
-            out.narrow(run.dim, lo, hi - lo).fill_(self.value)
-        if exchange is not None:
-            exchange.finish()
-            for (_, pieces), views in zip(run.stage.recvs, exchange.recvs):
-                for p, view in zip(pieces, views):
-                    out.narrow(run.dim, p.dst, p.count).copy_(view)
-            exchange.release()
 
 
 class WindowAdjoint:
     """Cotangent of a window in, cotangent of the block out; see `WindowOp`."""
 
     def __init__(self, forward: WindowOp) -> None:
-        self.adjoint = forward.tangent
-        self._runs = forward.runs
-        self._identity = forward.identity
+        self._forward = forward
 
     @property
-    def tangent(self) -> WindowAdjoint:
-        """The linear part: itself."""
-        return self
+    def adjoint(self) -> WindowOp:
+        """The linear part of the window fetch."""
+        return self._forward.tangent
 
     def __call__(self, g: Tensor) -> Tensor:
         """Send halo cotangents home and add what comes back. Neighborwise collective."""
-        if self._identity:
-            return g
         ours = False  # whether g is already an array of our own
-        for run in reversed(self._runs):
+        for run in reversed(self._forward.runs):
             stage = run.stage
-            exchange = run.exchange(g.device)
-            if exchange is not None:
-                for (_, pieces), views in zip(stage.recvs, exchange.recvs):
-                    for p, view in zip(pieces, views):
-                        _gather(g, run.dim, p, view)
-                exchange.start(adjoint=True)
+            exchange = run.start_adjoint(g)
             if stage.resident is None:
                 shape = list(g.shape)
                 shape[run.dim] = stage.n_in
@@ -224,16 +244,6 @@ class WindowAdjoint:
                     own = own.clone(memory_format=torch.contiguous_format)
             for p in stage.local:
                 _add_cells(own, run.dim, p.src, p.count, p.step, g.narrow(run.dim, p.dst, p.count))
-            if exchange is not None:
-                exchange.finish(adjoint=True)
-                for (_, pieces), views in zip(stage.sends, exchange.sends):
-                    for p, view in zip(pieces, views):
-                        _add_cells(own, run.dim, p.src, p.count, p.step, view.to(g.device))
-                exchange.release()
+            run.finish_adjoint(exchange, own)
             g, ours = own, True
         return g
-
-
-def _gather(g: Tensor, dim: int, p: Piece, out: Tensor) -> None:
-    values = g.narrow(dim, p.dst, p.count)
-    out.copy_(values.sum(dim, keepdim=True) if p.step == 0 and p.count > 1 else values)
