@@ -59,15 +59,12 @@ class UNet(nn.Module):
         width = [base * 2**level for level in range(levels)]
         groups = max(1, base // 2)
         self.recompute = recompute
-        self.encode = nn.ModuleList(
-            Block(a, b, groups) for a, b in zip([inputs, *width[1:]], width, strict=True)
-        )
+        self.encode = nn.ModuleList(Block(a, b, groups) for a, b in zip([inputs, *width[1:]], width, strict=True))
         self.down = nn.ModuleList(
             nn.Conv3d(a, b, 3, stride=2, padding=1) for a, b in zip(width, width[1:], strict=False)
         )
         self.up = nn.ModuleList(
-            nn.ConvTranspose3d(b, a, 3, stride=2, padding=1)
-            for a, b in zip(width, width[1:], strict=False)
+            nn.ConvTranspose3d(b, a, 3, stride=2, padding=1) for a, b in zip(width, width[1:], strict=False)
         )
         self.decode = nn.ModuleList(Block(2 * a, a, groups) for a in width[:-1])
         self.head = nn.Conv3d(base, outputs, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Union
 
 from mpishard.errors import LayoutError, described
 
@@ -117,7 +116,7 @@ class Partial:
         return True
 
 
-Placement = Union[Shard, Replicate, Partial]
+Placement = Shard | Replicate | Partial
 
 
 def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:

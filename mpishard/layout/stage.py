@@ -226,7 +226,7 @@ def _touches(runs: Runs, lo: int, hi: int) -> bool:
 
 
 def _owned_pieces(runs: Runs, lo: int, hi: int) -> Pieces:
-    """The part of ``runs`` that lies in ``[lo, hi)``, cut exactly as the receiver cuts it."""
+    """Return the part of ``runs`` that lies in ``[lo, hi)``, cut exactly as the receiver cuts it."""
     pieces = []
     for run in runs:
         if run.step == 0:
