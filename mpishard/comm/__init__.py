@@ -1,0 +1,1 @@
+"""Everything that touches MPI: meshes, buffers, exchanges, collectives, and the guards around them."""
