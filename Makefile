@@ -58,7 +58,7 @@ lint: .venv/.ready
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-cache
 
 .venv/.ready: setup.cfg
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
