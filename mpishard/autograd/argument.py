@@ -1,0 +1,81 @@
+"""What the arguments of the collectives on plain tensors may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.mesh import CartMesh, Group
+from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError, described
+
+MeshDims = int | str | Sequence[int | str] | None
+
+
+def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
+    """Return the mesh dims that an argument names, in mesh order. Not collective."""
+    if mesh_dim is None:
+        return tuple(range(mesh.ndim))
+    if isinstance(mesh_dim, (int, str)):
+        return (mesh.mesh_dim(mesh_dim),)
+    dims = tuple(mesh.mesh_dim(m) for m in mesh_dim)
+    if not dims or sorted(set(dims)) != list(dims):
+        raise MeshError(
+            described(
+                "mesh dims out of order",
+                expected="different mesh dims, in mesh order",
+                got=tuple(mesh_dim),
+                fix="list them in the order of the mesh: ranks are counted row-major in it",
+            )
+        )
+    return dims
+
+
+def require_plain(op: str, x: Any) -> None:
+    """Raise unless ``x`` is a plain tensor. Not collective."""
+    if not isinstance(x, Tensor) or hasattr(x, "to_local"):
+        raise UnsupportedOperationError(
+            described(
+                f"{op}: works on plain tensors",
+                expected="a torch.Tensor that is this rank's own",
+                got=type(x).__name__,
+                fix="give x.to_local(), or use x.redistribute(...), which knows what a placement means",
+            )
+        )
+
+
+def needs_grad(x: Tensor) -> bool:
+    """Whether autograd records what happens to ``x``. Not collective."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def tensor_dim(op: str, x: Tensor, dim: int) -> int:
+    """Return ``dim`` counted from the front. Not collective."""
+    if not -x.ndim <= dim < x.ndim:
+        raise LayoutError(
+            described(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
+        )
+    return dim % x.ndim
+
+
+def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bool:
+    """Whether there is one extent per rank, this rank's being ``own``. Not collective."""
+    return len(sizes) == group.size and min(sizes) >= 0 and own in (None, sizes[group.rank])
+
+
+def misfit(op: str, expected: str, got: object) -> LayoutError:
+    """Return the error of extents that do not fit. Not collective."""
+    return LayoutError(
+        described(f"{op}: sizes do not fit", expected=expected, got=got, fix="give one extent per rank, or none")
+    )
+
+
+def no_rank(what: str, rank: int, group: Group) -> MeshError:
+    """Return the error of a rank that the group does not have. Not collective."""
+    return MeshError(
+        described(
+            what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
+        )
+    )

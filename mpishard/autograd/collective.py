@@ -1,0 +1,500 @@
+"""Differentiable collectives on plain tensors, over a mesh or some of its dims.
+
+Each is linear and has its true adjoint in the sum-over-ranks inner product: ``sum_r <f(x)_r, y_r> ==
+sum_r <x_r, f*(y)_r>``, which `mpishard.dot_test` checks. So a loss that every rank computes from an
+all-reduced value counts once per rank. ``replicated=True`` asks for the other convention, that of
+placements: the cotangent of a result that is equal on all ranks is one value, which every rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.argument import (
+    MeshDims,
+    fits_group,
+    mesh_dims,
+    misfit,
+    needs_grad,
+    no_rank,
+    require_plain,
+    tensor_dim,
+)
+from mpishard.autograd.linear import Step, apply
+from mpishard.autograd.step import broadcast_step, gather_step, message_step, reducer, transpose_step
+from mpishard.comm import collective
+from mpishard.comm.arithmetic import rule_of
+from mpishard.comm.mesh import CartMesh, Group
+from mpishard.errors import MeshError, described
+from mpishard.layout import balanced
+
+
+def all_reduce(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    op: str = "sum",
+    replicated: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Reduce tensors of one shape elementwise over the ranks; every rank gets the result.
+
+    Collective over ``mesh_dim``.
+
+    Parameters
+    ----------
+    x
+        Plain tensor of the same shape and dtype on every rank. Half types are accumulated in float32.
+    mesh, mesh_dim
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+    op
+        ``"sum"``, ``"avg"``, ``"prod"``, ``"max"`` or ``"min"``. Booleans have ``"max"`` (any) and ``"min"``
+        (all). The extrema propagate NaN.
+    replicated
+        Whether the cotangent of the result is one value held by every rank, as for placements.
+    deterministic
+        Whether to accumulate in rank order: the same bits in every run and with every MPI library. None:
+        what ``MPISHARD_DETERMINISTIC`` says.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no such reduction.
+    DesyncError
+        The ranks' shapes, dtypes or arguments differ (checked when a call is new, and on every call under
+        ``MPISHARD_DEBUG=1``).
+
+    Notes
+    -----
+    Adjoint: of the sum, the all-reduce of the cotangents (``replicated``: the identity); of the average, the
+    same divided by the number of ranks. The gradient of an extremum goes to the ranks that attain it, in
+    equal shares, as `torch.amax` does within a tensor; that of a product gathers the factors.
+
+    MPI 4.1, section 6.9.6 (All-Reduce).
+
+    Examples
+    --------
+    >>> total = ms.all_reduce(x.sum(), mesh)
+    """
+    if type(x) is not Tensor:
+        require_plain("all_reduce", x)
+    key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
+    run = mesh.plans.get(key)
+    if run is None:
+        dims = mesh_dims(mesh, mesh_dim)
+        run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
+    return run(x)  # type: ignore[no-any-return]
+
+
+def all_gather(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    replicated: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Concatenate the ranks' tensors along ``dim`` in rank order; every rank gets the result.
+
+    Collective over ``mesh_dim``.
+
+    Parameters
+    ----------
+    x
+        Plain tensor; shapes may differ along ``dim`` only.
+    mesh, mesh_dim
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+    dim
+        Tensor dim to concatenate along.
+    sizes
+        Extent of every rank's tensor along ``dim``. If not given, every call gathers them first (one small
+        message), and checks that the ranks' calls fit each other.
+    replicated
+        Whether the cotangent of the result is one value held by every rank, as for placements.
+    deterministic
+        Of the sum in the adjoint; see `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+
+    Raises
+    ------
+    LayoutError
+        ``dim`` or ``sizes`` does not fit.
+    DesyncError
+        The ranks' calls do not fit each other.
+
+    Notes
+    -----
+    Adjoint: `reduce_scatter` (``replicated``: each rank's own block).
+
+    MPI 4.1, section 6.7 (Gather-to-all).
+
+    Examples
+    --------
+    >>> whole = ms.all_gather(rows, mesh, "y", dim=0)
+    """
+    require_plain("all_gather", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    group = mesh.group(dims)
+    dim = tensor_dim("all_gather", x, dim)
+    call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
+    if sizes is None:
+        every = collective.gather_extents("all_gather", x.shape, dim, call, group)
+        key = ("all_gather", dims, every, *call)
+        return apply(_kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
+    given = tuple(sizes)
+    fits = fits_group(given, group, x.shape[dim])
+    key = ("all_gather of", dims, given, *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
+
+    def build() -> Step:
+        if not fits:
+            raise misfit("all_gather", f"{group.size} extents, that of rank {group.rank} {x.shape[dim]}", given)
+        return gather_step(group, given, dim, replicated, deterministic)
+
+    return apply(mesh.plan(key, build, dims), x)
+
+
+def reduce_scatter(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Sum tensors of one shape over the ranks; every rank gets its block of the sum along ``dim``.
+
+    Collective over ``mesh_dim``.
+
+    Parameters
+    ----------
+    x
+        Plain tensor of the same shape and dtype on every rank. Half types are accumulated in float32.
+    mesh, mesh_dim
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+    dim
+        Tensor dim to cut.
+    sizes
+        Extent of every rank's block; as even as it goes, larger blocks first, if not given.
+    deterministic
+        Whether to accumulate in rank order; see `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        This rank's block.
+
+    Raises
+    ------
+    LayoutError
+        ``dim`` or ``sizes`` does not fit.
+    UnsupportedDtypeError
+        The dtype has no sum.
+    DesyncError
+        The ranks' calls differ.
+
+    Notes
+    -----
+    Adjoint: `all_gather`, by both conventions.
+
+    MPI 4.1, section 6.10 (Reduce-Scatter).
+
+    Examples
+    --------
+    >>> mine = ms.reduce_scatter(contributions, mesh, "y", dim=0)
+    """
+    require_plain("reduce_scatter", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    group = mesh.group(dims)
+    dim = tensor_dim("reduce_scatter", x, dim)
+    sizes = balanced(x.shape[dim], group.size) if sizes is None else tuple(sizes)
+    key = ("reduce_scatter", dims, dim, sizes, deterministic, x.shape, x.dtype, needs_grad(x))
+
+    def build() -> Step:
+        rule_of("sum", x.dtype)
+        if not fits_group(sizes, group) or sum(sizes) != x.shape[dim]:
+            raise misfit("reduce_scatter", f"{group.size} extents whose sum is {x.shape[dim]}", sizes)
+        return gather_step(group, sizes, dim, False, deterministic).adjoint
+
+    return apply(mesh.plan(key, build, dims), x)
+
+
+def all_to_all(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Cut the tensor along one dim, send block r to rank r, and join what comes along another dim.
+
+    Collective over ``mesh_dim``. A field sharded over ``concat_dim`` becomes one sharded over ``split_dim``:
+    the transpose of a distributed FFT.
+
+    Parameters
+    ----------
+    x
+        Plain tensor; shapes may differ along ``concat_dim`` only.
+    mesh, mesh_dim
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+    split_dim, concat_dim
+        Tensor dims to cut and to join along; they may be the same.
+    split_sizes
+        Extent of the block for every rank; as even as it goes, larger blocks first, if not given.
+    concat_sizes
+        Extent of every rank's tensor along ``concat_dim``. If not given, every call gathers them first (one
+        small message), and checks that the ranks' calls fit each other.
+
+    Returns
+    -------
+    torch.Tensor
+        Blocks from all ranks, in rank order.
+
+    Raises
+    ------
+    LayoutError
+        A dim or the sizes do not fit.
+    DesyncError
+        The ranks' calls do not fit each other.
+
+    Notes
+    -----
+    Adjoint: the all-to-all back, which is also the inverse; by both conventions.
+
+    MPI 4.1, section 6.8 (All-to-All Scatter/Gather).
+
+    Examples
+    --------
+    >>> columns = ms.all_to_all(rows, mesh, "y", split_dim=1, concat_dim=0)
+    """
+    require_plain("all_to_all", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    group = mesh.group(dims)
+    split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
+    split = None if split_sizes is None else tuple(split_sizes)
+    call = (split_dim, concat_dim, split, x.dtype, needs_grad(x))
+    # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
+    bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
+    if concat_sizes is None:
+        extents = collective.gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
+    else:
+        extents = tuple(concat_sizes)
+        bad = bad or not fits_group(extents, group, x.shape[concat_dim])
+    key = ("all_to_all", dims, extents, *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
+
+    def build() -> Step:
+        if bad:
+            what = f"{group.size} extents: split_sizes of {x.shape[split_dim]}, concat_sizes with {x.shape[concat_dim]}"
+            raise misfit("all_to_all", what, (split, extents))
+        return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, extents)
+
+    if concat_sizes is None and not bad:
+        return apply(_kept(mesh, key, build), x)
+    return apply(mesh.plan(key, build, dims), x)
+
+
+def broadcast(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    root: int = 0,
+    replicated: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Copy the root's tensor to every rank.
+
+    Collective over ``mesh_dim``.
+
+    Parameters
+    ----------
+    x
+        Plain tensor of the same shape and dtype on every rank; its values count on the root only. It
+        requires a gradient on every rank or on none.
+    mesh, mesh_dim
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+    root
+        Rank among those that take part.
+    replicated
+        Whether the cotangent of the result is one value held by every rank, as for placements.
+    deterministic
+        Of the sum in the adjoint; see `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+
+    Raises
+    ------
+    MeshError
+        There is no such root.
+    DesyncError
+        The ranks' calls differ.
+
+    Notes
+    -----
+    Adjoint: the sum of the cotangents on the root (``replicated``: the root's own), zeros elsewhere.
+
+    MPI 4.1, section 6.4 (Broadcast).
+
+    Examples
+    --------
+    >>> same = ms.broadcast(x, mesh, root=0)
+    """
+    require_plain("broadcast", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
+
+    def build() -> Step:
+        group = mesh.group(dims)
+        if not 0 <= root < group.size:
+            raise no_rank("broadcast: no such root", root, group)
+        return broadcast_step(group, root, replicated, deterministic)
+
+    return apply(mesh.plan(key, build, dims), x)
+
+
+def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
+    """Move tensors of one shape ``displacement`` ranks along a mesh dim.
+
+    Collective over ``mesh_dim``.
+
+    Parameters
+    ----------
+    x
+        Plain tensor of the same shape and dtype on every rank.
+    mesh, mesh_dim
+        Mesh dim to move along; its periodicity is the mesh's.
+    displacement
+        How far, in ranks; negative moves towards coordinate 0.
+
+    Returns
+    -------
+    torch.Tensor
+        The tensor of the rank ``displacement`` before this one; zeros where there is none.
+
+    Raises
+    ------
+    DesyncError
+        The ranks' calls differ.
+
+    Notes
+    -----
+    Adjoint: the shift by ``-displacement``; what left a non-periodic mesh has no gradient.
+
+    MPI 4.1, sections 8.5.6 (Cartesian Shift Coordinates) and 3.10 (Send-Receive).
+
+    Examples
+    --------
+    >>> from_left = ms.shift(edge, mesh, "x", 1)
+    """
+    require_plain("shift", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
+
+    def build() -> Step:
+        if len(dims) != 1:
+            raise MeshError(
+                described("shift: one mesh dim at a time", expected="a mesh dim", got=mesh_dim, fix="shift dim by dim")
+            )
+        group, periodic = mesh.group(dims), mesh.periodic[dims[0]]
+        dest, source = (_along(group, d, periodic) for d in (displacement, -displacement))
+        return message_step(group, dest, source, x.shape, x.shape)
+
+    return apply(mesh.plan(key, build, dims), x)
+
+
+def send_recv(
+    x: Tensor,
+    mesh: CartMesh,
+    mesh_dim: MeshDims = None,
+    *,
+    dest: int | None,
+    source: int | None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Send a tensor to one rank and receive one from another.
+
+    Neighborwise collective: rank a names b as ``dest`` exactly where b names a as ``source``, on all of them
+    in the same order, also in backward.
+
+    Parameters
+    ----------
+    x
+        Plain tensor to send.
+    mesh, mesh_dim
+        Ranks that are counted: those along a mesh dim (name or index) or several, or the whole mesh.
+    dest, source
+        Ranks among them, or None for nobody.
+    shape
+        Of the tensor that comes, if not that of ``x``; the dtype is that of ``x``.
+
+    Returns
+    -------
+    torch.Tensor
+        What came; zeros where ``source`` is None.
+
+    Raises
+    ------
+    MeshError
+        There is no such rank.
+    LayoutError
+        What came is smaller than ``shape``; only this rank knows.
+
+    Notes
+    -----
+    Adjoint: the same with ``dest`` and ``source`` exchanged; what nobody receives has no gradient.
+
+    MPI 4.1, section 3.10 (Send-Receive).
+
+    Examples
+    --------
+    >>> y = ms.send_recv(x, mesh, dest=1 if mesh.rank == 0 else None, source=0 if mesh.rank == 1 else None)
+    """
+    require_plain("send_recv", x)
+    dims = mesh_dims(mesh, mesh_dim)
+    shape = x.shape if shape is None else torch.Size(shape)
+
+    def build() -> Step:
+        group = mesh.group(dims)
+        for name, rank in (("dest", dest), ("source", source)):
+            if rank is not None and not 0 <= rank < group.size:
+                raise no_rank(f"send_recv: no such {name}", rank, group)
+        return message_step(group, dest, source, x.shape, shape)
+
+    return apply(_kept(mesh, ("send_recv", dims, dest, source, x.shape, shape), build), x)
+
+
+def _kept(mesh: CartMesh, key: Any, build: Callable[[], Step]) -> Step:
+    """Return a step that this rank may build on its own. Not collective."""
+    step = mesh.plans.get(key)
+    if step is None:
+        step = mesh.plans[key] = build()
+    return step  # type: ignore[no-any-return]
+
+
+def _along(group: Group, displacement: int, periodic: bool) -> int | None:
+    at = group.rank + displacement
+    if periodic:
+        return at % group.size
+    return at if 0 <= at < group.size else None
