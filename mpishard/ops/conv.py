@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
+from mpishard.ops.overlap import Overlapped, OverlappedConv, plan_overlapped
 from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# blocks of fewer cells are padded: below, the copy is cheaper than the strips' own convolutions
+OVERLAP_CELLS = 1 << 16
 
 
 class ConvPlan(NamedTuple):
@@ -38,6 +43,8 @@ class ConvPlan(NamedTuple):
         Layout of the result.
     used
         Mesh dims over which the weights are used.
+    overlapped
+        The form without a padded copy, or the reason why it is not used.
     """
 
     window: WindowOp
@@ -46,6 +53,7 @@ class ConvPlan(NamedTuple):
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
     used: tuple[int, ...]
+    overlapped: Overlapped | str = "transposed"
 
 
 def _check(x: ShardTensor, weight: Any, ndim: int, name: str) -> int:
@@ -97,7 +105,7 @@ def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
 
 
 def _plan_conv(
-    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, name: str
+    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
 ) -> ConvPlan:
     first = _check(x, weight, ndim, name)
     layout, mesh = x._layout, x._mesh
@@ -110,7 +118,7 @@ def _plan_conv(
         lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
     shape, local_padding, crops = list(layout.shape), [0] * ndim, []
     shape[first - 1] = weight.shape[0]
-    wanted, borders = [], {}
+    wanted, borders, sharded = [], {}, {}
     for i in range(ndim):
         dim = first + i
         g = Sliding(kernel[i], strides[i], dilations[i], lows[i], highs[i])
@@ -124,12 +132,23 @@ def _plan_conv(
                 continue
             intervals = [g.window(0, shape[dim])]
         else:
+            sharded[dim] = g
             borders[dim] = g.follow(layout.sizes[dim], shape[dim])
             intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
         wanted.append(intervals_wanted(n, dim, intervals))
+    overlapped: Overlapped | str
+    if any(lows[i] != highs[i] for i in range(ndim)):
+        overlapped = "padding differs at the two ends"
+    elif first != 2 or 0 in layout.shape:
+        overlapped = "no batch dim"
+    elif math.prod(layout.shape) // mesh.size < OVERLAP_CELLS:
+        overlapped = "small: launching the strips' convolutions costs more than the copy"
+    else:
+        arguments = (list(strides), list(lows), list(dilations), False, [0] * ndim, groups)
+        overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, arguments)
     return ConvPlan(
         window_op(mesh, layout, x.dtype, wanted, op=name),
         tuple(local_padding),
@@ -137,6 +156,7 @@ def _plan_conv(
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
+        overlapped,
     )
 
 
@@ -202,6 +222,17 @@ def _cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
     return y
 
 
+def autocast_operands(*operands: Tensor | None) -> list[Any]:
+    """Cast as autocast casts the operands of a convolution. Not collective."""
+    device = next(t for t in operands if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in operands
+    ]
+
+
 def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
     name = func.__name__
 
@@ -220,10 +251,18 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         key = (name, getattr(x, "_layout", None), x.dtype, weight.shape, stride, padding, dilation, groups)
         plan = mesh.plans.get(key)
         if plan is None:
-            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, name))
+            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-        y = func(apply(plan.window, x._local), weight, bias, stride, plan.padding, dilation, groups)
-        return wrap(_cropped(y, plan.crops) if plan.crops else y, plan.out, mesh)
+
+        def padded(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
+            return _cropped(y, plan.crops) if plan.crops else y
+
+        overlapped = plan.overlapped
+        if isinstance(overlapped, str) or not overlapped.applicable():
+            return wrap(padded(x._local, weight, bias), plan.out, mesh)
+        local, weight, bias = autocast_operands(x._local, weight, bias)
+        return wrap(OverlappedConv.apply(overlapped, padded, local, weight, bias), plan.out, mesh)
 
     return conv
 
