@@ -1,0 +1,372 @@
+"""What keeps a job from hanging: agreement on errors, abort on uncaught ones, a watchdog, a call check.
+
+Everything here works on communicators of mpi4py and knows nothing of meshes or tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard import errors
+from mpishard.errors import DesyncError, MpishardError, described
+
+
+def _timeout_s() -> float:
+    text = os.environ.get("MPISHARD_TIMEOUT", "300")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value >= 0:
+        return value
+    raise MpishardError(
+        described("MPISHARD_TIMEOUT", expected="seconds, 0 for no watchdog", got=repr(text), fix="set a number >= 0")
+    )
+
+
+DEBUG = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
+TIMEOUT_S = _timeout_s()
+
+# Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
+_GRACE_S = 2.0
+
+
+# agreement
+
+
+def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "") -> None:
+    """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
+
+    Collective. One reduction of 24 bytes where all is well.
+
+    Parameters
+    ----------
+    comm
+        The ranks that must agree.
+    error
+        What this rank found wrong, or None.
+    signature
+        What the ranks must have in common; compared by hash.
+
+    Raises
+    ------
+    MpishardError
+        The error of the lowest rank that has one: the same type and text on every rank.
+    DesyncError
+        No rank has an error, but the signatures differ.
+    """
+    if comm.Get_size() == 1:
+        if error is not None:
+            raise error
+        return
+    if _unanimous(comm, error is not None, f"agree|{signature}"):
+        return
+    mine = None if error is None else (_public_type(error), _text_of(error))
+    with waiting("agree", (), comm):
+        everyone = comm.allgather((mine, signature))
+    failed = {rank: told for rank, (told, _) in enumerate(everyone) if told is not None}
+    if failed:
+        name, text = failed[min(failed)]
+        same = [rank for rank, told in failed.items() if told == (name, text)]
+        if len(same) < len(everyone):
+            text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
+            if len(failed) > len(same):
+                text += f" (for other reasons on {_ranks([r for r in failed if r not in same])})"
+        agreed: MpishardError = getattr(errors, name)(text)
+        cause = error
+    else:
+        agreed = _desync([text for _, text in everyone], "mpishard")
+        cause = None
+    agreed.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
+    raise agreed from cause
+
+
+def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:
+    """Compare this call with the other ranks' calls; for callers that have tested ``guard.DEBUG``.
+
+    Collective.
+
+    Parameters
+    ----------
+    comm
+        The communicator that the operation runs on; its calls are counted.
+    op
+        Name of the operation.
+    shape
+        What must be the same on every rank, or None.
+    dtype
+        Likewise.
+
+    Raises
+    ------
+    DesyncError
+        On every rank, naming the rank that differs.
+    """
+    count = _calls(comm)
+    count[0] += 1
+    if comm.Get_size() == 1:
+        return
+    call = f"call {count[0]}: {op}, shape {None if shape is None else tuple(shape)}, {dtype}"
+    if _unanimous(comm, False, f"check|{call}"):
+        return
+    # a rank that is in `agree` instead sends the same kind of pair
+    with waiting(f"check of {op}", (), comm):
+        everyone = comm.allgather((None, call))
+    desync = _desync([text for _, text in everyone], op)
+    desync.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
+    raise desync
+
+
+_COUNT_KEYVAL: list[int] = []
+
+
+def _calls(comm: MPI.Comm) -> list[int]:
+    # an attribute of the communicator: handles are used again after a free, in another order on each rank
+    if not _COUNT_KEYVAL:
+        _COUNT_KEYVAL.append(MPI.Comm.Create_keyval())
+    count = comm.Get_attr(_COUNT_KEYVAL[0])
+    if count is None:
+        count = [0]
+        comm.Set_attr(_COUNT_KEYVAL[0], count)
+    return count
+
+
+def _unanimous(comm: MPI.Intracomm, failed: bool, text: str) -> bool:
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    mine = np.array([failed, digest, -digest], np.int64)
+    most = np.empty_like(mine)
+    with waiting("agree", (), comm):
+        comm.Allreduce(mine, most, MPI.MAX)
+    return not most[0] and bool(most[1] == -most[2])
+
+
+def _desync(texts: list[str], what: str) -> DesyncError:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    by_count = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
+    got = "; ".join(f"{_ranks(who)}: {text or 'nothing in particular'}" for text, who in by_count)
+    several = len(by_count[0][1]) > len(by_count[1][1])
+    odd = f" ({_ranks(sorted(r for _, who in by_count[1:] for r in who))} differs)" if several else ""
+    return DesyncError(
+        described(
+            f"{what}: ranks made different calls{odd}",
+            expected="the same call, with the same arguments, on every rank",
+            got=got,
+            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+        )
+    )
+
+
+def _public_type(error: BaseException) -> str:
+    for kind in type(error).__mro__:
+        if getattr(errors, kind.__name__, None) is kind:
+            return kind.__name__
+    return MpishardError.__name__
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# watchdog
+
+
+class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
+    """Bracket around a blocking MPI call, watched by a thread that ends the job past ``MPISHARD_TIMEOUT``.
+
+    Not collective.
+
+    Parameters
+    ----------
+    op
+        What the rank is doing.
+    peers
+        Ranks of ``comm`` that it waits for (empty: all of them), or a function that returns them.
+    comm
+        The communicator, or None.
+    """
+
+    __slots__ = ("comm", "op", "peers")
+
+    def __init__(
+        self, op: str, peers: Sequence[int] | Callable[[], Sequence[int]] = (), comm: MPI.Comm | None = None
+    ) -> None:
+        self.op = op
+        self.peers = peers
+        self.comm = comm
+
+    def __enter__(self) -> None:
+        if _watchdog is None:
+            _start_watchdog()
+        _live.add(self)
+
+    def __exit__(self, *_: object) -> None:
+        _live.discard(self)
+
+
+_live: set[waiting] = set()
+_watchdog: threading.Thread | None = None
+
+
+def _start_watchdog() -> None:
+    global _watchdog  # noqa: PLW0603
+    _watchdog = threading.Thread(target=_watch, name="mpishard-watchdog", daemon=True)
+    if TIMEOUT_S > 0:
+        _watchdog.start()
+
+
+def _watch() -> None:
+    pause = min(1.0, TIMEOUT_S / 10)
+    ages: dict[waiting, float] = {}
+    last = time.monotonic()
+    while True:
+        time.sleep(pause)
+        now = time.monotonic()
+        # a process that was suspended did not wait all that time
+        passed, last = min(now - last, 2 * pause), now
+        # holding the objects, `ages` keeps their identities from being used again
+        ages = {wait: ages.get(wait, -passed) + passed for wait in tuple(_live)}
+        for wait, age in ages.items():
+            if age >= TIMEOUT_S:
+                _say(_overdue(wait, age))
+                time.sleep(_GRACE_S)
+                MPI.COMM_WORLD.Abort(1)
+
+
+def _overdue(wait: waiting, age: float) -> str:
+    lines = [
+        f"[{_place()}] MPISHARD_TIMEOUT: {wait.op} has waited {age:.0f} s for {_pending(wait)}.",
+        f"The job ends in {_GRACE_S:.0f} s. Set MPISHARD_TIMEOUT to more seconds, or to 0 to wait for ever.",
+        "Where this rank is:",
+    ]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines.append(f"thread {names.get(ident, ident)}:")
+            lines += [line.rstrip() for line in traceback.format_stack(frame)]
+    return "\n".join(lines) + "\n"
+
+
+def _pending(wait: waiting) -> str:
+    comm = wait.comm
+    try:
+        peers = list(wait.peers()) if callable(wait.peers) else list(wait.peers)
+        if comm is None:
+            return _ranks(peers) if peers else "other ranks"
+        peers = peers or [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        world = comm.Get_group().Translate_ranks(peers, MPI.COMM_WORLD.Get_group())
+        which = _ranks(world if len(world) <= 64 else world[:64])
+        return f"{which}{' and more' if len(world) > 64 else ''} of {MPI.COMM_WORLD.Get_size()}"
+    except Exception as error:  # noqa: BLE001 (the report and the abort must come, whatever the state)
+        return f"unknown ranks ({error!r})"
+
+
+# uncaught exceptions
+
+_installed = False
+
+
+def install() -> None:
+    """Have an uncaught exception print its rank's traceback and end the whole job, once.
+
+    Not collective. Without it the other ranks would wait for this one for ever. ``MPISHARD_ABORT=0`` leaves
+    `sys.excepthook` alone, for host programs that handle errors themselves. Exceptions in threads other
+    than the main one, and those at an interactive prompt, end nothing.
+    """
+    global _installed  # noqa: PLW0603
+    if _installed or os.environ.get("MPISHARD_ABORT", "1") in ("", "0"):
+        return
+    _installed = True
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
+            previous(kind, error, trace)
+            return
+        if getattr(error, "_told_by_rank_0", False):
+            # every rank has this error: time for the first to print it for all
+            time.sleep(1.0)
+            _say(f"[{_place()}] {kind.__name__}: {error}\n")
+        elif previous is sys.__excepthook__:
+            _say(f"[{_place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
+        else:
+            _say(f"[{_place()}] uncaught exception:\n")
+            previous(kind, error, trace)
+        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _abort(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    MPI.COMM_WORLD.Abort(status)
+
+
+def _alive() -> bool:
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def _place() -> str:
+    world = MPI.COMM_WORLD
+    return f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}, pid {os.getpid()}"
+
+
+def _say(text: str) -> None:
+    # one write: lines of several ranks do not mix
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        os.write(2, text.encode())
+
+
+# the end of the program
+
+_finalizers: list[Callable[[], None]] = []
+_finalize_keyval: list[int] = []
+
+
+def on_finalize(release: Callable[[], None]) -> None:
+    """Have ``release`` called before MPI finalises, last registered first, once.
+
+    Not collective, and ``release`` must not be: ranks may leave for different reasons.
+    """
+    if not _finalize_keyval:
+        # MPI deletes the attributes of COMM_SELF first of all when it finalises; at the end of Python,
+        # `atexit` comes before that
+        _finalize_keyval.append(MPI.Comm.Create_keyval(delete_fn=_on_delete))
+        MPI.COMM_SELF.Set_attr(_finalize_keyval[0], None)
+        atexit.register(_run_finalizers)
+    _finalizers.append(release)
+
+
+def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
+    _run_finalizers()
+
+
+def _run_finalizers() -> None:
+    while _finalizers:
+        release = _finalizers.pop()
+        if not MPI.Is_finalized():
+            release()
