@@ -24,8 +24,11 @@ def field_key(field: Any) -> Any:
             address = field.__array_interface__["data"][0]
         return address, field.shape, field.strides, field.dtype, field.flags.num
     if isinstance(field, torch.Tensor):
-        lazy = field.is_conj() or field.is_neg()
-        return field.data_ptr(), field.shape, field.stride(), field.dtype, field.requires_grad, lazy
+        try:
+            lazy = field.is_conj() or field.is_neg()
+            return field.data_ptr(), field.shape, field.stride(), field.dtype, field.requires_grad, lazy
+        except RuntimeError:  # no memory of its own: `locate` refuses it
+            return id(field)
     interface = getattr(field, "__cuda_array_interface__", None)
     if interface is None:
         return id(field)
@@ -84,7 +87,7 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
                 f"{name} is no array that can be written in place",
                 expected="a numpy array, a torch tensor, or an object with __cuda_array_interface__",
                 got=type(field),
-                fix="pass a view of the memory, e.g. numpy.asarray(x, copy=False)",
+                fix="pass the memory itself: numpy.asarray(x, copy=False), or x.to_local() of a ShardTensor",
             )
         )
     if block.shape != shape:
@@ -106,7 +109,7 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
                 fix="move the field, or make the mesh with another device=",
             )
         )
-    if fault is None and any(s == 0 and n > 1 for s, n in zip(block.strides, block.shape)):
+    if fault is None and block.nbytes and any(s == 0 and n > 1 for s, n in zip(block.strides, block.shape)):
         fault = "cells that share memory (a stride is 0)"
     if fault is not None:
         raise UnsupportedOperationError(
@@ -127,7 +130,9 @@ def _inspect(field: Any, device: torch.device) -> tuple[Block | None, str, str |
         fault = None if field.flags.writeable else "a read-only array"
         return Block(address, field.shape, field.strides, field.itemsize), str(field.dtype), fault
     if isinstance(field, torch.Tensor):
-        if field.layout != torch.strided:
+        try:
+            address, strides = field.data_ptr(), field.stride()
+        except RuntimeError:  # sparse, or a wrapper around other tensors
             return None, "", None
         fault = None
         if field.requires_grad:
@@ -135,10 +140,9 @@ def _inspect(field: Any, device: torch.device) -> tuple[Block | None, str, str |
         elif field.is_conj() or field.is_neg():
             fault = "a lazily conjugated or negated view"
         size = field.element_size()
-        strides = tuple(s * size for s in field.stride())
         on = None if field.is_cpu else field.device
-        address = field.data_ptr() if field.is_cpu or field.is_cuda else 0
-        return Block(address, tuple(field.shape), strides, size, on), _torch_name(field.dtype), fault
+        block = Block(address, tuple(field.shape), tuple(s * size for s in strides), size, on)
+        return block, _torch_name(field.dtype), fault
     interface = getattr(field, "__cuda_array_interface__", None)
     if interface is None:
         return None, "", None

@@ -249,7 +249,8 @@ class HaloExchanger:
             locate(f"HaloExchanger: field {i}", field, self.shape, name, self.mesh.device)
             for i, (field, name) in enumerate(zip(fields, names))
         ]
-        if len({b.address for b in blocks}) < len(blocks) or len({b.device for b in blocks}) > 1:
+        addresses = [b.address for b in blocks if b.nbytes]  # empty arrays share addresses
+        if len(set(addresses)) < len(addresses) or len({b.device for b in blocks}) > 1:
             raise UnsupportedOperationError(
                 described(
                     "HaloExchanger: fields that cannot travel together",

@@ -110,7 +110,7 @@ class Refresh:
         reverse: bool = False,
         foreign: bool = False,
     ) -> None:
-        self.addresses = frozenset(f.address for f in fields)
+        self.addresses = frozenset(f.address for f in fields if f.nbytes)  # empty arrays share addresses
         self._comm, self._fields, self._tag, self._reverse, self._foreign = comm, fields, tag, reverse, foreign
         self._device = fields[0].device
         self._copy = np.copyto if self._device is None else _copy_async
@@ -219,7 +219,7 @@ class Refresh:
             for block in blocks:
                 starts.append(starts[-1] + math.ceil(block.nbytes / _ALIGN) * _ALIGN)
             nbytes = starts[-2] + blocks[-1].nbytes
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device is not None)
+            buffer = _host_buffer(nbytes, pinned=self._device is not None)
             self._buffers.append(buffer)
             address = buffer.data_ptr()
             for block, start in zip(blocks, starts):
@@ -229,6 +229,10 @@ class Refresh:
 
     def _ordered(self, block: Block) -> Block:
         return block._replace(shape=block.shape[::-1], strides=block.strides[::-1]) if self._reverse else block
+
+
+def _host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _copy_async(dst: torch.Tensor, src: torch.Tensor) -> None:
