@@ -23,11 +23,6 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
     """Submit a job script and wait: ``submit(script, *args, options=(), env=None)`` -> exit code, output."""
     folder = tmp_path_factory.mktemp("slurm")
     control = ROOT / "tests" / "cluster" / "slurm.sh"
-    # slurm.sh leaves daemons behind, which would hold a pipe open
-    with open(folder / "start.log", "w+") as log:
-        code = subprocess.call([control, "start", folder], stdout=log, stderr=log, timeout=START_S)
-        log.seek(0)
-        assert code == 0, log.read()
 
     def run(
         script: Path, *args: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None
@@ -44,5 +39,12 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
             pytest.fail(f"no end within {JOB_S} s: {command}\n{output.read_text() if output.exists() else ''}")
         return done.returncode, done.stderr + (output.read_text() if output.exists() else "")
 
-    yield run
-    subprocess.run([control, "stop", folder], check=True, timeout=START_S)
+    try:
+        # slurm.sh leaves daemons behind, which would hold a pipe open
+        with open(folder / "start.log", "w+") as log:
+            code = subprocess.call([control, "start", folder], stdout=log, stderr=log, timeout=START_S)
+            log.seek(0)
+            assert code == 0, log.read()
+        yield run
+    finally:
+        subprocess.run([control, "stop", folder], check=True, timeout=START_S)

