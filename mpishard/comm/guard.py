@@ -205,25 +205,24 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         The communicator, or None.
     """
 
-    __slots__ = ("comm", "op", "peers")
+    __slots__ = ()
 
-    def __init__(
-        self, op: str, peers: Sequence[int] | Callable[[], Sequence[int]] = (), comm: MPI.Comm | None = None
-    ) -> None:
-        self.op = op
-        self.peers = peers
-        self.comm = comm
-
-    def __enter__(self) -> None:
+    # a quarter of a microsecond in all: the watchdog looks at the clock, not we
+    def __init__(self, op: str, peers: Peers = (), comm: MPI.Comm | None = None) -> None:
         if _watchdog is None:
             _start_watchdog()
-        _live.add(self)
+        _live[self] = (op, peers, comm)
 
-    def __exit__(self, *_: object) -> None:
-        _live.discard(self)
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        del _live[self]
 
 
-_live: set[waiting] = set()
+Peers = Sequence[int] | Callable[[], Sequence[int]]
+
+_live: dict[waiting, tuple[str, Peers, MPI.Comm | None]] = {}
 _watchdog: threading.Thread | None = None
 
 
@@ -244,17 +243,18 @@ def _watch() -> None:
         # a process that was suspended did not wait all that time
         passed, last = min(now - last, 2 * pause), now
         # holding the objects, `ages` keeps their identities from being used again
-        ages = {wait: ages.get(wait, -passed) + passed for wait in tuple(_live)}
+        current = _live.copy()
+        ages = {wait: ages.get(wait, -passed) + passed for wait in current}
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
-                _say(_overdue(wait, age))
+                _say(_overdue(age, *current[wait]))
                 time.sleep(_GRACE_S)
                 MPI.COMM_WORLD.Abort(1)
 
 
-def _overdue(wait: waiting, age: float) -> str:
+def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
     lines = [
-        f"[{_place()}] MPISHARD_TIMEOUT: {wait.op} has waited {age:.0f} s for {_pending(wait)}.",
+        f"[{_place()}] MPISHARD_TIMEOUT: {op} has waited {age:.0f} s for {_pending(peers, comm)}.",
         f"The job ends in {_GRACE_S:.0f} s. Set MPISHARD_TIMEOUT to more seconds, or to 0 to wait for ever.",
         "Where this rank is:",
     ]
@@ -266,10 +266,9 @@ def _overdue(wait: waiting, age: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pending(wait: waiting) -> str:
-    comm = wait.comm
+def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
     try:
-        peers = list(wait.peers()) if callable(wait.peers) else list(wait.peers)
+        peers = list(peers() if callable(peers) else peers)
         if comm is None:
             return _ranks(peers) if peers else "other ranks"
         peers = peers or [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
