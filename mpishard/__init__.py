@@ -27,6 +27,7 @@ from mpishard.errors import (
     UnsupportedOperationError,
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
+from mpishard.nn import distribute_module
 from mpishard.tensor import ShardTensor, distribute_tensor, halo_exchange, implements, scatter_tensor
 from mpishard.testing import dot_test
 

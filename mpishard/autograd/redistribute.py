@@ -45,20 +45,6 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     return step  # type: ignore[no-any-return]
 
 
-def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
-    """Use a replicated value with data that is sharded over ``mesh_dims``.
-
-    Not collective; its backward is collective over ``mesh_dims``.
-
-    Notes
-    -----
-    Adjoint: the sum over the ranks along ``mesh_dims``.
-    """
-    if mesh_dims and x.requires_grad:
-        return apply(use_step(mesh, mesh_dims), x)
-    return x
-
-
 def sum_partial(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     """Sum what the ranks along ``mesh_dims`` hold (Partial -> Replicate). Collective over ``mesh_dims``.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.linear import apply
-from mpishard.autograd.redistribute import use
+from mpishard.autograd.bucket import use
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, UnsupportedOperationError, described

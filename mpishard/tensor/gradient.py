@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.operand import fitted, moved, resolved
 from mpishard.tensor.registry import implements
@@ -48,27 +50,31 @@ def backward(
     inputs: Any = None,
 ) -> None:
     """Differentiate the local blocks; communication in the graph makes the result global. Collective."""
-    torch.autograd.backward(
-        _root(self),
-        _root_gradient(self, gradient),
-        retain_graph,
-        create_graph,
-        inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
-    )
+    autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @implements(torch.autograd.backward)
-def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+def autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
     """Differentiate the local blocks of all roots. Collective."""
     roots = _as_list(tensors)
-    grads = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
-    torch.autograd.backward(
-        [_root(t) for t in roots],
-        [_root_gradient(t, g) for t, g in zip(roots, grads)],
-        *args,
-        inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
-        **kwargs,
-    )
+    given = grad_tensors if grad_tensors is not None else grad_variables
+    grads = [None] * len(roots) if given is None else _as_list(given)
+    # sums of parameter gradients may wait for the end of the pass where nothing reads them before
+    with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
+        torch.autograd.backward(
+            [_root(t) for t in roots],
+            [_root_gradient(t, g) for t, g in zip(roots, grads)],
+            retain_graph,
+            create_graph,
+            inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
+        )
 
 
 @implements(torch.autograd.grad)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
-from mpishard.autograd.redistribute import use
+from mpishard.autograd.bucket import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, described
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of

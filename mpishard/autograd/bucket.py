@@ -1,0 +1,120 @@
+"""Parameter gradients summed in buckets while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import use_step
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.pending import PendingReduction, iall_reduce
+
+BUCKET_NBYTES = 4 << 20
+_MARK = "_mpishard_bucketed"
+
+
+class _Buckets:
+    """The gradients of one backward pass: filled by its nodes, all in the same order on every rank."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[CartMesh, tuple[int, ...], torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
+
+    def add(self, param: Tensor, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
+        """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
+        key = (mesh, mesh_dims, g.dtype)
+        bucket = self._open.setdefault(key, [])
+        bucket.append((param, g))
+        if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
+            self._start(key)
+
+    def _start(self, key: tuple[CartMesh, tuple[int, ...], torch.dtype]) -> None:
+        mesh, mesh_dims, _ = key
+        bucket = self._open.pop(key)
+        flat = torch.cat([g.reshape(-1) for _, g in bucket])
+        self._travelling.append((iall_reduce(flat, mesh.group(mesh_dims)), [p for p, _ in bucket]))
+
+    def finish(self) -> None:
+        """Wait for all sums and add them to the parameters' gradients. Collective."""
+        for key in list(self._open):
+            self._start(key)
+        for pending, params in self._travelling:
+            flat = pending.wait()
+            for param, g in zip(params, flat.split([p.numel() for p in params])):
+                g = g.view(param.shape)
+                if param.grad is None:
+                    # memory of its own: a user may keep one gradient and drop the others
+                    param.grad = g.clone()
+                else:
+                    param.grad.add_(g)
+
+
+_active: list[_Buckets] = []
+
+
+@contextmanager
+def bucketed() -> Iterator[None]:
+    """Sum the gradients of marked parameters in buckets during the backward pass inside. Collective.
+
+    For a pass that accumulates into ``.grad`` of all leaves and builds no graph of its own.
+    """
+    buckets = _Buckets()
+    _active.append(buckets)
+    try:
+        yield
+        buckets.finish()
+    finally:
+        _active.remove(buckets)
+
+
+def mark(param: Tensor) -> None:
+    """Let the gradient of a leaf travel in buckets. Not collective."""
+    setattr(param, _MARK, True)
+
+
+def is_marked(x: Tensor) -> bool:
+    """Tell whether `mark` was called on ``x``. Not collective."""
+    return hasattr(x, _MARK)
+
+
+class _UseParameter(Function):
+    """`use` of a marked parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+        ctx.param, ctx.mesh, ctx.mesh_dims = param, mesh, mesh_dims
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        param = ctx.param
+        if _active and not param._backward_hooks and not param._post_accumulate_grad_hooks:
+            _active[-1].add(param, grads[0], ctx.mesh, ctx.mesh_dims)
+            return None, None, None
+        return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, grads[0]), None, None
+
+
+_node = super(Function, _UseParameter).apply  # type: ignore[misc]
+
+
+def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+    """Use a replicated value with data that is sharded over ``mesh_dims``.
+
+    Not collective; its backward is collective over ``mesh_dims``.
+
+    Notes
+    -----
+    Adjoint: the sum over the ranks along ``mesh_dims``. That of a marked parameter may be postponed to the end
+    of the backward pass, where it is added to ``.grad``.
+    """
+    if not mesh_dims or not x.requires_grad:
+        return x
+    if hasattr(x, _MARK) and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return _node(x, mesh, mesh_dims)
+    return apply(use_step(mesh, mesh_dims), x)

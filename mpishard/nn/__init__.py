@@ -1,0 +1,3 @@
+"""Models on meshes."""
+
+from mpishard.nn.module import distribute_module
