@@ -25,7 +25,7 @@ lgamma log log10 log1p log2 log_ndtr logaddexp logaddexp2 logical_and logical_no
 logsigmoid long lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative
 nextafter not_equal ones_like polygamma positive pow psi rad2deg real reciprocal relu relu6 remainder resolve_conj
 resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square
-sub subtract tan tanh tanhshrink threshold true_divide trunc type_as view_as_real where xlog1py xlogy zeros_like zeta
+sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeros_like zeta
 bfloat16 bool byte cdouble cfloat chalf char short complex polar full_like empty_like detach_copy
 """.split()  # noqa: SIM905 (a list of names reads better as a paragraph)
 

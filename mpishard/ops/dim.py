@@ -1,0 +1,116 @@
+"""Tensor dims of a layout: numbering, reordering, and making them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.shard_tensor import ShardTensor
+
+CACHED = 65536
+
+
+def wrapped(dim: int, ndim: int) -> int:
+    """Return ``dim`` counted from the front. Not collective."""
+    if -ndim <= dim < ndim:
+        return dim % ndim
+    if ndim == 0 and dim in (-1, 0):
+        return 0
+    raise IndexError(
+        f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, {max(ndim, 1) - 1}], but got {dim})"
+    )
+
+
+@lru_cache(maxsize=CACHED)
+def mapped(layout: Layout, sources: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Layout:
+    """Return the layout of a result whose dim ``i`` is dim ``sources[i]`` of ``layout``. Not collective.
+
+    Parameters
+    ----------
+    layout
+        Of the argument. All its sharded dims are among the sources.
+    sources
+        Per dim of the result; -1 for a dim that is new, and whole on every rank.
+    shape
+        Of the result; that of the sources, and 1 for new dims, where not given.
+    """
+    position = {s: i for i, s in enumerate(sources) if s >= 0}
+    placements = [Shard(position[p.dim]) if type(p) is Shard else p for p in layout.placements]
+    extents = tuple(layout.shape[s] if s >= 0 else 1 for s in sources) if shape is None else shape
+    return layout_of(layout.mesh_shape, placements, extents, [layout.sizes[s] if s >= 0 else None for s in sources])
+
+
+@lru_cache(maxsize=CACHED)
+def resized(layout: Layout, dim: int, extent: int, sizes: tuple[int, ...] | None = None) -> Layout:
+    """Return ``layout`` with another extent of ``dim``; ``sizes`` where it is sharded. Not collective."""
+    shape = (*layout.shape[:dim], extent, *layout.shape[dim + 1 :])
+    cut = (*layout.sizes[:dim], sizes, *layout.sizes[dim + 1 :])
+    return layout_of(layout.mesh_shape, layout.placements, shape, cut)
+
+
+@lru_cache(maxsize=CACHED)
+def unsharded(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """Return ``layout`` with ``dims`` whole on every rank. Not collective."""
+    placements = [Replicate() if type(p) is Shard and p.dim in dims else p for p in layout.placements]
+    return layout_of(
+        layout.mesh_shape, placements, layout.shape, [None if d in dims else s for d, s in enumerate(layout.sizes)]
+    )
+
+
+@lru_cache(maxsize=CACHED)
+def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the block at ``coords``, cached. Not collective."""
+    return layout.local_shape(coords)
+
+
+def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
+    """Return ``x`` with ``dims`` whole on every rank. Collective over the mesh dims that shard them."""
+    return moved(x, unsharded(x._layout, dims)) if any(d in x._layout.shard_dims for d in dims) else x
+
+
+def settled(x: ShardTensor) -> ShardTensor:
+    """Return ``x`` itself with its Partial dims summed, so that views of it share its memory.
+
+    Collective over the Partial dims.
+    """
+    if x._layout.partial_dims:
+        # under no_grad too: what x holds from now on must keep its graph
+        with torch.enable_grad():
+            total = resolved(x)
+        x._local, x._layout = total._local, total._layout
+    return x
+
+
+def trivially_sharded(layout: Layout, dim: int) -> bool:
+    """Tell whether ``dim`` is sharded into one block only. Not collective."""
+    sizes = layout.sizes[dim]
+    return sizes is not None and len(sizes) == 1
+
+
+def free_of_shards(name: str, x: ShardTensor, dims: Sequence[int]) -> ShardTensor:
+    """Return ``x`` where an operation needs ``dims`` whole, or say what to do. Not collective.
+
+    Raises
+    ------
+    LayoutError
+        One of them is sharded.
+    """
+    for d in dims:
+        if d in x._layout.shard_dims:
+            if trivially_sharded(x._layout, d):
+                x = whole_along(x, (d,))
+                continue
+            raise LayoutError(
+                described(
+                    f"{name}: dim {d} is sharded",
+                    expected=f"dim {d} whole on every rank",
+                    got=list(x._layout.placements),
+                    fix="redistribute to another dim or to Replicate() first: x.redistribute(placements)",
+                )
+            )
+    return x
