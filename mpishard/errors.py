@@ -27,6 +27,14 @@ class NoShardingRule(MpishardError, NotImplementedError):  # noqa: N818 (public 
     """An operation was given ShardTensors and has no sharding rule."""
 
 
+class FileError(MpishardError, OSError):
+    """A file is missing, damaged or cannot be written."""
+
+
+class MissingPackageError(MpishardError, ImportError):
+    """An optional package that the call needs is not installed."""
+
+
 class DesyncError(MpishardError, RuntimeError):
     """Ranks made different calls where all of them must make the same one."""
 
