@@ -32,3 +32,38 @@ from mpishard.tensor import ShardTensor, distribute_tensor, halo_exchange, imple
 from mpishard.testing import dot_test
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CartMesh",
+    "CommCounter",
+    "DesyncError",
+    "HaloExchanger",
+    "Layout",
+    "LayoutError",
+    "MeshError",
+    "MpishardError",
+    "NoShardingRule",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "ShardTensor",
+    "UnsupportedDtypeError",
+    "UnsupportedOperationError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "comm_counter",
+    "distribute_module",
+    "distribute_tensor",
+    "dot_test",
+    "halo_exchange",
+    "implements",
+    "init_mesh",
+    "reduce_scatter",
+    "scatter_tensor",
+    "send_recv",
+    "shift",
+    "testing",
+]
