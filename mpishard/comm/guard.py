@@ -138,11 +138,11 @@ def _calls(comm: MPI.Comm) -> list[int]:
     # an attribute of the communicator: handles are used again after a free, in another order on each rank
     if not _COUNT_KEYVAL:
         _COUNT_KEYVAL.append(MPI.Comm.Create_keyval())
-    count = comm.Get_attr(_COUNT_KEYVAL[0])
+    count: Any = comm.Get_attr(_COUNT_KEYVAL[0])
     if count is None:
         count = [0]
         comm.Set_attr(_COUNT_KEYVAL[0], count)
-    return count
+    return count  # type: ignore[no-any-return]
 
 
 def _unanimous(comm: MPI.Intracomm, failed: bool, text: str) -> bool:
@@ -356,7 +356,7 @@ def on_finalize(release: Callable[[], None]) -> None:
         # `atexit` comes before that
         _finalize_keyval.append(MPI.Comm.Create_keyval(delete_fn=_on_delete))
         MPI.COMM_SELF.Set_attr(_finalize_keyval[0], None)
-        atexit.register(_run_finalizers)
+        atexit.register(_at_exit)
     _finalizers.append(release)
 
 
@@ -364,8 +364,17 @@ def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
     _run_finalizers()
 
 
+def _at_exit() -> None:
+    _run_finalizers()
+    if _alive():
+        # a host program may finalise MPI when there is no Python any more to be called back
+        MPI.COMM_SELF.Delete_attr(_finalize_keyval[0])
+
+
 def _run_finalizers() -> None:
     while _finalizers:
         release = _finalizers.pop()
-        if not MPI.Is_finalized():
+        try:
             release()
+        except Exception:  # noqa: BLE001 (the others must still run)
+            _say(f"[{_place()}] while the program ends:\n{traceback.format_exc()}")

@@ -274,7 +274,7 @@ class _Channel:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm.Dup()
+        self.comm = comm
         self.exchangers: weakref.WeakSet[HaloExchanger] = weakref.WeakSet()
         # the exchanger itself too: dropped in flight, it must live on
         self.flying: dict[int, tuple[HaloExchanger, frozenset[int]]] = {}
@@ -299,14 +299,13 @@ class _Channel:
     def free(self) -> None:
         for exchanger in list(self.exchangers):
             exchanger.free()
-        self.comm.Free()
 
 
 def _channel(mesh: CartMesh) -> _Channel:
     """Return the mesh's channel. Collective on the first call."""
     channel = mesh.plans.get(_Channel)
     if channel is None:
-        channel = mesh.plans[_Channel] = _Channel(mesh.comm)
+        channel = mesh.plans[_Channel] = _Channel(mesh.duplicate())
         mesh.own(channel.free)
     return channel  # type: ignore[no-any-return]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
+import operator
+import re
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.lifetime import Holding
 from mpishard.errors import MeshError, MpishardError, described
 
 T = TypeVar("T")
@@ -42,43 +44,47 @@ class CartMesh:
     rank, size : int
         This rank in the mesh, and the number of ranks.
     mesh_dim_names : tuple of str
+    local_rank : int
+        This rank's position among the mesh's ranks on its node.
     device : torch.device
-        The GPU at this rank's position on its node, or the CPU.
+        The GPU at that position, or the CPU.
     comm : mpi4py.MPI.Cartcomm
         The private communicator.
     """
 
-    def __init__(self, cart: MPI.Cartcomm, names: Sequence[str] | None, device: torch.device | None = None) -> None:
+    def __init__(self, cart: MPI.Cartcomm, names: Sequence[str], device: torch.device | None = None) -> None:
         """Take ownership of ``cart``. Collective."""
         dims, periods, coords = cart.Get_topo()
-        self.comm = cart
+        # a host program's communicator may end the job at an error; ours raises
+        cart.Set_errhandler(MPI.ERRORS_RETURN)
+        self.comm: MPI.Intracomm = cart
         self.shape = tuple(dims)
         self.periodic = tuple(bool(p) for p in periods)
         self.coords = tuple(coords)
         self.rank = cart.Get_rank()
         self.size = cart.Get_size()
-        self.mesh_dim_names = _checked_names(names, len(self.shape))
+        self.mesh_dim_names = tuple(names)
         self.plans: dict[Any, Any] = {}
-        self.freed = False
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self._children: dict[tuple[str, ...], CartMesh] = {}
-        self._resources: list[Callable[[], None]] = []
-        self.device = _local_device(cart) if device is None else device
+        self._freed = False
+        self._children: dict[tuple[int, ...], CartMesh] = {}
+        self._holding = Holding(cart)
+        self.local_rank = _local_rank(cart)
+        self.device = _local_device(self.local_rank) if device is None else device
         # all sub-communicators now: making them is collective over the whole mesh, and an operation on a
         # sub-mesh must not depend on ranks outside it
         every = tuple(range(self.ndim))
+        self._groups: dict[tuple[int, ...], Group] = {}
         for k in range(1, self.ndim):
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
+                self._holding.comms.append(sub)
                 self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size())
         self._groups[every] = Group(cart, self.rank, self.size)
-        ref = weakref.ref(self)
-        guard.on_finalize(lambda: mesh.free() if (mesh := ref()) is not None else None)
 
     @classmethod
     def from_comm(
         cls,
-        comm: MPI.Cartcomm | int,
+        comm: MPI.Comm | int,
         mesh_dim_names: Sequence[str] | None = None,
         *,
         handle: str = "fortran",
@@ -113,22 +119,32 @@ class CartMesh:
         --------
         >>> mesh = ms.CartMesh.from_comm(cart.py2f(), ("y", "x"))
         """
-        if isinstance(comm, int):
+        if not isinstance(comm, MPI.Comm):
             if handle not in ("fortran", "c"):
                 raise MeshError(
                     described("from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
                 )
-            comm = MPI.Comm.f2py(comm) if handle == "fortran" else MPI.Comm.fromhandle(comm)
-        if comm == MPI.COMM_NULL or comm.Get_topology() != MPI.CART:
+            number = operator.index(comm)
+            adopted = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+        else:
+            adopted = comm
+        if adopted == MPI.COMM_NULL or adopted.Get_topology() != MPI.CART or MPI.Cartcomm(adopted).Get_dim() == 0:
             raise MeshError(
                 described(
                     "from_comm: not a Cartesian communicator",
-                    expected="a communicator made by MPI_Cart_create (or a handle of one)",
-                    got=repr(comm),
+                    expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
+                    got=repr(adopted),
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
-        return cls(MPI.Cartcomm(comm.Dup()), mesh_dim_names, _as_device(device))
+        cart = MPI.Cartcomm(adopted.Dup())
+        names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
+        return cls(cart, names, _as_device(device))
+
+    @property
+    def freed(self) -> bool:
+        """Whether `free` was called, or the program is at its end."""
+        return self._freed or self._holding.freed
 
     @property
     def ndim(self) -> int:
@@ -137,7 +153,7 @@ class CartMesh:
 
     def group(self, mesh_dims: tuple[int, ...]) -> Group:
         """Return the group of ranks along ``mesh_dims`` (ascending). Not collective."""
-        if self.freed:
+        if self._freed or self._holding.freed:
             raise MeshError(
                 described(
                     "mesh used after free()",
@@ -164,20 +180,42 @@ class CartMesh:
             )
         )
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> CartMesh:
-        """Return the sub-mesh of the named dims that this rank lies in. Collective on the first call."""
-        names = (names,) if isinstance(names, str) else tuple(names)
-        if names not in self._children:
-            dims = [self.mesh_dim(n) for n in names]
-            if sorted(set(dims)) != dims:
-                raise MeshError(
-                    described(
-                        "sub-mesh dims out of order", expected="dims in mesh order", got=names, fix="list them in order"
-                    )
+    def __getitem__(self, names: str | int | tuple[str | int, ...]) -> CartMesh:
+        """Return the sub-mesh of some dims that this rank lies in, always the same object. Not collective.
+
+        It shares the communicators of this mesh, and is freed with it.
+        """
+        self.group(tuple(range(self.ndim)))  # raises where the mesh is freed
+        dims = tuple(self.mesh_dim(n) for n in (names if isinstance(names, tuple) else (names,)))
+        if not dims or sorted(set(dims)) != list(dims):
+            raise MeshError(
+                described(
+                    "sub-mesh: dims out of order",
+                    expected=f"different dims in the order {self.mesh_dim_names}",
+                    got=names,
+                    fix="list them in the order of the mesh",
                 )
-            sub = self.group(tuple(range(self.ndim))).comm.Sub([m in dims for m in range(self.ndim)])
-            self._children[names] = CartMesh(sub, names, self.device)
-        return self._children[names]
+            )
+        if len(dims) == self.ndim:
+            return self
+        if dims not in self._children:
+            self._children[dims] = self._child(dims)
+        return self._children[dims]
+
+    def _child(self, dims: tuple[int, ...]) -> CartMesh:
+        child = object.__new__(CartMesh)
+        child.comm, child.rank, child.size = self._groups[dims]
+        child.shape = tuple(self.shape[m] for m in dims)
+        child.periodic = tuple(self.periodic[m] for m in dims)
+        child.coords = tuple(self.coords[m] for m in dims)
+        child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
+        child.local_rank, child.device = self.local_rank, self.device
+        child.plans, child._children, child._freed, child._holding = {}, {}, False, self._holding
+        places = {m: i for i, m in enumerate(dims)}
+        child._groups = {
+            tuple(places[m] for m in own): group for own, group in self._groups.items() if set(own) <= set(dims)
+        }
+        return child
 
     def neighbour(self, dim: int | str, displacement: int) -> int | None:
         """Return the mesh rank ``displacement`` steps along ``dim``, or None past a non-periodic edge.
@@ -214,30 +252,36 @@ class CartMesh:
             except MpishardError as e:
                 error = e
             every = tuple(range(self.ndim)) if mesh_dims is None else mesh_dims
-            guard.agree(self.group(every).comm, error, repr(key))
+            # addresses in a key differ between ranks that mean the same
+            guard.agree(self.group(every).comm, error, re.sub(r" at 0x[0-9a-f]+", "", repr(key)))
             self.plans[key] = plan
         return plan  # type: ignore[return-value]
 
     def own(self, release: Callable[[], None]) -> None:
-        """Have ``release`` called when the mesh is freed. Not collective."""
-        self._resources.append(release)
+        """Have ``release`` called when the mesh is freed, dropped, or the program ends. Not collective.
+
+        ``release`` must not communicate, nor hold the mesh.
+        """
+        self._holding.releases.append(release)
+
+    def duplicate(self) -> MPI.Intracomm:
+        """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
+        comm = self.group(tuple(range(self.ndim))).comm.Dup()
+        self._holding.comms.append(comm)
+        return comm
 
     def free(self) -> None:
-        """Free the plans, persistent requests and communicators of this mesh. Collective.
+        """Free the plans, persistent requests and communicators of this mesh and its sub-meshes. Collective.
 
-        Called at the end of the program for every mesh still alive; calling it twice is harmless.
+        Never necessary, and harmless twice: a mesh that is no longer used gives its plans back at once, and
+        its communicators when its ranks make another mesh. Of a sub-mesh, only that object becomes unusable.
         """
         if self.freed:
             return
-        self.freed = True
-        for child in self._children.values():
-            child.free()
-        for release in reversed(self._resources):
-            release()
-        self._resources.clear()
+        self._freed = True
         self.plans.clear()
-        for group in self._groups.values():
-            group.comm.Free()
+        if self._groups[tuple(range(self.ndim))].comm is self._holding.comms[0]:
+            self._holding.free()
         self._groups.clear()
 
     def __repr__(self) -> str:
@@ -301,19 +345,24 @@ def init_mesh(
     >>> mesh = ms.init_mesh((2, -1), ("y", "x"), periodic=(False, True))
     """
     comm = MPI.COMM_WORLD if comm is None else comm
-    shape = (shape,) if isinstance(shape, int) else tuple(int(s) for s in shape)
-    names = _checked_names(mesh_dim_names, len(shape))
-    periods = (bool(periodic),) * len(shape) if isinstance(periodic, (bool, int)) else tuple(map(bool, periodic))
-    if len(periods) != len(shape):
+    if comm == MPI.COMM_NULL or comm.Is_inter():
         raise MeshError(
             described(
-                "init_mesh: periodic does not fit the shape",
-                expected=f"{len(shape)} flags or one for all",
-                got=periods,
-                fix="give one flag per mesh dim",
+                "init_mesh: not an intra-communicator",
+                expected="a communicator that this rank belongs to",
+                got=repr(comm),
+                fix="call init_mesh only on the ranks of the communicator",
             )
         )
-    full = _infer(shape, comm.Get_size())
+    error = None
+    try:
+        shape = (shape,) if isinstance(shape, int) else tuple(int(s) for s in shape)
+        names = _checked_names(mesh_dim_names, len(shape), "init_mesh")
+        periods = _checked_periods(periodic, len(shape))
+        full = _infer(shape, comm.Get_size())
+    except MpishardError as e:
+        error = e
+    guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
     cart = comm.Create_cart(full, periods=periods, reorder=False)
     return CartMesh(cart, names, _as_device(device))
 
@@ -333,14 +382,28 @@ def _infer(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     )
 
 
-def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
+def _checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, ...]:
+    periods = tuple(map(bool, periodic)) if isinstance(periodic, Sequence) else (bool(periodic),) * ndim
+    if len(periods) != ndim:
+        raise MeshError(
+            described(
+                "init_mesh: periodic does not fit the shape",
+                expected=f"{ndim} flags or one for all",
+                got=periods,
+                fix="give one flag per mesh dim",
+            )
+        )
+    return periods
+
+
+def _checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
     if names is None:
         return tuple(f"dim{i}" for i in range(ndim))
     names = (names,) if isinstance(names, str) else tuple(names)
     if len(names) != ndim or len(set(names)) != ndim or not all(isinstance(n, str) for n in names):
         raise MeshError(
             described(
-                "mesh dim names do not fit the mesh",
+                f"{what}: names do not fit the mesh",
                 expected=f"{ndim} different names",
                 got=names,
                 fix="give one name per mesh dim",
@@ -349,14 +412,33 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
     return names
 
 
+def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
+    error: MpishardError | None = None
+    names: tuple[str, ...] = ()
+    try:
+        names = _checked_names(given, ndim, what)
+    except MpishardError as e:
+        error = e
+    try:
+        guard.agree(comm, error, f"{what}{names}")
+    except MpishardError:
+        comm.Free()
+        raise
+    return names
+
+
 def _as_device(device: torch.device | str | None) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-def _local_device(comm: MPI.Comm) -> torch.device:
+def _local_rank(comm: MPI.Intracomm) -> int:
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = node.Get_rank()
+    node.Free()
+    return rank
+
+
+def _local_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    device = torch.device("cuda", node.Get_rank() % torch.cuda.device_count())
-    node.Free()
-    return device
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
