@@ -1,0 +1,181 @@
+"""Sums, means and their kin: exact over the global tensor, one small all-reduce where a sharded dim is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import pair, sum_partial
+from mpishard.comm import collective
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
+from mpishard.ops.pointwise import no_out
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Reduced(NamedTuple):
+    """How a reduction over some dims of a layout goes.
+
+    Attributes
+    ----------
+    dims
+        The dims that are reduced, not negative, ascending.
+    over
+        Mesh dims whose ranks hold different cells of the reduced dims.
+    out
+        Layout of the result.
+    count
+        Global cells per result cell.
+    kept
+        Layout of the result with ``keepdim=True``.
+    """
+
+    dims: tuple[int, ...]
+    over: tuple[int, ...]
+    out: Layout
+    count: int
+    kept: Layout
+
+
+_reduced: dict[tuple[Layout, Any, bool], Reduced] = {}
+
+
+def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
+    """Return the plan of a reduction over ``dim`` (an int, several, or None for all), cached. Not collective."""
+    key = (layout, tuple(dim) if type(dim) is list else dim, keepdim)
+    plan = _reduced.get(key)
+    if plan is None:
+        if len(_reduced) > 65536:
+            _reduced.clear()
+        plan = _reduced[key] = _plan(layout, dim, keepdim)
+    return plan
+
+
+def _plan(layout: Layout, dim: Any, keepdim: bool) -> Reduced:
+    ndim = layout.ndim
+    every = dim is None or (not isinstance(dim, int) and len(dim) == 0)
+    wanted = range(ndim) if every else (dim,) if isinstance(dim, int) else dim
+    dims = [normal_dim(d, ndim) for d in wanted]
+    if len(set(dims)) != len(dims):
+        raise RuntimeError(f"dim {dims[0]} appears multiple times in the list of dims")
+    dims = sorted(dims) if ndim else []
+    over = tuple(
+        m
+        for m, p in enumerate(layout.placements)
+        if type(p) is Shard and p.dim in dims and layout.mesh_shape[m] > 1
+    )
+    count = 1
+    for d in dims:
+        count *= layout.shape[d]
+    kept = _without(layout, dims, True)
+    return Reduced(tuple(dims), over, kept if keepdim else _without(layout, dims, False), count, kept)
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """Return ``dim`` counted from the front. Not collective."""
+    if not -max(1, ndim) <= dim < max(1, ndim):
+        bound = max(1, ndim)
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+    return dim % max(1, ndim)
+
+
+def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
+    """Return the layout after reducing ``dims``: replicated over the mesh dims that sharded them."""
+    left = [d for d in range(layout.ndim) if keepdim or d not in dims]
+    new = {d: i for i, d in enumerate(left)}
+    placements: list[Placement] = [
+        p if type(p) is not Shard else Replicate() if p.dim in dims else Shard(new[p.dim]) for p in layout.placements
+    ]
+    shape = [1 if d in dims else layout.shape[d] for d in left]
+    sizes = [None if d in dims else layout.sizes[d] for d in left]
+    return layout_of(layout.mesh_shape, placements, shape, sizes)
+
+
+def whole_dims(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
+    """Return (dim, keepdim) of a call like ``x.sum(0, 1)`` or ``x.sum(axis=0, keepdims=True)``. Not collective."""
+    if kwargs.pop("out", None) is not None:
+        raise no_out(func)
+    dim = kwargs.pop("dim", kwargs.pop("axis", None))
+    keepdim = kwargs.pop("keepdim", kwargs.pop("keepdims", False))
+    ints = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    if len(ints) > 1 or (ints and len(ints) == len(args)):
+        dim = tuple(ints) if len(ints) > 1 else ints[0]
+        args = args[len(ints) :]
+    elif args:
+        dim, args = args[0], args[1:]
+    if args:
+        keepdim = args[0]
+    return dim, bool(keepdim)
+
+
+def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
+    """Return what the ranks along ``over`` hold, in rank order along a new dim 0. Collective over ``over``.
+
+    Notes
+    -----
+    Adjoint: each rank takes its own row of the cotangent, which must be the same on every rank.
+    """
+    key = ("stacked", over)
+    step = mesh.plans.get(key)
+    if step is None:
+        group = mesh.group(over)
+        ones = (1,) * group.size
+        step = mesh.plans[key] = pair(
+            lambda t: collective.all_gather(t.unsqueeze(0), group, 0, ones),
+            lambda g: g[group.rank].clone(),
+        )
+    return apply(step, x)
+
+
+def summed(local: Tensor, mesh: CartMesh, plan: Reduced, keepdim: bool = False) -> Tensor:
+    """Sum a local block over the plan's dims, in float32 or wider, and over ranks. Collective over ``plan.over``."""
+    wide = torch.float32 if local.dtype in HALVES else None
+    return sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), mesh, plan.over)
+
+
+@implements(torch.sum, torch.Tensor.sum)
+def sum(input: ShardTensor, dim: Any = None, keepdim: Any = False, *rest: Any, dtype: Any = None, **named: Any) -> Any:
+    """Sum over dims. Collective where a reduced dim is sharded."""
+    if rest or named or type(keepdim) is not bool:
+        dim, keepdim = _positional(dim, keepdim, rest, named, torch.sum)
+    x = resolved(input) if input._layout.partial_dims else input
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    if not plan.over:
+        return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    if (dtype or local.dtype) not in HALVES:
+        return wrap(sum_partial(torch.sum(local, plan.dims, keepdim, dtype=dtype), x._mesh, plan.over), plan.out, x._mesh)
+    dtype = dtype or torch.sum(local.new_zeros(())).dtype
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=torch.float32), x._mesh, plan.over)
+    return wrap(total.to(dtype), plan.out, x._mesh)
+
+
+@implements(torch.mean, torch.Tensor.mean)
+def mean(input: ShardTensor, dim: Any = None, keepdim: Any = False, *rest: Any, dtype: Any = None, **named: Any) -> Any:
+    """Sum over dims by the global count. Collective where a reduced dim is sharded."""
+    if rest or named or type(keepdim) is not bool:
+        dim, keepdim = _positional(dim, keepdim, rest, named, torch.mean)
+    x = resolved(input) if input._layout.partial_dims else input
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    if not plan.over:
+        return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    dtype = torch.mean(local.new_zeros(1), dtype=dtype).dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x._mesh, plan.over)
+    return wrap((total / plan.count).to(dtype), plan.out, x._mesh)
+
+
+def _positional(dim: Any, keepdim: Any, rest: Sequence[Any], named: dict[str, Any], func: Any) -> tuple[Any, bool]:
+    args = [a for a in (dim, keepdim, *rest) if a is not None and a is not False]
+    given = dict(named)
+    unknown = set(given) - {"axis", "keepdims", "out"}
+    if unknown:
+        raise TypeError(f"{func.__name__}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+    return whole_dims(args, given, func)
