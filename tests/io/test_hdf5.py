@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpishard as ms
+from mpishard.comm.funnel import funnel
+from mpishard.errors import FileError, MissingPackageError
+from mpishard.io import hdf5
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+DTYPES = sorted(hdf5._NUMPY, key=str)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks: tmp_path is each rank's own."""
+    return type(tmp_path)(WORLD.bcast(os.fspath(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ms.init_mesh((-1, -1), ("y", "x"))
+
+
+def values(shape, dtype=torch.float32):
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    if dtype.is_complex:
+        return torch.complex(x.double(), -x.double()).to(dtype)
+    return (x % 2 == 1) if dtype == torch.bool else (x % 100).to(dtype)
+
+
+def store(path, **datasets):
+    """Write on rank 0; every rank may read afterwards."""
+    if WORLD.rank == 0:
+        with h5py.File(path, "w") as f:
+            for name, (array, options) in datasets.items():
+                f.create_dataset(name, data=array, **options)
+    WORLD.Barrier()
+
+
+def block(x, full):
+    """Return the cells of ``full`` that this rank holds of ``x``."""
+    return full[tuple(slice(lo, hi) for lo, hi in x.layout.box(x.mesh.coords))]
+
+
+PLACEMENTS = [
+    (ms.Shard(1), ms.Shard(2)),
+    (ms.Shard(2), ms.Shard(1)),
+    (ms.Shard(-1), ms.Shard(-1)),
+    (ms.Replicate(), ms.Shard(0)),
+    (ms.Replicate(), ms.Replicate()),
+]
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 5), (1, 1, 3), (4, 0, 2)], ids=str)
+def test_read_takes_the_block(mesh, folder, shape, placements):
+    full = values(shape)
+    store(folder / "a.h5", a=(full.numpy(), {}))
+    x = ms.io.read(folder / "a.h5", "a", mesh, placements)
+    assert x.shape == full.shape
+    assert x.dtype == torch.float32
+    assert x.placements == ms.distribute_tensor(full, mesh, placements).placements
+    assert torch.equal(x.to_local(), block(x, full))
+    assert torch.equal(x.full_tensor(), full)
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 5), (1, 1, 3), (4, 0, 2)], ids=str)
+def test_written_and_read_in_another_layout(mesh, folder, shape, placements):
+    full = values(shape)
+    x = ms.distribute_tensor(full, mesh, placements)
+    ms.io.write(folder / "b.h5", {"group/b": x, "c": x}, attrs={"title": "two", "step": 3})
+    assert sorted(os.listdir(folder)) == ["b.h5"]
+    with h5py.File(folder / "b.h5", "r") as f:
+        assert np.array_equal(f["group/b"][:], full.numpy())
+        assert np.array_equal(f["c"][:], full.numpy())
+        assert dict(f.attrs) == {"title": "two", "step": 3}
+    back = ms.io.read(folder / "b.h5", "group/b", mesh, (ms.Shard(0), ms.Shard(2)))
+    assert torch.equal(back.full_tensor(), full)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_survive(mesh, folder, dtype):
+    full = values((5, 6), dtype)
+    ms.io.write(folder / "d.h5", {"d": ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(1)))})
+    back = ms.io.read(folder / "d.h5", "d", mesh, (ms.Shard(1), ms.Shard(0)))
+    assert back.dtype == dtype
+    assert torch.equal(back.full_tensor(), full)
+
+
+@pytest.mark.parametrize("stored", [np.uint8, ">f4", ">i2", np.float64, np.bool_], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.complex64], ids=str)
+def test_dtype_is_converted(mesh, folder, stored, dtype):
+    full = values((5, 6)).numpy().astype(stored)
+    store(folder / "e.h5", e=(full, {}))
+    x = ms.io.read(folder / "e.h5", "e", mesh, (ms.Shard(0), ms.Shard(1)), dtype=dtype)
+    expected = torch.from_numpy(full.astype(full.dtype.newbyteorder("="))).to(dtype)
+    assert torch.equal(x.full_tensor(), expected)
+
+
+def test_compressed_and_scalar_datasets(mesh, folder):
+    full = values((9, 11))
+    store(folder / "g.h5", g=(full.numpy(), {"chunks": (4, 4), "compression": "gzip"}), s=(np.float64(2.5), {}))
+    x = ms.io.read(folder / "g.h5", "g", mesh, (ms.Shard(0), ms.Shard(1)))
+    assert torch.equal(x.full_tensor(), full)
+    s = ms.io.read(folder / "g.h5", "s", mesh, (ms.Replicate(), ms.Replicate()))
+    assert s.to_local().item() == 2.5
+
+
+def test_uneven_blocks_are_written(mesh, folder):
+    full = values((11, 6))
+    ny, nx = mesh.shape
+    cut = {0: [11 - (ny - 1), *[1] * (ny - 1)], 1: [0] * (nx - 1) + [6]}
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(1)), sizes=cut)
+    ms.io.write(folder / "u.h5", {"u": x})
+    with h5py.File(folder / "u.h5", "r") as f:
+        assert np.array_equal(f["u"][:], full.numpy())
+
+
+def test_partial_is_summed(mesh, folder):
+    full = values((4, 6))
+    x = ms.ShardTensor.from_local(
+        block(ms.distribute_tensor(full, mesh, (ms.Replicate(), ms.Shard(1))), full), mesh, (ms.Partial(), ms.Shard(1))
+    )
+    ms.io.write(folder / "p.h5", {"p": x})
+    with h5py.File(folder / "p.h5", "r") as f:
+        assert np.array_equal(f["p"][:], mesh.shape[0] * full.numpy())
+
+
+def test_views_and_graphs_are_written(mesh, folder):
+    full = values((6, 5))
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(1))).requires_grad_()
+    local = (x.to_local() * 2).t().contiguous().t()
+    y = ms.ShardTensor.from_local(local, mesh, x.placements)
+    ms.io.write(folder / "v.h5", {"v": y})
+    with h5py.File(folder / "v.h5", "r") as f:
+        assert np.array_equal(f["v"][:], 2 * full.numpy())
+
+
+def test_no_rank_hands_over_more_than_a_slab(mesh, folder, monkeypatch):
+    monkeypatch.setattr(hdf5, "SLAB_NBYTES", 64)
+    seen = []
+
+    def watched(x, offset, slabs, group, consume, *, op):
+        def look(box, cells):
+            seen.append(cells.nbytes)
+            consume(box, cells)
+
+        funnel(x, offset, slabs, group, look, op=op)
+
+    monkeypatch.setattr(hdf5, "funnel", watched)
+    full = values((2, 13, 9))
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(1), ms.Shard(2)))
+    with ms.comm_counter() as count:
+        ms.io.write(folder / "s.h5", {"s": x})
+    assert max(seen, default=0) <= 64
+    assert bool(seen) == (mesh.rank == 0)
+    sent = x.to_local().nbytes if mesh.rank else 0
+    assert count.by_op["io.write"].nbytes == sent if sent else "io.write" not in count.by_op
+    with h5py.File(folder / "s.h5", "r") as f:
+        assert np.array_equal(f["s"][:], full.numpy())
+
+
+def test_only_the_first_of_equal_blocks_travels(mesh, folder):
+    x = ms.distribute_tensor(values((8, 8)), mesh, (ms.Replicate(), ms.Shard(0)))
+    with ms.comm_counter() as count:
+        ms.io.write(folder / "r.h5", {"r": x})
+    assert ("io.write" in count.by_op) == (mesh.coords[0] == 0 and mesh.coords[1] != 0)
+
+
+def same_on_all(error):
+    texts = WORLD.allgather(f"{type(error.value).__name__}: {error.value}")
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+def test_missing_file(mesh, folder):
+    with pytest.raises(FileError, match="no such file") as e:
+        ms.io.read(folder / "none.h5", "a", mesh, (ms.Shard(0), ms.Replicate()))
+    same_on_all(e)
+
+
+def test_file_that_one_rank_does_not_see(mesh, folder):
+    store(folder / "a.h5", a=(np.zeros(4), {}))
+    name = "a.h5" if WORLD.rank < SIZE - 1 else "b.h5"
+    with pytest.raises(FileError, match=r"b\.h5") as e:
+        ms.io.read(folder / name, "a", mesh, (ms.Shard(0), ms.Replicate()))
+    same_on_all(e)
+
+
+def test_missing_dataset(mesh, folder):
+    store(folder / "a.h5", **{"g/a": (np.zeros(4), {})})
+    for name in ("b", "g", "g/a/b"):
+        with pytest.raises(FileError, match="g/a") as e:
+            ms.io.read(folder / "a.h5", name, mesh, (ms.Shard(0), ms.Replicate()))
+        same_on_all(e)
+
+
+@pytest.mark.parametrize(
+    "placements", [(ms.Shard(3), ms.Shard(0)), (ms.Shard(0),), (ms.Partial(), ms.Shard(0)), ("y", "x")], ids=str
+)
+def test_placements_that_do_not_fit(mesh, folder, placements):
+    store(folder / "a.h5", a=(np.zeros((4, 4)), {}))
+    with pytest.raises(ms.LayoutError) as e:
+        ms.io.read(folder / "a.h5", "a", mesh, placements)
+    same_on_all(e)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_read_different_datasets(mesh, folder):
+    store(folder / "a.h5", a=(np.zeros((4, 4)), {}), b=(np.zeros((5, 4)), {}))
+    with pytest.raises(ms.DesyncError) as e:
+        ms.io.read(folder / "a.h5", "a" if WORLD.rank == 0 else "b", mesh, (ms.Shard(0), ms.Shard(1)))
+    same_on_all(e)
+
+
+def test_types_without_a_torch_dtype(mesh, folder):
+    store(folder / "a.h5", text=(b"words", {}), pair=(np.zeros(3, [("x", "f4"), ("y", "f4")]), {}))
+    for name, placement in (("text", ms.Replicate()), ("pair", ms.Shard(0))):
+        with pytest.raises(ms.UnsupportedDtypeError) as e:
+            ms.io.read(folder / "a.h5", name, mesh, (placement, ms.Replicate()))
+        same_on_all(e)
+    x = ms.distribute_tensor(values((4, 4), torch.bfloat16), mesh, (ms.Shard(0), ms.Shard(1)))
+    with pytest.raises(ms.UnsupportedDtypeError) as e:
+        ms.io.write(folder / "b.h5", {"x": x})
+    same_on_all(e)
+    assert not (folder / "b.h5").exists()
+
+
+def test_damaged_file(mesh, folder):
+    store(folder / "a.h5", a=(np.arange(20000.0), {"chunks": (1000,), "fletcher32": True}))
+    if WORLD.rank == 0:
+        with h5py.File(folder / "a.h5", "r") as f:
+            at = f["a"].id.get_chunk_info(19).byte_offset
+        with open(folder / "a.h5", "r+b") as f:
+            f.seek(at)
+            f.write(b"\xff" * 64)
+    WORLD.Barrier()
+    # the last chunk: only the ranks that hold it find it damaged
+    with pytest.raises(FileError, match="cannot read 'a'") as e:
+        ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(0)))
+    same_on_all(e)
+
+
+def test_truncated_file(mesh, folder):
+    store(folder / "a.h5", a=(np.arange(20000.0), {}))
+    if WORLD.rank == 0:
+        os.truncate(folder / "a.h5", 1000)
+    WORLD.Barrier()
+    with pytest.raises(FileError, match="check that it is complete") as e:
+        ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Replicate()))
+    same_on_all(e)
+
+
+def test_folder_that_is_not_there(mesh, folder):
+    x = ms.distribute_tensor(values((4, 4)), mesh, (ms.Shard(0), ms.Shard(1)))
+    with pytest.raises(FileError, match="make the folder") as e:
+        ms.io.write(folder / "none" / "a.h5", {"x": x})
+    same_on_all(e)
+
+
+def test_failure_while_writing_keeps_the_old_file(mesh, folder, monkeypatch):
+    x = ms.distribute_tensor(values((6, 6)), mesh, (ms.Shard(0), ms.Shard(1)))
+    ms.io.write(folder / "a.h5", {"x": x})
+
+    def full_disk(box):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(hdf5, "_selection", full_disk)
+    with pytest.raises(FileError, match="No space left") as e:
+        ms.io.write(folder / "a.h5", {"x": x, "y": x})
+    same_on_all(e)
+    monkeypatch.undo()
+    assert os.listdir(folder) == ["a.h5"]
+    assert torch.equal(ms.io.read(folder / "a.h5", "x", mesh, x.placements).full_tensor(), values((6, 6)))
+
+
+def test_what_cannot_be_written(mesh, folder):
+    x = ms.distribute_tensor(values((4, 4)), mesh, (ms.Shard(0), ms.Shard(1)))
+    other = ms.init_mesh((-1,), ("z",))
+    y = ms.distribute_tensor(values((4, 4)), other, (ms.Shard(0),))
+    for tensors in ({}, {"a": torch.zeros(3)}, {"x": x, "y": y}):
+        with pytest.raises(ms.MeshError):
+            ms.io.write(folder / "a.h5", tensors)
+    with pytest.raises(FileError) as e:
+        ms.io.write(folder / "a.h5", {"x": x}, attrs={"what": object()})
+    same_on_all(e)
+    assert not os.listdir(folder)
+
+
+def test_without_h5py(mesh, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(MissingPackageError, match=r"mpishard\[io\]") as e:
+        ms.io.read(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1)))
+    same_on_all(e)
+
+
+@pytest.mark.ranks(1)
+def test_h5py_is_imported_when_needed():
+    code = "import sys, mpishard; assert 'h5py' not in sys.modules"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "PMIX", "HYDRA"))}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
