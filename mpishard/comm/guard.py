@@ -79,20 +79,24 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     with waiting("agree", (), comm):
         everyone = comm.allgather((mine, signature))
     failed = {rank: told for rank, (told, _) in enumerate(everyone) if told is not None}
+    agreed: BaseException
     if failed:
         name, text = failed[min(failed)]
         same = [rank for rank, told in failed.items() if told == (name, text)]
-        if len(same) < len(everyone):
-            text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
-            if len(failed) > len(same):
+        if len(same) == len(everyone) and type(error).__name__ == name:
+            agreed = error
+        else:
+            if len(same) < len(everyone):
+                text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
+            if len(same) < len(failed):
                 text += f" (for other reasons on {_ranks([r for r in failed if r not in same])})"
-        agreed: MpishardError = getattr(errors, name)(text)
-        cause = error
+            agreed = getattr(errors, name)(text)
+            # not as its cause: the text would be printed twice
+            agreed.__traceback__ = None if error is None else error.__traceback__
     else:
         agreed = _desync([text for _, text in everyone], "mpishard")
-        cause = None
     agreed.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
-    raise agreed from cause
+    raise agreed from None
 
 
 def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:

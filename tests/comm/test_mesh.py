@@ -1,0 +1,366 @@
+"""CartMesh: shapes, names, neighbours, sub-meshes, adoption, plans, freeing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import lifetime
+from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.errors import DesyncError, LayoutError, MeshError
+
+WORLD = MPI.COMM_WORLD
+
+
+def dims_create(ndim: int) -> tuple[int, ...]:
+    return tuple(MPI.Compute_dims(WORLD.size, ndim))
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_all_extents_inferred(ndim):
+    mesh = init_mesh((-1,) * ndim)
+    assert mesh.shape == dims_create(ndim)
+    assert mesh.size == WORLD.size
+    assert mesh.rank == WORLD.rank
+    assert mesh.mesh_dim_names == tuple(f"dim{i}" for i in range(ndim))
+    assert mesh.periodic == (False,) * ndim
+
+
+def test_one_extent_inferred():
+    assert init_mesh((1, -1)).shape == (1, WORLD.size)
+    assert init_mesh((-1, 1)).shape == (WORLD.size, 1)
+    assert init_mesh(-1).shape == (WORLD.size,)
+    assert init_mesh((WORLD.size, -1), ("a", "b")).shape == (WORLD.size, 1)
+
+
+@pytest.mark.ranks(4)
+def test_extents_as_in_reshape():
+    assert init_mesh((2, -1)).shape == (2, 2)
+    assert init_mesh((-1, 4)).shape == (1, 4)
+    assert init_mesh((-1, 2, -1)).shape == (2, 2, 1)
+
+
+@pytest.mark.parametrize("shape", [(WORLD.size + 1,), (WORLD.size, 2), (WORLD.size + 1, -1), (0, -1), (-2,), ()])
+def test_shape_that_does_not_fit(shape):
+    with pytest.raises(MeshError, match="does not fit the number of ranks") as info:
+        init_mesh(shape)
+    # what every rank says is one text
+    assert len(set(WORLD.allgather(str(info.value)))) == 1
+
+
+@pytest.mark.parametrize("names", [("y",), ("y", "y"), ("y", 1), "xyz"])
+def test_names_that_do_not_fit(names):
+    with pytest.raises(MeshError, match="2 different names"):
+        init_mesh((-1, 1), names)
+
+
+def test_periodic_flags_that_do_not_fit():
+    with pytest.raises(MeshError, match="periodic does not fit"):
+        init_mesh((-1, 1), periodic=(True,))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_error_of_one_rank_is_everybodys():
+    with pytest.raises(MeshError, match=r"raised on: rank 1 of"):
+        init_mesh((-1, 1), ("y", "y") if WORLD.rank == 1 else ("y", "x"))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_arguments_that_differ_between_ranks():
+    with pytest.raises(DesyncError, match="periodic"):
+        init_mesh((-1, 1), periodic=WORLD.rank == 0)
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_neighbours(periodic):
+    mesh = init_mesh((-1, -1), ("y", "x"), periodic=periodic)
+    for dim in (0, 1):
+        for step in (-5, -2, -1, 0, 1, 2, 5):
+            coords = list(mesh.coords)
+            coords[dim] += step
+            inside = 0 <= coords[dim] < mesh.shape[dim]
+            coords[dim] %= mesh.shape[dim]
+            expected = mesh.comm.Get_cart_rank(coords) if inside or periodic else None
+            assert mesh.neighbour(dim, step) == expected
+            assert mesh.neighbour(mesh.mesh_dim_names[dim], step) == expected
+
+
+def test_coordinates_are_row_major():
+    mesh = init_mesh((-1, -1, -1))
+    assert mesh.rank_at(mesh.coords) == mesh.rank
+    assert mesh.comm.Get_coords(mesh.rank) == list(mesh.coords)
+
+
+def test_no_such_dim():
+    mesh = init_mesh((-1, 1), ("y", "x"))
+    for dim in ("z", 2, -3):
+        with pytest.raises(MeshError, match="no such mesh dim"):
+            mesh.mesh_dim(dim)
+    assert mesh.mesh_dim(-1) == mesh.mesh_dim("x") == 1
+
+
+@pytest.mark.ranks(2, 4)
+def test_groups_hold_the_ranks_along_their_dims():
+    mesh = init_mesh((2, -1, 1))
+    for dims in [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]:
+        group = mesh.group(dims)
+        together = group.comm.allgather(mesh.coords)
+        assert together[group.rank] == mesh.coords
+        assert len(together) == group.size == len(set(together))
+        outside = [m for m in range(3) if m not in dims]
+        assert all(c[m] == mesh.coords[m] for c in together for m in outside)
+        # row-major in the dims of the group: peer indices of plans are ranks
+        assert together == sorted(together)
+
+
+@pytest.mark.ranks(4)
+def test_sub_mesh():
+    mesh = init_mesh((2, 2, 1), ("z", "y", "x"), periodic=(True, False, True))
+    y = mesh["y"]
+    assert (y.shape, y.coords, y.periodic, y.mesh_dim_names) == ((2,), mesh.coords[1:2], (False,), ("y",))
+    assert y is mesh["y"] is mesh[1]
+    assert y.comm is mesh.group((1,)).comm
+    assert y.rank == mesh.coords[1]
+    yx = mesh["y", "x"]
+    assert yx.shape == (2, 1)
+    assert yx.group((1,)).comm is mesh.group((2,)).comm
+    assert yx["y"].group((0,)).comm is mesh.group((1,)).comm
+    assert mesh["z", "y", "x"] is mesh
+    assert y.neighbour("y", 1) == (1 if mesh.coords[1] == 0 else None)
+    assert y.device == mesh.device
+    for wrong in (("x", "y"), ("y", "y"), ()):
+        with pytest.raises(MeshError, match="sub-mesh"):
+            mesh[wrong]
+
+
+@pytest.mark.ranks(4)
+def test_sub_meshes_are_made_without_communication():
+    mesh = init_mesh((2, 2), ("y", "x"))
+    if mesh.rank == 0:  # the others do not take part, and nobody waits
+        assert mesh["x"].shape == (2,)
+    assert mesh.comm.allreduce(1) == 4
+
+
+def test_sub_mesh_outlives_its_mesh():
+    mesh = init_mesh((-1, 1), ("y", "x"))
+    y = mesh["y"]
+    shape = mesh.shape[:1]
+    del mesh
+    gc.collect()
+    init_mesh((-1, 1))  # frees what all ranks dropped, which this is not
+    assert y.shape == shape
+    assert y.group((0,)).comm.allreduce(1) == y.size
+
+
+@pytest.mark.parametrize("kind", ["object", "fortran", "c"])
+def test_adopted_communicators(kind):
+    dims = dims_create(2)
+    cart = WORLD.Create_cart(dims, periods=(True, False))
+    given = {"object": cart, "fortran": cart.py2f(), "c": cart.handle}[kind]
+    mesh = CartMesh.from_comm(given, ("y", "x"), handle="c" if kind == "c" else "fortran")
+    assert (mesh.shape, mesh.periodic, mesh.coords) == (dims, (True, False), tuple(cart.coords))
+    assert mesh.comm != cart
+    assert MPI.Comm.Compare(mesh.comm, cart) == MPI.CONGRUENT
+    mesh.free()
+    assert cart.allreduce(1) == WORLD.size  # the caller's own lives on
+    cart.Free()
+
+
+def test_general_communicator_as_base_class():
+    cart = WORLD.Create_cart((WORLD.size,))
+    mesh = CartMesh.from_comm(MPI.Comm(cart))
+    assert mesh.shape == (WORLD.size,)
+    mesh.free()
+    cart.Free()
+
+
+def test_communicators_that_cannot_be_adopted():
+    for comm in (WORLD, MPI.COMM_NULL, WORLD.py2f(), WORLD.handle):
+        handle = "c" if comm == WORLD.handle else "fortran"
+        with pytest.raises(MeshError, match="not a Cartesian communicator"):
+            CartMesh.from_comm(comm, handle=handle)
+    with pytest.raises(MeshError, match="unknown handle kind"):
+        CartMesh.from_comm(0, handle="pascal")
+    with pytest.raises(MeshError, match="not an intra-communicator"):
+        init_mesh((-1,), comm=MPI.COMM_NULL)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_adoption_compares_names():
+    cart = WORLD.Create_cart((WORLD.size,))
+    with pytest.raises(DesyncError, match="from_comm"):
+        CartMesh.from_comm(cart, ("a" if WORLD.rank else "b",))
+    cart.Free()
+
+
+@pytest.mark.ranks(3, 4)
+def test_mesh_over_part_of_the_world():
+    color = WORLD.rank % 2
+    part = WORLD.Split(color)
+    mesh = init_mesh((-1,), comm=part)
+    assert mesh.size == part.size
+    assert mesh.comm.allgather(WORLD.rank) == list(range(color, WORLD.size, 2))
+    mesh.free()
+    part.Free()
+
+
+def test_device_and_place_on_the_node():
+    mesh = init_mesh((-1,))
+    node = WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    assert mesh.local_rank == node.rank
+    node.Free()
+    if not torch.cuda.is_available():
+        assert mesh.device == torch.device("cpu")
+    assert init_mesh((-1,), device="meta").device == torch.device("meta")
+
+
+def test_messages_do_not_meet_the_callers():
+    mesh = init_mesh((-1,), periodic=True)
+    to, of = mesh.neighbour(0, 1), mesh.neighbour(0, -1)
+    first = WORLD.isend("the program's", to, tag=7)
+    second = mesh.comm.isend("the mesh's", to, tag=7)
+    assert mesh.comm.recv(source=of, tag=7) == "the mesh's"
+    assert WORLD.recv(source=of, tag=7) == "the program's"
+    MPI.Request.waitall([first, second])
+
+
+def test_errors_of_an_adopted_communicator_raise():
+    cart = WORLD.Create_cart((WORLD.size,))
+    cart.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+    mesh = CartMesh.from_comm(cart)
+    with pytest.raises(MPI.Exception):
+        mesh.comm.isend("", WORLD.size + 1)
+    mesh.free()
+    cart.Free()
+
+
+# plans
+
+
+def test_plans_are_built_once():
+    mesh = init_mesh((-1,))
+    built = []
+    for _ in range(3):
+        assert mesh.plan("key", lambda: built.append(1) or "plan") == "plan"
+    assert built == [1]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_error_in_a_plan_rises_on_every_rank_and_is_not_kept():
+    mesh = init_mesh((-1,))
+
+    def build():
+        if mesh.rank == mesh.size - 1:
+            raise LayoutError("the last rank's shard does not fit")
+        return "plan"
+
+    with pytest.raises(LayoutError, match="the last rank's shard does not fit"):
+        mesh.plan("key", build)
+    assert mesh.plan("key", lambda: "another") == "another"
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_different_plans_on_different_ranks():
+    mesh = init_mesh((-1,))
+    with pytest.raises(DesyncError) as info:
+        mesh.plan(("conv", mesh.rank == 0), lambda: "plan")
+    assert "('conv', True)" in str(info.value)
+    assert "('conv', False)" in str(info.value)
+
+
+def test_addresses_in_keys_are_not_compared():
+    mesh = init_mesh((-1,))
+    kept = [object() for _ in range(mesh.rank)]  # so that the address differs
+    assert mesh.plan((object(), "key"), lambda: "plan") == "plan"
+    assert len(kept) == mesh.rank
+
+
+@pytest.mark.ranks(4)
+def test_plans_of_a_part_of_the_mesh():
+    mesh = init_mesh((2, 2))
+    if mesh.coords[0] == 0:
+        assert mesh.plan("key", lambda: "plan", (1,)) == "plan"
+
+
+# the end of a mesh
+
+
+def test_freed_mesh_says_so():
+    mesh = init_mesh((-1, 1), ("y", "x"))
+    sub = mesh["y"]
+    freed = []
+    mesh.own(lambda: freed.append("first"))
+    sub.own(lambda: freed.append("second"))
+    mesh.free()
+    assert freed == ["second", "first"]
+    mesh.free()
+    assert freed == ["second", "first"]
+    for used in (mesh, sub):
+        assert used.freed
+        assert "freed" in repr(used)
+        with pytest.raises(MeshError, match="mesh used after free"):
+            used.group((0,))
+        with pytest.raises(MeshError, match="mesh used after free"):
+            used.plan("key", lambda: "plan")
+    with pytest.raises(MeshError, match="mesh used after free"):
+        mesh["x"]
+
+
+def test_freed_sub_mesh_leaves_its_mesh():
+    mesh = init_mesh((-1, 1), ("y", "x"))
+    sub = mesh["y"]
+    sub.free()
+    with pytest.raises(MeshError, match="mesh used after free"):
+        sub.group((0,))
+    assert mesh.group((0,)).comm.allreduce(1) == mesh.shape[0]
+
+
+def test_freeing_gives_every_communicator_back():
+    mesh = init_mesh((-1, 1))
+    comms = [mesh.comm, mesh.duplicate(), *(mesh.group(d).comm for d in ((0,), (1,)))]
+    mesh.free()
+    assert all(comm == MPI.COMM_NULL for comm in comms)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_dropped_mesh_waits_for_the_other_ranks():
+    mesh = init_mesh((-1, 1))
+    freed = []
+    mesh.own(lambda: freed.append(True))
+    comm, alive = mesh.comm, weakref.ref(mesh)
+    if WORLD.rank == 0:
+        del mesh
+        gc.collect()
+        assert alive() is None
+        assert freed == [True]  # what is local goes at once
+    init_mesh((-1,))
+    assert comm != MPI.COMM_NULL  # rank 1 still has it
+    if WORLD.rank != 0:
+        assert not freed
+        assert mesh.comm is comm
+        del mesh
+        gc.collect()
+    init_mesh((-1,))
+    assert comm == MPI.COMM_NULL
+
+
+def test_dropped_meshes_do_not_pile_up():
+    gc.collect()
+    init_mesh((-1, 1)).free()
+    before = sum(map(len, lifetime._dropped.values()))
+    for _ in range(20):
+        init_mesh((-1, 1))
+    assert sum(map(len, lifetime._dropped.values())) <= before + 1
+
+
+def test_mesh_is_neither_pickled_nor_copied():
+    mesh = init_mesh((-1,))
+    with pytest.raises(MeshError, match="cannot be pickled"):
+        pickle.dumps(mesh)
+    assert copy.deepcopy(mesh) is mesh
