@@ -20,7 +20,6 @@ from mpishard.comm.arithmetic import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans, to_host
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
-from mpishard.errors import DesyncError, described
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -413,15 +412,7 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
         group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
     digests = every[1::2]
     if digests.count(digests[0]) != group.size:
-        calls = group.comm.allgather(f"shape {tuple(shape)}, {signature}")
-        raise DesyncError(
-            described(
-                f"{op}: the ranks' calls do not fit each other",
-                expected=f"equal arguments, and shapes that differ in dim {dim} only",
-                got="; ".join(f"rank {r}: {c}" for r, c in enumerate(calls)),
-                fix="make the same call on every rank of the group",
-            )
-        )
+        guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
     return tuple(every[::2])
 
 
