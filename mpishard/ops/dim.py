@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 CACHED = 65536
 
@@ -70,7 +71,42 @@ def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
 
 def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
     """Return ``x`` with ``dims`` whole on every rank. Collective over the mesh dims that shard them."""
-    return moved(x, unsharded(x._layout, dims)) if any(d in x._layout.shard_dims for d in dims) else x
+    return base_in(x, unsharded(x._layout, dims)) if any(d in x._layout.shard_dims for d in dims) else x
+
+
+def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
+    """Return ``x`` in ``layout``, to take a view of. Collective where it differs."""
+    out = moved(x, layout)
+    if out._local is not x._local:
+        out._gathered_view = True
+    return out
+
+
+def viewed(x: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
+    """Return a view of ``x``: a view of its block in another layout. Not collective."""
+    out = wrap(local, layout, x._mesh)
+    if x._gathered_view:
+        out._gathered_view = True
+    return out
+
+
+def require_writable(x: ShardTensor, name: str) -> None:
+    """Refuse to write into what is a view in torch and a copy here. Not collective.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        It is one.
+    """
+    if x._gathered_view:
+        raise UnsupportedOperationError(
+            described(
+                f"{name}: writing into a view whose cells came from other ranks would not reach them",
+                expected="a view of cells that stayed on their rank",
+                got="a view that selects from, drops or gathers a sharded dim",
+                fix="write through the tensor itself, x[index] = value, or into a copy, y = view.clone()",
+            )
+        )
 
 
 def settled(x: ShardTensor) -> ShardTensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
+from mpishard.ops.dim import require_writable, settled
 from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, resolved
 from mpishard.tensor.registry import RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -27,18 +28,18 @@ nextafter not_equal ones_like polygamma positive pow psi rad2deg real reciprocal
 resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square
 sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeros_like zeta
 bfloat16 bool byte cdouble cfloat chalf char short complex polar full_like empty_like detach_copy
-""".split()  # noqa: SIM905 (a list of names reads better as a paragraph)
+""".split()
 
 _DUNDERS = """
 __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
 __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
 __rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-""".split()  # noqa: SIM905
+""".split()
 
 _IN_PLACE_DUNDERS = """
 __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
 __irshift__
-""".split()  # noqa: SIM905
+""".split()
 
 # in-place functions beside the trailing-underscore twin of every name above
 _IN_PLACE = ["copy_", "fill_", "zero_", "masked_fill_"]
@@ -110,9 +111,9 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
                     fix="gather the operand with full_tensor()",
                 )
             )
-        if x._layout.partial_dims:
-            whole = resolved(x)
-            x._local, x._layout = whole._local, whole._layout
+        if x._gathered_view:
+            require_writable(x, name_of(func))
+        settled(x)
         others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
         named = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
         operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]

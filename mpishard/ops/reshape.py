@@ -12,11 +12,10 @@ from torch import Tensor
 
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.dim import CACHED, local_shape, settled, trivially_sharded, unsharded, wrapped
+from mpishard.ops.dim import CACHED, base_in, local_shape, settled, trivially_sharded, unsharded, viewed, wrapped
 from mpishard.ops.view import ints
-from mpishard.tensor.operand import moved
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor
 
 
 class Reshape(NamedTuple):
@@ -109,7 +108,7 @@ def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
 def _prepared(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Layout]:
     x = settled(x) if x._layout.partial_dims else x
     plan = plan_reshape(x._layout, shape)
-    return moved(x, plan.before), plan.out
+    return base_in(x, plan.before), plan.out
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
@@ -119,7 +118,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     A sharded dim may be merged with dims after it, and split where its block borders fall on the first part.
     """
     x, out = _prepared(input, ints(given) if shape is None else tuple(shape))
-    return wrap(x._local.reshape(local_shape(out, x._mesh.coords)), out, x._mesh)
+    return viewed(x, x._local.reshape(local_shape(out, x._mesh.coords)), out)
 
 
 @implements(torch.Tensor.view)
@@ -138,7 +137,7 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
             with torch.enable_grad():
                 x._local = x._local.contiguous()
         local = x._local.reshape(shape)
-    return wrap(local, out, x._mesh)
+    return viewed(x, local, out)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
@@ -157,7 +156,7 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
             )
         shape = (*layout.shape[:-1], local.shape[-1])
         layout = layout_of(layout.mesh_shape, layout.placements, shape, layout.sizes)
-    return wrap(local, layout, x._mesh)
+    return viewed(x, local, layout)
 
 
 @implements(torch.Tensor.view_as)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Layout
-from mpishard.ops.dim import CACHED, local_shape, mapped, settled, unsharded, whole_along, wrapped
+from mpishard.ops.dim import CACHED, local_shape, mapped, settled, unsharded, viewed, whole_along, wrapped
 from mpishard.tensor.registry import RULES, implements, spellings
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor
 
 
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     order = ints(given) if dims is None else tuple(dims)
     x = settled(input) if input._layout.partial_dims else input
     out = _permuted(x._layout, order)
-    return wrap(x._local.permute(order), out, x._mesh)
+    return viewed(x, x._local.permute(order), out)
 
 
 @lru_cache(maxsize=CACHED)
@@ -55,7 +55,7 @@ def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
-    return wrap(x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1), x._mesh)
+    return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1))
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes)
@@ -101,13 +101,13 @@ def _matrix_transposed(self: ShardTensor) -> ShardTensor:
 
 def _adjoint(self: ShardTensor) -> ShardTensor:
     swapped = _matrix_transposed(self)
-    return wrap(swapped._local.conj(), swapped._layout, swapped._mesh)
+    return viewed(swapped, swapped._local.conj(), swapped._layout)
 
 
 def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim not in (0, 2):
         raise RuntimeError(f"tensor.H is only supported on matrices (2-D tensors). Got {self.ndim}-D tensor.")
-    return _adjoint(self) if self.ndim else wrap(self._local.conj(), self._layout, self._mesh)
+    return _adjoint(self) if self.ndim else viewed(self, self._local.conj(), self._layout)
 
 
 RULES[torch.Tensor.T.__get__] = _reversed  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def _unsqueezed(layout: Layout, dim: int) -> Layout:
 def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dim of one cell. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
-    return wrap(x._local.unsqueeze(dim), _unsqueezed(x._layout, dim), x._mesh)
+    return viewed(x, x._local.unsqueeze(dim), _unsqueezed(x._layout, dim))
 
 
 @lru_cache(maxsize=CACHED)
@@ -155,7 +155,7 @@ def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     dims = _squeezed_dims(x._layout, dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim))
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
-    return wrap(x._local.squeeze(dims), without(x._layout, dims), x._mesh)
+    return viewed(x, x._local.squeeze(dims), without(x._layout, dims))
 
 
 # -- broadcasting
@@ -186,12 +186,12 @@ def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 @implements(torch.Tensor.expand)
-def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:  # noqa: ARG001
+def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:
     """Broadcast dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(self) if self._layout.partial_dims else self
     whole, out = _expanded(x._layout, ints(sizes) if size is None else tuple(size))
     x = whole_along(x, whole)
-    return wrap(x._local.expand(local_shape(out, x._mesh.coords)), out, x._mesh)
+    return viewed(x, x._local.expand(local_shape(out, x._mesh.coords)), out)
 
 
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to)
@@ -253,7 +253,7 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
     """Add a last dim of (real, imaginary). Not collective."""
     x = settled(input)
     local = torch.view_as_real(x._local)
-    return wrap(local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, 2)), x._mesh)
+    return viewed(x, local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, 2)))
 
 
 @implements(torch.view_as_complex)
@@ -263,4 +263,4 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     last = x.ndim - 1
     if last in x._layout.shard_dims:
         x = whole_along(x, (last,))
-    return wrap(torch.view_as_complex(x._local), without(x._layout, (last,)), x._mesh)
+    return viewed(x, torch.view_as_complex(x._local), without(x._layout, (last,)))

@@ -143,7 +143,9 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
             position = probe.index(dim, [int(c) for c in coords[rank]])
             n = int(shapes[rank, dim])
             if seen.setdefault(position, n) != n:
-                raise fail(rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}")
+                raise fail(
+                    rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}"
+                )
         if dim in probe.shard_dims:
             sizes[dim] = [seen[i] for i in range(len(seen))]
             shape[dim] = sum(sizes[dim])
@@ -189,8 +191,7 @@ def distribute_tensor(
     local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)
     if local is tensor:
         local = tensor.clone()
-    out = wrap(local, layout, mesh)
-    return out
+    return wrap(local, layout, mesh)
 
 
 def _key(placements: Any) -> list[Any]:
@@ -327,7 +328,7 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
 
     Examples
     --------
-    >>> y = x.rebalance({2: [1.0, 2.0]})   # the second rank along dim 2 takes two thirds
+    >>> y = x.rebalance({2: [1.0, 2.0]})  # the second rank along dim 2 takes two thirds
     """
     layout = x._layout
     if weights_or_sizes is None:
@@ -362,9 +363,7 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
     return moved(x, layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes))
 
 
-def halo_exchange(
-    x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], mode: str | None = None
-) -> Tensor:
+def halo_exchange(x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], mode: str | None = None) -> Tensor:
     """Return this rank's block with its halo on both sides, corners filled.
 
     Neighborwise collective.

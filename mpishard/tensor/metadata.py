@@ -71,7 +71,7 @@ def is_contiguous(self: ShardTensor, memory_format: Any = torch.contiguous_forma
 
 
 @implements(torch.Tensor.storage_offset)
-def storage_offset(self: ShardTensor) -> int:
+def storage_offset(_self: ShardTensor) -> int:
     """Return 0: the gathered tensor would start its own storage. Not collective."""
     return 0
 

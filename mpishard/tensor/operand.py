@@ -49,7 +49,10 @@ def resolved(x: ShardTensor) -> ShardTensor:
         return x
     layout = x._layout
     target = layout_of(
-        layout.mesh_shape, [Replicate() if type(p) is Partial else p for p in layout.placements], layout.shape, layout.sizes
+        layout.mesh_shape,
+        [Replicate() if type(p) is Partial else p for p in layout.placements],
+        layout.shape,
+        layout.sizes,
     )
     return moved(x, target)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, Placement
+from mpishard.layout import Layout
 from mpishard.tensor.registry import RULES, no_rule
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -38,6 +38,8 @@ class ShardTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _mesh: CartMesh
+    # a view in torch, but a copy here, because cells travelled: writing into it would be lost
+    _gathered_view: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
@@ -134,7 +136,7 @@ class ShardTensor(Tensor):
 
     # -- Python's protocols
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ""
         if self._local.grad_fn is not None:
             grad = f", grad_fn=<{type(self._local.grad_fn).__name__}>"
@@ -183,10 +185,10 @@ class ShardTensor(Tensor):
             )
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise _whole_needed("numpy.asarray", self)
 
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def numpy(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refuse: the data is not on this rank alone. Not collective."""
         raise _whole_needed("numpy", self)
 
