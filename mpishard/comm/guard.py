@@ -79,24 +79,21 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     with waiting("agree", (), comm):
         everyone = comm.allgather((mine, signature))
     failed = {rank: told for rank, (told, _) in enumerate(everyone) if told is not None}
-    agreed: BaseException
     if failed:
         name, text = failed[min(failed)]
         same = [rank for rank, told in failed.items() if told == (name, text)]
-        if len(same) == len(everyone) and type(error).__name__ == name:
-            agreed = error
-        else:
-            if len(same) < len(everyone):
-                text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
-            if len(same) < len(failed):
-                text += f" (for other reasons on {_ranks([r for r in failed if r not in same])})"
-            agreed = getattr(errors, name)(text)
-            # not as its cause: the text would be printed twice
-            agreed.__traceback__ = None if error is None else error.__traceback__
+        if error is not None and len(same) == len(everyone) and type(error).__name__ == name:
+            raise _common(error, comm)
+        if len(same) < len(everyone):
+            text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
+        if len(same) < len(failed):
+            text += f" (for other reasons on {_ranks([r for r in failed if r not in same])})"
+        agreed = getattr(errors, name)(text)
+        # not as its cause: the text would be printed twice
+        agreed.__traceback__ = None if error is None else error.__traceback__
     else:
-        agreed = _desync([text for _, text in everyone], "mpishard")
-    agreed.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
-    raise agreed from None
+        agreed = _desync([text for _, text in everyone])
+    raise _common(agreed, comm) from None
 
 
 def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:
@@ -130,9 +127,7 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: obje
     # a rank that is in `agree` instead sends the same kind of pair
     with waiting(f"check of {op}", (), comm):
         everyone = comm.allgather((None, call))
-    desync = _desync([text for _, text in everyone], op)
-    desync.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
-    raise desync
+    raise _common(_desync([text for _, text in everyone]), comm)
 
 
 _COUNT_KEYVAL: list[int] = []
@@ -158,7 +153,13 @@ def _unanimous(comm: MPI.Intracomm, failed: bool, text: str) -> bool:
     return not most[0] and bool(most[1] == -most[2])
 
 
-def _desync(texts: list[str], what: str) -> DesyncError:
+def _common(error: BaseException, comm: MPI.Comm) -> BaseException:
+    """Mark an error that all ranks raise, so that only the first prints it. Not collective."""
+    error.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
+    return error
+
+
+def _desync(texts: list[str]) -> DesyncError:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
@@ -168,7 +169,7 @@ def _desync(texts: list[str], what: str) -> DesyncError:
     odd = f" ({_ranks(sorted(r for _, who in by_count[1:] for r in who))} differs)" if several else ""
     return DesyncError(
         described(
-            f"{what}: ranks made different calls{odd}",
+            f"ranks made different calls{odd}",
             expected="the same call, with the same arguments, on every rank",
             got=got,
             fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",

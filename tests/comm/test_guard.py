@@ -1,0 +1,245 @@
+"""Agreement on errors, the check of calls, the wait bracket, and what runs at the end of the program."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from mpishard import errors
+from mpishard.comm import guard
+from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedDtypeError
+
+WORLD = MPI.COMM_WORLD
+LAST = WORLD.size - 1
+several = pytest.mark.ranks(2, 3, 4)
+
+
+@pytest.fixture
+def comm():
+    comm = WORLD.Dup()
+    yield comm
+    comm.Free()
+
+
+def same_everywhere(error: BaseException) -> bool:
+    return len(set(WORLD.allgather((type(error).__name__, str(error))))) == 1
+
+
+def test_agreement(comm):
+    guard.agree(comm, None)
+    guard.agree(comm, None, "signature")
+    guard.agree(comm, None, "é" * 10000)
+
+
+def test_agreement_is_one_reduction(comm, monkeypatch):
+    class Counted:
+        """The communicator, with nothing but what the good case may use."""
+
+        calls = 0
+
+        def Allreduce(self, *args):
+            Counted.calls += 1
+            comm.Allreduce(*args)
+
+        def Get_size(self):
+            return comm.Get_size()
+
+    guard.agree(Counted(), None, "signature")
+    assert Counted.calls == (1 if WORLD.size > 1 else 0)
+
+
+@pytest.mark.parametrize("kind", [MpishardError, LayoutError, MeshError, UnsupportedDtypeError, DesyncError])
+def test_error_on_every_rank_keeps_its_text(comm, kind):
+    mine = kind("expected this, got that")
+    with pytest.raises(kind, match=r"^expected this, got that$") as info:
+        guard.agree(comm, mine)
+    assert type(info.value) is kind
+    assert info.value is mine  # with the traceback of the place that found it
+
+
+@several
+@pytest.mark.parametrize("culprit", [0, LAST])
+def test_error_of_one_rank(comm, culprit):
+    with pytest.raises(LayoutError) as info:
+        guard.agree(comm, LayoutError("does not fit") if WORLD.rank == culprit else None)
+    assert str(info.value) == f"does not fit\n  raised on: rank {culprit} of {WORLD.size}"
+    assert same_everywhere(info.value)
+
+
+@several
+def test_traceback_of_the_rank_that_failed(comm):
+    def fails_here():
+        raise LayoutError("does not fit")
+
+    error = None
+    if WORLD.rank == LAST:
+        try:
+            fails_here()
+        except LayoutError as e:
+            error = e
+    with pytest.raises(LayoutError) as info:
+        guard.agree(comm, error)
+    assert any(entry.name == "fails_here" for entry in info.traceback) == (WORLD.rank == LAST)
+    # printed, the text would appear twice with either of them
+    assert info.value.__cause__ is None
+    assert info.value.__context__ is None or info.value.__suppress_context__
+
+
+@pytest.mark.ranks(3, 4)
+def test_error_of_the_lowest_rank_wins(comm):
+    mine = [None, LayoutError("one"), MeshError("two"), LayoutError("one")][WORLD.rank]
+    with pytest.raises(LayoutError) as info:
+        guard.agree(comm, mine, f"signatures do not matter then {WORLD.rank}")
+    assert same_everywhere(info.value)
+    ranks = {3: "rank 1", 4: "ranks 1, 3"}[WORLD.size]
+    assert str(info.value) == f"one\n  raised on: {ranks} of {WORLD.size} (for other reasons on rank 2)"
+
+
+@several
+def test_classes_that_are_not_ours_arrive_as_ours(comm):
+    class Special(MeshError):
+        pass
+
+    for mine, expected in ((Special("special"), MeshError), (KeyError("key"), MpishardError)):
+        with pytest.raises(expected) as info:
+            guard.agree(comm, mine)
+        assert type(info.value) is expected
+        assert same_everywhere(info.value)
+
+
+def test_every_public_error_travels(comm):
+    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, MpishardError)]
+    assert len(kinds) >= 7
+    for kind in kinds:
+        with pytest.raises(kind) as info:
+            guard.agree(comm, kind("text") if WORLD.rank == LAST else None)
+        assert type(info.value) is kind
+
+
+@several
+def test_signatures_that_differ(comm):
+    with pytest.raises(DesyncError) as info:
+        guard.agree(comm, None, "conv" if WORLD.rank < LAST else "pool")
+    assert same_everywhere(info.value)
+    assert "conv" in str(info.value)
+    assert f"rank {LAST}: pool" in str(info.value)
+    assert (f"(rank {LAST} differs)" in str(info.value)) == (WORLD.size > 2)
+
+
+@several
+def test_agreement_after_a_failure(comm):
+    for _ in range(3):
+        with pytest.raises(MeshError):
+            guard.agree(comm, MeshError("no") if WORLD.rank == 0 else None)
+        guard.agree(comm, None, "signature")
+
+
+# calls
+
+
+def test_equal_calls(comm):
+    for _ in range(3):
+        guard.check(comm, "conv", (1, 2), torch.float32)
+        guard.check(comm, "sum", None, torch.float32)
+    guard.agree(comm, None)
+
+
+@several
+@pytest.mark.parametrize(
+    ("usual", "odd", "says"),
+    [
+        (("conv", (4,), torch.float32), ("pool", (4,), torch.float32), "pool"),
+        (("conv", (4,), torch.float32), ("conv", (5,), torch.float32), "(5,)"),
+        (("conv", (4,), torch.float32), ("conv", (4,), torch.float64), "torch.float64"),
+    ],
+)
+def test_calls_that_differ(comm, usual, odd, says):
+    guard.check(comm, *usual)
+    with pytest.raises(DesyncError) as info:
+        guard.check(comm, *(odd if WORLD.rank == LAST else usual))
+    assert same_everywhere(info.value)
+    text = str(info.value)
+    assert f"rank {LAST}: call 2: {odd[0]}" in text
+    assert says in text.split(f"rank {LAST}: call 2")[1]
+    assert (f"(rank {LAST} differs)" in text) == (WORLD.size > 2)
+
+
+@several
+def test_call_that_one_rank_left_out(comm):
+    other = WORLD.Dup()
+    if WORLD.rank != 0:
+        guard._calls(comm)[0] += 1
+    with pytest.raises(DesyncError) as info:
+        guard.check(comm, "conv", (4,), torch.float32)
+    assert "rank 0: call 1: conv" in str(info.value)
+    assert "call 2: conv" in str(info.value)
+    guard.check(other, "conv", (4,), torch.float32)  # counted apart
+    other.Free()
+
+
+@several
+def test_check_against_agreement(comm):
+    call = (guard.agree, None, "a plan") if WORLD.rank == 0 else (guard.check, "conv", (4,), torch.float32)
+    with pytest.raises(DesyncError) as info:
+        call[0](comm, *call[1:])
+    assert "rank 0: a plan" in str(info.value)
+    assert "call 1: conv" in str(info.value)
+
+
+# waiting
+
+
+def test_bracket_is_entered_and_left(comm):
+    before = len(guard._live)
+    with guard.waiting("outer", (0,), comm):
+        with guard.waiting("inner"):
+            assert [entry[0] for entry in list(guard._live.values())[before:]] == ["outer", "inner"]
+        with pytest.raises(KeyError), guard.waiting("raises"):
+            raise KeyError
+        assert len(guard._live) == before + 1
+    assert len(guard._live) == before
+
+
+def test_one_daemon_watches():
+    with guard.waiting("once"):
+        pass
+    with guard.waiting("twice"):
+        pass
+    watching = [t for t in threading.enumerate() if t.name == "mpishard-watchdog"]
+    assert len(watching) == (1 if guard.TIMEOUT_S > 0 else 0)
+    assert all(t.daemon for t in watching)
+
+
+def test_report_names_world_ranks():
+    reverse = WORLD.Split(0, -WORLD.rank)
+    text = guard._overdue(12.3, "halo_exchange", (0,), reverse)
+    assert f"[rank {WORLD.rank} of {WORLD.size} on " in text
+    assert f"halo_exchange has waited 12 s for rank {LAST} of {WORLD.size}." in text
+    assert "thread MainThread:" not in text  # it does not list the thread that asks
+    others = [r for r in range(WORLD.size) if r != WORLD.rank]
+    everyone = guard._overdue(1, "all_reduce", (), WORLD)
+    assert all(str(r) in everyone.split("waited 1 s for")[1].splitlines()[0] for r in others)
+    pending = guard._overdue(1, "send", lambda: [LAST], WORLD)
+    assert f"for rank {LAST} of" in pending
+    broken = guard._overdue(1, "send", lambda: [1 // 0], WORLD)
+    assert "unknown ranks (ZeroDivisionError" in broken
+    reverse.Free()
+
+
+# the end of the program
+
+
+def test_finalizers_run_once_last_first(monkeypatch, capsys):
+    order = []
+    monkeypatch.setattr(guard, "_finalizers", [])
+    guard.on_finalize(lambda: order.append(1))
+    guard.on_finalize(lambda: 1 / 0)
+    guard.on_finalize(lambda: order.append(3))
+    guard._run_finalizers()
+    assert order == [3, 1]  # one that fails stops none
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    guard._run_finalizers()
+    assert order == [3, 1]
