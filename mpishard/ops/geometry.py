@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from mpishard.layout import bounds
 
 
@@ -93,3 +96,17 @@ def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
         return (value,) * ndim
     value = tuple(value)
     return value * ndim if len(value) == 1 else value
+
+
+def padded(sizes: Sequence[int], lo: int, n_out: int) -> tuple[int, ...]:
+    """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only. Not collective."""
+    inner = [min(max(b + lo, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+    return (0, *inner, n_out)
+
+
+def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor of ``shape`` without data: torch's own function on it gives its result shape, or its error.
+
+    Not collective.
+    """
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
