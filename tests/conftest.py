@@ -38,7 +38,9 @@ SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 # Ranks that draw different examples would make different calls.
 hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("serial", deadline=None, print_blob=True)
+# The same examples in every run; `--hypothesis-profile=search` looks for new ones.
+hypothesis.settings.register_profile("serial", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
 
 
 def under_launcher() -> bool:

@@ -25,8 +25,9 @@ class Shard:
         # torch's own Shard is accepted without importing it: that import costs half a second
         return type(other).__name__ == "Shard" and getattr(other, "dim", None) == self.dim
 
+    # hashes are torch's: what compares equal must hash equal
     def __hash__(self) -> int:
-        return hash((self.dim,))
+        return hash(self.dim)
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
@@ -98,7 +99,7 @@ class Partial:
         return type(other).__name__ == "Partial" and getattr(other, "reduce_op", None) == "sum"
 
     def __hash__(self) -> int:
-        return -2
+        return 1 + hash(self.reduce_op)
 
     def __repr__(self) -> str:
         return "Partial()"

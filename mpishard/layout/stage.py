@@ -70,15 +70,20 @@ def interval_runs(n: int, lo: int, hi: int, mode: str = "zeros") -> Runs:
         return tuple(Run(a - lo, b - a, src, step) for a, b, src, step in parts if b > a)
     # circular and reflect tile the line: whole copies, every second one reversed for reflect (period n - 1)
     runs = []
-    period = n if mode == "circular" or n == 1 else n - 1
+    mirrored = mode == "reflect" and n > 1
+    period = n - 1 if mirrored else n
     cell = lo
     while cell < hi:
         tile, inside = divmod(cell, period)
-        stop = min(hi, (tile + 1) * period)
-        if mode == "reflect" and tile % 2:
-            runs.append(Run(cell - lo, stop - cell, n - 1 - inside, -1))
+        if mirrored and tile % 2 and inside == 0:
+            # the turning cell ends the copy before it: a block at the edge stays in one piece
+            tile, inside = tile - 1, period
+        if mirrored and tile % 2:
+            src, step, stop = n - 1 - inside, -1, (tile + 1) * period
         else:
-            runs.append(Run(cell - lo, stop - cell, inside, 1))
+            src, step, stop = inside, 1, (tile + 1) * period + mirrored
+        stop = min(hi, stop)
+        runs.append(Run(cell - lo, stop - cell, src, step))
         cell = stop
     return tuple(runs)
 

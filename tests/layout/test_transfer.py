@@ -1,0 +1,85 @@
+"""Transfers between any two layouts of a tensor, all ranks played in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpishard.layout import Layout, Shard, plan_transfer
+from tests.layout.strategies import layouts, mesh_shapes
+
+
+@st.composite
+def pairs(draw):
+    mesh_shape = draw(mesh_shapes)
+    source = draw(layouts(mesh_shape=mesh_shape))
+    return source, draw(layouts(mesh_shape=mesh_shape, shape=source.shape))
+
+
+def slices(box):
+    return tuple(slice(lo, hi) for lo, hi in box)
+
+
+def play(source: Layout, target: Layout) -> tuple[list, dict]:
+    """Return the ranks' new blocks of an array of cell numbers, and the cells sent by (from, to)."""
+    whole = np.arange(np.prod(source.shape, dtype=int)).reshape(source.shape)
+    ranks = list(product(*map(range, source.mesh_shape)))
+    blocks = [whole[slices(source.box(c))] for c in ranks]
+    plans = [plan_transfer(source, target, c) for c in ranks]
+    wire = {(me, peer): blocks[me][slices(box)] for me, plan in enumerate(plans) for peer, box in plan.sends}
+    sent = {key: cells.size for key, cells in wire.items()}
+    results = []
+    for me, (coords, plan) in enumerate(zip(ranks, plans)):
+        assert [p for p, _ in plan.sends] == sorted({p for p, _ in plan.sends} - {me})
+        assert [p for p, _ in plan.recvs] == sorted({p for p, _ in plan.recvs} - {me})
+        result = np.full(target.local_shape(coords), -1)
+        parts = [(box, wire.pop((peer, me))) for peer, box in plan.recvs]
+        if plan.local is not None:
+            parts.append((plan.local[1], blocks[me][slices(plan.local[0])]))
+        for box, cells in parts:
+            view = result[slices(box)]
+            assert view.shape == cells.shape
+            assert cells.size
+            assert (view == -1).all()  # no cell comes twice
+            view[...] = cells
+        results.append(result)
+    assert not wire  # nothing is sent that nobody receives
+    return results, sent
+
+
+@given(pairs())
+def test_transfer_gives_every_rank_its_block(pair):
+    source, target = pair
+    whole = np.arange(np.prod(source.shape, dtype=int)).reshape(source.shape)
+    results, _ = play(source, target)
+    for coords, result in zip(product(*map(range, source.mesh_shape)), results):
+        assert np.array_equal(result, whole[slices(target.box(coords))])
+
+
+@given(pairs())
+def test_cells_that_a_rank_has_do_not_travel(pair):
+    source, target = pair
+    _, sent = play(source, target)
+    ranks = list(product(*map(range, source.mesh_shape)))
+    for me, coords in enumerate(ranks):
+        mine, wanted = source.box(coords), target.box(coords)
+        kept = np.prod([max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(mine, wanted)])
+        need = np.prod([hi - lo for lo, hi in wanted])
+        assert sum(n for (_, to), n in sent.items() if to == me) == need - kept
+
+
+@given(pairs())
+def test_copies_share_the_work(pair):
+    source, target = pair
+    free = [m for m, p in enumerate(source.placements) if type(p) is not Shard]
+    ranks = list(product(*map(range, source.mesh_shape)))
+    for who, to in play(source, target)[1]:
+        assert all(ranks[who][m] == ranks[to][m] for m in free)
+
+
+@given(layouts())
+def test_nothing_travels_to_the_same_layout(layout):
+    assert play(layout, layout)[1] == {}
