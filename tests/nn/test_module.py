@@ -1,0 +1,180 @@
+"""distribute_module and the training loop around it: one result, whatever the mesh."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpishard as ms
+from mpishard.autograd import bucket
+from tests.compare import mesh_of, mesh_shapes
+
+
+class Net(nn.Module):
+    """Convolutions, norms and a scalar that is used on sharded and on replicated data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(2, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.b = nn.Conv2d(6, 6, 3, stride=2, padding=1)
+        self.c = nn.ConvTranspose2d(6, 3, 3, stride=2, padding=1)
+        self.scale = nn.Parameter(torch.tensor([0.3]))
+        self.recompute = False
+
+    def body(self, x):
+        return self.b(torch.nn.functional.silu(self.norm(self.a(x))))
+
+    def forward(self, x):
+        x = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        x = self.c(x * self.scale)
+        return x, self.scale.square().sum()  # the second on replicated data
+
+
+def data():
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(2, 2, 13, 10, dtype=torch.float64, generator=generator)
+
+
+def build(mesh=None, dtype=torch.float64):
+    torch.manual_seed(0 if mesh is None else mesh.rank)
+    model = Net().to(dtype)
+    return model if mesh is None else ms.distribute_module(model, mesh)
+
+
+def loss_of(model, x):
+    y, extra = model(x)
+    return y.square().mean() + extra
+
+
+def placements_of(mesh):
+    return [ms.Shard(2), ms.Shard(3), ms.Replicate()][: mesh.ndim]
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def close(a, b, rtol=1e-9):
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, rtol=rtol, atol=rtol * 1e-2)
+
+
+@pytest.mark.parametrize("nbytes", [0, bucket.BUCKET_NBYTES])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_one_process(nbytes, recompute, monkeypatch):
+    monkeypatch.setattr(bucket, "BUCKET_NBYTES", nbytes)
+    reference = build()
+    loss_of(reference, data()).backward()
+    for mesh_shape in mesh_shapes(2):
+        mesh = mesh_of(mesh_shape)
+        model = build(mesh)
+        model.recompute = recompute
+        x = ms.distribute_tensor(data(), mesh, placements_of(mesh))
+        loss_of(model, x).backward()
+        close(gradients(model), gradients(reference))
+        # a second pass accumulates
+        loss_of(model, x).backward()
+        close(gradients(model), [2 * g for g in gradients(reference)])
+
+
+def test_it_makes_no_difference_to_the_result():
+    mesh = mesh_of((-1,))
+    x = ms.distribute_tensor(data(), mesh, (ms.Shard(2),))
+    plain = build()
+    loss_of(plain, x).backward()
+    model = build(mesh)
+    loss_of(model, x).backward()
+    close(gradients(model), gradients(plain))
+
+
+def test_hooks_and_autograd_grad_see_whole_gradients():
+    mesh = mesh_of((-1,))
+    model, x = build(mesh), ms.distribute_tensor(data(), mesh, (ms.Shard(2),))
+    seen = []
+    model.a.weight.register_hook(lambda g: seen.append(g.clone()))
+    loss_of(model, x).backward()
+    reference = build()
+    loss_of(reference, data()).backward()
+    close(gradients(model), gradients(reference))
+    close(seen, [reference.a.weight.grad])
+    close(torch.autograd.grad(loss_of(model, x), list(model.parameters())), gradients(reference))
+
+
+def test_everyone_starts_from_rank_0():
+    mesh = mesh_of((-1,))
+    model = build(mesh)
+    close([p.detach() for p in model.parameters()], [p.detach() for p in build().parameters()])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_training_with_clipping(optimizer):
+    def train(model, x):
+        steps = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+        losses, norms = [], []
+        for _ in range(3):
+            steps.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+            steps.step()
+            losses.append(loss.item())
+        return torch.tensor([losses, norms]), list(model.parameters())
+
+    expected, reference = train(build(), data())
+    mesh = mesh_of(mesh_shapes(2)[-1])
+    got, params = train(build(mesh), ms.distribute_tensor(data(), mesh, placements_of(mesh)))
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+    close(params, reference, 1e-6)
+
+
+def test_autocast_to_bfloat16():
+    """The dtypes of torch, and its values up to bfloat16's rounding."""
+    reference, x = build(dtype=torch.float32), data().float()
+    mesh = mesh_of((-1,))
+    model, shards = build(mesh, torch.float32), ms.distribute_tensor(x, mesh, (ms.Shard(2),))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = reference(x)[0], model(shards)[0]
+        assert got.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(got.full_tensor().float(), expected.float(), rtol=0.05, atol=0.05)
+        expected, got = loss_of(reference, x), loss_of(model, shards)
+    assert got.dtype == expected.dtype
+    expected.backward()
+    got.backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02)
+
+
+def test_reentrant_checkpoint_is_refused():
+    mesh = mesh_of((-1,))
+    x = ms.distribute_tensor(data(), mesh, (ms.Shard(2),)).requires_grad_()
+    with pytest.raises(ms.UnsupportedOperationError, match="use_reentrant=False"):
+        checkpoint(build(mesh).body, x, use_reentrant=True)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_models_that_differ_are_refused():
+    mesh = mesh_of((-1,))
+    with pytest.raises(ms.MpishardError, match="rank"):
+        ms.distribute_module(nn.Linear(3 + (mesh.rank == 1), 2), mesh)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_many_gradients_share_one_message():
+    mesh = mesh_of((-1,))
+    layers = nn.Sequential(*[nn.Conv2d(2, 2, 1) for _ in range(8)])
+    x = ms.distribute_tensor(data().float(), mesh, (ms.Shard(2),))
+
+    def count_of(model):
+        loss = model(x).mean()
+        with ms.comm_counter() as count:
+            loss.backward()
+        return count.by_op["all_reduce"].calls
+
+    assert count_of(copy.deepcopy(layers)) == 16
+    assert count_of(ms.distribute_module(layers, mesh)) == 1
