@@ -40,7 +40,7 @@ SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
 # The same examples in every run; `--hypothesis-profile=search` looks for new ones.
 hypothesis.settings.register_profile("serial", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
 
 
 def under_launcher() -> bool:
@@ -61,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--ranks")
     if not under_launcher():
-        hypothesis.settings.load_profile("serial")
+        if config.getoption("--hypothesis-profile", None) is None:
+            hypothesis.settings.load_profile("serial")
         if wanted is not None:
             raise pytest.UsageError(f"--ranks {wanted}: no MPI launcher started this process; use mpiexec -n {wanted}")
         return
