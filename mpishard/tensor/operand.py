@@ -93,6 +93,8 @@ def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
             if x._layout.shape[p.dim] != shape[dim]:
                 continue  # one cell that is broadcast: the operand is gathered instead
             if type(placements[m]) is Shard and placements[m].dim != dim:  # type: ignore[union-attr]
+                if mesh.shape[m] == 1:
+                    continue  # one rank has it all
                 raise LayoutError(
                     described(
                         "operands are sharded over different dims",

@@ -1,0 +1,258 @@
+"""Matrix products, linear layers and einsum, over any sharded dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.ops.contract import Label, Labels, contract
+from mpishard.ops.pointwise import no_out
+from mpishard.tensor.operand import fitted, resolved
+from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+@lru_cache(maxsize=256)
+def _linear_labels(ndim: int) -> tuple[tuple[Labels, Labels], Labels]:
+    batch = tuple(range(ndim - 1))
+    return ((*batch, "K"), ("J", "K")), (*batch, "J")
+
+
+@implements(F.linear)
+def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
+    """Apply a linear layer to the last dim.
+
+    Not collective where the last dim is whole. Where it is sharded, each rank multiplies its features: a Partial,
+    which is summed at once if there is a bias.
+    """
+    labels, out = _linear_labels(input.ndim)
+    y = contract("linear", F.linear, (input, weight), labels, out)
+    if bias is None:
+        return y
+    y = resolved(y)
+    return wrap(y._local + fitted(bias, y._mesh, y._layout), y._layout, y._mesh)
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
+    if input1.numel() and input2.numel():
+        return F.bilinear(input1, input2, weight)
+    # torch's own fails on empty blocks
+    return torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+
+
+@implements(F.bilinear, torch.bilinear)
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTensor:
+    """Apply a bilinear layer. As `linear`."""
+    batch = tuple(range(input1.ndim - 1))
+    labels: tuple[Labels, ...] = ((*batch, "I"), (*batch, "K"), ("J", "I", "K"))
+    y = contract("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
+    return y if bias is None else y + bias
+
+
+@lru_cache(maxsize=256)
+def _matmul_labels(ndim: int, other: int) -> tuple[tuple[Labels, Labels], Labels]:
+    # batch dims are numbered from the last one
+    a: Labels = ("K",) if ndim == 1 else (*range(ndim - 3, -1, -1), "I", "K")
+    b: Labels = ("K",) if other == 1 else (*range(other - 3, -1, -1), "K", "J")
+    batch = range(max(ndim, other) - 3, -1, -1)
+    return (a, b), (*batch, *("I",) * (ndim > 1), *("J",) * (other > 1))
+
+
+@implements(*spellings("matmul"), torch.Tensor.__matmul__)
+def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+    """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
+    if out is not None:
+        raise no_out(torch.matmul)
+    if input.ndim == 0 or other.ndim == 0:
+        raise RuntimeError("both arguments to matmul need to be at least 1D")
+    labels, result = _matmul_labels(input.ndim, other.ndim)
+    return contract("matmul", torch.matmul, (input, other), labels, result)
+
+
+@implements(torch.Tensor.__rmatmul__)
+def rmatmul(self: Any, other: Any) -> ShardTensor:
+    """Multiply from the right. As `matmul`."""
+    return matmul(other, self)
+
+
+_PRODUCTS: dict[str, tuple[tuple[Labels, ...], Labels]] = {
+    "mm": ((("I", "K"), ("K", "J")), ("I", "J")),
+    "bmm": ((("B", "I", "K"), ("B", "K", "J")), ("B", "I", "J")),
+    "mv": ((("I", "K"), ("K",)), ("I",)),
+    "dot": ((("K",), ("K",)), ()),
+    "vdot": ((("K",), ("K",)), ()),
+    "outer": ((("I",), ("J",)), ("I", "J")),
+    "ger": ((("I",), ("J",)), ("I", "J")),
+}
+
+
+def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
+    func = getattr(torch, name)
+
+    def rule(input: Any, *others: Any, out: Any = None, **named: Any) -> ShardTensor:
+        if out is not None:
+            raise no_out(func)
+        return contract(name, func, (input, *others, *named.values()), labels, result)
+
+    return rule
+
+
+for _name, (_labels, _result) in _PRODUCTS.items():
+    for _func in spellings(_name):
+        RULES[_func] = _product_rule(_name, _labels, _result)
+
+
+# -- products that are added to something: (operands, result), and the product alone
+
+_ADDED = {
+    "addmm": (*_PRODUCTS["mm"], torch.mm),
+    "addmv": (*_PRODUCTS["mv"], torch.mv),
+    "addr": (*_PRODUCTS["outer"], torch.outer),
+    "baddbmm": (*_PRODUCTS["bmm"], torch.bmm),
+    "addbmm": ((("B", "I", "K"), ("B", "K", "J")), ("I", "J"), lambda a, b: torch.bmm(a, b).sum(0)),
+}
+
+
+def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: Any) -> Any:
+    whole = getattr(torch, name)
+
+    def rule(
+        input: Any,
+        first: Any = None,
+        second: Any = None,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+        out: Any = None,
+        **named: Any,
+    ) -> Any:
+        if out is not None:
+            raise no_out(whole)
+        a, b = (*(x for x in (first, second) if x is not None), *named.values())
+        y = resolved(contract(name, product, (a, b), labels, result))
+        # like torch, which does not read `input` where beta is 0
+        y = y if alpha == 1 else y * alpha
+        return y if beta == 0 else y + (input if beta == 1 else input * beta)
+
+    return rule
+
+
+for _name, (_labels, _result, _product) in _ADDED.items():
+    _rule = _added_rule(_name, _labels, _result, _product)
+    for _func in spellings(_name):
+        RULES[_func] = _rule
+    for _func in spellings(f"{_name}_"):
+        RULES[_func] = lambda self, *args, _rule=_rule, **kwargs: self.copy_(_rule(self, *args, **kwargs))
+
+
+@implements(torch.inner, torch.Tensor.inner)
+def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+    """Sum over the last dims of both. As `matmul`."""
+    if out is not None:
+        raise no_out(torch.inner)
+    if input.ndim == 0 or other.ndim == 0:
+        return input * other  # type: ignore[no-any-return]
+    a: Labels = tuple(range(input.ndim - 1))
+    b: Labels = tuple(range(input.ndim, input.ndim + other.ndim - 1))
+    return contract("inner", torch.inner, (input, other), ((*a, "K"), (*b, "K")), (*a, *b))
+
+
+@implements(torch.tensordot)
+def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
+    """Sum over pairs of dims. As `matmul`."""
+    if out is not None:
+        raise no_out(torch.tensordot)
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        own, theirs = list(range(a.ndim - dims, a.ndim)), list(range(dims))
+    else:
+        own, theirs = ([int(d)] if isinstance(d, int) else [int(k) for k in d] for d in dims)
+    own, theirs = [d % a.ndim for d in own], [d % b.ndim for d in theirs]
+    first: list[Label] = list(range(a.ndim))
+    second: list[Label] = list(range(a.ndim, a.ndim + b.ndim))
+    for d, e in zip(own, theirs):
+        second[e] = first[d]
+    result = (*(s for d, s in enumerate(first) if d not in own), *(s for d, s in enumerate(second) if d not in theirs))
+    return contract(
+        "tensordot",
+        lambda x, y: torch.tensordot(x, y, (own, theirs)),
+        (a, b),
+        (tuple(first), tuple(second)),
+        result,
+    )
+
+
+@implements(torch.linalg.multi_dot)
+def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
+    """Multiply a chain of matrices. As `matmul`."""
+    if out is not None:
+        raise no_out(torch.linalg.multi_dot)
+    last = len(tensors) - 1
+    labels: list[Labels] = [(f"K{i}", f"K{i + 1}") for i in range(len(tensors))]
+    result: Labels = ("K0", f"K{last + 1}")
+    if tensors[0].ndim == 1:
+        labels[0], result = ("K1",), result[1:]
+    if tensors[last].ndim == 1:
+        labels[last], result = (f"K{last}",), result[:-1]
+    return contract("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
+
+
+@implements(torch.chain_matmul)
+def chain_matmul(*matrices: Any, out: Any = None) -> ShardTensor:
+    """Multiply a chain of matrices. As `matmul`."""
+    return multi_dot(matrices, out=out)
+
+
+# -- einsum
+
+
+@lru_cache(maxsize=1024)
+def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels, ...], Labels]:
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        raise RuntimeError(f"einsum(): {len(terms)} subscripts for {len(ndims)} operands")
+    labels, rest = [], 0
+    for term, ndim in zip(terms, ndims):
+        before, dots, after = term.partition("...")
+        n = ndim - len(before) - len(after)
+        if n < 0 or (n and not dots):
+            raise RuntimeError(f"einsum(): subscript {term!r} does not fit an operand of {ndim} dims")
+        rest = max(rest, n)
+        # letters above the numbers of the dims that an ellipsis stands for, which count from the last
+        labels.append((*map(ord, before), *range(n - 1, -1, -1), *map(ord, after)))
+    ellipsis = tuple(range(rest - 1, -1, -1))
+    if arrow:
+        before, dots, after = right.partition("...")
+        return tuple(labels), (*map(ord, before), *(ellipsis if dots else ()), *map(ord, after))
+    letters = [ord(c) for c in left if c.isalpha()]
+    return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
+
+
+@implements(torch.einsum)
+def einsum(*args: Any) -> ShardTensor:
+    """Evaluate Einstein's sum convention. As `matmul`."""
+    equation, operands = args[0], args[1:]
+    if not isinstance(equation, str):
+        equation, operands = _from_lists(args)
+    elif len(operands) == 1 and not isinstance(operands[0], Tensor):
+        operands = tuple(operands[0])
+    labels, out = _einsum_labels(equation, tuple(x.ndim for x in operands))
+    return contract(f"einsum({equation!r})", lambda *x: torch.einsum(equation, *x), operands, labels, out)
+
+
+def _from_lists(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the equation and the operands of ``einsum(x, [0, 1], y, [1, 2], [0, 2])``."""
+
+    def text(labels: Sequence[Any]) -> str:
+        return "".join("..." if i is Ellipsis else chr(ord("A") + i if i < 26 else ord("a") + i - 26) for i in labels)
+
+    pairs, result = args[: len(args) // 2 * 2], args[len(args) // 2 * 2 :]
+    equation = ",".join(text(labels) for labels in pairs[1::2])
+    return equation + (f"->{text(result[0])}" if result else ""), tuple(pairs[::2])
