@@ -58,7 +58,7 @@ def test_a_periodic_mesh_wraps_whatever_the_mode():
         mesh = mesh_of(mesh_shape, True)
         x = ms.ShardTensor.from_local(block(full, layout, mesh), mesh, layout.placements)
         dims = [d for d in (1, 2) if d in layout.shard_dims]
-        widths = {d: (2, 1) for d in dims}
+        widths = dict.fromkeys(dims, (2, 1))
         for mode in (None, "zeros", "replicate"):
             got = ms.halo_exchange(x, widths, mode=mode)
             np.testing.assert_array_equal(got.numpy(), expected_of(full, layout, mesh.coords, widths, "circular"))
