@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 import time
+import zlib
+from array import array
 from collections.abc import Generator
-from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -26,6 +27,7 @@ from mpi4py import MPI
 GRACE_S = 20
 # Left for the dumps of all stacks before the abort.
 DUMP_S = 3
+OUTCOMES = ("passed", "skipped", "failed")
 
 
 class Lockstep:
@@ -67,27 +69,28 @@ class Lockstep:
             time.sleep(DUMP_S / len(self.peers))
         MPI.COMM_WORLD.Abort(1)
 
-    def gather(self, value: Any, *, failure: str | None = None) -> list[Any]:
-        """Return the values of all ranks; where this rank failed, give up on the others soon. Collective."""
-        ready = self.comm.Ibarrier()
+    def agree(self, code: int, failure: str | None = None) -> list[int]:
+        """Return the codes of all ranks; where this rank failed, give up on the others soon. Collective."""
+        mine, codes = array("i", [code]), array("i", [0] * self.comm.size)
+        request = self.comm.Iallgather(mine, codes)
         start = time.monotonic()
         pause = 1e-4
-        while not ready.Test():
+        while not request.Test():
+            # ranks share cores: leave them to those that are not here yet
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
             if failure is not None and time.monotonic() - start > GRACE_S:
                 self.out.write(f"\n[rank {self.comm.rank}] failed, {self.doing}:\n{failure}\n")
                 self.abort(f"this rank failed and the others did not follow within {GRACE_S} s")
-        return self.comm.allgather(value)
+        return codes.tolist()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        collected = (session.testsfailed, [item.nodeid for item in session.items])
-        everyone = self.gather(collected)
-        if any(failed for failed, _ in everyone):
+        nodes = "\n".join(item.nodeid for item in session.items)
+        if any(self.agree(session.testsfailed)):
             # pytest stops after such errors; a rank that has none stops with the others
             session.testsfailed = max(1, session.testsfailed)
-        elif any(other != collected for other in everyone):
+        elif len(set(self.agree(zlib.crc32(nodes.encode()) >> 1))) > 1:
             raise pytest.UsageError("ranks collected different tests: is a parametrisation ordered by a set or a hash?")
         return (yield)
 
@@ -98,17 +101,15 @@ class Lockstep:
         report = yield
         self.doing = f"{report.when} of {item.nodeid}"
         text = report.longreprtext if report.failed else None
-        outcomes = self.gather((report.outcome, text), failure=text)
+        outcomes = [OUTCOMES[code] for code in self.agree(OUTCOMES.index(report.outcome), text)]
         self.since = time.monotonic()
-        names = {outcome for outcome, _ in outcomes}
-        if names == {"passed"} or names == {"skipped"}:
-            return report
-        if "failed" not in names:
-            text = f"skipped on some ranks only: {[outcome for outcome, _ in outcomes]}"
+        if "failed" in outcomes:
+            report.longrepr = "\n".join(rank_texts(self.comm.allgather(text)))
+        elif len(set(outcomes)) > 1:
+            report.longrepr = f"skipped on some ranks only: {outcomes}"
         else:
-            text = "\n".join(rank_texts([text for _, text in outcomes]))
+            return report
         report.outcome = "failed"
-        report.longrepr = text
         if hasattr(report, "wasxfail"):
             del report.wasxfail
         return report
@@ -116,7 +117,7 @@ class Lockstep:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         self.doing = "finishing"
-        session.exitstatus = max(int(status) for status in self.gather(session.exitstatus))
+        session.exitstatus = max(self.agree(int(session.exitstatus)))
         yield
 
     def pytest_internalerror(self, excrepr: object) -> None:
