@@ -29,9 +29,8 @@ def main() -> None:
     grown = peak_mib() - before
     shard = x.to_local().nbytes / 2**20
     elsewhere = WORLD.allreduce(grown if mesh.rank else 0.0, op=MPI.MAX)
-    say(
-        f"{WORLD.size} ranks, shards of {shard:.0f} MiB: source +{grown:.0f} MiB, elsewhere at most +{elsewhere:.0f} MiB"
-    )
+    say(f"{WORLD.size} ranks, shards of {shard:.0f} MiB")
+    say(f"growth: source {grown:.0f} MiB, elsewhere at most {elsewhere:.0f} MiB")
 
 
 if __name__ == "__main__":
