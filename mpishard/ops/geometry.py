@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,24 @@ class Transposed(NamedTuple):
         return (0, *inner, n_out)
 
 
+class Adaptive(NamedTuple):
+    """Output cell ``j`` of ``n_out`` reads the input cells ``[floor(j * n / n_out), ceil((j + 1) * n / n_out))``."""
+
+    n: int
+    n_out: int
+
+    def window(self, a: int, b: int) -> tuple[int, int]:
+        """Return the input interval of the output interval ``[a, b)``. Not collective."""
+        return a * self.n // self.n_out, -(-b * self.n // self.n_out)
+
+    def follow(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return output borders such that a cell lies where the middle of its window does. Not collective."""
+        n, n_out = self
+        # middle: (2 j + 1) n / (2 n_out)
+        inner = [min(max(-((n - 2 * b * n_out) // (2 * n)), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+        return (0, *inner, n_out)
+
+
 def pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
     """Return the intervals between ``borders``, each with at least one cell.
 
@@ -102,6 +120,32 @@ def padded(sizes: Sequence[int], lo: int, n_out: int) -> tuple[int, ...]:
     """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only. Not collective."""
     inner = [min(max(b + lo, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
     return (0, *inner, n_out)
+
+
+def frozen(value: Any) -> Any:
+    """Return an argument as what can be part of a key. Not collective."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return the part (dim, start, length) of ``y`` along some dims. Not collective."""
+    for dim, start, length in crops:
+        y = y.narrow(dim, start, length)
+    return y
+
+
+def on_planes(func: Callable[[Tensor], Any], x: Tensor, ndim: int) -> Any:
+    """Return ``func(x)`` for a function of the last ``ndim`` dims, which may refuse a block without planes.
+
+    Not collective.
+    """
+    lead = x.shape[:-ndim]
+    if 0 not in lead:
+        return func(x)
+    # torch allows no cells along the batch dim alone
+    out = func(x.reshape(0, 1, *x.shape[-ndim:]))
+    shaped = [t.reshape(*lead, *t.shape[2:]) for t in (out if isinstance(out, tuple) else (out,))]
+    return tuple(shaped) if isinstance(out, tuple) else shaped[0]
 
 
 def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:
