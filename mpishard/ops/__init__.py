@@ -1,3 +1,3 @@
 """Sharding rules, one file per family; importing this package registers them."""
 
-from mpishard.ops import conv, index, join, linear, loss, norm, pad, pointwise, reduction, reshape, view
+from mpishard.ops import conv, index, join, linear, loss, norm, pad, pointwise, pool, reduction, reshape, view
