@@ -4,7 +4,7 @@ from mpishard.comm.guard import install as _install
 
 _install()
 
-from mpishard import ops, testing
+from mpishard import io, ops, testing
 from mpishard.autograd.collective import (
     all_gather,
     all_reduce,
