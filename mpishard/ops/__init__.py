@@ -1,3 +1,18 @@
 """Sharding rules, one file per family; importing this package registers them."""
 
-from mpishard.ops import conv, index, join, linear, loss, norm, pad, pointwise, pool, reduction, reshape, view
+from mpishard.ops import (
+    attention,
+    conv,
+    embedding,
+    index,
+    join,
+    linear,
+    loss,
+    norm,
+    pad,
+    pointwise,
+    pool,
+    reduction,
+    reshape,
+    view,
+)
