@@ -177,11 +177,11 @@ class HaloExchanger:
 
     def free(self) -> None:
         """Free the persistent requests; the mesh does so, too. Not collective."""
+        while self._kept:
+            self._kept.popitem()[1].free()
         for slot, _, _ in self._flying:
             self._channel.flying.pop(slot, None)
         self._flying.clear()
-        while self._kept:
-            self._kept.popitem()[1].free()
 
     def __del__(self) -> None:
         if getattr(self, "_kept", None) and not MPI.Is_finalized():

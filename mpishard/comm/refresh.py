@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.strip import Block, Strip, copy_views, plan_strips
 
 _OP = "halo_refresh"
+# Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
+_PATIENCE_S = 1.0
 _ALIGN = 16  # of every part of a message: the largest item
 
 Box = tuple[tuple[int, int], ...]
@@ -156,7 +159,10 @@ class Refresh:
 
     def free(self) -> None:
         """Free the persistent requests. Not collective."""
+        deadline = time.monotonic() + _PATIENCE_S
         for step in self._steps:
+            while step.requests and not MPI.Request.Testall(step.requests) and time.monotonic() < deadline:
+                time.sleep(0.001)
             for request in step.requests:
                 request.Free()
         self._steps = []

@@ -130,11 +130,13 @@ def blocks(extent, count):
     return tuple(extent // count + (i < extent % count) for i in range(count))
 
 
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize(
-    ("shape", "periodic"), [(s, p) for s in SHAPES for p in itertools.product((False, True), repeat=len(s))]
-)
+def periodicities(ndim):
+    every = list(itertools.product((True, False), repeat=ndim))
+    return every if ndim < 3 else [every[0], every[2], every[-1]]
+
+
+@pytest.mark.parametrize(("order", "backend"), [("C", "numpy"), ("F", "torch")])
+@pytest.mark.parametrize(("shape", "periodic"), [(s, p) for s in SHAPES for p in periodicities(len(s))])
 def test_every_mesh_with_corners(make_mesh, shape, periodic, order, backend):
     mesh = make_mesh(shape, periodic)
     case = Case(mesh, [blocks(5 + 2 * n, n) for n in shape], [(2, 1), (1, 2), (1, 1)][: len(shape)])
@@ -146,7 +148,7 @@ def test_every_mesh_with_corners(make_mesh, shape, periodic, order, backend):
     assert_same(memory, expected)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_geometry(make_mesh, seed):
     """Uneven and empty blocks, wide and one-sided halos, several hops, arrays of more dims than the mesh."""
     rng = np.random.default_rng(seed)
