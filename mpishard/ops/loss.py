@@ -91,7 +91,9 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
         total = _total(_local_sum(call, dtype), mesh, out)
         if reduction != "sum":
             named_shape = named[names[0]].shape
-            total = total / ((named_shape[0] if named_shape else 1) if reduction == "batchmean" else math.prod(out.shape))
+            total = total / (
+                (named_shape[0] if named_shape else 1) if reduction == "batchmean" else math.prod(out.shape)
+            )
         return _scalar(total.to(dtype) if dtype in HALVES else total, mesh)
 
     return rule
@@ -101,9 +103,7 @@ RULES[F.smooth_l1_loss] = _pointwise_loss(F.smooth_l1_loss, "input", "target")
 RULES[F.soft_margin_loss] = _pointwise_loss(F.soft_margin_loss, "input", "target")
 RULES[F.poisson_nll_loss] = _pointwise_loss(F.poisson_nll_loss, "input", "target")
 RULES[F.hinge_embedding_loss] = _pointwise_loss(F.hinge_embedding_loss, "input", "target")
-RULES[F.binary_cross_entropy] = _pointwise_loss(
-    F.binary_cross_entropy, "input", "target", "weight", same_shape=True
-)
+RULES[F.binary_cross_entropy] = _pointwise_loss(F.binary_cross_entropy, "input", "target", "weight", same_shape=True)
 RULES[F.margin_ranking_loss] = _pointwise_loss(F.margin_ranking_loss, "input1", "input2", "target")
 _plain_kl = _pointwise_loss(F.kl_div, "input", "target")
 _plain = {f: _pointwise_loss(f, "input", "target") for f in (F.mse_loss, F.l1_loss, F.huber_loss)}
@@ -368,7 +368,7 @@ def triplet_margin_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """The same with p-norms. Collective where dims are sharded."""
+    """Compare distances by p-norms. Collective where dims are sharded."""
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     return triplet_margin_with_distance_loss(

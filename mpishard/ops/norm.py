@@ -19,10 +19,9 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout
 from mpishard.ops.moments import dots, global_moments, row_moments
-from mpishard.ops.reduction import HALVES, reduced
-from mpishard.tensor.operand import fitted, mesh_of, resolved
+from mpishard.ops.reduction import HALVES, counts_over, reduced
+from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -88,7 +87,8 @@ def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     y = torch.native_batch_norm(
         rows, scale.reshape(-1), shift.reshape(-1), scale.new_zeros(n), scale.new_ones(n), False, 0.0, 0.0
     )[0]
-    return y.view(x.shape)
+    # not a view: what a Function returns may be written in place only if it is not one
+    return torch.ops.aten._unsafe_view(y, x.shape)
 
 
 class Normalise(Function):
@@ -169,7 +169,7 @@ def _group(mesh: CartMesh, rows: Rows) -> Group | None:
 
 
 def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
-    """The same in operations that autograd records, for gradients of gradients. Collective over ``rows.over``."""
+    """Normalise in operations that autograd records, for gradients of gradients. Collective over ``rows.over``."""
     dims = (2, 3) if rows.groups else (0, 2)
     shape = (rows.n, rows.groups, rows.c // rows.groups, -1) if rows.groups else (rows.n, rows.c, -1)
     if not x.numel():
@@ -190,9 +190,7 @@ def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, 
     return y.to(x.dtype)
 
 
-def normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
-) -> Tensor:
+def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
     """Normalise a block. Collective over ``rows.over``."""
     weight = weight if weight is None else use(weight, mesh, rows.used)
     bias = bias if bias is None else use(bias, mesh, rows.used)
@@ -200,18 +198,6 @@ def normalised(
         return recorded(x, weight, bias, rows, mesh, eps)
     y: Tensor = Normalise.apply(x, weight, bias, rows, mesh, eps)[0]  # type: ignore[no-untyped-call]
     return y
-
-
-def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cells along ``dims`` that each rank of the group ``over`` holds, in rank order. Not collective."""
-    coords = list(mesh.coords)
-    counts = []
-    for i in range(math.prod(mesh.shape[m] for m in over)):
-        for m in reversed(over):
-            i, coords[m] = divmod(i, mesh.shape[m])
-        shape = layout.local_shape(coords)
-        counts.append(math.prod(shape[d] for d in dims))
-    return tuple(counts)
 
 
 def _plan_group(x: ShardTensor, groups: int) -> Rows:

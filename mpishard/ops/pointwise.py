@@ -103,6 +103,10 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         x = args[0]
         if not isinstance(x, ShardTensor):
+            args = tuple(_whole(a) for a in args)
+            kwargs = {k: _whole(a) for k, a in kwargs.items()}
+            if not any(isinstance(a, ShardTensor) for a in [*args, *kwargs.values()]):
+                return func(*args, **kwargs)
             raise UnsupportedOperationError(
                 described(
                     f"{name_of(func)}: a ShardTensor written into a plain tensor",
@@ -131,6 +135,14 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
         return x
 
     return rule
+
+
+def _whole(x: Any) -> Any:
+    """Return the plain value of a ShardTensor that every rank holds whole; anything else as it is."""
+    if not isinstance(x, ShardTensor):
+        return x
+    x = resolved(x)
+    return x._local if x._layout.is_replicated else x
 
 
 def _inplace_flag_rule(func: Any, plain: Callable[..., ShardTensor], in_place: Callable[..., Any]) -> Any:

@@ -1,0 +1,290 @@
+"""Reductions, extrema, scans and order statistics of shards against those of whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+
+INF = float("inf")
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def ties(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-3, 4, shape, generator=generator).double()
+
+
+def few(shape, dims, every: int, max_ndim: int = 2):
+    """Every n-th layout, and all that have uneven blocks."""
+    for i, (mesh, placements, sizes) in enumerate(layouts(shape, dims, max_ndim)):
+        if i % every == 0 or (sizes and i % 2 == 0):
+            yield mesh, placements, sizes
+
+
+DIMS = [
+    lambda f, x: f(x),
+    lambda f, x: f(x, 1),
+    lambda f, x: f(x, -1, True),
+    lambda f, x: f(x, dim=0, keepdim=True),
+    lambda f, x: f(x, (0, 2)),
+    lambda f, x: f(x, [-1, -2], keepdim=True),
+]
+
+SMOOTH = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "nansum": torch.nansum,
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "std": torch.std,
+    "var": torch.var,
+    "norm": lambda x, dim=None, keepdim=False: torch.linalg.vector_norm(x, 2, dim, keepdim),
+    "norm3": lambda x, dim=None, keepdim=False: torch.linalg.vector_norm(x, 3, dim, keepdim),
+    "norm1": lambda x, dim=None, keepdim=False: (
+        torch.linalg.norm(x, 1, dim, keepdim) if isinstance(dim, int) else torch.norm(x, 1, dim, keepdim)
+    ),
+    "logsumexp": lambda x, dim=(0, 1, 2), keepdim=False: torch.logsumexp(x, dim, keepdim),
+    "var_mean": lambda x, dim=None, keepdim=False: torch.var_mean(x, dim, correction=0, keepdim=keepdim),
+    "std_mean": lambda x, dim=None, keepdim=False: torch.std_mean(x, dim, keepdim=keepdim),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_reductions(name):
+    f, x = SMOOTH[name], values(3, 7, 5)
+    calls = itertools.cycle(DIMS)
+    for i, (mesh, placements, sizes) in enumerate(few(x.shape, (0, 1, 2), 5, 3)):
+        call = next(calls)
+        compare(
+            lambda t, call=call: call(f, t),
+            [(x, mesh, placements, sizes)],
+            second=i % 3 == 0,
+            what=f"{name} {placements} {sizes}",
+        )
+
+
+CELLS = {
+    "prod": lambda x: x.prod(),
+    "prod dim": lambda x: x.prod(1, keepdim=True),
+    "amax ties": lambda x: x.amax((0, 1)),
+    "amin ties": lambda x: x.amin(),
+    "max ties": lambda x: x.max(),
+    "min ties": torch.min,
+    "max dim": lambda x: x.max(1),
+    "min dim": lambda x: torch.min(x, 0, keepdim=True),
+    "max last": lambda x: x.max(dim=-1).values,
+    "aminmax": lambda x: torch.aminmax(x, dim=1),
+    "aminmax all": lambda x: x.aminmax(),
+    "argmax": lambda x: x.argmax(),
+    "argmin": torch.argmin,
+    "argmax dim": lambda x: x.argmax(1),
+    "argmin dim": lambda x: x.argmin(dim=-2, keepdim=True),
+    "argmax keepdim": lambda x: torch.argmax(x, keepdim=True),
+    "any": lambda x: (x > 2).any(),
+    "any dim": lambda x: torch.any(x > 2, 1),
+    "any dims": lambda x: torch.any(x > 2, (0, 1), True),
+    "all": lambda x: (x < 3).all(),
+    "all dim": lambda x: (x < 3).all(dim=2, keepdim=True),
+    "all uint8": lambda x: (x < 3).to(torch.uint8).all(1),
+    "count_nonzero": torch.count_nonzero,
+    "count_nonzero dim": lambda x: x.count_nonzero((0, 1)),
+    "nanmean": lambda x: torch.where(x == 1, torch.nan, x).nanmean(1),
+    "nansum": lambda x: torch.where(x == 1, torch.nan, x).nansum(),
+    "norm 0": lambda x: torch.linalg.vector_norm(x.detach(), 0, 1),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, INF, (0, 1)),
+    "norm -inf": lambda x: torch.linalg.vector_norm(x + 5, -INF),
+    "norm -1": lambda x: torch.linalg.vector_norm(x + 5, -1, 1),
+    "norm fro": lambda x: x.norm(),
+    "norm p": lambda x: x.norm(3.0, 1),
+    "matrix fro": torch.linalg.matrix_norm,
+    "matrix 1": lambda x: torch.linalg.norm(x[0] * 1.5, 1),
+    "matrix inf": lambda x: torch.linalg.matrix_norm(x, INF, keepdim=True),
+    "int sum": lambda x: x.long().sum(1),
+    "bool sum": lambda x: (x > 0).sum(),
+    "int32 prod": lambda x: (x + 4).int().prod(1),
+    "sum dtype": lambda x: x.float().sum(1, dtype=torch.float64),
+    "mean dtype": lambda x: x.long().mean(dtype=torch.float64),
+    "sum axis": lambda x: x.sum(axis=1, keepdims=True),
+    "sum of none": lambda x: x.sum(()),
+    "cumsum": lambda x: x.cumsum(1),
+    "cumprod": lambda x: (x / 2).cumprod(-2),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "cummax": lambda x: x.cummax(1),
+    "cummin": lambda x: torch.cummin(x, 2),
+    "int cumsum": lambda x: x.int().cumsum(1),
+    "diff": lambda x: x.diff(dim=1),
+    "diff twice": lambda x: torch.diff(x, 2, 1),
+    "diff many": lambda x: torch.diff(x, 6, 1),
+    "diff all": lambda x: torch.diff(x, 9, 1),
+    "trapezoid": lambda x: torch.trapezoid(x, dx=0.5, dim=1),
+    "trapezoid x": lambda x: torch.trapezoid(x, torch.arange(7.0).double() ** 2, dim=1),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x, dim=1),
+    "normalize": lambda x: torch.nn.functional.normalize(x, dim=1),
+    "cosine": lambda x: torch.cosine_similarity(x, x * x + 1, 1),
+    "pairwise": lambda x: torch.pairwise_distance(x, x * x),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells(name):
+    f, x = CELLS[name], ties(3, 7, 5)
+    for mesh, placements, sizes in few(x.shape, (1, 2, 0), 11):
+        compare(f, [(x, mesh, placements, sizes)], what=f"{name} {placements} {sizes}")
+
+
+SECOND = ["prod", "prod dim", "amax ties", "max dim", "norm inf", "cumsum", "cumprod", "logcumsumexp", "diff", "cosine"]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_order(name):
+    f, x = CELLS[name], ties(3, 7, 5)
+    for mesh, placements, sizes in few(x.shape, (1,), 3):
+        compare(lambda t: f(t * t), [(x, mesh, placements, sizes)], second=True, what=f"{name} {placements} {sizes}")
+
+
+WHOLE = {
+    "sort": lambda x: x.sort(2),
+    "argsort": lambda x: torch.argsort(x, stable=True),
+    "topk": lambda x: x.topk(2),
+    "kthvalue": lambda x: x.kthvalue(2),
+    "median": lambda x: x.median(-1),
+    "nanmedian": lambda x: torch.nanmedian(x, 2, True),
+    "mode": lambda x: x.mode().values,
+    "quantile": lambda x: x.quantile(0.3, dim=2),
+    "quantiles": lambda x: torch.quantile(x, torch.tensor([0.1, 0.7], dtype=x.dtype), 2, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_order_along_whole_dim(name):
+    f, x = WHOLE[name], values(4, 7, 5)
+    for mesh, placements, sizes in few(x.shape, (0, 1), 5):
+        if (
+            WORLD.size > 1
+            and 0 in [s for cut in (sizes or {}).values() for s in cut]
+            and name in ("quantile", "quantiles")
+        ):
+            continue  # torch has no quantiles of tensors without cells
+        compare(f, [(x, mesh, placements, sizes)], what=f"{name} {placements} {sizes}")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", [n for n in WHOLE if n != "argsort"])
+def test_order_along_cut_dim_is_refused(name):
+    x = shard(values(4, 7, 5), mesh_of((WORLD.size,)), [ms.Shard(2)])
+    with pytest.raises(ms.UnsupportedOperationError, match="redistribute to another dim"):
+        WHOLE[name](x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_accumulate_wider(dtype):
+    x = torch.full((4096,), 1.0).to(dtype)
+    s = shard(x, mesh_of((WORLD.size,)), [ms.Shard(0)])
+    for f in (torch.sum, torch.mean, torch.linalg.vector_norm, lambda t: t.logsumexp(0), torch.var, torch.nanmean):
+        expected, got = f(x), f(s)
+        assert got.dtype == expected.dtype == dtype
+        torch.testing.assert_close(gathered(got), expected)
+    assert x.float().cumsum(0)[-1] == gathered(s.cumsum(0))[-1]
+
+
+def test_variance_of_large_offset():
+    x = (values(6, 50) * 1e-3 + 1e6).clone()
+    s = shard(x, mesh_of((WORLD.size,)), [ms.Shard(1)])
+    exact = x.sub(1e6).var(1)
+    torch.testing.assert_close(gathered(s.var(1)), exact, rtol=1e-6, atol=0)
+
+
+def test_nan_wins():
+    x = values(3, 8)
+    x[1, 5] = x[1, 6] = torch.nan
+    s = shard(x, mesh_of((WORLD.size,)), [ms.Shard(1)])
+    for f in (
+        lambda t: t.max(1).indices,
+        lambda t: t.min(1).values,
+        lambda t: t.argmax(),
+        lambda t: t.amax(1),
+        lambda t: t.cummax(1).values,
+        torch.min,
+    ):
+        torch.testing.assert_close(gathered(f(s)), f(x), equal_nan=True)
+
+
+def test_agreements_are_plain_bools():
+    x = values(5, 6)
+    y = x.clone()
+    y[4, 5] += 1e-3
+    mesh = mesh_of((WORLD.size,))
+    s, t = shard(x, mesh, [ms.Shard(0)]), shard(y, mesh, [ms.Shard(1)])
+    assert torch.equal(s, s.clone()) is True
+    assert torch.equal(s, x) is True
+    assert torch.equal(s, shard(y, mesh, [ms.Shard(0)])) is False
+    assert torch.equal(s, shard(x[:4].clone(), mesh, [ms.Shard(0)])) is False
+    assert torch.allclose(s, shard(y, mesh, [ms.Shard(0)])) is False
+    assert torch.allclose(s, y, atol=1e-2) is True
+    with pytest.raises(ms.LayoutError):
+        torch.allclose(s, t) if WORLD.size > 1 else raise_layout()
+
+
+def raise_layout():
+    raise ms.LayoutError("one rank has one layout")
+
+
+def test_partial_is_summed_first():
+    mesh = mesh_of((WORLD.size,))
+    x = ms.ShardTensor.from_local(torch.full((3, 4), 2.0), mesh, [ms.Partial()])
+    assert float(x.amax()) == 2.0 * WORLD.size
+    assert float(x.sum()) == 24.0 * WORLD.size
+    assert float(torch.linalg.vector_norm(x, INF)) == 2.0 * WORLD.size
+
+
+@pytest.mark.ranks(2, 4)
+def test_one_message_per_reduction():
+    s = shard(values(8, 6), mesh_of((WORLD.size,)), [ms.Shard(0)])
+    for f, calls in ((torch.sum, 1), (torch.var, 1), (lambda t: t.sum(1), 0), (lambda t: t.norm(), 1)):
+        with ms.comm_counter() as count:
+            f(s)
+        assert count.calls == calls
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+def test_clip_gradients(foreach, norm_type):
+    mesh = mesh_of((WORLD.size,))
+    full = [values(6, 5), values(7, 4), values(3)]
+
+    def clipped(sharded: bool):
+        params = [
+            shard(p, mesh, [ms.Shard(0)], requires_grad=True) if sharded and i < 2 else p.clone().requires_grad_()
+            for i, p in enumerate(full)
+        ]
+        for p in params:
+            (p * p).sum().backward()
+        total = torch.nn.utils.clip_grad_norm_(params, 0.7, norm_type, foreach=foreach)
+        return [gathered(p.grad) for p in params], gathered(total)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (expected, norm), (got, got_norm) = clipped(False), clipped(True)
+    torch.testing.assert_close(got_norm, norm)
+    for e, g in zip(expected, got):
+        torch.testing.assert_close(g, e)
+
+
+def test_errors_are_torch_errors():
+    s = shard(values(4, 3), mesh_of((WORLD.size,)), [ms.Shard(0)])
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        s.sum(2)
+    with pytest.raises(RuntimeError):
+        s.long().mean()
+    with pytest.raises(ms.UnsupportedOperationError, match="out="):
+        torch.sum(s, 0, out=torch.empty(3))
