@@ -8,18 +8,31 @@ from itertools import accumulate
 
 
 @lru_cache(maxsize=4096)
-def balanced(n: int, count: int) -> tuple[int, ...]:
+def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     """Cut ``n`` cells into ``count`` blocks whose sizes differ by at most one, larger blocks first.
 
     Not collective.
+
+    Parameters
+    ----------
+    n, count
+        Cells and blocks.
+    multiple
+        Cells per unit: units are balanced, and the cells that fill no unit go to the last block. Borders on
+        multiples of a network's total stride let every strided convolution of it work on whole blocks.
 
     Examples
     --------
     >>> balanced(10, 4)
     (3, 3, 2, 2)
+    >>> balanced(197, 2, multiple=8)
+    (96, 101)
     """
-    base, rest = divmod(n, count)
-    return tuple(base + 1 if i < rest else base for i in range(count))
+    units, over = divmod(n, multiple)
+    base, rest = divmod(units, count)
+    sizes = [multiple * (base + 1 if i < rest else base) for i in range(count)]
+    sizes[-1] += over
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=65536)

@@ -21,6 +21,15 @@ def test_balanced_is_even_and_descending(n, count):
     assert cut == tuple(len(part) for part in np.array_split(np.empty(n), count))
 
 
+@given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 16))
+def test_borders_lie_on_multiples(n, count, multiple):
+    cut = balanced(n, count, multiple)
+    assert len(cut) == count
+    assert sum(cut) == n
+    assert all(size % multiple == 0 for size in cut[:-1])
+    assert max(cut) - min(cut) < 2 * multiple
+
+
 @given(sizes)
 def test_bounds_and_sizes_are_inverse(cut):
     borders = bounds(cut)
