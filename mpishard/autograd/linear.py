@@ -20,7 +20,7 @@ class LinearOp(Protocol):
     of ``op`` (``op`` itself, unless it also fills in a constant).
     """
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
         """Communicate."""
         ...
 
