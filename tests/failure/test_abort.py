@@ -1,0 +1,145 @@
+"""A rank that raises, dies, stops or goes another way ends the whole job, and is named."""
+
+from __future__ import annotations
+
+import re
+
+MESH = """
+mesh = ms.init_mesh((-1,), ("x",), periodic=True)
+x = ms.distribute_tensor(torch.arange(12.0), mesh, (ms.Shard(0),))
+def step():
+    return ms.halo_exchange(x, {0: (1, 1)}, mode="circular")
+for _ in range(3):
+    step()
+"""
+
+
+def test_rank_that_raises_between_exchanges(job):
+    outcome = job(3, MESH + "if rank == 1:\n    raise ValueError('only here')\nfor _ in range(9):\n    step()\n")
+    outcome.failed_with("ValueError: only here", "[rank 1 of 3 on ")
+    assert outcome.output.count("Traceback") == 1
+
+
+def test_interrupted_rank(job):
+    outcome = job(2, MESH + "if rank == 1:\n    raise KeyboardInterrupt\nstep()\n")
+    outcome.failed_with("KeyboardInterrupt", "[rank 1 of 2 on ")
+
+
+def test_print_before_the_error_is_not_lost(job):
+    outcome = job(
+        2, MESH + "if rank == 1:\n    print('last words', end='')\n    raise ValueError('only here')\nstep()\n"
+    )
+    outcome.failed_with("ValueError: only here", "last words")
+
+
+def test_error_in_a_thread_ends_nothing(job):
+    body = """
+import threading
+thread = threading.Thread(target=lambda: [][0])
+thread.start()
+thread.join()
+print("still", "here", world.allreduce(1))
+"""
+    outcome = job(2, body)
+    assert outcome.status == 0, outcome.output
+    assert outcome.output.count("still here 2") == 2
+    assert "IndexError" in outcome.output
+
+
+def test_hook_of_the_program_is_called_too(job):
+    body = """
+def hook(kind, error, trace):
+    print("own hook:", error, file=sys.stderr, flush=True)
+sys.excepthook = hook
+import mpishard.comm.guard as guard
+guard._installed = False
+guard.install()
+guard.install()
+if rank == 1:
+    raise ValueError("only here")
+world.recv(source=1)
+"""
+    outcome = job(2, body)
+    outcome.failed_with("own hook: only here", "[rank 1 of 2 on ")
+    assert "Traceback" not in outcome.output
+
+
+def test_host_program_may_keep_its_own_ways(job):
+    body = """
+if rank == 1:
+    try:
+        raise ValueError("only here")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+print("still", "here", world.allreduce(1))
+"""
+    outcome = job(2, body, MPISHARD_ABORT="0")
+    assert outcome.status == 0, outcome.output
+    assert outcome.output.count("still here 2") == 2
+    outcome = job(2, body)
+    outcome.failed_with("ValueError: only here")
+    assert "still here" not in outcome.output
+
+
+def test_one_rank_is_no_job(job):
+    outcome = job(1, "raise ValueError('alone')")
+    outcome.failed_with("ValueError: alone")
+    assert "Abort" not in outcome.output
+    assert "[rank" not in outcome.output
+
+
+def test_killed_rank(job):
+    body = MESH + "print(f'pid{rank}=<{os.getpid()}>', flush=True)\nworld.Barrier()\n"
+    body += "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nfor _ in range(9):\n    step()\n"
+    outcome = job(2, body, MPISHARD_TIMEOUT="3")
+    outcome.failed_with()
+    pid = re.search(r"pid1=<(\d+)>", outcome.output)[1]
+    # the launcher or the watchdog, whichever is first
+    named = re.search(rf"\b{pid}\b(?!>)", outcome.output) or "for rank 1 of 2." in outcome.output
+    assert named, outcome.output
+    assert re.search(r"signal 9|KILLED|Killed|MPISHARD_TIMEOUT", outcome.output), outcome.output
+
+
+def test_stopped_rank(job):
+    # as a rank that hangs in a file system does
+    body = MESH + "world.Barrier()\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nstep()\n"
+    outcome = job(2, body, MPISHARD_TIMEOUT="2")
+    outcome.failed_with("[rank 0 of 2 on ", "has waited 2 s for rank 1 of 2.", "thread MainThread:")
+    assert "in step" in outcome.output  # the Python stack
+
+
+def test_rank_that_never_calls(job):
+    body = MESH + "if rank == 2:\n    time.sleep(60)\nms.all_reduce(torch.ones(4), mesh)\n"
+    outcome = job(3, body, MPISHARD_TIMEOUT="2")
+    outcome.failed_with("MPISHARD_TIMEOUT: all_reduce has waited")
+    assert "in <module>" in outcome.output
+
+
+def test_no_watchdog_where_it_is_off(job):
+    body = MESH + "if rank == 1:\n    time.sleep(4)\nstep()\nimport threading\n"
+    body += "print([t.name for t in threading.enumerate()])\n"
+    outcome = job(2, body, MPISHARD_TIMEOUT="0")
+    assert outcome.status == 0, outcome.output
+    assert outcome.output == "['MainThread']\n" * 2
+
+
+def test_timeout_that_is_no_number(launch):
+    done = launch(1, "-c", "import mpishard", env={"MPISHARD_TIMEOUT": "soon"})
+    assert done.returncode != 0
+    assert done.stdout.count("got:      'soon'") == 1
+
+
+def test_different_calls(job):
+    body = MESH + "y = torch.ones(4)\nms.all_reduce(y, mesh)\n"
+    body += "ms.all_gather(y, mesh, 0) if rank == 1 else ms.all_reduce(y, mesh)\n"
+    outcome = job(3, body, MPISHARD_DEBUG="1")
+    outcome.failed_with("DesyncError: ranks made different calls (rank 1 differs)")
+    assert re.search(r"ranks 0, 2: call \d+: all_reduce", outcome.output), outcome.output
+    assert re.search(r"rank 1: call \d+: all_gather", outcome.output), outcome.output
+
+
+def test_different_shapes_in_one_call(job):
+    body = MESH + "ms.all_reduce(torch.ones(4 + (rank == 2)), mesh)\n"
+    outcome = job(3, body, MPISHARD_DEBUG="1")
+    outcome.failed_with("DesyncError: ranks made different calls (rank 2 differs)")
+    assert "(5,)" in outcome.output

@@ -1,0 +1,68 @@
+"""A program that ends well ends in silence, whatever is still alive."""
+
+from __future__ import annotations
+
+import pytest
+
+ALIVE = """
+import numpy as np
+mesh = ms.init_mesh((-1, 1), ("y", "x"), periodic=True)
+dropped = ms.init_mesh((-1,))
+x = ms.distribute_tensor(torch.ones(8, 8), mesh, (ms.Shard(0), ms.Shard(1))).requires_grad_()
+padded = ms.halo_exchange(x, {0: 1, 1: 1}, mode="circular")
+padded.sum().backward()
+weight = torch.ones(1, 1, 3, 3, requires_grad=True)
+image = ms.distribute_tensor(torch.ones(1, 1, 8, 8), mesh, (ms.Shard(2), ms.Shard(3)))
+y = torch.nn.functional.conv2d(image, weight, padding=1)
+y.sum().full_tensor().backward()
+field = np.ones((6, 6))
+h = ms.HaloExchanger(mesh, field.shape, 1, field.dtype)
+h(field)
+sub = mesh["y"]
+ms.all_reduce(torch.ones(3), sub)
+"""
+
+ENDS = {
+    "falls off the end": "",
+    "sys.exit": "sys.exit()",
+    "drops everything first": "del mesh, dropped, x, padded, image, y, h, sub\nimport gc\ngc.collect()",
+    "frees its mesh": "mesh.free()\nmesh.free()",
+    "finalises MPI itself": "MPI.Finalize()",
+    "finalises MPI with a mesh freed": "mesh.free()\nMPI.Finalize()",
+    "holds a cycle": "class C: pass\nc = C()\nc.c, c.mesh, c.h = c, mesh, h\ndel mesh, h",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_silence(job, end):
+    outcome = job(2, ALIVE + ENDS[end])
+    assert outcome.output == ""
+    assert outcome.status == 0
+
+
+def test_status_of_the_program_is_kept(job):
+    outcome = job(2, ALIVE + "sys.exit(3)")
+    assert outcome.status == 3
+    assert "Traceback" not in outcome.output
+    assert "mpishard" not in outcome.output
+
+
+def test_exchange_in_flight_at_the_end(job):
+    outcome = job(2, ALIVE + "h.start(field)")
+    assert outcome.output == ""
+    assert outcome.status == 0
+
+
+def test_finalizers_run_once_and_before_mpi_ends(job):
+    body = """
+import atexit
+from mpishard.comm import guard
+atexit.register(lambda: print("before ours was registered", MPI.Is_finalized()))
+guard.on_finalize(lambda: print("first", MPI.Is_finalized()))
+guard.on_finalize(lambda: print("second", MPI.Is_finalized()))
+"""
+    mine = "second False\nfirst False\n"
+    outcome = job(1, body)
+    assert outcome.output == mine + "before ours was registered False\n"
+    outcome = job(1, body + "MPI.Finalize()")
+    assert outcome.output == mine + "before ours was registered True\n"

@@ -1,0 +1,99 @@
+"""Mistakes of the caller: one text, on every rank, before any exchange could hang."""
+
+from __future__ import annotations
+
+import pytest
+
+MESH = "mesh = ms.init_mesh((-1,), ('x',))\n"
+TENSOR = MESH + "x = ms.distribute_tensor(torch.ones(6, 4), mesh, (ms.Shard(0),))\n"
+
+# what the program does; texts of the error, in its values
+EVERYWHERE = {
+    "mesh that does not divide the ranks": (
+        "ms.init_mesh((3, -1), ('y', 'x'))",
+        ["MeshError: init_mesh: the mesh shape does not fit", "got:      (3, -1)"],
+    ),
+    "placement of a dim that is not there": (
+        MESH + "ms.distribute_tensor(torch.ones(4, 4), mesh, (ms.Shard(2),))",
+        ["LayoutError: placements do not fit the tensor", "got:      Shard(2) for a tensor of 2 dims"],
+    ),
+    "too many placements": (
+        MESH + "ms.distribute_tensor(torch.ones(4, 4), mesh, (ms.Shard(0), ms.Replicate()))",
+        ["LayoutError: placements do not fit the mesh", "got:      2: (Shard(dim=0), Replicate())"],
+    ),
+    "local shapes that disagree": (
+        MESH + "ms.ShardTensor.from_local(torch.ones(4, 3 + rank), mesh, (ms.Shard(0),))",
+        ["LayoutError: from_local: the block of rank 1 does not fit", "got:      shape (4, 4)"],
+    ),
+    "local dtypes that disagree": (
+        MESH + "ms.ShardTensor.from_local(torch.ones(4).to([torch.float32, torch.float64][rank]), mesh, ms.Shard(0))",
+        ["LayoutError: from_local: the block of rank 1 does not fit", "torch.float64"],
+    ),
+    "dtype that has no sum": (
+        MESH + "ms.all_reduce(torch.ones(4).to(torch.float8_e4m3fn), mesh)",
+        ["UnsupportedDtypeError: no reduction", "got:      'sum' of torch.float8_e4m3fn"],
+    ),
+    "dtype that an exchanger does not know": (
+        MESH + "ms.HaloExchanger(mesh, (6,), 1, object)",
+        ["UnsupportedDtypeError", "got:      <class 'object'>"],
+    ),
+    "halo wider than the tensor": (
+        TENSOR + "ms.halo_exchange(x, {0: (7, 0)})",
+        ["LayoutError: halo_exchange", "fix:"],
+    ),
+    "mesh used after free": (
+        TENSOR + "mesh.free()\nms.halo_exchange(x, {0: 1})",
+        ["MeshError: mesh used after free()", "freed)"],
+    ),
+    "two meshes in one operation": (
+        TENSOR + "other = ms.init_mesh((-1,), ('x',))\n"
+        "y = ms.distribute_tensor(torch.ones(6, 4), other, (ms.Shard(0),))\nx + y",
+        ["MeshError", "fix:"],
+    ),
+    "different shapes on different ranks": (
+        MESH + "ms.distribute_tensor(torch.ones(6, 4 + rank), mesh, (ms.Shard(0),))",
+        ["DesyncError: ranks made different calls", "(6, 5)"],
+    ),
+    "error that one rank finds": (
+        MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
+        ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],
+    ),
+    "operation without a rule": (
+        TENSOR + "torch.linalg.svd(x)",
+        ["NoShardingRule: no sharding rule for torch.linalg.svd", "(1) register a rule"],
+    ),
+}
+
+# found by every rank on its own, without a word to the others
+LOCAL = {"mesh used after free", "two meshes in one operation", "operation without a rule"}
+
+
+@pytest.mark.parametrize("case", EVERYWHERE)
+def test_error_of_every_rank(job, case):
+    body, texts = EVERYWHERE[case]
+    outcome = job(2, body)
+    outcome.failed_with(*texts)
+    if case not in LOCAL:
+        # every rank has it, one prints it
+        assert outcome.output.count("Traceback (most recent call last)") == 1
+    assert "uncaught exception" in outcome.output
+
+
+def test_error_can_be_caught_on_every_rank(job):
+    body = """
+errors = []
+for shape in ((3, -1), (2, 2), (0,)):
+    try:
+        ms.init_mesh(shape)
+    except ms.MeshError as e:
+        errors.append(str(e))
+texts = world.gather(errors)
+if rank == 0:
+    print(len(texts[0]), all(t == texts[0] for t in texts))
+    mesh = None
+mesh = ms.init_mesh((-1,))
+print(mesh.comm.allreduce(1))
+"""
+    outcome = job(2, body)
+    assert outcome.status == 0, outcome.output
+    assert sorted(outcome.output.split("\n")) == sorted(["3 True", "2", "2", ""])
