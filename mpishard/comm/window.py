@@ -118,6 +118,15 @@ def _add_cells(x: Tensor, dim: int, src: int, count: int, step: int, values: Ten
         _cells(x, dim, src + (count - 1) * step, count, -step).add_(values.flip(dim))
 
 
+def empty_as(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an empty tensor of ``shape`` in the memory format of ``x``. Not collective."""
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        if x.ndim == (4 if memory_format is torch.channels_last else 5) and not x.is_contiguous():
+            if x.is_contiguous(memory_format=memory_format):
+                return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)
+    return x.new_empty(tuple(shape))
+
+
 class WindowOp:
     """Block in, window out: a linear map over the ranks of a mesh.
 
@@ -181,7 +190,7 @@ class WindowOp:
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
     def _in_one_array(self, x: Tensor) -> Tensor:
-        window = x.new_empty(self.out_shape)
+        window = empty_as(x, self.out_shape)
         own = window
         for run in self.runs:
             own = own.narrow(run.dim, run.stage.resident, run.stage.n_in)  # type: ignore[arg-type]
@@ -207,7 +216,7 @@ class WindowOp:
             exchange = run.start(x)
             shape = list(x.shape)
             shape[run.dim] = stage.n_out
-            out = x.new_empty(shape)
+            out = empty_as(x, shape)
             if stage.resident is not None:
                 out.narrow(run.dim, stage.resident, stage.n_in).copy_(x)
             for p in stage.local:
@@ -241,7 +250,7 @@ class WindowAdjoint:
             else:
                 own = g.narrow(run.dim, stage.resident, stage.n_in)
                 if not ours:
-                    own = own.clone(memory_format=torch.contiguous_format)
+                    own = empty_as(g, own.shape).copy_(own)
             for p in stage.local:
                 _add_cells(own, run.dim, p.src, p.count, p.step, g.narrow(run.dim, p.dst, p.count))
             run.finish_adjoint(exchange, own)

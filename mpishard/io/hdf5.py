@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,14 @@ _CONVERTED = "iuf"
 
 
 def read(
-    path: str | os.PathLike[str], name: str, mesh: CartMesh, placements: Any, *, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    name: str,
+    mesh: CartMesh,
+    placements: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
 ) -> ShardTensor:
     """Read a dataset of an HDF5 (or netCDF-4) file, each rank its own block and nothing else.
 
@@ -72,11 +79,15 @@ def read(
         Where and how to shard it; `Partial` is refused.
     dtype
         Of the result; that of the dataset if not given.
+    sizes
+        Tensor dim -> block sizes; balanced where not given.
+    multiple
+        Of which the borders between balanced blocks are multiples.
 
     Returns
     -------
     ShardTensor
-        On ``mesh.device``, in balanced blocks.
+        On ``mesh.device``.
 
     Raises
     ------
@@ -100,7 +111,7 @@ def read(
     try:
         file = _opened(path)
         dataset = _dataset(file, path, name)
-        layout = _layout(mesh, placements, dataset, name)
+        layout = _layout(mesh, placements, dataset, name, sizes, multiple)
         wanted = _dtype_of(dataset, name) if dtype is None else dtype
         signature += f" {layout!r} {wanted}"
     except MpishardError as e:
@@ -323,7 +334,7 @@ def _dataset(file: Any, path: str | os.PathLike[str], name: str) -> Any:
     )
 
 
-def _layout(mesh: CartMesh, placements: Any, dataset: Any, name: str) -> Layout:
+def _layout(mesh: CartMesh, placements: Any, dataset: Any, name: str, sizes: Any, multiple: int) -> Layout:
     own = as_placements(placements, mesh.ndim, dataset.ndim)
     if any(p.is_partial() for p in own):
         raise LayoutError(
@@ -334,7 +345,7 @@ def _layout(mesh: CartMesh, placements: Any, dataset: Any, name: str) -> Layout:
                 fix="use Replicate() where every rank shall have the whole",
             )
         )
-    return layout_of(mesh.shape, own, dataset.shape)
+    return layout_of(mesh.shape, own, dataset.shape, sizes, multiple)
 
 
 def _dtype_of(dataset: Any, name: str) -> torch.dtype:

@@ -145,6 +145,7 @@ def layout_of(
     placements: object,
     shape: Sequence[int],
     sizes: Mapping[int, Sequence[int]] | Sequence[Sequence[int] | None] | None = None,
+    multiple: int = 1,
 ) -> Layout:
     """Build (or find) the layout of a global shape on a mesh.
 
@@ -160,6 +161,8 @@ def layout_of(
         Global shape.
     sizes
         Block sizes per sharded tensor dim, as a mapping or one entry per dim; where absent, `balanced`.
+    multiple
+        Of which the borders between balanced blocks are multiples.
 
     Returns
     -------
@@ -187,7 +190,7 @@ def layout_of(
     for dim, count in counts.items():
         cut = given.get(dim)
         if cut is None:
-            out[dim] = balanced(shape[dim], count)
+            out[dim] = balanced(shape[dim], count, multiple)
             continue
         cut = tuple(int(s) for s in cut)
         if len(cut) != count or min(cut) < 0 or sum(cut) != shape[dim]:

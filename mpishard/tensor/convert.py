@@ -153,7 +153,12 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
 
 
 def distribute_tensor(
-    tensor: Tensor, mesh: CartMesh, placements: Any, *, sizes: Mapping[int, Sequence[int]] | None = None
+    tensor: Tensor,
+    mesh: CartMesh,
+    placements: Any,
+    *,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
 ) -> ShardTensor:
     """Shard a tensor that every rank holds: each takes its block.
 
@@ -167,6 +172,9 @@ def distribute_tensor(
         Where and how to shard it.
     sizes
         Tensor dim -> block sizes; balanced where not given.
+    multiple
+        Of which the borders between balanced blocks are multiples: give a network's total stride, and every
+        strided convolution of it works on whole blocks.
 
     Returns
     -------
@@ -185,8 +193,8 @@ def distribute_tensor(
     if isinstance(tensor, ShardTensor):
         return redistribute(tensor, placements)
     sizes_key = None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
-    key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, tuple(_key(placements)), sizes_key)
-    layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes))
+    key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, tuple(_key(placements)), sizes_key, multiple)
+    layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
     whole = replicated_layout(mesh, tensor.shape)
     local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)
     if local is tensor:
@@ -209,6 +217,7 @@ def scatter_tensor(
     *,
     requires_grad: bool = False,
     sizes: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
 ) -> ShardTensor:
     """Shard a tensor that one rank holds; no other rank ever holds more than its own block.
 
@@ -226,6 +235,9 @@ def scatter_tensor(
         Of the result, a leaf: gradients stop here.
     sizes
         Tensor dim -> block sizes; balanced where not given.
+    multiple
+        Of which the borders between balanced blocks are multiples: give a network's total stride, and every
+        strided convolution of it works on whole blocks.
 
     Returns
     -------
@@ -258,7 +270,7 @@ def scatter_tensor(
                         fix="pass the full tensor on the source rank",
                     )
                 )
-            layout = layout_of(mesh.shape, placements, tensor.shape, sizes)
+            layout = layout_of(mesh.shape, placements, tensor.shape, sizes, multiple)
             meta = (tuple(tensor.shape), tensor.dtype)
         except MpishardError as e:
             error = e
@@ -267,7 +279,7 @@ def scatter_tensor(
     with guard.waiting("scatter_tensor", (src,), comm):
         shape, dtype = comm.bcast(meta, root=src)
     if layout is None:
-        layout = layout_of(mesh.shape, placements, shape, sizes)
+        layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
     boxes = [layout.box(c) for c in product(*map(range, mesh.shape))]
     source = tensor.detach() if tensor is not None and mesh.rank == src else None
     local = scatter_blocks(mesh, src, source, boxes, dtype)
