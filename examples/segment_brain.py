@@ -90,11 +90,11 @@ def main() -> int:
             write_brain(data, args.subsample)
     mesh.comm.Barrier()
 
-    # mesh dim 0 shards the volume's dim 0, and so on; each rank reads its block and nothing else
+    # mesh dim 0 shards the volume's dim 0, and so on; each rank reads its block and nothing else. Borders on
+    # multiples of the network's total stride let every level of it work on whole blocks
+    how = {"dtype": getattr(torch, args.dtype), "multiple": 2 ** (args.levels - 1)}
     placements = [ms.Shard(dim) for dim in range(mesh.ndim)]
-    t1, *maps = (
-        ms.io.read(data, name, mesh, placements, dtype=getattr(torch, args.dtype)) for name in ("t1", *TISSUES)
-    )
+    t1, *maps = (ms.io.read(data, name, mesh, placements, **how) for name in ("t1", *TISSUES))
     x, truth = t1[None, None], torch.stack(maps)[None]
     say(mesh, f"volume {tuple(t1.shape)} on a mesh {mesh.shape}: {tuple(t1.to_local().shape)} on rank 0")
 

@@ -120,10 +120,9 @@ def _add_cells(x: Tensor, dim: int, src: int, count: int, step: int, values: Ten
 
 def empty_as(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor of ``shape`` in the memory format of ``x``. Not collective."""
-    for memory_format in (torch.channels_last, torch.channels_last_3d):
-        if x.ndim == (4 if memory_format is torch.channels_last else 5) and not x.is_contiguous():
-            if x.is_contiguous(memory_format=memory_format):
-                return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
+        return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)
     return x.new_empty(tuple(shape))
 
 
