@@ -1,214 +1,41 @@
-"""Normalisation over sharded dims: statistics of the global tensor, one small exchange per pass.
-
-Every one of them is seen as rows: a block of shape (N, C, L), statistics shared by sets of rows. Forward keeps what
-torch's own group_norm keeps: the input, mean and 1/std.
-"""
+"""Normalisation rules: statistics of the global tensor; torch's own kernels where they lie on one rank."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import collective
-from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.ops.moments import dots, global_moments, row_moments
+from mpishard.layout import bounds
+from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
 from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-class Rows(NamedTuple):
-    """How a block is seen by one normalisation.
-
-    Attributes
-    ----------
-    n, c, groups
-        Samples, channels and groups of channels of this rank's block; ``groups`` 0: one statistic per channel,
-        over all samples.
-    count
-        Global number of cells per statistic.
-    counts
-        Cells per statistic on each rank of ``over``.
-    over
-        Mesh dims whose ranks share statistics.
-    used
-        Mesh dims over which the weights are used.
-    """
-
-    n: int
-    c: int
-    groups: int
-    count: int
-    counts: tuple[int, ...]
-    over: tuple[int, ...]
-    used: tuple[int, ...]
-
-    def shared(self, rows: Tensor) -> Tensor:
-        """Sum per-row numbers (n, c) over the rows that share a statistic."""
-        return rows.view(self.n, self.groups, -1).sum(2).view(-1) if self.groups else rows.view(self.n, self.c).sum(0)
-
-    def spread(self, stats: Tensor) -> Tensor:
-        """Give every row (n, c) the number of its statistic."""
-        if self.groups:
-            return stats.view(self.n, self.groups, 1).expand(-1, -1, self.c // self.groups).reshape(self.n, self.c)
-        return stats.view(1, self.c).expand(self.n, -1)
-
-
-def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
-    if rows.groups:
-        return row_moments(x.reshape(rows.n * rows.groups, -1))
-    mean, m2 = row_moments(x.reshape(rows.n * rows.c, -1))
-    mean, m2 = mean.view(rows.n, rows.c), m2.view(rows.n, rows.c)
-    if rows.n == 1:
-        return mean[0], m2[0]
-    if not mean.numel():
-        return mean.new_zeros(rows.c), mean.new_zeros(rows.c)
-    cells = x.numel() // max(1, mean.numel())
-    centre = mean.mean(0)
-    return centre, m2.sum(0) + cells * (mean - centre).square().sum(0)
-
-
-def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return x * scale + shift per row, in one pass and in the dtype of ``x``."""
-    rows, n = x.reshape(1, scale.numel(), -1), scale.numel()
-    if not x.numel():
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    # batch_norm with given statistics is the one vectorised kernel of this form
-    y = torch.native_batch_norm(
-        rows, scale.reshape(-1), shift.reshape(-1), scale.new_zeros(n), scale.new_ones(n), False, 0.0, 0.0
-    )[0]
-    # not a view: what a Function returns may be written in place only if it is not one
-    return torch.ops.aten._unsafe_view(y, x.shape)
-
-
-class Normalise(Function):
-    """y = (x - mean) / std * weight + bias with statistics over ranks; weight and bias per channel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, mean and biased variance. Collective over ``rows.over``."""
-        x = x.contiguous()
-        mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
-        rstd = (var + eps).rsqrt()
-        scale, offset = rows.spread(rstd), rows.spread(-mean * rstd)
-        if weight is not None:
-            w = weight.to(scale.dtype)
-            scale, offset = scale * w, offset * w
-        if bias is not None:
-            offset = offset + bias.to(scale.dtype)
-        wide = torch.float32 if x.dtype in HALVES else x.dtype
-        y = _scaled(x, scale.to(wide), offset.to(wide))
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
-        ctx.mark_non_differentiable(mean, var)
-        ctx.set_materialize_grads(False)
-        return y, mean, var
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Sum per statistic over ranks, then one pass over the block. Collective over ``rows.over``."""
-        dy = grads[0]
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        rows, mesh = ctx.rows, ctx.mesh
-        if dy is None:
-            dy = torch.zeros_like(x)
-        if torch.is_grad_enabled():
-            wanted = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad) if need]
-            y = recorded(x, weight, bias, rows, mesh, ctx.eps)
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
-            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
-        dy = dy.contiguous()
-        by_one, by_x = (t.view(rows.n, rows.c) for t in dots(dy.view(rows.n * rows.c, -1), x.view(rows.n * rows.c, -1)))
-        w = 1.0 if weight is None else weight.to(rstd.dtype)
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
-            if rows.over:
-                sums = collective.all_reduce(sums, mesh.group(rows.over))
-            along_x = (sums[1] - mean * sums[0]) * rstd / rows.count  # mean of the cotangent times x-hat
-            slope = -rstd * rstd * along_x
-            offset = -rstd * sums[0] / rows.count - slope * mean
-            wide = torch.float32 if x.dtype in HALVES else x.dtype
-            scale = (rows.spread(rstd) * w).to(wide)
-            dx = _combined(dy, x, scale, rows.spread(slope).to(wide), rows.spread(offset).to(wide))
-        if ctx.needs_input_grad[1]:
-            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            db = by_one.sum(0).to(bias.dtype)
-        return dx, dw, db, None, None, None
-
-
-def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-    """Return dy * scale + x * slope + offset per row."""
-    n = scale.numel()
-    if x.dtype in HALVES:
-        out = torch.empty_like(x)
-        rows = zip(out.view(n, -1), dy.view(n, -1), x.view(n, -1), scale.view(-1), slope.view(-1), offset.view(-1))
-        for o, g, v, a, b, c in rows:  # row by row: float32 copies of one row at a time
-            o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
-        return out
-    out = _scaled(dy, scale, offset)
-    out.view(n, -1).addcmul_(x.view(n, -1), slope.reshape(n, 1))
-    return out
-
-
-def _group(mesh: CartMesh, rows: Rows) -> Group | None:
-    return mesh.group(rows.over) if rows.over else None
-
-
-def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
-    """Normalise in operations that autograd records, for gradients of gradients. Collective over ``rows.over``."""
-    dims = (2, 3) if rows.groups else (0, 2)
-    shape = (rows.n, rows.groups, rows.c // rows.groups, -1) if rows.groups else (rows.n, rows.c, -1)
-    if not x.numel():
-        shape = (*shape[:-1], 0)
-    v = x.reshape(shape)
-    wide = v.float() if v.dtype in HALVES else v
-
-    def mean_of(t: Tensor) -> Tensor:
-        return use(sum_partial(t.sum(dims, keepdim=True), mesh, rows.over) / rows.count, mesh, rows.over)
-
-    centred = wide - mean_of(wide)
-    y = (centred * (mean_of(centred * centred) + eps).rsqrt()).to(x.dtype).reshape(x.shape)
-    per_channel = (1, rows.c, *[1] * (x.ndim - 2))
-    if weight is not None:
-        y = y * weight.view(per_channel)
-    if bias is not None:
-        y = y + bias.view(per_channel)
-    return y.to(x.dtype)
-
-
-def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
-    """Normalise a block. Collective over ``rows.over``."""
-    weight = weight if weight is None else use(weight, mesh, rows.used)
-    bias = bias if bias is None else use(bias, mesh, rows.used)
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return recorded(x, weight, bias, rows, mesh, eps)
-    y: Tensor = Normalise.apply(x, weight, bias, rows, mesh, eps)[0]  # type: ignore[no-untyped-call]
-    return y
-
-
-def _plan_group(x: ShardTensor, groups: int) -> Rows:
+def _plan_rows(x: ShardTensor, groups: int) -> Rows:
+    """Return the rows of a block of shape (N, C, ...); ``groups`` 0: statistics per channel over all samples."""
     layout, mesh = x._layout, x._mesh
     shape = layout.shape
-    if len(shape) < 2 or shape[1] % groups:
+    if len(shape) < 2:
+        raise ValueError(f"expected at least 2 dims, samples and channels (got shape {tuple(shape)})")
+    if groups and shape[1] % groups:
         raise RuntimeError(
             f"Expected number of channels in input to be divisible by num_groups, but got input of shape "
             f"{list(shape)} and num_groups={groups}"
         )
-    per_group = shape[1] // groups
+    per_group = shape[1] // groups if groups else 1
     sizes = layout.sizes[1]
     if sizes is not None and any(s % per_group for s in sizes):
         raise UnsupportedOperationError(
@@ -219,34 +46,52 @@ def _plan_group(x: ShardTensor, groups: int) -> Rows:
                 fix="redistribute to a spatial dim, or shard the channels in multiples of a group",
             )
         )
-    dims = tuple(range(2, len(shape)))
+    dims = tuple(range(2, len(shape))) if groups else (0, *range(2, len(shape)))
     over = reduced(layout, dims).over if dims else ()
-    local = layout.local_shape(mesh.coords)
     counts = tuple(per_group * c for c in counts_over(mesh, layout, dims, over))
-    used = tuple(m for m in layout.sharded_mesh_dims if layout.placements[m].dim != 1)
-    return Rows(local[0], local[1], local[1] // per_group, per_group * math.prod(shape[2:]), counts, over, used)
+    used = tuple(m for m in layout.sharded_mesh_dims if layout.placements[m].dim != 1)  # type: ignore[union-attr]
+    n, c = layout.local_shape(mesh.coords)[:2]
+    count = per_group * math.prod(shape[d] for d in dims)
+    return Rows(n, c, c // per_group if groups else 0, count, counts, over, used)
 
 
-def _per_channel(t: Any, x: ShardTensor) -> Tensor | None:
-    """Return this rank's part of a weight or bias; `use` over the other mesh dims is left to the caller."""
+def _rows_of(x: ShardTensor, groups: int) -> Rows:
+    key = ("normalise", x._layout, groups)
+    rows = x._mesh.plans.get(key)
+    if rows is None:
+        rows = x._mesh.plan(key, lambda: _plan_rows(x, groups))
+    return rows  # type: ignore[no-any-return]
+
+
+def _input(name: str, x: Any) -> ShardTensor:
+    if isinstance(x, ShardTensor):
+        return resolved(x)
+    raise UnsupportedOperationError(
+        described(
+            f"{name}: a plain input with ShardTensor parameters",
+            expected="a ShardTensor as input",
+            got=type(x).__name__,
+            fix="distribute the input, or gather the parameters with full_tensor()",
+        )
+    )
+
+
+def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
+    """Return this rank's part of a weight or bias, used over the mesh dims that shard the input."""
     if t is None:
         return None
-    layout = x._layout
     if isinstance(t, ShardTensor):
-        t = resolved(t)
-        if t._layout.is_replicated:
-            t = t._local
-        else:
-            t = t.full_tensor()
+        t = t.full_tensor()
+    layout, mesh = x._layout, x._mesh
+    t = use(t, mesh, rows.used)
     if layout.sizes[1] is None:
-        return t
-    lo, hi = layout.interval(1, x._mesh.coords)
-    dims = layout.shard_dims[1]
-    return use(t, x._mesh, dims)[lo:hi]
+        return t  # type: ignore[no-any-return]
+    lo, hi = layout.interval(1, mesh.coords)
+    return use(t, mesh, layout.shard_dims[1])[lo:hi]
 
 
-def autocast_input(x: ShardTensor, probe: Any) -> ShardTensor:
-    """Return ``x`` in the dtype that autocast would run the operation in, as ``probe`` of a tiny tensor tells."""
+def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
+    """Return ``x`` in the dtype in which autocast would run the operation, as ``probe`` of a tiny tensor tells."""
     if not torch.is_autocast_enabled(x._local.device.type):
         return x
     with torch.no_grad():
@@ -254,34 +99,277 @@ def autocast_input(x: ShardTensor, probe: Any) -> ShardTensor:
     return x if dtype == x._local.dtype else wrap(x._local.to(dtype), x._layout, x._mesh)
 
 
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x * weight + bias per channel: of a block without channels, where torch's kernels stop."""
+    shape = (1, x.shape[1], *[1] * (x.ndim - 2))
+    x = x if weight is None else x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
+
+
 @implements(F.group_norm, torch.group_norm)
 def group_norm(
-    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> ShardTensor:
     """Normalise over groups of channels and the spatial dims. Collective where a spatial dim is sharded."""
     mesh = mesh_of((input, weight, bias))
-    if not isinstance(input, ShardTensor):
-        raise _plain_input("group_norm", input)
-    x = resolved(input)
-    key = ("group_norm", x._layout, num_groups)
-    rows = mesh.plans.get(key)
-    if rows is None:
-        rows = mesh.plans[key] = _plan_group(x, num_groups)
-    weight, bias = _per_channel(weight, x), _per_channel(bias, x)
-    if not rows.over:
-        weight = weight if weight is None else use(weight, mesh, rows.used)
-        bias = bias if bias is None else use(bias, mesh, rows.used)
-        return wrap(torch.group_norm(x._local, rows.groups, weight, bias, eps), x._layout, mesh)
-    x = autocast_input(x, lambda t: torch.group_norm(t, num_groups, weight, bias, eps))
-    return wrap(normalised(x._local, weight, bias, rows, mesh, eps), x._layout, mesh)
+    x = _input("group_norm", input)
+    rows = _rows_of(x, num_groups)
+    weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
+    if rows.over:
+        x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
+        y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
+    elif rows.c:
+        y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
+    else:
+        y = _affine(x._local, weight, bias)
+    return wrap(y, x._layout, mesh)
 
 
-def _plain_input(name: str, x: Any) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        described(
-            f"{name}: a plain input with ShardTensor weights",
-            expected="a ShardTensor as input",
-            got=type(x).__name__,
-            fix="distribute the input, or gather the weights with full_tensor()",
+def _running(t: Any, name: str) -> Any:
+    """Return running statistics as a plain tensor that can be written in place."""
+    if isinstance(t, ShardTensor):
+        if not t._layout.is_replicated:
+            raise UnsupportedOperationError(
+                described(
+                    f"{name}: sharded running statistics",
+                    expected="plain or replicated running_mean and running_var",
+                    got=list(t._layout.placements),
+                    fix="keep the buffers of the module as plain tensors",
+                )
+            )
+        return t._local
+    return t
+
+
+def _update(running: Tensor | None, value: Tensor, momentum: float, x: ShardTensor) -> None:
+    """Move running statistics towards this batch's, which every rank has for its own channels."""
+    if running is None:
+        return
+    value = value.detach()
+    if x._layout.sizes[1] is not None:
+        for m in reversed(x._layout.shard_dims[1]):
+            value = _whole_channels(value, x, m)
+    running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+
+
+def _whole_channels(value: Tensor, x: ShardTensor, mesh_dim: int) -> Tensor:
+    dims = x._layout.shard_dims[1]
+    if len(dims) > 1:
+        raise UnsupportedOperationError(
+            described(
+                "running statistics of channels that several mesh dims shard",
+                expected="channels sharded by one mesh dim at most",
+                got=list(x._layout.placements),
+                fix="redistribute the input",
+            )
         )
-    )
+    sizes = x._layout.sizes[1]
+    assert sizes is not None
+    return collective.all_gather(value, x._mesh.group((mesh_dim,)), 0, sizes)
+
+
+@implements(torch.batch_norm)
+def torch_batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> ShardTensor:
+    """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+@implements(F.batch_norm)
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardTensor:
+    """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
+    mesh = mesh_of((input, weight, bias, running_mean, running_var))
+    x = _input("batch_norm", input)
+    running_mean, running_var = _running(running_mean, "batch_norm"), _running(running_var, "batch_norm")
+    rows = _rows_of(x, 0)
+    weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
+    if training:
+        if rows.count == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
+        y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
+        _update(running_mean, mean, momentum, x)
+        _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
+        return wrap(y, x._layout, mesh)
+    lo, hi = x._layout.interval(1, mesh.coords)
+    if lo == hi:
+        return wrap(_affine(x._local, weight, bias), x._layout, mesh)
+    mean, var = running_mean[lo:hi], running_var[lo:hi]
+    return wrap(torch.batch_norm(x._local, weight, bias, mean, var, False, momentum, eps, False), x._layout, mesh)
+
+
+@implements(torch.instance_norm)
+def torch_instance_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> ShardTensor:
+    """Normalise every channel of every sample. Collective where a spatial dim is sharded."""
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+@implements(F.instance_norm)
+def instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardTensor:
+    """Normalise every channel of every sample. Collective where a spatial dim is sharded."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    mesh = mesh_of((input, weight, bias, running_mean, running_var))
+    x = _input("instance_norm", input)
+    running_mean, running_var = _running(running_mean, "instance_norm"), _running(running_var, "instance_norm")
+    rows = _rows_of(x, x.shape[1])
+    if rows.count == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
+    weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
+    if not rows.over and running_mean is None and running_var is None and rows.c:
+        return wrap(torch.group_norm(x._local, rows.groups, weight, bias, eps), x._layout, mesh)
+    x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
+    y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
+    _update(running_mean, _over_samples(mean, x, rows), momentum, x)
+    _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
+    return wrap(y, x._layout, mesh)
+
+
+def _over_samples(value: Tensor, x: ShardTensor, rows: Rows) -> Tensor:
+    """Return the mean over the samples of all ranks of a number per sample and channel."""
+    total = value.view(rows.n, rows.c).sum(0)
+    over = reduced(x._layout, 0).over
+    return (collective.all_reduce(total, x._mesh.group(over)) if over else total) / x.shape[0]
+
+
+# -- norms over the last dims
+
+
+def _last_dims(x: ShardTensor, normalized_shape: Any) -> tuple[int, ...]:
+    shape = tuple(normalized_shape)
+    if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape {['*', *shape]}, "
+            f"but got input of size {list(x.shape)}"
+        )
+    return tuple(range(x.ndim - len(shape), x.ndim))
+
+
+def _used(t: Any, x: ShardTensor) -> Any:
+    """Return a weight that every rank uses whole."""
+    if t is None:
+        return None
+    return use(t.full_tensor() if isinstance(t, ShardTensor) else t, x._mesh, x._layout.sharded_mesh_dims)
+
+
+def _plan_last(x: ShardTensor, dims: tuple[int, ...], over: tuple[int, ...]) -> Rows:
+    local = x._layout.local_shape(x._mesh.coords)
+    counts = counts_over(x._mesh, x._layout, dims, over)
+    return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x._layout, dims).count, counts, over, ())
+
+
+@implements(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    """Normalise over the last dims. Collective where one of them is sharded."""
+    mesh = mesh_of((input, weight, bias))
+    x = _input("layer_norm", input)
+    dims = _last_dims(x, normalized_shape)
+    over = reduced(x._layout, dims).over
+    if not over:
+        y = torch.layer_norm(x._local, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)
+        return wrap(y, x._layout, mesh)
+    key = ("layer_norm", x._layout, dims)
+    rows = mesh.plans.get(key) or mesh.plan(key, lambda: _plan_last(x, dims, over))
+    x = _in_autocast(x, lambda t: torch.layer_norm(t, (2,)))
+    # rows of one channel: what is normalised comes after the samples
+    flat = x._local.reshape(rows.n, 1, math.prod(x._local.shape[dims[0] :]))
+    y = normalised(flat, None, None, rows, mesh, eps)[0].view(x._local.shape)
+    out = wrap(y, x._layout, mesh)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+@implements(F.rms_norm, torch.rms_norm)
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
+    mesh = mesh_of((input, weight))
+    x = _input("rms_norm", input)
+    dims = _last_dims(x, normalized_shape)
+    plan = reduced(x._layout, dims, True)
+    if not plan.over:
+        return wrap(torch.rms_norm(x._local, tuple(normalized_shape), _used(weight, x), eps), x._layout, mesh)
+    x = _in_autocast(x, lambda t: torch.rms_norm(t, (2,)))
+    wide = x._local.float() if x._local.dtype in HALVES else x._local
+    square = sum_partial((wide * wide).sum(dims, keepdim=True), mesh, plan.over) / plan.count
+    scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    out = wrap((wide * use(scale, mesh, plan.over)).to(x._local.dtype), x._layout, mesh)
+    return out if weight is None else out * weight
+
+
+# -- local response
+
+
+@implements(F.local_response_norm)
+def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> ShardTensor:
+    """Divide by the squares of nearby channels. Neighborwise collective where the channels are sharded."""
+    x = _input("local_response_norm", input)
+    mesh, layout = x._mesh, x._layout
+    if x.ndim < 3:
+        raise ValueError(f"Expected 3D or higher dimensionality input (got {x.ndim} dimensions)")
+    squares = x._local * x._local
+    if reduced(layout, 1).over:
+        key = ("local_response_norm", layout, x._local.dtype, size)
+        squares = apply(mesh.plan(key, lambda: _plan_response(x, size)), squares)
+    else:
+        squares = F.pad(squares, (*[0] * (2 * (x.ndim - 2)), size // 2, (size - 1) // 2))
+    if not x._local.shape[1]:
+        means = squares.narrow(1, 0, 0)
+    else:
+        means = squares.unfold(1, size, 1).mean(-1)
+    return wrap(x._local / (means * alpha + k).pow(beta), layout, mesh)
+
+
+def _plan_response(x: ShardTensor, size: int) -> WindowOp:
+    layout = x._layout
+    n, b = layout.shape[1], bounds(layout.sizes[1] or (layout.shape[1],))
+    windows = [(b[i] - size // 2, b[i + 1] + (size - 1) // 2) for i in range(len(b) - 1)]
+    return window_op(x._mesh, layout, x._local.dtype, [intervals_wanted(n, 1, windows)], op="local_response_norm")

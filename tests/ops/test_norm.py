@@ -1,0 +1,189 @@
+"""Normalisation of shards against that of whole tensors: values, all gradients, running statistics, memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpishard as ms
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return values(*shape).requires_grad_()
+
+
+W, B = leaf(6), leaf(6)
+LAST_W, LAST_B = leaf(9, 5), leaf(9, 5)
+PARAMS = [W, B, LAST_W, LAST_B]
+
+NORMS = {
+    "group": lambda x: F.group_norm(x, 3, W, B),
+    "group 1": lambda x: F.group_norm(x, 1, None, None, 1e-3),
+    "group all": lambda x: F.group_norm(x, 6, weight=W),
+    "instance": lambda x: F.instance_norm(x, None, None, W, B),
+    "batch": lambda x: F.batch_norm(x, None, None, W, B, training=True),
+    "batch eval": lambda x: F.batch_norm(x, W.detach(), B.detach().abs(), W, B, training=False),
+    "batch plain": lambda x: F.batch_norm(x, None, None, training=True),
+    "layer": lambda x: F.layer_norm(x, (9, 5), LAST_W, LAST_B),
+    "layer last": lambda x: F.layer_norm(x, (5,)),
+    "rms": lambda x: F.rms_norm(x, (9, 5), LAST_W),
+    "rms last": lambda x: F.rms_norm(x, (5,), None, 1e-3),
+    "response": lambda x: F.local_response_norm(x, 3),
+    "normalize": lambda x: F.normalize(x, dim=(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    x = values(4, 6, 9, 5)
+    for i, (mesh, placements, sizes) in enumerate(layouts(x.shape, (2, 0, 3), 2)):
+        if i % 3 == 0 or sizes:
+            used = [p for p in PARAMS if p.shape == (6,)] if "rms" not in name and "layer" not in name else PARAMS[2:]
+            compare(
+                NORMS[name],
+                [(x, mesh, placements, sizes)],
+                used,
+                second=i % 2 == 0 and name != "response",
+                what=f"{name} {placements} {sizes}",
+            )
+
+
+@pytest.mark.parametrize("name", ["group all", "instance", "batch", "batch eval", "response"])
+def test_sharded_channels(name):
+    x = values(4, 6, 9, 5)
+    for mesh, placements, sizes in layouts(x.shape, (1,), 1):
+        compare(NORMS[name], [(x, mesh, placements, sizes)], [W, B], what=f"{name} {placements} {sizes}")
+
+
+@pytest.mark.ranks(4)
+def test_groups_cut_between_ranks_are_refused():
+    x = shard(values(4, 6, 9, 5), mesh_of((4,)), [ms.Shard(1)])
+    with pytest.raises(ms.UnsupportedOperationError, match="whole groups"):
+        F.group_norm(x, 3)
+
+
+@pytest.mark.parametrize("track", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_running_statistics(track):
+    module = track(6, track_running_stats=True, affine=True).double()
+    for placements in ([ms.Shard(2)], [ms.Shard(0)], [ms.Shard(1)]):
+        here, there = copy.deepcopy(module), copy.deepcopy(module)
+        mesh = mesh_of((WORLD.size,))
+        for step in range(3):
+            x = values(4, 6, 9, 5) * (step + 1) + step
+            torch.testing.assert_close(gathered(there(shard(x, mesh, placements))), here(x), rtol=1e-10, atol=1e-11)
+        for e, g in zip(here.buffers(), there.buffers()):
+            torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11)
+        every = WORLD.allgather(there.running_mean.tolist())
+        assert all(row == every[0] for row in every)
+        here.eval(), there.eval()
+        torch.testing.assert_close(gathered(there(shard(x, mesh, placements))), here(x), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_statistics(dtype):
+    x = (values(2, 4, 40, 30) * 3 + 20).to(dtype)
+    w, b = values(4).to(dtype), values(4).to(dtype)
+    mesh = mesh_of((WORLD.size,))
+    leaves = [x.clone().requires_grad_(), shard(x, mesh, [ms.Shard(2)], requires_grad=True)]
+    exact = F.group_norm(x.double(), 2, w.double(), b.double())
+    scale = 4e-6 if dtype == torch.float32 else 2e-2
+    outs = [F.group_norm(t, 2, w, b) for t in leaves]
+    assert outs[1].dtype == dtype
+    torch.testing.assert_close(gathered(outs[1]).double(), exact, rtol=scale, atol=scale)
+    for out in outs:
+        (out * out * out).sum().backward()
+    torch.testing.assert_close(gathered(leaves[1].grad), leaves[0].grad, rtol=40 * scale, atol=40 * scale)
+
+
+def test_large_offset_does_not_cancel():
+    x = (values(1, 2, 6000, 6) * 1e-2 + 1e3).float()
+    s = shard(x, mesh_of((WORLD.size,)), [ms.Shard(2)])
+    exact = F.group_norm(x.double(), 1)
+    torch.testing.assert_close(gathered(F.group_norm(s, 1)).double(), exact, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("cells", [70_000, 300])
+def test_rows_longer_and_shorter_than_a_block(cells):
+    x = values(2, 4, cells, 1, dtype=torch.float32)
+    mesh = mesh_of((WORLD.size,))
+    s = shard(x, mesh, [ms.Shard(2)], requires_grad=True)
+    t = x.double().requires_grad_()
+    for u in (s, t):
+        (F.group_norm(u, 2) ** 3).sum().backward()
+    torch.testing.assert_close(gathered(s.grad).double(), t.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_saves_the_input_and_little_else():
+    x = shard(values(1, 8, 64, 64), mesh_of((WORLD.size,)), [ms.Shard(2)], requires_grad=True)
+    saved = []
+
+    def pack(t):
+        saved.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        F.group_norm(x, 2, values(8).requires_grad_(), values(8).requires_grad_())
+    assert sum(saved) <= x.to_local().numel() + 8 * 8
+
+
+@pytest.mark.ranks(2, 4)
+def test_one_exchange_forward_and_one_for_the_input_gradient():
+    x = shard(values(1, 8, 16, 6), mesh_of((WORLD.size,)), [ms.Shard(2)], requires_grad=True)
+    with ms.comm_counter() as count:
+        y = F.group_norm(x, 2)
+    assert count.calls == 1
+    with ms.comm_counter() as count:
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert count.calls == 1
+
+
+def test_forward_mode():
+    x, v = values(2, 4, 9), values(2, 4, 9).flip(0)
+    mesh = mesh_of((WORLD.size,))
+    out = []
+    for t, u in ((x, v), (shard(x, mesh, [ms.Shard(2)]), shard(v, mesh, [ms.Shard(2)]))):
+        local, tangent = (t.to_local(), u.to_local()) if isinstance(t, ms.ShardTensor) else (t, u)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(local, tangent)
+            if isinstance(t, ms.ShardTensor):
+                sizes = {m: t.layout.sizes[p.dim] for m, p in enumerate(t.placements)}
+                dual = ms.ShardTensor.from_local(dual, mesh, t.placements, sizes)
+            y = F.group_norm(dual, 2)
+            d = torch.autograd.forward_ad.unpack_dual(y.to_local() if isinstance(y, ms.ShardTensor) else y).tangent
+            out.append(ms.ShardTensor.from_local(d.contiguous(), mesh, [ms.Shard(2)]).full_tensor() if out else d)
+    torch.testing.assert_close(out[1], out[0])
+
+
+@pytest.mark.parametrize("op", ["group", "layer", "batch"])
+def test_autocast_gives_torch_dtype(op):
+    x = values(2, 4, 16, dtype=torch.bfloat16)
+    calls = {
+        "group": lambda t: F.group_norm(t, 2),
+        "layer": lambda t: F.layer_norm(t, (16,)),
+        "batch": lambda t: F.batch_norm(t, None, None, training=True),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = calls[op](x)
+        got = calls[op](shard(x, mesh_of((WORLD.size,)), [ms.Shard(2)]))
+    assert got.dtype == expected.dtype
+
+
+def test_errors_as_torch():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(values(1, 6, 1), mesh, [ms.Shard(2)])
+    with pytest.raises(ValueError, match="more than 1 value"):
+        F.batch_norm(x, None, None, training=True)
+    with pytest.raises(RuntimeError, match="divisible"):
+        F.group_norm(x, 4)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        F.layer_norm(x, (5,))
