@@ -73,10 +73,12 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
         if error is not None:
             raise error
         return
-    if _unanimous(comm, error is not None, f"agree|{signature}"):
+    # named for what is agreed on: where a rank never comes, this is all that is known of it
+    op = f"agreement on {signature[:60]}" if signature else "agreement"
+    if _unanimous(comm, error is not None, f"agree|{signature}", op):
         return
     mine = None if error is None else (_public_type(error), _text_of(error))
-    with waiting("agree", (), comm):
+    with waiting(op, (), comm):
         everyone = comm.allgather((mine, signature))
     failed = {rank: told for rank, (told, _) in enumerate(everyone) if told is not None}
     if failed:
@@ -122,10 +124,10 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: obje
     if comm.Get_size() == 1:
         return
     call = f"call {count[0]}: {op}, shape {None if shape is None else tuple(shape)}, {dtype}"
-    if _unanimous(comm, False, f"check|{call}"):
+    if _unanimous(comm, False, f"check|{call}", call):
         return
     # a rank that is in `agree` instead sends the same kind of pair
-    with waiting(f"check of {op}", (), comm):
+    with waiting(call, (), comm):
         everyone = comm.allgather((None, call))
     raise _common(_desync([text for _, text in everyone]), comm)
 
@@ -144,11 +146,11 @@ def _calls(comm: MPI.Comm) -> list[int]:
     return count  # type: ignore[no-any-return]
 
 
-def _unanimous(comm: MPI.Intracomm, failed: bool, text: str) -> bool:
+def _unanimous(comm: MPI.Intracomm, failed: bool, text: str, op: str) -> bool:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
     mine = np.array([failed, digest, -digest], np.int64)
     most = np.empty_like(mine)
-    with waiting("agree", (), comm):
+    with waiting(op, (), comm):
         comm.Allreduce(mine, most, MPI.MAX)
     return not most[0] and bool(most[1] == -most[2])
 

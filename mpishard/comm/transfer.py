@@ -36,6 +36,8 @@ def run_transfer(mesh: CartMesh, plan: Transfer, x: Tensor, shape: Sequence[int]
     op
         Name for counters and the watchdog.
     """
+    if guard.DEBUG:
+        guard.check(mesh.comm, op, None, x.dtype)
     out = x.new_empty(tuple(shape))
     if not plan.sends and not plan.recvs:
         if plan.local is not None:

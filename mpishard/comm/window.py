@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpishard.comm import guard
 from mpishard.comm.exchange import Exchange
 from mpishard.comm.mesh import CartMesh
 
@@ -52,8 +53,14 @@ class StageRun:
         self._pool.append(exchange)
         return exchange
 
+    def _check(self, op: str) -> None:
+        # also on ranks to which nothing comes
+        guard.check(self.mesh.group(self.stage.mesh_dims).comm, op, None, self.dtype)
+
     def start(self, x: Tensor, at: int = 0) -> Exchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
+        if guard.DEBUG:
+            self._check(self.op)
         exchange = self._exchange(x.device)
         if exchange is not None:
             for (_, pieces), views in zip(self.stage.sends, exchange.sends):
@@ -75,6 +82,8 @@ class StageRun:
 
     def start_adjoint(self, g: Tensor) -> Exchange | None:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
+        if guard.DEBUG:
+            self._check(f"adjoint of {self.op}")
         exchange = self._exchange(g.device)
         if exchange is not None:
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):

@@ -112,6 +112,8 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
     # placements are checked after this: a rank that fails earlier would leave the others waiting
     everyone = np.empty((mesh.size, len(mine)), np.int64)
     comm = mesh.group(tuple(range(mesh.ndim))).comm
+    if guard.DEBUG:
+        guard.check(comm, "from_local", None, None)
     with guard.waiting("from_local", (), comm):
         comm.Allgather(mine, everyone)
 

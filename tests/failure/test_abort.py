@@ -111,8 +111,10 @@ def test_stopped_rank(job):
 def test_rank_that_never_calls(job):
     body = MESH + "if rank == 2:\n    time.sleep(60)\nms.all_reduce(torch.ones(4), mesh)\n"
     outcome = job(3, body, MPISHARD_TIMEOUT="2")
-    outcome.failed_with("MPISHARD_TIMEOUT: all_reduce has waited")
-    assert "in <module>" in outcome.output
+    outcome.failed_with("MPISHARD_TIMEOUT: agreement on ('all_reduce'", "in <module>")
+    warm = MESH + "ms.all_reduce(torch.ones(4), mesh)\n" + body.removeprefix(MESH)
+    outcome = job(3, warm, MPISHARD_TIMEOUT="2")
+    outcome.failed_with("MPISHARD_TIMEOUT: all_reduce has waited", "in <module>")
 
 
 def test_no_watchdog_where_it_is_off(job):
@@ -139,7 +141,19 @@ def test_different_calls(job):
 
 
 def test_different_shapes_in_one_call(job):
-    body = MESH + "ms.all_reduce(torch.ones(4 + (rank == 2)), mesh)\n"
+    # both are known already: no plan is made that could be compared
+    body = MESH + "for n in (4, 5):\n    ms.all_reduce(torch.ones(n), mesh)\n"
+    body += "ms.all_reduce(torch.ones(4 + (rank == 2)), mesh)\n"
     outcome = job(3, body, MPISHARD_DEBUG="1")
     outcome.failed_with("DesyncError: ranks made different calls (rank 2 differs)")
-    assert "(5,)" in outcome.output
+    assert re.search(r"rank 2: call \d+: all_reduce sum, shape \(5,\)", outcome.output), outcome.output
+
+
+def test_exchange_that_one_rank_leaves_out(job):
+    # nothing travels to the last rank, but it has to call
+    body = MESH + "y = ms.distribute_tensor(torch.arange(12.0), mesh, (ms.Shard(0),))\n"
+    body += "def step():\n    return ms.halo_exchange(y, {0: (1, 0)}, mode='zeros')\n"
+    body += "step()\nif rank != 1:\n    step()\nms.all_reduce(torch.ones(4), mesh)\n"
+    outcome = job(3, body, MPISHARD_DEBUG="1")
+    outcome.failed_with("DesyncError: ranks made different calls (rank 1 differs)")
+    assert re.search(r"ranks 0, 2: call \d+: ", outcome.output), outcome.output
