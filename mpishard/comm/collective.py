@@ -408,6 +408,8 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
     if group.size == 1:
         return (shape[dim],)
     rest = (*shape[:dim], -1, *shape[dim + 1 :])
+    if guard.DEBUG:
+        guard.check(group.comm, op, rest, signature)
     mine = array("q", (shape[dim], _digest(rest, signature)))
     every = array("q", bytes(16 * group.size))
     with guard.waiting(op, (), group.comm):
