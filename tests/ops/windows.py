@@ -71,4 +71,5 @@ def refused_alike(f: Callable[[Any], Any], full: Tensor, placements: Any = None)
     for mesh, own, sizes in sampled(full.shape, [full.ndim - 1], 0, 2):
         with pytest.raises(type(expected.value)) as got:
             f(shard(full, mesh, placements or own, sizes))
-        assert str(got.value) == str(expected.value)
+        # torch's checks without data print sizes as torch.Size
+        assert re.sub(r"torch.Size\((.*?)\)", r"\1", str(got.value)) == str(expected.value)
