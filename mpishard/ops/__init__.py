@@ -13,6 +13,7 @@ from mpishard.ops import (
     norm,
     order,
     pad,
+    pick,
     pointwise,
     pool,
     reduction,
