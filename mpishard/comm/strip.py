@@ -30,7 +30,7 @@ class Strip(NamedTuple):
     peer: int
     side: int
     at: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class Strips(NamedTuple):
@@ -149,7 +149,7 @@ def _host_view(block: Block, dtype: str | None = None) -> np.ndarray:
     below = sum(r for r in reach if r < 0)
     span = sum(map(abs, reach)) + block.itemsize
     memory = MPI.buffer.fromaddress(block.address + below, span)
-    return np.ndarray(block.shape, dtype or f"V{block.itemsize}", memory, -below, block.strides)
+    return np.ndarray(block.shape, dtype or f"V{block.itemsize}", memory, -below, block.strides)  # type: ignore[arg-type]
 
 
 class DeviceMemory:

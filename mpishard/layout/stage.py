@@ -21,7 +21,7 @@ class Run(NamedTuple):
     """Window cells ``dst + k`` come from source cells ``src + k * step``, for ``k`` in ``range(count)``."""
 
     dst: int
-    count: int
+    count: int  # type: ignore[assignment]
     src: int
     step: int
 
@@ -92,7 +92,7 @@ class Piece(NamedTuple):
     """One arithmetic progression of cells in local indices: ``src + k * step`` -> ``dst + k``."""
 
     src: int
-    count: int
+    count: int  # type: ignore[assignment]
     step: int
     dst: int
 

@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
     dims: tuple[int, ...]
     over: tuple[int, ...]
     out: Layout
-    count: int
+    count: int  # type: ignore[assignment]
     kept: Layout
 
 

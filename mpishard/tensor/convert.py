@@ -363,7 +363,7 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
     for dim, numbers in given.items():
         d = int(dim) % max(1, layout.ndim)
         numbers = tuple(numbers)
-        if sizes[d] is None or len(numbers) != len(sizes[d]) or min(numbers) < 0 or sum(numbers) <= 0:
+        if sizes[d] is None or len(numbers) != len(sizes[d]) or min(numbers) < 0 or sum(numbers) <= 0:  # type: ignore[arg-type]
             raise LayoutError(
                 described(
                     f"rebalance: numbers do not fit dim {dim}",

@@ -140,7 +140,7 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(a, ShardTensor) for a in args) and not any(
         isinstance(a, ShardTensor) for a in kwargs.values()
     ):
-        return _plain_apply.__func__(cls, *args, **kwargs)
+        return _plain_apply.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls.__name__ == "CheckpointFunction":
         raise UnsupportedOperationError(
@@ -162,4 +162,4 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-torch.autograd.Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign]
+torch.autograd.Function.apply = classmethod(_guarded_apply)  # type: ignore[assignment, method-assign]

@@ -93,7 +93,7 @@ def whole_value(x: ShardTensor) -> torch.Tensor:
     if numel(x) != 1:
         raise RuntimeError(f"a Tensor with {numel(x)} elements cannot be converted to Scalar")
     x = resolved(x)
-    return x._local.detach() if x._layout.is_replicated else x.detach().full_tensor()
+    return x._local.detach() if x._layout.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
 
 
 RULES[torch.Tensor.__bool__] = lambda self: bool(whole_value(self))

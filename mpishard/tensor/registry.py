@@ -61,9 +61,9 @@ def spellings(*names: str) -> list[Any]:
         torch.linalg,
         torch.fft,
         torch._C._nn,
-        torch._C._special,
-        torch._C._linalg,
-        torch._C._fft,
+        torch._C._special,  # type: ignore[attr-defined]
+        torch._C._linalg,  # type: ignore[attr-defined]
+        torch._C._fft,  # type: ignore[attr-defined]
     )
     found: list[Any] = []
     for name in names:

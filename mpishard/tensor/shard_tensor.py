@@ -57,7 +57,7 @@ class ShardTensor(Tensor):
         return rule(*args, **kwargs) if kwargs else rule(*args)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
         """Refuse: what arrives here went past the rules, and would see no data."""
         raise no_rule(func, args, kwargs or {})
 
@@ -88,7 +88,7 @@ class ShardTensor(Tensor):
     def requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
 
-    @property
+    @property  # type: ignore[override]
     def grad(self) -> ShardTensor | None:  # type: ignore[override]
         """Gradient, in the layout of the tensor."""
         g = self._local.grad
@@ -107,7 +107,7 @@ class ShardTensor(Tensor):
             )
         self._local.grad = None if value is None else value._local
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> ShardTensor:  # type: ignore[override]
         """The same cells outside autograd."""
         return wrap(self._local.data, self._layout, self._mesh)
@@ -136,7 +136,7 @@ class ShardTensor(Tensor):
 
     # -- Python's protocols
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ""
         if self._local.grad_fn is not None:
             grad = f", grad_fn=<{type(self._local.grad_fn).__name__}>"

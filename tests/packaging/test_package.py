@@ -71,6 +71,12 @@ def test_required_packages(declared: configparser.ConfigParser) -> None:
     assert required == {"mpi4py", "numpy", "torch"}
 
 
+def test_commands_start() -> None:
+    for entry in importlib.metadata.entry_points(group="console_scripts"):
+        if entry.dist is not None and entry.dist.name == "mpishard":
+            assert callable(entry.load())
+
+
 def test_import_leaves_out(imported: Imported) -> None:
     heavy = {"torch.distributed.tensor", "h5py", "matplotlib", "scipy", "pandas", "cupy", "pytest"}
     assert heavy.isdisjoint(imported["modules"])
