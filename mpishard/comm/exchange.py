@@ -76,7 +76,10 @@ class Exchange:
         self._backward = [comm.Recv_init(b, peer, TAG) for peer, b in out] + [
             comm.Send_init(b, peer, TAG) for peer, b in into
         ]
-        self._peers = (sorted({p for p, _ in into}), sorted({p for p, _ in out}))
+        self._peers = (
+            guard.unfinished(self._forward, [p for p, _ in into + out]),
+            guard.unfinished(self._backward, [p for p, _ in out + into]),
+        )
         self._nbytes = ((len(out), sum(len(b) for _, b in out)), (len(into), sum(len(b) for _, b in into)))
 
     def _allocate(self, parts: Parts, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], Any]:

@@ -229,6 +229,18 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
 
 Peers = Sequence[int] | Callable[[], Sequence[int]]
 
+
+def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int]) -> Callable[[], list[int]]:
+    """Return a function that tells which peers' requests are not complete, for `waiting`. Not collective."""
+
+    def pending() -> list[int]:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return sorted(set(peers))
+        return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
+
+    return pending
+
+
 _live: dict[waiting, tuple[str, Peers, MPI.Comm | None]] = {}
 _watchdog: threading.Thread | None = None
 
@@ -275,7 +287,7 @@ def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
 
 def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
     try:
-        peers = list(peers() if callable(peers) else peers)
+        peers = list(_asked(peers) if callable(peers) else peers)
         if comm is None:
             return _ranks(peers) if peers else "other ranks"
         peers = peers or [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
@@ -283,7 +295,18 @@ def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
         which = _ranks(world if len(world) <= 64 else world[:64])
         return f"{which}{' and more' if len(world) > 64 else ''} of {MPI.COMM_WORLD.Get_size()}"
     except Exception as error:  # noqa: BLE001 (the report and the abort must come, whatever the state)
-        return f"unknown ranks ({error!r})"
+        return f"other ranks ({error})"
+
+
+def _asked(peers: Callable[[], Sequence[int]]) -> Sequence[int]:
+    # in a thread of its own: MPI may hold a lock, and the abort must come
+    answer: list[Sequence[int]] = []
+    thread = threading.Thread(target=lambda: answer.append(peers()), daemon=True)
+    thread.start()
+    thread.join(1.0)
+    if not answer:
+        raise TimeoutError("no answer from MPI")
+    return answer[0]
 
 
 # uncaught exceptions

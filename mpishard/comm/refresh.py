@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class _Step:
         self.local: list[tuple[Any, Any]] = []
         self.unpacks: list[tuple[Any, Any]] = []
         self.requests: list[MPI.Prequest] = []
-        self.peers: list[int] = []
+        self.peers: Callable[[], list[int]] = list
 
 
 class Refresh:
@@ -202,17 +202,20 @@ class Refresh:
     def _step(self, sweep: Sweep) -> _Step:
         step = _Step()
         comm = self._comm
+        peers = []
         for message in sweep.recvs:
             for part in self._parts(message, step.unpacks, sending=False):
                 step.requests.append(comm.Recv_init(part, message.peer, self._tag + message.tag))
+                peers.append(message.peer)
         for message in sweep.sends:
             parts = self._parts(message, step.packs, sending=True)
             for part in parts:
                 step.requests.append(comm.Send_init(part, message.peer, self._tag + message.tag))
+                peers.append(message.peer)
             self._messages += 1
             self._nbytes += sum(part.nbytes for part in parts)
         step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
-        step.peers = sorted({m.peer for m in (*sweep.recvs, *sweep.sends)})
+        step.peers = guard.unfinished(step.requests, peers)
         return step
 
     def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:
