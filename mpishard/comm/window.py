@@ -55,7 +55,8 @@ class StageRun:
 
     def _check(self, op: str) -> None:
         # also on ranks to which nothing comes
-        guard.check(self.mesh.group(self.stage.mesh_dims).comm, op, None, self.dtype)
+        if self.stage.mesh_dims:
+            guard.check(self.mesh.group(self.stage.mesh_dims).comm, op, None, self.dtype)
 
     def start(self, x: Tensor, at: int = 0) -> Exchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
