@@ -41,6 +41,8 @@ def _timeout_s() -> float:
 DEBUG = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
 TIMEOUT_S = _timeout_s()
 
+_PID = os.getpid()
+
 # Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
 _GRACE_S = 2.0
 
@@ -266,9 +268,11 @@ def _watch() -> None:
         ages = {wait: ages.get(wait, -passed) + passed for wait in current}
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
-                _say(_overdue(age, *current[wait]))
-                time.sleep(_GRACE_S)
-                MPI.COMM_WORLD.Abort(1)
+                try:
+                    _say(_overdue(age, *current[wait]))
+                    time.sleep(_GRACE_S)
+                finally:
+                    MPI.COMM_WORLD.Abort(1)
 
 
 def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
@@ -353,7 +357,8 @@ def _abort(status: int) -> None:
 
 
 def _alive() -> bool:
-    return MPI.Is_initialized() and not MPI.Is_finalized()
+    # a forked child, as of a data loader, is no rank
+    return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def _place() -> str:
@@ -395,8 +400,8 @@ def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
 
 
 def _at_exit() -> None:
-    _run_finalizers()
     if _alive():
+        _run_finalizers()
         # a host program may finalise MPI when there is no Python any more to be called back
         MPI.COMM_SELF.Delete_attr(_finalize_keyval[0])
 

@@ -137,9 +137,11 @@ class CartMesh:
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
-        cart = MPI.Cartcomm(adopted.Dup())
+        with guard.waiting("CartMesh.from_comm", (), adopted):
+            cart = MPI.Cartcomm(adopted.Dup())
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        return cls(cart, names, _as_device(device))
+        with guard.waiting("CartMesh.from_comm", (), cart):
+            return cls(cart, names, _as_device(device))
 
     @property
     def freed(self) -> bool:
@@ -266,7 +268,9 @@ class CartMesh:
 
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
-        comm = self.group(tuple(range(self.ndim))).comm.Dup()
+        comm = self.group(tuple(range(self.ndim))).comm
+        with guard.waiting("CartMesh.duplicate", (), comm):
+            comm = comm.Dup()
         self._holding.comms.append(comm)
         return comm
 
@@ -363,8 +367,9 @@ def init_mesh(
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
-    cart = comm.Create_cart(full, periods=periods, reorder=False)
-    return CartMesh(cart, names, _as_device(device))
+    with guard.waiting("init_mesh", (), comm):
+        cart = comm.Create_cart(full, periods=periods, reorder=False)
+        return CartMesh(cart, names, _as_device(device))
 
 
 def _infer(shape: tuple[int, ...], size: int) -> tuple[int, ...]:

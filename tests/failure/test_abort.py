@@ -46,6 +46,24 @@ print("still", "here", world.allreduce(1))
     assert "IndexError" in outcome.output
 
 
+def test_error_in_a_forked_child_ends_nothing(job):
+    body = """
+child = os.fork()
+if child == 0:
+    try:
+        raise ValueError("in a child")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print("still", "here", world.allreduce(1))
+"""
+    outcome = job(2, body)
+    assert outcome.status == 0, outcome.output
+    assert outcome.output.count("still here 2") == 2
+    assert outcome.output.count("ValueError: in a child") == 2
+
+
 def test_hook_of_the_program_is_called_too(job):
     body = """
 def hook(kind, error, trace):
