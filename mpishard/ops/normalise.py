@@ -6,6 +6,7 @@ torch's own group_norm keeps: the input, mean and 1/std.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,24 +60,24 @@ class Rows(NamedTuple):
 
 def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
+    length = math.prod(x.shape[2:])
     if rows.groups:
-        return row_moments(x.reshape(rows.n * rows.groups, -1))
-    mean, m2 = row_moments(x.reshape(rows.n * rows.c, -1))
+        return row_moments(x.reshape(rows.n * rows.groups, rows.c // rows.groups * length))
+    mean, m2 = row_moments(x.reshape(rows.n * rows.c, length))
     mean, m2 = mean.view(rows.n, rows.c), m2.view(rows.n, rows.c)
     if rows.n == 1:
         return mean[0], m2[0]
     if not mean.numel():
         return mean.new_zeros(rows.c), mean.new_zeros(rows.c)
-    cells = x.numel() // max(1, mean.numel())
     centre = mean.mean(0)
-    return centre, m2.sum(0) + cells * (mean - centre).square().sum(0)
+    return centre, m2.sum(0) + length * (mean - centre).square().sum(0)
 
 
 def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return x * scale + shift per row, in one pass and in the dtype of ``x``."""
-    rows, n = x.reshape(1, scale.numel(), -1), scale.numel()
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, n = x.reshape(1, scale.numel(), -1), scale.numel()
     # batch_norm with given statistics is the one vectorised kernel of this form
     y = torch.native_batch_norm(
         rows, scale.reshape(-1), shift.reshape(-1), scale.new_zeros(n), scale.new_ones(n), False, 0.0, 0.0
@@ -124,7 +125,8 @@ class Normalise(Function):
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         dy = dy.contiguous()
-        by_one, by_x = (t.view(rows.n, rows.c) for t in dots(dy.view(rows.n * rows.c, -1), x.view(rows.n * rows.c, -1)))
+        each = (rows.n * rows.c, math.prod(x.shape[2:]))
+        by_one, by_x = (t.view(rows.n, rows.c) for t in dots(dy.view(each), x.view(each)))
         w = 1.0 if weight is None else weight.to(rstd.dtype)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -147,6 +149,8 @@ class Normalise(Function):
 def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
     """Return dy * scale + x * slope + offset per row."""
     n = scale.numel()
+    if not x.numel():
+        return torch.empty_like(x)
     if x.dtype in HALVES:
         out = torch.empty_like(x)
         rows = zip(out.view(n, -1), dy.view(n, -1), x.view(n, -1), scale.view(-1), slope.view(-1), offset.view(-1))
@@ -165,9 +169,8 @@ def _group(mesh: CartMesh, rows: Rows) -> Group | None:
 def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
     """Normalise in operations that autograd records, for gradients of gradients. Collective over ``rows.over``."""
     dims = (2, 3) if rows.groups else (0, 2)
-    shape = (rows.n, rows.groups, rows.c // rows.groups, -1) if rows.groups else (rows.n, rows.c, -1)
-    if not x.numel():
-        shape = (*shape[:-1], 0)
+    length = math.prod(x.shape[2:])
+    shape = (rows.n, rows.groups, rows.c // rows.groups, length) if rows.groups else (rows.n, rows.c, length)
     v = x.reshape(shape)
     wide = v.float() if v.dtype in HALVES else v
 
