@@ -97,17 +97,14 @@ def in_order(deterministic: bool | None) -> bool:
 
 
 def _allreduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule) -> None:
-    comm, nbytes = group.comm, x.nbytes
+    comm, datatype, nbytes = group.comm, rule.datatype, x.nbytes
     if counter.active:
         counter.record("all_reduce", 1, nbytes)
     at, to = x.data_ptr(), y.data_ptr()
     with guard.waiting("all_reduce", (), comm):
         for a, n in pieces(nbytes):
-            comm.Allreduce(
-                MPI.IN_PLACE if at == to else (address(at + a, n), rule.datatype),
-                (address(to + a, n), rule.datatype),
-                rule.op,
-            )
+            send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
+            comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
 
 
 def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
