@@ -139,3 +139,21 @@ def stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> ShardTens
     dim = wrapped(dim, tensors[0].ndim + 1)
     blocks, layout, mesh = _aligned(tensors, dim, plan_stack)
     return wrap(torch.stack(blocks, dim), layout, mesh)
+
+
+def _join_rule(grow: Any, dim_of: Any) -> Any:
+    def rule(tensors: Sequence[Any], *, out: Any = None) -> Any:
+        grown = [grow(t) for t in tensors]
+        return torch.cat(grown, dim_of(grown[0].ndim), out=out)
+
+    return rule
+
+
+def _as_column(x: Any) -> Any:
+    return x.reshape(-1, 1) if x.ndim < 2 else x
+
+
+implements(torch.hstack)(_join_rule(torch.atleast_1d, lambda ndim: 0 if ndim == 1 else 1))
+implements(torch.vstack, torch.row_stack)(_join_rule(torch.atleast_2d, lambda _: 0))
+implements(torch.dstack)(_join_rule(torch.atleast_3d, lambda _: 2))
+implements(torch.column_stack)(_join_rule(_as_column, lambda _: 1))

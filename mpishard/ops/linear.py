@@ -235,7 +235,7 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
     return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
 
 
-@implements(torch.einsum)
+@implements(*spellings("einsum"))
 def einsum(*args: Any) -> ShardTensor:
     """Evaluate Einstein's sum convention. As `matmul`."""
     equation, operands = args[0], args[1:]

@@ -206,7 +206,7 @@ def expand_as(self: Any, other: Tensor) -> Any:
     return self.expand(tuple(other.shape))
 
 
-@implements(torch.broadcast_tensors)
+@implements(*spellings("broadcast_tensors"))
 def broadcast_tensors(*tensors: Any) -> list[Any]:
     """Expand all tensors to their common shape. Not collective, unless a sharded dim of one cell is broadcast."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
@@ -240,9 +240,9 @@ def _grow_2d(x: ShardTensor) -> ShardTensor:
     return unsqueeze(x if x.ndim else unsqueeze(x, 0), 0)
 
 
-RULES[torch.atleast_1d] = _at_least(1, lambda x: unsqueeze(x, 0))
-RULES[torch.atleast_2d] = _at_least(2, _grow_2d)
-RULES[torch.atleast_3d] = _at_least(3, _grow_3d)
+implements(*spellings("atleast_1d"))(_at_least(1, lambda x: unsqueeze(x, 0)))
+implements(*spellings("atleast_2d"))(_at_least(2, _grow_2d))
+implements(*spellings("atleast_3d"))(_at_least(3, _grow_3d))
 
 
 # -- complex numbers as pairs

@@ -64,12 +64,13 @@ def spellings(*names: str) -> list[Any]:
         torch._C._special,  # type: ignore[attr-defined]
         torch._C._linalg,  # type: ignore[attr-defined]
         torch._C._fft,  # type: ignore[attr-defined]
+        torch._C._VariableFunctions,  # type: ignore[attr-defined]  # what torch's Python functions call with a list
     )
     found: list[Any] = []
     for name in names:
         for place in places:
             function = getattr(place, name, None)
-            if callable(function) and not any(function is f for f in found):
+            if callable(function) and function not in found:
                 found.append(function)
     return found
 
