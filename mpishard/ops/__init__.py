@@ -1,6 +1,7 @@
 """Sharding rules, one file per family; importing this package registers them."""
 
 from mpishard.ops import (
+    adaptive,
     attention,
     conv,
     diagonal,
@@ -24,5 +25,6 @@ from mpishard.ops import (
     roll,
     scan,
     statistic,
+    unpool,
     view,
 )
