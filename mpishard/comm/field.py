@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpishard.comm.strip import Block, DeviceMemory
+from mpishard.comm.strip import Block, DeviceMemory, is_viewable
 from mpishard.errors import LayoutError, MeshError, UnsupportedDtypeError, UnsupportedOperationError, described
 
 
@@ -111,6 +111,8 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
         )
     if fault is None and block.nbytes and any(s == 0 and n > 1 for s, n in zip(block.strides, block.shape)):
         fault = "cells that share memory (a stride is 0)"
+    if fault is None and block.device is not None and not is_viewable(block):
+        fault = f"cells of {block.itemsize} bytes with strides {block.strides} on a GPU"
     if fault is not None:
         raise UnsupportedOperationError(
             described(

@@ -263,7 +263,8 @@ class HaloExchanger:
         return Refresh(self._channel.comm, self._sweeps, blocks, slot * 2 * len(self.shape), self._reversed, foreign)
 
     def _check(self, fields: tuple[Any, ...]) -> None:
-        guard.check(self._channel.comm, "HaloExchanger", (len(fields), *self.halo_width), self.dtypes)  # type: ignore[arg-type]
+        self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        guard.check(self._channel.comm, f"HaloExchanger of {len(fields)} fields", None, self.dtypes)
 
 
 class _Channel:

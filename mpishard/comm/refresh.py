@@ -128,7 +128,8 @@ class Refresh:
             counter.record(_OP, self._messages, self._nbytes)
         for step in self._steps:
             self._begin(step)
-            self._end(step)
+            self._wait(step)
+            self._unpack(step)
 
     def start(self) -> None:
         """Start to refresh. Neighborwise collective."""
@@ -152,9 +153,7 @@ class Refresh:
         """Wait for what `start` has started. Neighborwise collective."""
         while self._at < len(self._steps):
             step = self._steps[self._at]
-            if step.requests:
-                with guard.waiting(_OP, step.peers, self._comm):
-                    MPI.Request.Waitall(step.requests)
+            self._wait(step)
             self._advance(step)
 
     def free(self) -> None:
@@ -180,11 +179,10 @@ class Refresh:
         for dst, src in step.local:
             copy(dst, src)
 
-    def _end(self, step: _Step) -> None:
+    def _wait(self, step: _Step) -> None:
         if step.requests:
             with guard.waiting(_OP, step.peers, self._comm):
                 MPI.Request.Waitall(step.requests)
-        self._unpack(step)
 
     def _unpack(self, step: _Step) -> None:
         copy = self._copy

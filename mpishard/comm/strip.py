@@ -165,6 +165,11 @@ class DeviceMemory:
         }
 
 
+def is_viewable(block: Block) -> bool:
+    """Return whether torch can view the block where it lies. Not collective."""
+    return block.itemsize in _TYPESTR and min(block.strides, default=0) >= 0
+
+
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
 
