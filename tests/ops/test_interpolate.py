@@ -1,0 +1,100 @@
+"""F.interpolate against torch on the whole tensor."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from tests.compare import compare, layouts, mesh_of, skew
+
+SHAPES = {1: (2, 3, 11), 2: (1, 3, 9, 7), 3: (1, 2, 7, 5, 4)}
+MODES = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
+
+
+def full_of(ndim, dtype=torch.float64):
+    return torch.randn(SHAPES[ndim], dtype=dtype, generator=torch.Generator().manual_seed(ndim))
+
+
+def cases(ndim):
+    """How to interpolate: sizes and factors up and down, whole and fractional."""
+    target = tuple(n * 2 - 1 for n in SHAPES[ndim][2:])
+    yield {"size": target}
+    yield {"size": tuple(max(1, n // 2) for n in target)}
+    yield {"scale_factor": 2}
+    yield {"scale_factor": 1.7}
+    yield {"scale_factor": 0.6}
+    yield {"scale_factor": 1.7, "recompute_scale_factor": True}
+    yield {"scale_factor": tuple(1.5 if i else 1.0 for i in range(ndim))}
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_every_mode_equals_torch(ndim):
+    full = full_of(ndim)
+    every = list(itertools.product(cases(ndim), ("nearest", "nearest-exact", *MODES[ndim])))
+    where = list(layouts(full.shape, range(2, 2 + ndim)))
+    for i, (how, mode) in enumerate(every):
+        for mesh, placements, sizes in where[i % 3 :: 3]:
+            for align in (None,) if mode.startswith("nearest") else (False, True):
+                compare(
+                    lambda x: F.interpolate(x, **how, mode=mode, align_corners=align),
+                    [(full, mesh, placements, sizes)],
+                    what=f"{how} {mode} {align} {placements} {sizes}",
+                )
+
+
+def test_area_is_adaptive_pooling():
+    full = full_of(2)
+    for mesh, placements, sizes in layouts(full.shape, (2, 3)):
+        compare(lambda x: F.interpolate(x, size=(4, 5), mode="area"), [(full, mesh, placements, sizes)])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_float32_coordinates_are_those_of_torch(mode):
+    """A long dim: coordinates computed per block would drift."""
+    mesh = mesh_of((-1,))
+    full = torch.randn(1, 1, 1531, 3, generator=torch.Generator().manual_seed(4))
+    compare(
+        lambda x: F.interpolate(x, scale_factor=(1.37, 1.0), mode=mode),
+        [(full, mesh, (ms.Shard(2),), {2: skew(1531, mesh.size)})],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_second_derivatives():
+    mesh = mesh_of((-1,))
+    compare(
+        lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear").sin(),
+        [(full_of(2), mesh, (ms.Shard(2),), None)],
+        second=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(dtype):
+    mesh = mesh_of((-1,))
+    full = full_of(2, torch.float32).to(dtype)
+    compare(
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        [(full, mesh, (ms.Shard(2),), None)],
+        rtol=2e-2,
+        atol=2e-2,
+    )
+
+
+def test_upsample_modules():
+    mesh = mesh_of((-1,))
+    compare(torch.nn.Upsample(scale_factor=3, mode="bilinear"), [(full_of(2), mesh, (ms.Shard(3),), None)])
+
+
+def test_what_has_no_rule_says_so():
+    mesh = mesh_of((-1,))
+    x = ms.distribute_tensor(full_of(2), mesh, (ms.Shard(2),))
+    with pytest.raises(ms.UnsupportedOperationError, match="antialias"):
+        F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True)
+    with pytest.raises(ValueError, match="align_corners"):
+        F.interpolate(x, size=(4, 4), mode="nearest", align_corners=True)
