@@ -10,6 +10,7 @@ from mpishard.ops import (
     foreach,
     gather,
     index,
+    interpolate,
     join,
     linear,
     loss,

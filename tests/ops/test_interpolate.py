@@ -61,7 +61,8 @@ def test_float32_coordinates_are_those_of_torch(mode):
         lambda x: F.interpolate(x, scale_factor=(1.37, 1.0), mode=mode),
         [(full, mesh, (ms.Shard(2),), {2: skew(1531, mesh.size)})],
         rtol=1e-5,
-        atol=1e-5,
+        # torch's own bicubic backward rounds coordinates differently from its forward: an ulp of 1531
+        atol=3e-4 if mode == "bicubic" else 1e-5,
     )
 
 
