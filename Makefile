@@ -23,12 +23,13 @@ PYTEST_ARGS ?=
 # What the demo gets.
 ARGS ?=
 # The last hang guard; tests and programs have their own, which say more.
-LIMIT_S ?= 2400
+LIMIT_S ?= 1500
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-guarded = timeout --kill-after=20 $(LIMIT_S)
+# in the group of whoever guards make itself, so that its signal arrives here
+guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 # Exit code 5 is "no test selected": not a failure at one size of several. Where TESTS names
 # less than everything, read the counts.
 none_selected = if [ "$(TESTS)" != tests ] && [ $$rc -eq 5 ]; then rc=0; fi
