@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.linear import apply
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
@@ -284,14 +284,22 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         x = resolved(input) if isinstance(input, ShardTensor) else input
         stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
         output_padding = _hashable(output_padding)
-        key = (name, getattr(x, "_layout", None), x.dtype, weight.shape, stride, padding, output_padding, dilation, groups)
+        key = (
+            name,
+            getattr(x, "_layout", None),
+            x.dtype,
+            weight.shape,
+            stride,
+            padding,
+            output_padding,
+            dilation,
+            groups,
+        )
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(
                 key,
-                lambda: _plan_transposed(
-                    x, weight, ndim, stride, padding, output_padding, groups, dilation, name
-                ),
+                lambda: _plan_transposed(x, weight, ndim, stride, padding, output_padding, groups, dilation, name),
             )
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
         window = apply(plan.window, x._local)

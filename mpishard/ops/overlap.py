@@ -182,9 +182,7 @@ class OverlappedConv(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, conv: Overlapped, padded: Any, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, conv: Overlapped, padded: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve the block while its strips travel."""
         y, halos = conv.forward(x, weight, bias)
         ctx.conv, ctx.padded, ctx.has_bias = conv, padded, bias is not None
