@@ -16,13 +16,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
 from mpishard.errors import DesyncError, MpishardError, described
+
+E = TypeVar("E", bound=BaseException)
 
 
 def _timeout_s() -> float:
@@ -87,7 +89,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
         name, text = failed[min(failed)]
         same = [rank for rank, told in failed.items() if told == (name, text)]
         if error is not None and len(same) == len(everyone) and type(error).__name__ == name:
-            raise _common(error, comm)
+            raise common(error, comm)
         if len(same) < len(everyone):
             text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
         if len(same) < len(failed):
@@ -97,7 +99,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
         agreed.__traceback__ = None if error is None else error.__traceback__
     else:
         agreed = _desync([text for _, text in everyone])
-    raise _common(agreed, comm) from None
+    raise common(agreed, comm) from None
 
 
 def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:
@@ -131,7 +133,7 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: obje
     # a rank that is in `agree` instead sends the same kind of pair
     with waiting(call, (), comm):
         everyone = comm.allgather((None, call))
-    raise _common(_desync([text for _, text in everyone]), comm)
+    raise common(_desync([text for _, text in everyone]), comm)
 
 
 _COUNT_KEYVAL: list[int] = []
@@ -157,8 +159,8 @@ def _unanimous(comm: MPI.Intracomm, failed: bool, text: str, op: str) -> bool:
     return not most[0] and bool(most[1] == -most[2])
 
 
-def _common(error: BaseException, comm: MPI.Comm) -> BaseException:
-    """Mark an error that all ranks raise, so that only the first prints it. Not collective."""
+def common(error: E, comm: MPI.Comm) -> E:
+    """Mark an error that all ranks of ``comm`` raise, so that only the first prints it. Not collective."""
     error.__dict__["_told_by_rank_0"] = comm.Get_rank() != 0
     return error
 

@@ -118,7 +118,7 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
         comm.Allgather(mine, everyone)
 
     def fail(rank: int, expected: object, got: object) -> LayoutError:
-        return LayoutError(
+        error = LayoutError(
             described(
                 f"from_local: the block of rank {rank} does not fit the others",
                 expected=expected,
@@ -126,6 +126,7 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
                 fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
             )
         )
+        return guard.common(error, comm)
 
     for rank, (ndim, dtype) in enumerate(everyone[:, :2]):
         if (ndim, dtype) != (everyone[0, 0], everyone[0, 1]):
