@@ -115,6 +115,11 @@ def settled(x: ShardTensor) -> ShardTensor:
     Collective over the Partial dims.
     """
     if x._layout.partial_dims:
+        if x._local.retains_grad:
+            # its gradient is read from the block that it has now
+            total = resolved(x)
+            total._gathered_view = True
+            return total
         # under no_grad too: what x holds from now on must keep its graph
         with torch.enable_grad():
             total = resolved(x)

@@ -166,7 +166,27 @@ def in_place(*functions: Any) -> None:
         RULES[func] = _in_place_rule(func)
 
 
+def _where_rule(func: Any) -> Callable[..., ShardTensor]:
+    plain = _rule(func)
+
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        if len(args) + len(kwargs) == 1:
+            raise UnsupportedOperationError(
+                described(
+                    "torch.where(condition): the size of the result depends on the data",
+                    expected="torch.where(condition, x, y)",
+                    got="a condition alone",
+                    fix="give both values, or gather the condition with full_tensor()",
+                )
+            )
+        return plain(*args, **kwargs)
+
+    return rule
+
+
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
+for _func in spellings("where"):
+    RULES[_func] = _where_rule(_func)
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
 for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
     _func = getattr(torch.nn.functional, _name)
@@ -183,6 +203,8 @@ def to(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: a._local if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     local = self._local.to(*args, **kwargs)
+    if local.device != self._local.device:
+        raise _other_device(self, local.device)
     return self if local is self._local else wrap(local, self._layout, self._mesh)
 
 
@@ -192,17 +214,31 @@ def type_as(self: Any, other: Any) -> Any:
     return self.to(other.dtype)
 
 
-@implements(torch.Tensor.cpu, torch.Tensor.cuda)
-def to_device(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Refuse: the mesh says where its tensors live. Not collective."""
-    raise UnsupportedOperationError(
+def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
         described(
             "moving a ShardTensor to another device",
-            expected=f"the device of its mesh, {self._mesh.device}",
-            got="Tensor.cpu() or Tensor.cuda()",
+            expected=f"the device of its block, {x._local.device}",
+            got=device,
             fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
         )
     )
+
+
+@implements(torch.Tensor.cpu)
+def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
+    """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
+    if self._local.is_cpu:
+        return self
+    raise _other_device(self, "cpu")
+
+
+@implements(torch.Tensor.cuda)
+def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
+    """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
+    if self._local.is_cuda:
+        return self
+    raise _other_device(self, "cuda")
 
 
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)

@@ -13,7 +13,7 @@ from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.operand import fitted, moved, resolved
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 
 def _root(x: Any) -> Any:
@@ -90,17 +90,19 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
         **kwargs,
     )
     return tuple(
-        wrap(g, i._layout, i._mesh) if isinstance(i, ShardTensor) and g is not None else g for i, g in zip(leaves, out)
+        wrap(g, cotangent_layout(i._layout), i._mesh) if isinstance(i, ShardTensor) and g is not None else g
+        for i, g in zip(leaves, out)
     )
 
 
 @implements(torch.Tensor.register_hook)
 def register_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook ShardTensors. Not collective."""
+    layout, mesh = cotangent_layout(self._layout), self._mesh
 
     def on_local(g: Tensor) -> Tensor | None:
-        out = hook(wrap(g, self._layout, self._mesh))
-        return None if out is None else moved(out, self._layout)._local
+        out = hook(wrap(g, layout, mesh))
+        return None if out is None else moved(out, layout)._local
 
     return self._local.register_hook(on_local)
 

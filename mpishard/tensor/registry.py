@@ -68,7 +68,8 @@ def spellings(*names: str) -> list[Any]:
     )
     found: list[Any] = []
     for name in names:
-        for place in places:
+        # every module has an __eq__ of its own
+        for place in (torch.Tensor,) if name.startswith("__") else places:
             function = getattr(place, name, None)
             if callable(function) and function not in found:
                 found.append(function)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout
+from mpishard.layout import Layout, Partial, Replicate, layout_of
 from mpishard.tensor.registry import RULES, no_rule
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -90,17 +90,18 @@ class ShardTensor(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> ShardTensor | None:  # type: ignore[override]
-        """Gradient, in the layout of the tensor."""
+        """Gradient, in the layout of the tensor (Replicate where that is Partial)."""
         g = self._local.grad
-        return None if g is None else wrap(g, self._layout, self._mesh)
+        return None if g is None else wrap(g, cotangent_layout(self._layout), self._mesh)
 
     @grad.setter
     def grad(self, value: ShardTensor | None) -> None:
-        if value is not None and (not isinstance(value, ShardTensor) or value._layout != self._layout):
+        layout = cotangent_layout(self._layout)
+        if value is not None and (not isinstance(value, ShardTensor) or value._layout != layout):
             raise UnsupportedOperationError(
                 described(
                     "ShardTensor.grad: assignment of a gradient that is laid out differently",
-                    expected=f"None or a ShardTensor with {self._layout}",
+                    expected=f"None or a ShardTensor with {layout}",
                     got=repr(value._layout) if isinstance(value, ShardTensor) else type(value).__name__,
                     fix="redistribute it first",
                 )
@@ -207,6 +208,14 @@ def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     self._layout = layout
     self._mesh = mesh
     return self
+
+
+def cotangent_layout(layout: Layout) -> Layout:
+    """Return the layout of a gradient: every rank holds the cotangent of a Partial whole. Not collective."""
+    if not layout.partial_dims:
+        return layout
+    placements = [Replicate() if type(p) is Partial else p for p in layout.placements]
+    return layout_of(layout.mesh_shape, placements, layout.shape, layout.sizes)
 
 
 def _whole_needed(name: str, x: ShardTensor) -> UnsupportedOperationError:
