@@ -28,7 +28,20 @@ from mpishard.errors import (
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
 from mpishard.nn import distribute_module
-from mpishard.tensor import ShardTensor, distribute_tensor, halo_exchange, implements, scatter_tensor
+from mpishard.tensor import (
+    ShardTensor,
+    arange,
+    distribute_tensor,
+    empty,
+    full,
+    halo_exchange,
+    implements,
+    ones,
+    rand,
+    randn,
+    scatter_tensor,
+    zeros,
+)
 from mpishard.testing import dot_test
 
 __version__ = "0.1.0"
@@ -53,17 +66,24 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "arange",
     "broadcast",
     "comm_counter",
     "distribute_module",
     "distribute_tensor",
     "dot_test",
+    "empty",
+    "full",
     "halo_exchange",
     "implements",
     "init_mesh",
+    "ones",
+    "rand",
+    "randn",
     "reduce_scatter",
     "scatter_tensor",
     "send_recv",
     "shift",
     "testing",
+    "zeros",
 ]

@@ -2,5 +2,6 @@
 
 from mpishard.tensor import gradient, metadata
 from mpishard.tensor.convert import distribute_tensor, halo_exchange, scatter_tensor
+from mpishard.tensor.factory import arange, empty, full, ones, rand, randn, zeros
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

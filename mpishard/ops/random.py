@@ -1,0 +1,319 @@
+"""Random operations: the same global result on every mesh, because each number is a hash of its global index."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.ops.pointwise import no_out
+from mpishard.ops.reduction import normal_dim
+from mpishard.tensor.operand import fitted, resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.stream import (
+    Fill,
+    chosen,
+    draw_seed,
+    exponential,
+    filled,
+    integers,
+    normal,
+    uniform,
+)
+
+
+def _drawn(
+    x: ShardTensor, dtype: torch.dtype, fill: Fill, generator: Any = None, layout: Layout | None = None
+) -> Tensor:
+    """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective."""
+    layout, mesh = layout or x._layout, x._mesh
+    local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
+    return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x._local.device)
+
+
+# -- dropout
+
+
+def _check_probability(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _features(layout: Layout, leading: int) -> Layout:
+    """Return the layout of one number per feature: the first ``leading`` dims, ones after."""
+    placements = [Replicate() if type(p) is Shard and p.dim >= leading else p for p in layout.placements]
+    ones = (1,) * (layout.ndim - leading)
+    return layout_of(
+        layout.mesh_shape, placements, layout.shape[:leading] + ones, layout.sizes[:leading] + (None,) * len(ones)
+    )
+
+
+def _dropped(
+    input: ShardTensor, p: float, training: bool, inplace: bool, leading: int | None = None, alpha: bool = False
+) -> ShardTensor:
+    """Drop cells, or features of the first ``leading`` dims. Collective in training."""
+    _check_probability(p)
+    if not training or p == 0 or not math.prod(input.shape):
+        return input
+    x = resolved(input)
+    kept = _drawn(x, torch.bool, chosen(1 - p), layout=None if leading is None else _features(x._layout, leading))
+    local = x._local
+    if alpha:
+        limit = 1.7580993408473766  # minus the value that SELU tends to
+        a = 0.0 if p == 1 else 1 / math.sqrt((limit * limit * p + 1) * (1 - p))
+        noise = kept.to(local.dtype)
+        shift = (noise - 1).mul_(limit * a).add_(limit * a * p)
+        noise.mul_(a)
+        y = local.mul_(noise).add_(shift) if inplace else local * noise + shift
+    else:
+        scale = 0.0 if p == 1 else 1 / (1 - p)
+        # the boolean mask alone is kept for backward
+        y = local.mul_(kept).mul_(scale) if inplace else (local * kept).mul_(scale)
+    if inplace:
+        input._local, input._layout = y, x._layout
+        return input
+    return wrap(y, x._layout, x._mesh)
+
+
+@implements(F.dropout)
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
+    """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
+    return _dropped(input, p, training, inplace)
+
+
+@implements(F.alpha_dropout)
+def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
+    """Drop cells such that mean and variance stay (for SELU). Collective in training."""
+    return _dropped(input, p, training, inplace, alpha=True)
+
+
+@implements(F.feature_alpha_dropout)
+def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
+    """Drop whole channels such that mean and variance stay. Collective in training."""
+    return _dropped(input, p, training, inplace, _channels(input), alpha=True)
+
+
+@implements(F.dropout1d)
+def dropout1d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
+    """Drop whole channels. Collective in training."""
+    if input.ndim not in (2, 3):
+        raise RuntimeError(f"dropout1d: Expected 2D or 3D input, but received a {input.ndim}D input.")
+    return _dropped(input, p, training, inplace, input.ndim - 1)
+
+
+@implements(F.dropout2d)
+def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
+    """Drop whole channels. Collective in training."""
+    if input.ndim not in (3, 4):
+        warnings.warn(f"dropout2d: Received a {input.ndim}-D input, which is deprecated", stacklevel=2)
+    return _dropped(input, p, training, inplace, 2)
+
+
+@implements(F.dropout3d)
+def dropout3d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
+    """Drop whole channels. Collective in training."""
+    if input.ndim not in (4, 5):
+        warnings.warn(f"dropout3d: Received a {input.ndim}-D input, which is deprecated", stacklevel=2)
+    return _dropped(input, p, training, inplace, 2 if input.ndim == 5 else 1)
+
+
+def _channels(x: ShardTensor) -> int:
+    return min(2, x.ndim)
+
+
+@implements(torch.dropout)
+def torch_dropout(input: Any, p: float, train: bool) -> ShardTensor:
+    """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
+    return _dropped(input, p, train, False)
+
+
+@implements(torch.dropout_)
+def torch_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
+    """Do the same in place. Collective in training."""
+    return _dropped(input, p, train, True)
+
+
+@implements(torch.feature_dropout)
+def torch_feature_dropout(input: Any, p: float, train: bool) -> ShardTensor:
+    """Drop whole channels. Collective in training."""
+    return _dropped(input, p, train, False, _channels(input))
+
+
+@implements(torch.feature_dropout_)
+def torch_feature_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
+    """Drop whole channels in place. Collective in training."""
+    return _dropped(input, p, train, True, _channels(input))
+
+
+RULES[torch.alpha_dropout], RULES[torch.feature_alpha_dropout] = alpha_dropout, feature_alpha_dropout
+
+
+@implements(torch.alpha_dropout_)
+def torch_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
+    """Drop cells in place such that mean and variance stay. Collective in training."""
+    return alpha_dropout(input, p, train, True)
+
+
+@implements(torch.feature_alpha_dropout_)
+def torch_feature_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
+    """Drop whole channels in place such that mean and variance stay. Collective in training."""
+    return feature_alpha_dropout(input, p, train, True)
+
+
+@implements(F.rrelu, torch.rrelu)
+def rrelu(
+    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> ShardTensor:
+    """Leaky ReLU with random slopes in training. Collective in training."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)  # type: ignore[return-value]
+    x = resolved(input)
+    slopes = _drawn(x, x._local.dtype, uniform(x._local.dtype)).mul_(upper - lower).add_(lower)
+    if inplace:
+        x._local.mul_(slopes.masked_fill_(x._local.detach() >= 0, 1))
+        return x
+    return wrap(torch.where(x._local >= 0, x._local, x._local * slopes), x._layout, x._mesh)
+
+
+# -- tensors like another
+
+
+def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = None) -> ShardTensor:
+    x = resolved(x)
+    dtype = dtype or x._local.dtype
+    return wrap(_drawn(x, dtype, fill(dtype), generator).requires_grad_(requires_grad), x._layout, x._mesh)
+
+
+@implements(torch.rand_like)
+def rand_like(
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+) -> ShardTensor:
+    """Uniform numbers in [0, 1), laid out as ``input``. Collective."""
+    return _like(input, uniform, dtype, requires_grad, generator)
+
+
+@implements(torch.randn_like)
+def randn_like(
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+) -> ShardTensor:
+    """Draw standard normal numbers, laid out as ``input``. Collective."""
+    return _like(input, normal, dtype, requires_grad, generator)
+
+
+@implements(torch.randint_like)
+def randint_like(
+    input: Any, low: int, high: int | None = None, *, dtype: Any = None, generator: Any = None, **_: Any
+) -> ShardTensor:
+    """Integers in [low, high), laid out as ``input``. Collective."""
+    low, high = (0, low) if high is None else (low, high)
+    if high <= low:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    return _like(input, lambda _: integers(low, high), dtype, False, generator)
+
+
+def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:
+    """Return zeros and ones, one with probability ``p``, a number or a tensor. Collective."""
+    if not isinstance(p, Tensor):
+        if not 0 <= p <= 1:
+            raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+        return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
+    local = fitted(resolved(p) if isinstance(p, ShardTensor) else p, x._mesh, x._layout).detach()
+    return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
+
+
+@implements(torch.bernoulli, torch.Tensor.bernoulli)
+def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> ShardTensor:
+    """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
+    if out is not None:
+        raise no_out(torch.bernoulli)
+    x = resolved(input)
+    p = x if p is None else p
+    if p is x and not bool(((x >= 0) & (x <= 1)).all()):
+        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
+    drawn = _probabilities(x, p, x._local.dtype, generator)
+    # of probabilities, a zero gradient, as in torch
+    return wrap(drawn + 0 * x._local if p is x else drawn, x._layout, x._mesh)
+
+
+@implements(torch.normal)
+def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
+    """Draw normal numbers with given means and deviations. Collective."""
+    if out is not None:
+        raise no_out(torch.normal)
+    with torch.no_grad():
+        like = mean + std  # the broadcast shape and layout
+        return randn_like(like, generator=generator) * std + mean
+
+
+# -- in place
+
+
+def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
+    x = resolved(self)
+    x._local.copy_(values)
+    self._local, self._layout = x._local, x._layout
+    return self
+
+
+@implements(torch.Tensor.uniform_)
+def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardTensor:
+    """Fill with uniform numbers in [a, b). Collective."""
+    dtype = self._local.dtype
+    return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
+
+
+@implements(torch.Tensor.normal_)
+def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> ShardTensor:
+    """Fill with normal numbers. Collective."""
+    if std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+    return _write(self, _drawn(self, self._local.dtype, normal(self._local.dtype), generator).mul_(std).add_(mean))
+
+
+@implements(torch.Tensor.bernoulli_)
+def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor:
+    """Fill with zeros and ones. Collective."""
+    return _write(self, _probabilities(resolved(self), p, self._local.dtype, generator))
+
+
+@implements(torch.Tensor.exponential_)
+def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
+    """Fill with exponentially distributed numbers. Collective."""
+    return _write(self, _drawn(self, self._local.dtype, exponential(lambd), generator))
+
+
+@implements(torch.Tensor.random_)
+def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> ShardTensor:
+    """Fill with integers in [from, to), or all that the dtype represents exactly. Collective."""
+    low, high = named.get("from", 0), named.get("to")
+    if len(bounds) == 1:
+        high = bounds[0]
+    elif bounds:
+        low, high = bounds
+    dtype = self._local.dtype
+    if high is None:
+        digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+        high = 2 ** digits[dtype] + 1 if dtype in digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
+    return _write(self, _drawn(self, dtype, integers(low, high), generator))
+
+
+@implements(F.gumbel_softmax)
+def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+    """Sample from the Gumbel-Softmax distribution. Collective."""
+    if eps != 1e-10:
+        warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
+    x = resolved(logits)
+    noise = wrap(-_drawn(x, x._local.dtype, exponential(1.0)).log(), x._layout, x._mesh)
+    soft = ((x + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    own = normal_dim(dim, x.ndim)
+    position = torch.arange(x.shape[own], device=x._local.device).view(-1, *[1] * (x.ndim - 1 - own))
+    one_hot = (soft.detach().argmax(own, keepdim=True) == position).to(soft.dtype)
+    return one_hot - soft.detach() + soft  # straight through

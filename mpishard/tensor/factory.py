@@ -1,0 +1,209 @@
+"""New ShardTensors: no rank ever holds more than its own block, and random ones do not depend on the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, layout_of
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.stream import Fill, draw_seed, filled, normal, uniform
+
+Sizes = Mapping[int, Sequence[int]]
+
+
+def _layout(
+    name: str, mesh: CartMesh, placements: Any, shape: tuple[int, ...], sizes: Sizes | None, dtype: torch.dtype
+) -> Layout:
+    def build() -> Layout:
+        layout = layout_of(mesh.shape, placements, shape, sizes)
+        if layout.partial_dims:
+            raise LayoutError(
+                described(
+                    f"{name}: Partial placements",
+                    expected="Shard and Replicate",
+                    got=list(layout.placements),
+                    fix="use ShardTensor.from_local, which says what each rank contributes",
+                )
+            )
+        return layout
+
+    cut = None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
+    return mesh.plan((name, shape, tuple(map(repr, placements)), cut, dtype), build)
+
+
+def _make(
+    name: str,
+    shape: tuple[Any, ...],
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    make: Callable[[Layout, torch.dtype], Tensor],
+) -> ShardTensor:
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        shape = tuple(shape[0])
+    dtype = dtype or torch.get_default_dtype()
+    layout = _layout(name, mesh, placements, tuple(int(n) for n in shape), sizes, dtype)
+    return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
+
+
+def _constant(name: str, value: Any, shape: Any, mesh: CartMesh, *rest: Any) -> ShardTensor:
+    def make(layout: Layout, dtype: torch.dtype) -> Tensor:
+        return torch.full(layout.local_shape(mesh.coords), value, dtype=dtype, device=mesh.device)
+
+    return _make(name, shape, mesh, *rest, make)
+
+
+def zeros(
+    *shape: Any,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Return a tensor of zeros.
+
+    Not collective (arguments are compared across ranks the first time that they occur).
+
+    Parameters
+    ----------
+    *shape
+        Global shape, as numbers or as one sequence.
+    mesh, placements
+        Where and how it is sharded.
+    sizes
+        Tensor dim -> block sizes; balanced where not given.
+    dtype, requires_grad
+        As of the torch function.
+
+    Returns
+    -------
+    ShardTensor
+
+    Examples
+    --------
+    >>> x = ms.zeros(1, 8, 512, 512, mesh=mesh, placements=(ms.Shard(2), ms.Shard(3)))
+    """
+    return _constant("zeros", 0, shape, mesh, placements, sizes, dtype, requires_grad)
+
+
+def ones(
+    *shape: Any,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Return a tensor of ones; parameters as of `zeros`. Not collective."""
+    return _constant("ones", 1, shape, mesh, placements, sizes, dtype, requires_grad)
+
+
+def full(
+    shape: Sequence[int],
+    fill_value: Any,
+    *,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Return a tensor of one value; other parameters as of `zeros`. Not collective."""
+    dtype = dtype or torch.full((), fill_value).dtype
+    return _constant("full", fill_value, (tuple(shape),), mesh, placements, sizes, dtype, requires_grad)
+
+
+def empty(
+    *shape: Any,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Return a tensor whose cells are not set; parameters as of `zeros`. Not collective."""
+
+    def make(layout: Layout, dtype: torch.dtype) -> Tensor:
+        return torch.empty(layout.local_shape(mesh.coords), dtype=dtype, device=mesh.device)
+
+    return _make("empty", shape, mesh, placements, sizes, dtype, requires_grad, make)
+
+
+def _random(
+    name: str, fill: Callable[[torch.dtype], Fill], shape: Any, mesh: CartMesh, generator: Any, *rest: Any
+) -> ShardTensor:
+    def make(layout: Layout, dtype: torch.dtype) -> Tensor:
+        local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
+        return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill(dtype)).to(mesh.device)
+
+    return _make(name, shape, mesh, *rest, make)
+
+
+def rand(
+    *shape: Any,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+) -> ShardTensor:
+    """Return uniform random numbers in [0, 1): the same global tensor on every mesh.
+
+    Collective: the seed is one draw of rank 0 from ``generator`` (torch's default CPU generator if not given).
+    Other parameters as of `zeros`.
+
+    Examples
+    --------
+    >>> torch.manual_seed(0)
+    >>> x = ms.rand(8, 512, mesh=mesh, placements=(ms.Shard(1),))
+    """
+    return _random("rand", uniform, shape, mesh, generator, placements, sizes, dtype, requires_grad)
+
+
+def randn(
+    *shape: Any,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+) -> ShardTensor:
+    """Return standard normal numbers: the same global tensor on every mesh; as `rand`. Collective."""
+    return _random("randn", normal, shape, mesh, generator, placements, sizes, dtype, requires_grad)
+
+
+def arange(
+    start: Any,
+    end: Any = None,
+    step: Any = 1,
+    *,
+    mesh: CartMesh,
+    placements: Any,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Return evenly spaced numbers from ``start`` to below ``end``; other parameters as of `zeros`. Not collective."""
+    if end is None:
+        start, end = 0, start
+    dtype = dtype or torch.arange(start, start, step).dtype
+    n = max(0, math.ceil((end - start) / step))
+
+    def make(layout: Layout, dtype: torch.dtype) -> Tensor:
+        lo, hi = layout.interval(0, mesh.coords)
+        exact = torch.int64 if all(isinstance(v, int) for v in (start, step)) else torch.float64
+        return (torch.arange(lo, hi, device=mesh.device, dtype=exact) * step + start).to(dtype)
+
+    return _make("arange", (n,), mesh, placements, sizes, dtype, requires_grad, make)

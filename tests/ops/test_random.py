@@ -1,0 +1,232 @@
+"""Random numbers: the same global values on every mesh, of the right distributions, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mpishard as ms
+from mpishard.layout import layout_of
+from mpishard.tensor import stream
+from tests.compare import WORLD, gathered, layouts, mesh_of, shard
+
+SHAPE = (3, 4, 9, 8)
+
+
+def seeded(f, seed: int = 5):
+    """Run with one seed on rank 0 and others elsewhere: rank 0's must be the one that counts."""
+    torch.manual_seed(seed + 1000 * WORLD.rank)
+    return f()
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout1d": lambda x: F.dropout1d(x[0], 0.5),
+    "dropout2d": lambda x: F.dropout2d(x, 0.5),
+    "dropout3d": lambda x: F.dropout3d(x.unsqueeze(0), 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "bernoulli": torch.bernoulli,
+    "bernoulli p": lambda x: x.bernoulli(0.3),
+    "bernoulli_": lambda x: x.clone().bernoulli_(0.25),
+    "bernoulli_ tensor": lambda x: torch.zeros_like(x).bernoulli_(x),
+    "rand_like": torch.rand_like,
+    "rand_like float16": lambda x: torch.rand_like(x, dtype=torch.float16),
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, -3, 12, dtype=torch.int64),
+    "normal": lambda x: torch.normal(x, 2.0),
+    "normal_": lambda x: x.clone().normal_(1.0, 3.0),
+    "uniform_": lambda x: x.clone().uniform_(-1, 1),
+    "exponential_": lambda x: x.clone().exponential_(2.0),
+    "random_": lambda x: x.clone().random_(7),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True, dim=2),
+    "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x.clone(), std=0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_mesh_does_not_matter(name):
+    full = torch.linspace(0, 1, math.prod(SHAPE), dtype=torch.float64).view(SHAPE)
+    reference = None
+    for i, (mesh, placements, sizes) in enumerate(layouts(SHAPE, (2, 3), 2)):
+        if i % 2 and not sizes:
+            continue
+        x = shard(full, mesh, placements, sizes)
+        values = gathered(seeded(lambda x=x: DRAWS[name](x)))
+        if reference is None:
+            reference = values
+        torch.testing.assert_close(values, reference, rtol=1e-14, atol=1e-14, msg=f"{name} {placements} {sizes}")
+    every = WORLD.allgather(reference.double().sum().item())
+    assert every == every[:1] * WORLD.size
+
+
+def test_the_hash_is_splitmix64():
+    def exact(base: int, index: int) -> int:
+        z = (base + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z ^ (z >> 31)
+
+    # the first numbers of the published generator, seed 0
+    assert [hex(exact(0, i)) for i in range(2)] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4"]
+    layout = layout_of((1,), [ms.Replicate()], (5, 70, 1000))
+    seed = 123456789
+    base = exact(seed, 0)
+    out = stream.filled(torch.empty(5, 70, 1000, dtype=torch.int64), layout, (0,), seed, lambda bits: bits(0)).view(-1)
+    for i in (0, 1, 999, 32768, 70_001, 349_999):
+        assert out[i].item() % 2**64 == exact(base, i)
+
+
+@pytest.mark.parametrize("shape", [(7,), (40_000,), (3, 50_000), (5, 7, 3001), (200, 300, 2), (1, 1), (0, 4), ()])
+def test_blocks_cover_every_cell_once(shape):
+    mesh = mesh_of((WORLD.size,))
+    dim = max(range(len(shape)), key=shape.__getitem__) if shape else 0
+    placements = [ms.Shard(dim)] if shape else [ms.Replicate()]
+    whole = seeded(lambda: ms.rand(shape, mesh=mesh, placements=[ms.Replicate()], dtype=torch.float64))
+    cut = seeded(lambda: ms.rand(shape, mesh=mesh, placements=placements, dtype=torch.float64))
+    values = whole.to_local()
+    assert torch.equal(cut.full_tensor(), values)
+    assert values.unique().numel() == values.numel()
+
+
+def test_distributions():
+    mesh = mesh_of((WORLD.size,))
+    n = 200_000
+    where = {"mesh": mesh, "placements": [ms.Shard(0)]}
+    torch.manual_seed(11)
+    u = ms.rand(n, **where).full_tensor().double()
+    z = ms.randn(n, **where).full_tensor().double()
+    e = ms.empty(n, **where).exponential_(2.0).full_tensor().double()
+    k = ms.empty(n, dtype=torch.int64, **where).random_(10).full_tensor()
+    assert u.min() >= 0
+    assert u.max() < 1
+    five = 5 / math.sqrt(n)  # five standard errors
+    assert abs(u.mean() - 0.5) < five * 0.29
+    assert abs(u.var() - 1 / 12) < five * 0.08
+    assert abs(z.mean()) < five
+    assert abs(z.var() - 1) < five * 1.42
+    assert abs((z**3).mean()) < five * 3.9
+    assert abs((z**4).mean() - 3) < five * 9.8
+    assert abs(e.mean() - 0.5) < five * 0.5
+    for values, cells in ((torch.bincount((u * 64).long(), minlength=64), 64), (torch.bincount(k, minlength=10), 10)):
+        chi2 = ((values - n / cells) ** 2 / (n / cells)).sum()
+        assert abs(chi2 - (cells - 1)) < 5 * math.sqrt(2 * cells)
+    for lag in (1, 2, 64):  # neighbouring counters give unrelated numbers
+        assert abs((z[lag:] * z[:-lag]).mean()) < five
+    assert abs((u[: n // 2] - 0.5).dot(u[n // 2 :] - 0.5) / (n / 24)) < five * math.sqrt(2)
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_is_the_mask():
+    mesh = mesh_of((WORLD.size,))
+    x = ms.ones(400, 500, mesh=mesh, placements=[ms.Shard(0)], requires_grad=True)
+    y = F.dropout(x, 0.25)
+    values = y.detach().full_tensor()
+    assert values.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert abs(values.mean() - 1) < 0.01
+    y.sum().backward()
+    assert torch.equal(x.grad.full_tensor(), values)
+    again = F.dropout(x, 0.25).detach().full_tensor()
+    assert not torch.equal(again, values)
+
+
+def test_dropout_edges():
+    mesh = mesh_of((WORLD.size,))
+    x = ms.ones(6, 5, mesh=mesh, placements=[ms.Shard(0)])
+    assert F.dropout(x, 0.5, training=False) is x
+    assert F.dropout(x, 0.0) is x
+    assert float(F.dropout(x, 1.0).sum()) == 0
+    y = x.clone()
+    assert F.dropout(y, 0.5, inplace=True) is y
+    assert set(y.full_tensor().unique().tolist()) <= {0.0, 2.0}
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        F.dropout(x, 1.5)
+
+
+def test_features_are_dropped_whole():
+    mesh = mesh_of((WORLD.size,))
+    x = ms.ones(8, 16, 6, 4, mesh=mesh, placements=[ms.Shard(2)])
+    values = F.dropout2d(x, 0.5).full_tensor()
+    assert torch.equal(values, values[:, :, :1, :1].expand_as(values))
+    assert 20 < (values[:, :, 0, 0] == 0).sum() < 108
+
+
+def test_dropout_saves_one_byte_per_cell():
+    x = ms.ones(64, 64, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)], requires_grad=True)
+    saved = []
+
+    def pack(t):
+        saved.append(t.nbytes)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        F.dropout(x, 0.5)
+    assert sum(saved) == x.to_local().numel()
+
+
+def test_checkpoint_recomputes_the_same_mask():
+    mesh = mesh_of((WORLD.size,))
+    full = torch.randn(12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grads = []
+    for recompute in (False, True):
+        x = shard(full, mesh, [ms.Shard(0)], requires_grad=True)
+
+        def block(t):
+            return F.dropout(t * t, 0.5).sin()
+
+        def run(x=x, block=block, recompute=recompute):
+            y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            torch.rand(3)  # what happens in between must not matter
+            y.sum().backward()
+
+        seeded(run)
+        grads.append(gathered(x.grad))
+    assert torch.equal(*grads)
+
+
+def test_a_given_generator_is_used():
+    mesh = mesh_of((WORLD.size,))
+    where = {"mesh": mesh, "placements": [ms.Shard(0)], "dtype": torch.float64}
+    a, b = (ms.randn(20, generator=torch.Generator().manual_seed(s), **where).full_tensor() for s in (3, 3))
+    assert torch.equal(a, b)
+    before = torch.get_rng_state()
+    ms.randn(20, generator=torch.Generator().manual_seed(3), **where)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+FACTORIES = {
+    "zeros": (lambda **k: ms.zeros(6, 9, **k), lambda: torch.zeros(6, 9)),
+    "zeros of a shape": (lambda **k: ms.zeros((6, 9), **k), lambda: torch.zeros(6, 9)),
+    "ones": (lambda **k: ms.ones(6, 9, dtype=torch.int32, **k), lambda: torch.ones(6, 9, dtype=torch.int32)),
+    "full": (lambda **k: ms.full((6, 9), 2.5, **k), lambda: torch.full((6, 9), 2.5)),
+    "full of integers": (lambda **k: ms.full((6, 9), 7, **k), lambda: torch.full((6, 9), 7)),
+    "arange": (lambda **k: ms.arange(11, **k), lambda: torch.arange(11)),
+    "arange float": (lambda **k: ms.arange(0.5, 4, 0.3, **k), lambda: torch.arange(0.5, 4, 0.3)),
+    "arange down": (lambda **k: ms.arange(9, -3, -2, **k), lambda: torch.arange(9, -3, -2)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories(name):
+    make, expected = FACTORIES[name]
+    for placements in ([ms.Shard(0)], [ms.Replicate()]):
+        x = make(mesh=mesh_of((WORLD.size,)), placements=placements)
+        torch.testing.assert_close(x.full_tensor(), expected(), rtol=1e-7, atol=1e-7)
+        assert tuple(x.to_local().shape) == x.layout.local_shape(x.mesh.coords)
+
+
+def test_factory_arguments():
+    mesh = mesh_of((WORLD.size,))
+    sizes = {0: [WORLD.size + 5] + [0] * (WORLD.size - 1)}
+    x = ms.empty(WORLD.size + 5, 2, mesh=mesh, placements=[ms.Shard(0)], sizes=sizes, requires_grad=True)
+    assert x.requires_grad
+    assert x.is_leaf
+    assert x.layout.sizes[0] == tuple(sizes[0])
+    with pytest.raises(ms.LayoutError, match="Partial"):
+        ms.ones(3, mesh=mesh, placements=[ms.Partial()])
+    with pytest.raises(ms.UnsupportedDtypeError):
+        ms.rand(3, mesh=mesh, placements=[ms.Shard(0)], dtype=torch.complex64)
