@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm import guard
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Runs, bounds, interval_runs, plan_stage
@@ -70,7 +71,8 @@ def window_op(
         mesh_dims = layout.shard_dims.get(dim, ())
         stage = plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords))
         unchanged = stage.resident == 0 and stage.n_in == stage.n_out
-        if not (unchanged and not stage.sends and not stage.recvs):
+        # calls are compared on all ranks, also where this one has nothing to do
+        if guard.DEBUG or not (unchanged and not stage.sends and not stage.recvs):
             stages.append(stage)
     return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, value=value, op=op)
 
