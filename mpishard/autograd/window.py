@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import apply
-from mpishard.comm.mesh import CartMesh
 from mpishard.comm import guard
+from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Runs, bounds, interval_runs, plan_stage
