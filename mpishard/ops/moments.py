@@ -10,7 +10,7 @@ from torch import Tensor
 from mpishard.comm import collective
 from mpishard.comm.mesh import Group
 
-_BLOCK = 1 << 15  # cells that are read twice from cache
+BLOCK = 1 << 15  # cells that are read twice from cache
 _GATHERED_NBYTES = 1 << 16  # statistics of all ranks together
 
 
@@ -25,26 +25,26 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not v.is_cpu or n < _BLOCK // 4:
+    if not v.is_cpu or n < BLOCK // 4:
         var, mean = torch.var_mean(v.to(wide), 1, correction=0)
         return mean.double(), var.double() * n
-    starts = range(0, n, _BLOCK)
+    starts = range(0, n, BLOCK)
     means = torch.empty((rows, len(starts)), dtype=wide)
     squares = torch.empty((rows, len(starts)), dtype=wide)
-    buffer = torch.empty(_BLOCK, dtype=wide)
+    buffer = torch.empty(BLOCK, dtype=wide)
     for row in range(rows):
         for i, a in enumerate(starts):
-            block = v[row, a : a + _BLOCK].to(wide)
+            block = v[row, a : a + BLOCK].to(wide)
             centre = torch.mean(block, 0, out=means[row, i])
             deviation = torch.sub(block, centre, out=buffer[: block.numel()])
             torch.dot(deviation, deviation, out=squares[row, i])
-    cells = torch.full((len(starts),), _BLOCK, dtype=torch.float64)
-    cells[-1] = n - (len(starts) - 1) * _BLOCK
-    return _chan(means.double(), squares.double(), cells)
+    cells = torch.full((len(starts),), BLOCK, dtype=torch.float64)
+    cells[-1] = n - (len(starts) - 1) * BLOCK
+    return chan(means.double(), squares.double(), cells)
 
 
-def _chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine along the last dim the moments of ``cells`` values each."""
+def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine along the last dim the moments of ``cells`` values each. Not collective."""
     total = cells.sum()
     # relative to one of them: the weighted mean of large numbers would round
     shift = means[..., :1]
@@ -76,7 +76,7 @@ def global_moments(
             first = next((i for i, n in enumerate(counts) if n), 0)
             # a rank without cells must not be the reference
             every = every.roll(-first, 0).movedim(0, -1)
-            mean, m2 = _chan(every[0], every[1], cells.roll(-first))
+            mean, m2 = chan(every[0], every[1], cells.roll(-first))
         else:
             own = counts[group.rank]
             centre = collective.all_reduce(mean * (own / max(1, count)), group)

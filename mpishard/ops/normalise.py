@@ -17,7 +17,8 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.ops.moments import dots, global_moments, row_moments
+from mpishard.ops.column import add_columns_scaled, are_columns, column_dots, column_moments, columns_scaled, in_columns
+from mpishard.ops.moments import chan, dots, global_moments, row_moments
 from mpishard.ops.reduction import HALVES
 
 
@@ -61,6 +62,12 @@ class Rows(NamedTuple):
 def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
     length = math.prod(x.shape[2:])
+    if are_columns(x):
+        mean, m2 = column_moments(x)
+        if not rows.groups:
+            return mean, m2
+        cells = mean.new_full((rows.c // rows.groups,), length)
+        return chan(mean.view(rows.groups, -1), m2.view(rows.groups, -1), cells)
     if rows.groups:
         return row_moments(x.reshape(rows.n * rows.groups, rows.c // rows.groups * length))
     mean, m2 = row_moments(x.reshape(rows.n * rows.c, length))
@@ -77,6 +84,8 @@ def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return x * scale + shift per row, in one pass and in the dtype of ``x``."""
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if are_columns(x):
+        return columns_scaled(x, scale, shift)
     rows, n = x.reshape(1, scale.numel(), -1), scale.numel()
     # batch_norm with given statistics is the one vectorised kernel of this form
     y = torch.native_batch_norm(
@@ -94,7 +103,7 @@ class Normalise(Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, mean and biased variance. Collective over ``rows.over``."""
-        x = x.contiguous()
+        x = x if are_columns(x) else x.contiguous()
         mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
         rstd = (var + eps).rsqrt()
         scale, offset = rows.spread(rstd), rows.spread(-mean * rstd)
@@ -124,9 +133,14 @@ class Normalise(Function):
             y = recorded(x, weight, bias, rows, mesh, ctx.eps)
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
-        dy = dy.contiguous()
-        each = (rows.n * rows.c, math.prod(x.shape[2:]))
-        by_one, by_x = (t.view(rows.n, rows.c) for t in dots(dy.view(each), x.view(each)))
+        if are_columns(x):
+            dy = in_columns(dy)
+            both = column_dots(dy, x)
+        else:
+            dy = dy.contiguous()
+            each = (rows.n * rows.c, math.prod(x.shape[2:]))
+            both = dots(dy.view(each), x.view(each))
+        by_one, by_x = (t.view(rows.n, rows.c) for t in both)
         w = 1.0 if weight is None else weight.to(rstd.dtype)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -158,6 +172,9 @@ def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tenso
             o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
         return out
     out = _scaled(dy, scale, offset)
+    if are_columns(x):
+        add_columns_scaled(out, x, slope)
+        return out
     out.view(n, -1).addcmul_(x.view(n, -1), slope.reshape(n, 1))
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -63,6 +64,26 @@ def test_sharded_channels(name):
     x = values(4, 6, 9, 5)
     for mesh, placements, sizes in layouts(x.shape, (1,), 1):
         compare(NORMS[name], [(x, mesh, placements, sizes)], [W, B], what=f"{name} {placements} {sizes}")
+
+
+@pytest.mark.parametrize("shape", [(1, 9, 5, 6), (1, 4, 9, 5, 6), (1, 4, 5, 70), (1, 60, 150, 6)], ids=str)
+def test_channels_last(shape):
+    scale, shift = leaf(shape[-1]), leaf(shape[-1])
+    for norm in (
+        lambda x: F.group_norm(x, 2, scale, shift),
+        lambda x: F.batch_norm(x, None, None, scale, shift, True),
+    ):
+        for mesh, placements, sizes in layouts(shape, (1, 2), 2):
+            compare(
+                lambda x, norm=norm: norm(x.movedim(-1, 1)),
+                [(values(*shape), mesh, placements, sizes)],
+                [scale, shift],
+                second=math.prod(shape) < 2000,
+                what=f"{shape} {placements} {sizes}",
+            )
+        y = norm(shard(values(*shape), mesh_of((WORLD.size,)), [ms.Shard(1)]).movedim(-1, 1)).to_local()
+        if y.numel():
+            assert y.movedim(1, -1).is_contiguous()
 
 
 @pytest.mark.ranks(4)
