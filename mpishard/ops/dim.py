@@ -76,6 +76,11 @@ def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
 
 def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
     """Return ``x`` in ``layout``, to take a view of. Collective where it differs."""
+    if layout is x._layout:
+        return x
+    lost = [d for d in x._layout.shard_dims if d not in layout.shard_dims]
+    if all(trivially_sharded(x._layout, d) for d in lost):
+        return viewed(x, x._local, layout)
     out = moved(x, layout)
     if out._local is not x._local:
         out._gathered_view = True

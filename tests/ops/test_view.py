@@ -1,0 +1,334 @@
+"""Dims reordered, added, dropped, split, merged and repeated; views share memory and do not communicate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+
+SHAPE = (3, 6, 4)
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def check(f, shape, dims, what, step=1, first=0, second=False):
+    x = values(*shape)
+    ran = 0
+    for mesh, placements, sizes in list(layouts(shape, dims))[first::step]:
+        compare(f, [(x, mesh, placements, sizes)], what=f"{what} {placements} {sizes}", second=second)
+        ran += 1
+    assert ran
+
+
+VIEWS = {
+    "permute": lambda x: x.permute(2, 0, 1),
+    "permute sequence": lambda x: torch.permute(x, dims=(-1, 1, 0)),
+    "transpose": lambda x: x.transpose(-1, 0),
+    "swapaxes": lambda x: torch.swapaxes(x, 0, 1),
+    "swapdims": lambda x: x.swapdims(axis0=1, axis1=2) if False else x.swapdims(1, 2),
+    "mT": lambda x: x.mT,
+    "mH": lambda x: x.mH,
+    "adjoint": torch.adjoint,
+    "movedim": lambda x: x.movedim((0, 1), (2, 0)),
+    "moveaxis": lambda x: torch.moveaxis(x, -1, 0),
+    "unsqueeze": lambda x: x.unsqueeze(-1).unsqueeze(0),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "squeeze none": lambda x: x.squeeze(),
+    "expand": lambda x: x.expand(2, -1, 6, 4),
+    "expand size": lambda x: x.expand((5, 3, 6, 4)),
+    "broadcast_to": lambda x: torch.broadcast_to(x, (6, 3, 6, 4)),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.zeros(2, 1, 6, 1))[0],
+    "atleast": lambda x: torch.atleast_3d(x[0, 0], x[0], x),
+    "view same": lambda x: x.view(3, 6, 4),
+    "view ones": lambda x: x.view(3, 1, 6, -1, 1),
+    "view_as": lambda x: x.view_as(torch.empty(3, 6, 1, 4)),
+    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+    "ravel of a vector": lambda x: x[0, :, 0].ravel(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view(name):
+    check(VIEWS[name], SHAPE, (0, 1, 2), name, step=3, first=len(name) % 3)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.T, lambda x: x.H, torch.t, lambda x: x.t().unsqueeze(1).squeeze()])
+def test_matrices(f):
+    check(f, (5, 4), (0, 1), "matrix", step=2)
+
+
+def test_vectors_and_scalars():
+    check(lambda x: x.t(), (5,), (0,), "t")
+    check(lambda x: x.sum().unsqueeze(0).expand(4), (5,), (0,), "scalar")
+    check(torch.atleast_2d, (5,), (0,), "atleast")
+    check(lambda x: x.sum().view(1, 1), (5,), (0,), "view of a scalar")
+    check(lambda x: x.sum().flatten().squeeze(), (5,), (0,), "flatten of a scalar")
+
+
+ONE_CELL = {
+    "squeeze": lambda x: x.squeeze(),
+    "squeeze dim": lambda x: x.squeeze(0) * 2,
+    "squeeze dims": lambda x: torch.squeeze(x, (0, 2)),
+    "expand": lambda x: x.expand(3, 5, 4),
+    "expand_as": lambda x: x.expand_as(torch.empty(2, 3, 5, 2)),
+    "view": lambda x: x.view(5),
+    "reshape": lambda x: x.reshape(1, 5, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", ONE_CELL)
+def test_dims_of_one_cell_that_are_sharded(name):
+    check(ONE_CELL[name], (1, 5, 1), (0, 1, 2), name, step=2)
+
+
+# shape, dims that may be sharded, the reshape
+RESHAPES = {
+    "merge after": ((4, 6, 5), (0,), lambda x: x.view(24, 5)),
+    "merge behind": ((4, 6, 5), (0, 1), lambda x: x.reshape(4, -1)),
+    "merge all": ((4, 6, 5), (0,), lambda x: x.view(-1)),
+    "flatten": ((4, 6, 5), (0, 1), lambda x: x.flatten(1)),
+    "flatten some": ((4, 6, 5, 2), (0, 1, 3), lambda x: torch.flatten(x, 1, 2)),
+    "unflatten whole": ((4, 6, 5), (0, 2), lambda x: x.unflatten(1, (-1, 3))),
+    "reshape_as": ((4, 6, 5), (0, 1), lambda x: x.reshape_as(torch.empty(4, 30))),
+    "transposed": ((4, 6, 5), (1,), lambda x: x.permute(1, 0, 2).reshape(6, 20)),
+    "empty": ((0, 5), (0, 1), lambda x: x.view(5, 0)),
+    "one cell first": ((1, 4, 6), (1,), lambda x: x.view(24)),
+    "split in front": ((4, 6), (0, 1), lambda x: x.view(1, 4, 1, 6)),
+    "ravel": ((4, 6), (0,), torch.ravel),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_reshape(name):
+    shape, dims, f = RESHAPES[name]
+    check(f, shape, dims, name, step=2 if len(dims) > 1 else 1)
+
+
+def test_split_of_a_sharded_dim():
+    """Where block borders fall on the outer part: uneven blocks and empty ones too."""
+    n = WORLD.size
+    mesh = mesh_of((n,))
+    for rows in ([2] * n, [0, *[3] * (n - 1)], [i + 1 for i in range(n)]):
+        x = values(6 * sum(rows), 2)
+        sizes = {0: [6 * r for r in rows]}
+        for f in (lambda t: t.view(-1, 6, 2), lambda t: t.unflatten(0, (-1, 3, 2)), lambda t: t.view(-1, 4, 3)):
+            compare(f, [(x, mesh, (ms.Shard(0),), sizes)], what=f"{rows}")
+        back = shard(x, mesh, (ms.Shard(0),), sizes).view(-1, 6, 2).view(-1, 2)
+        assert back.layout == shard(x, mesh, (ms.Shard(0),), sizes).layout
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_reshape_that_shards_would_not_survive():
+    mesh = mesh_of((WORLD.size,))
+    x = values(4, 6, 5)
+    for dim, shape, why in [(1, (24, 5), "only the first dim"), (2, (4, 30), "only the first dim"), (0, (2, 60), None)]:
+        part = ms.distribute_tensor(
+            x, mesh, ms.Shard(dim), sizes={0: [3, 1] + [0] * (WORLD.size - 2)} if not dim else None
+        )
+        with pytest.raises(ms.LayoutError, match=why or "block borders at multiples") as caught:
+            part.view(shape)
+        assert "rebalance" in str(caught.value)
+        assert "redistribute" in str(caught.value)
+
+
+def test_errors_are_torchs():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(values(*SHAPE), mesh, (ms.Shard(1),))
+    for f, error in [
+        (lambda t: t.view(7, -1), RuntimeError),
+        (lambda t: t.view(-1, -1), RuntimeError),
+        (lambda t: t.permute(0, 1), RuntimeError),
+        (lambda t: t.permute(0, 0, 1), RuntimeError),
+        (lambda t: t.transpose(0, 3), IndexError),
+        (lambda t: t.unsqueeze(5), IndexError),
+        (lambda t: t.squeeze(4), IndexError),
+        (lambda t: t.expand(3, 5, 4), RuntimeError),
+        (lambda t: t.expand(6, 4), RuntimeError),
+        (lambda t: t.expand(-1, 3, 6, 4), RuntimeError),
+        (lambda t: t.t(), RuntimeError),
+        (lambda t: t.flatten(2, 1), RuntimeError),
+        (lambda t: t.movedim((0, 1), (0,)), RuntimeError),
+    ]:
+        with pytest.raises(error):
+            f(values(*SHAPE))
+        with pytest.raises(error):
+            f(x)
+
+
+def test_views_do_not_communicate_and_share_memory():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(values(4, 6, 5), mesh, (ms.Shard(1),))
+    with ms.comm_counter() as count:
+        views = [
+            x.permute(2, 0, 1),
+            x.transpose(0, 1),
+            x.T if x.ndim == 2 else x.mT,
+            x.unsqueeze(0),
+            x.view(4, -1),
+            x.expand(2, 4, 6, 5),
+            x.narrow(0, 1, 2),
+            x[:, 2:5],
+            x[1],
+            x[..., ::2],
+            x.flatten(1),
+            x.movedim(0, 2),
+            x.detach(),
+            x.diagonal(0, 0, 2),
+            *x.unbind(0),
+            *x.split(2, 2),
+            *x.chunk(2, 0),
+        ]
+    assert not count.calls
+    own = x.to_local().untyped_storage().data_ptr()
+    for view in views:
+        assert view.to_local().untyped_storage().data_ptr() == own or not view.to_local().numel()
+
+
+def test_writes_through_views_reach_the_tensor():
+    def f(x):
+        y = x * 2
+        y[..., :1].fill_(1)
+        y[:, 1:3].mul_(3)
+        y.transpose(0, 1)[2:].add_(1)
+        y.view(3, -1)[1].zero_()
+        y.unsqueeze(0).squeeze(0)[0].sub_(2)
+        return y
+
+    check(f, SHAPE, (1,), "writes")
+
+
+def test_writes_through_a_view_of_a_cropped_block_reach_it():
+    """A block that is cut out of a larger array is no contiguous memory, where torch's result would be."""
+    mesh = mesh_of((WORLD.size,))
+    local = torch.zeros(4, 5, dtype=torch.float64)[:, 1:4]
+    x = ms.ShardTensor.from_local(local, mesh, ms.Shard(0))
+    x.view(-1).add_(2)
+    assert gathered(x).eq(2).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_writes_that_would_be_lost_are_refused():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(values(5, 4), mesh, (ms.Shard(1),))
+    for write in (
+        lambda: x[:, 0].fill_(1),
+        lambda: x[:, 0].view(1, 5).T.add_(1),
+        x.unbind(1)[0].zero_,
+        lambda: x[:, 0].__setitem__(0, 1),
+        lambda: x[:, :1].squeeze(1).mul_(2),
+        lambda: x.select(1, 2).unsqueeze(0).copy_(torch.zeros(5)),
+    ):
+        with pytest.raises(ms.UnsupportedOperationError, match="would not reach"):
+            write()
+    x[:, 0].clone().fill_(1)
+    y = x[:, 0] + 0
+    y += 1
+
+
+def test_views_of_a_partial_settle_it():
+    mesh = mesh_of((WORLD.size,))
+    total = float(sum(range(1, WORLD.size + 1)))
+    local = torch.full((2, 3), 1.0 + mesh.rank, dtype=torch.float64, requires_grad=True)
+    x = ms.ShardTensor.from_local(local, mesh, ms.Partial())
+    with torch.no_grad():
+        y = x.T
+    assert not y.layout.partial_dims
+    assert not x.layout.partial_dims
+    torch.testing.assert_close(gathered(y), torch.full((3, 2), total, dtype=torch.float64))
+    x.view(-1).sum().backward()
+    torch.testing.assert_close(local.grad, torch.ones(2, 3, dtype=torch.float64))
+
+
+REPEATS = {
+    "repeat": lambda x: x.repeat(2, 1, 1, 3),
+    "repeat sharded": lambda x: x.repeat(1, 2, 1),
+    "repeat none": lambda x: x.repeat(1, 0, 1),
+    "tile": lambda x: x.tile((2, 2)),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "repeat_interleave counts": lambda x: torch.repeat_interleave(x, torch.tensor([1, 0, 2, 3, 0, 1]), dim=1),
+    "roll": lambda x: x.roll(2, 1),
+    "roll far": lambda x: torch.roll(x, (-1, 5, 9), (0, 1, 2)),
+    "flip": lambda x: x.flip(1),
+    "flip two": lambda x: torch.flip(x, (0, 2)),
+    "fliplr": torch.fliplr,
+    "flipud": lambda x: x.flipud(),
+    "rot90": lambda x: x.rot90(1, (1, 2)),
+    "rot90 twice": lambda x: torch.rot90(x, 2, (0, 2)),
+    "rot90 back": lambda x: torch.rot90(x, -1, (0, 1)),
+    "tril": lambda x: x.tril(),
+    "triu": lambda x: torch.triu(x, diagonal=1),
+    "triu_": lambda x: (x * 1).triu_(-2),
+    "trace": lambda x: x[0].trace(),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_repeats_and_other_orders(name):
+    check(REPEATS[name], SHAPE, (0, 1, 2), name, step=3, first=len(name) % 3, second=name == "roll")
+
+
+def test_roll_of_the_flattened_tensor():
+    check(lambda x: x.roll(5), SHAPE, (0,), "roll")
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.diagonal(1, 1, 2),
+        lambda x: torch.diagonal(x, dim1=1, dim2=-1),
+        lambda x: torch.diag_embed(x, 1),
+        torch.linalg.diagonal,
+        lambda x: x[:, 1].diag_embed(0, 0, 1),
+    ],
+)
+def test_diagonals_of_whole_dims(f):
+    check(f, (5, 3, 4), (0,), "diagonal")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_diagonals_of_sharded_dims_are_refused():
+    x = shard(values(5, 4), mesh_of((WORLD.size,)), (ms.Shard(1),))
+    with pytest.raises(ms.LayoutError, match="diagonal: dim 1 is sharded"):
+        x.diagonal()
+
+
+def test_meshgrid():
+    n = WORLD.size
+    mesh = mesh_of((n, 1))
+    for placements in [(ms.Shard(0), ms.Replicate()), (ms.Replicate(), ms.Shard(0)), (ms.Replicate(),) * 2]:
+        where = (mesh, (placements[1], placements[0]), None)
+        for indexing in ("ij", "xy"):
+            compare(
+                lambda a, b, indexing=indexing: torch.meshgrid(a, b, values(2), indexing=indexing),
+                [(values(4), mesh, placements, None), (values(3), *where)],
+                what=f"{placements} {indexing}",
+            )
+
+
+def test_complex_views():
+    z = torch.view_as_complex(values(4, 3, 2))
+    for mesh, p, s in list(layouts((4, 3), (0, 1)))[::2]:
+        compare(lambda t: torch.view_as_complex(torch.view_as_real(t * 2) + 1), [(z, mesh, p, s)], what=f"{p}")
+
+
+def test_view_as_another_dtype():
+    mesh = mesh_of((WORLD.size,))
+    x = values(6, 4)
+    for dim in (0, 1):
+        part = shard(x, mesh, (ms.Shard(dim),))
+        assert gathered(part.view(torch.int64)).equal(x.view(torch.int64))
+    assert gathered(shard(x, mesh, (ms.Shard(0),)).view(torch.float32)).equal(x.view(torch.float32))
+
+
+@pytest.mark.ranks(2, 4)
+def test_roll_moves_only_what_crosses_borders():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(values(8, 3), mesh, (ms.Shard(0),))
+    x.roll(1, 0)
+    with ms.comm_counter() as count:
+        x.roll(1, 0)
+    assert count.nbytes == 3 * 8
