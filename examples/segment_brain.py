@@ -124,7 +124,7 @@ def main() -> int:
 def verify(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, x: Tensor, truth: Tensor) -> bool:
     """Do the same few steps sharded and in one process, and say how far apart they end."""
     mine = trace(args, ms.distribute_module(make_model(args), mesh), x, truth, VERIFIED_STEPS)
-    reference = in_one_process(args, mesh, data, VERIFIED_STEPS)
+    reference = in_one_process(args, mesh, data, VERIFIED_STEPS, "--exact-norm")
     worst = 0.0
     for what, tensors in mine.items():
         # every rank compares its own: they must not drift apart either
@@ -148,7 +148,7 @@ def report(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, seconds: lis
         say(mesh, f"a rank needs at most {max(peaks) / alone:.3f} of that; 1/{mesh.size} is {1 / mesh.size:.3f}")
 
 
-def in_one_process(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, steps: int) -> dict[str, Any]:
+def in_one_process(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, steps: int, *flags: str) -> dict[str, Any]:
     """Run brain_training.py on rank 0, with the cores of all, and return its result on every rank."""
     result = None
     if mesh.rank == 0:
@@ -158,6 +158,7 @@ def in_one_process(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, step
             command += [f"--steps={steps}", f"--device={mesh.device}", f"--dtype={args.dtype}", f"--seed={args.seed}"]
             command += [f"--base={args.base}", f"--levels={args.levels}"]
             command += [f"--{flag}" for flag in ("amp", "recompute") if getattr(args, flag)]
+            command += flags
             cores = str(len(os.sched_getaffinity(0)))
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": cores})
             result = torch.load(file)
