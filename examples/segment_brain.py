@@ -36,6 +36,7 @@ from brain_training import (
     largest_difference,
     make_model,
     peak_nbytes,
+    return_freed_memory,
     trace,
     train,
 )
@@ -82,6 +83,7 @@ def main() -> int:
     args = arguments()
     check_launcher(MPI.COMM_WORLD.size)
     mesh = ms.init_mesh(args.mesh, ("x", "y", "z")[: len(args.mesh)])
+    return_freed_memory()
     baseline = peak_nbytes()
     data = brain_path(args.data, args.subsample)
     if mesh.rank == 0:
