@@ -88,12 +88,11 @@ for shape in ((3, -1), (2, 2), (0,)):
     except ms.MeshError as e:
         errors.append(str(e))
 texts = world.gather(errors)
-if rank == 0:
-    print(len(texts[0]), all(t == texts[0] for t in texts))
-    mesh = None
 mesh = ms.init_mesh((-1,))
-print(mesh.comm.allreduce(1))
+together = mesh.comm.allreduce(1)
+if rank == 0:
+    print(len(texts[0]), all(t == texts[0] for t in texts), together)
 """
     outcome = job(2, body)
     assert outcome.status == 0, outcome.output
-    assert sorted(outcome.output.split("\n")) == sorted(["3 True", "2", "2", ""])
+    assert outcome.output == "3 True 2\n"
