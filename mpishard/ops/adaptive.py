@@ -20,6 +20,7 @@ from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
+from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, sizes_of
 from mpishard.ops.geometry import Adaptive, cropped, frozen, on_domain, on_planes, pairs
 from mpishard.ops.pool import global_indices
@@ -283,6 +284,15 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
 
     def build() -> AdaptivePlan:
         shape = func(on_domain(x._layout.shape, x._local), output_size).shape
+        if 0 in shape[-ndim:] or 0 in x._layout.shape[-ndim:]:
+            raise LayoutError(
+                described(
+                    f"{name}: no cells to pool",
+                    expected="at least one cell in, and one out, along every dim",
+                    got=f"{tuple(x._layout.shape)} to {tuple(shape)}",
+                    fix="ask for another output size",
+                )
+            )
         return _plan(x, ndim, tuple(shape), name)
 
     plan: AdaptivePlan | None = x._mesh.plans.get(key)

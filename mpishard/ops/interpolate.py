@@ -1,7 +1,15 @@
-"""F.interpolate over sharded dims: taps and weights of each output cell from its global index, dim by dim."""
+"""Interpolation in every mode of torch, over sharded spatial dims.
+
+A source cell depends on the global index and extents, which torch's own operation on a window does not know.
+Where the ratio is a power of two it does not matter: a shifted window gives the same weights to the last bit.
+Else the weights of every output cell are taken from torch itself, by interpolating combs along the dim alone,
+and applied dim by dim to the fetched window.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,123 +21,81 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
-from mpishard.ops.geometry import pairs
+from mpishard.ops.geometry import cropped, frozen, on_domain, on_planes, pairs
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-_CUBIC = -0.75  # torch's parameter of the cubic convolution kernel
-_LINEAR = ("linear", "bilinear", "trilinear")
-_NEAREST = ("nearest", "nearest-exact")
+# cells that an output cell reads on each side of its centre, at most
+_SUPPORT = {
+    "nearest": 0,
+    "nearest-exact": 0,
+    "linear": 1,
+    "bilinear": 1,
+    "trilinear": 1,
+    "bicubic": 2,
+    "lanczos": 3,
+}
 
 
 class Taps(NamedTuple):
-    """Cells of the window along ``dim`` that each output cell reads, and their weights (None: one cell, whole)."""
+    """Which cells every output cell along a dim reads, and their weights (None: one cell, as it is).
 
-    dim: int
-    cells: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...] | None
-    empty: bool
+    Attributes
+    ----------
+    index, weight
+        (taps, cells out).
+    """
+
+    index: Tensor
+    weight: Tensor | None
 
 
-class InterpolationPlan(NamedTuple):
-    """What one interpolation on one layout does on this rank; ``rest`` are torch's arguments for whole dims."""
+class InterpolatePlan(NamedTuple):
+    """What one interpolation on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the source cells.
+    taps
+        Tensor dim -> its taps, in cells of the window.
+    local
+        Arguments of torch's own operation on what the taps leave, or None.
+    crops
+        (dim, start, length) of the local result.
+    out
+        Layout of the result.
+    """
 
     window: WindowOp
-    taps: tuple[Taps, ...]
-    rest: dict[str, Any] | None
+    taps: tuple[tuple[int, Taps], ...]
+    local: dict[str, Any] | None
+    crops: tuple[tuple[int, int, int], ...]
     out: Layout
 
 
-def _scale(n: int, n_out: int, factor: float | None, align: bool, wide: torch.dtype) -> Tensor:
-    """Return input cells per output cell as torch computes it, in the dtype in which torch does."""
-    if align:
-        return torch.tensor((n - 1) / (n_out - 1) if n_out > 1 else 0.0, dtype=wide)
-    if factor is not None:
-        return torch.tensor(1.0 / factor, dtype=wide)
-    return torch.tensor(n, dtype=wide) / n_out
+class _Request(NamedTuple):
+    """The arguments of one call."""
 
+    size: Any
+    scale_factor: Any
+    mode: str
+    align_corners: bool | None
+    recompute_scale_factor: bool | None
+    antialias: bool
 
-def _global_taps(
-    n: int, n_out: int, factor: float | None, mode: str, align: bool, wide: torch.dtype
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Return the input cells of every output cell of a whole dim, and their weights."""
-    if mode in _NEAREST:
-        ramp = torch.arange(n, dtype=torch.float64).view(1, 1, n)
-        # torch knows its own rounding
-        if factor is not None:
-            cells = F.interpolate(ramp, scale_factor=factor, mode=mode)
-        else:
-            cells = F.interpolate(ramp, size=n_out, mode=mode)
-        return [cells.view(-1).long()], None
-    at = torch.arange(n_out, dtype=wide)
-    scale = _scale(n, n_out, factor, align, wide)
-    # rounded once, as the fused multiply-add of torch's kernels rounds
-    source = at * scale if align else ((at.double() + 0.5) * scale.double() - 0.5).to(wide)
-    if mode in _LINEAR:
-        source = source.clamp(min=0)
-        first = source.long().clamp(max=n - 1)
-        second = (source - first).clamp(0, 1)
-        return [first, (first + 1).clamp(max=n - 1)], [1 - second, second]
-    floor = source.floor()
-    t, a = (source - floor).clamp(0, 1), _CUBIC
-    cells = [(floor.long() + k).clamp(0, n - 1) for k in (-1, 0, 1, 2)]
+    def scales(self, ndim: int) -> tuple[float, ...] | None:
+        """Return the scale per dim where torch computes coordinates from it, else None."""
+        if self.scale_factor is None or self.recompute_scale_factor:
+            return None
+        one = not isinstance(self.scale_factor, tuple)
+        return (float(self.scale_factor),) * ndim if one else tuple(map(float, self.scale_factor))
 
-    def near(d: Tensor) -> Tensor:
-        return ((a + 2) * d - (a + 3)) * d * d + 1
-
-    def far(d: Tensor) -> Tensor:
-        return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-
-    return cells, [far(t + 1), near(t), near(1 - t), far(2 - t)]
-
-
-def _plan(
-    x: ShardTensor, shape: tuple[int, ...], size: Any, factors: list[float | None], mode: str, align: bool
-) -> InterpolationPlan:
-    layout, mesh = x._layout, x._mesh
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sizes, wanted, taps = list(layout.sizes), [], []
-    for dim in range(2, x.ndim):
-        own = layout.sizes[dim]
-        if own is None:
-            continue
-        n, n_out = layout.shape[dim], shape[dim]
-        inner = [b * n_out // n for b in bounds(own)]
-        borders = (0, *inner[1:-1], n_out)
-        sizes[dim] = sizes_of(borders)
-        cells, weights = _global_taps(n, n_out, factors[dim - 2], mode, align, wide)
-        windows = []
-        for a, b in pairs(borders):
-            read = torch.cat([c[a:b] for c in cells])
-            windows.append((int(read.min()), int(read.max()) + 1))
-        index = layout.index(dim, mesh.coords)
-        (a, b), (lo, _) = pairs(borders)[index], windows[index]
-        wanted.append(intervals_wanted(n, dim, windows))
-        along = (-1, *[1] * (x.ndim - dim - 1))
-        taps.append(
-            Taps(
-                dim,
-                tuple((c[a:b] - lo).to(x.device) for c in cells),
-                None if weights is None else tuple(w[a:b].view(along).to(x.device) for w in weights),
-                borders[index] == borders[index + 1],
-            )
-        )
-    whole = [d for d in range(2, x.ndim) if layout.sizes[d] is None]
-    rest: dict[str, Any] | None = None
-    if any(shape[d] != layout.shape[d] or factors[d - 2] not in (None, 1.0) for d in whole):
-        rest = {"mode": mode, **({} if mode in _NEAREST else {"align_corners": align})}
-        if size is None:
-            rest["scale_factor"] = [factors[d - 2] if d in whole else 1.0 for d in range(2, x.ndim)]
-        else:
-            out = layout_of(layout.mesh_shape, layout.placements, shape, sizes).local_shape(mesh.coords)
-            rest["size"] = [max(1, out[d]) for d in range(2, x.ndim)]
-    return InterpolationPlan(
-        window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
-        tuple(taps),
-        rest,
-        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
-    )
+    def arguments(self, size: Sequence[int], scales: Sequence[float] | None) -> dict[str, Any]:
+        """Return the arguments of the same interpolation to another size."""
+        target = {"size": tuple(size)} if scales is None else {"scale_factor": tuple(scales)}
+        return {**target, "mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
 
 
 @implements(F.interpolate)
@@ -142,62 +108,191 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> ShardTensor:
-    """Interpolate: every output cell is computed from its global index. Neighborwise collective."""
+    """Interpolate as ``torch.nn.functional.interpolate`` does on the whole tensor. Neighborwise collective.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        Integers in a mode with weights, unless every ratio along a sharded dim is a power of two.
+    """
     x = resolved(input)
-    layout, mesh = x._layout, x._mesh
-    # torch's own checks of the arguments, and its shape of the result
-    probe = F.interpolate(
-        torch.empty(layout.shape, dtype=x.dtype, device="meta"),
-        size,
-        scale_factor,
-        mode,
-        align_corners,
-        recompute_scale_factor,
-        antialias,
-    )
-    spatial = [d for d in layout.shard_dims if d >= 2]
-    if not spatial:
-        local = F.interpolate(x._local, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        return wrap(local, layout_of(layout.mesh_shape, layout.placements, probe.shape, layout.sizes), mesh)
-    if mode == "area":
-        return F.__dict__[f"adaptive_avg_pool{x.ndim - 2}d"](x, tuple(probe.shape[2:]))  # type: ignore[no-any-return]
-    if antialias:
+    request = _Request(frozen(size), frozen(scale_factor), mode, align_corners, recompute_scale_factor, antialias)
+    key = ("interpolate", x._layout, x.dtype, *request)
+    plan = x._mesh.plans.get(key)
+    if plan is None:
+        plan = x._mesh.plan(key, lambda: _plan(x, request))
+    if not isinstance(plan, InterpolatePlan):  # "area": the output size
+        return getattr(F, f"adaptive_avg_pool{len(plan)}d")(x, plan)  # type: ignore[no-any-return]
+    y = apply(plan.window, x._local)
+    if plan.taps:
+        y = _tapped(y, plan.taps)
+    if plan.local is not None:
+        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, x.ndim - 2)
+    return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x._mesh)
+
+
+def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:
+    layout, ndim = x._layout, x.ndim - 2
+    shape = _shape(x, request)
+    if request.mode == "area":
+        return shape[2:]
+    # torch's own error for a dtype that it does not interpolate
+    F.interpolate(x._local.new_zeros((1,) * x.ndim), **request.arguments((1,) * ndim, None))
+    scales = request.scales(ndim)
+    sharded = [d for d in range(2, x.ndim) if layout.sizes[d] is not None]
+    ratios = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in sharded}
+    if not sharded or (not request.align_corners and not request.antialias and all(ratios.values())):
+        return _plan_shifted(x, request, shape, ratios, scales)
+    if request.mode not in ("nearest", "nearest-exact") and not x.dtype.is_floating_point:
         raise UnsupportedOperationError(
             described(
-                "interpolate: antialias=True over sharded dims",
-                expected="antialias=False, or spatial dims that are whole on every rank",
-                got=list(layout.placements),
-                fix="redistribute to a batch or channel dim first, or smooth with avg_pool before interpolating",
+                f"interpolate: mode {request.mode!r} of integers by this ratio over a sharded dim",
+                expected="a floating-point tensor, or ratios that are powers of two",
+                got=x.dtype,
+                fix="convert with x.float() and round the result",
             )
         )
-    factors: list[float | None] = [None] * (x.ndim - 2)
-    if scale_factor is not None and not recompute_scale_factor:
-        given = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * (x.ndim - 2)
-        factors = [float(f) for f in given]
+    return _plan_tapped(x, request, shape, sharded, scales)
+
+
+def _shape(x: ShardTensor, request: _Request) -> tuple[int, ...]:
+    """Return the global shape of the result, or raise torch's own error."""
+    layout = x._layout
+    try:
+        return tuple(F.interpolate(on_domain(layout.shape, x._local), *request).shape)
+    except ZeroDivisionError:
+        # some modes have no check of their own without data; with data, it precedes any work
+        F.interpolate(x._local.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)
+        raise
+
+
+def _shift_exact(n: int, n_out: int, scale: float | None) -> int:
+    """Return the ratio where it is a power of two, so that coordinates are exact in binary; else 0."""
+    s = n_out // n if n else 0
+    return s if s * n == n_out and s & (s - 1) == 0 and scale in (None, s) else 0
+
+
+def _plan_shifted(
+    x: ShardTensor,
+    request: _Request,
+    shape: Sequence[int],
+    ratios: Mapping[int, int],
+    scales: Sequence[float] | None,
+) -> InterpolatePlan:
+    """Plan torch's own interpolation of windows: what lies beyond this rank's cells is dropped."""
+    layout, mesh = x._layout, x._mesh
+    wanted, crops, sizes, local_size = [], [], list(layout.sizes), list(shape[2:])
+    for dim, s in ratios.items():
+        n, reach = layout.shape[dim], _SUPPORT[request.mode]
+        borders = tuple(b * s for b in bounds(layout.sizes[dim] or (n,)))
+        cells = pairs(borders)
+        windows = [(max(a // s - reach, 0), min(-(-b // s) + reach, n)) for a, b in cells]
+        wanted.append(intervals_wanted(n, dim, windows))
+        sizes[dim] = sizes_of(borders)
+        index = layout.index(dim, mesh.coords)
+        lo, hi = windows[index]
+        local_size[dim - 2] = (hi - lo) * s
+        crops.append((dim, cells[index][0] - lo * s, sizes[dim][index]))  # type: ignore[index]
+    return InterpolatePlan(
+        window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
+        (),
+        request.arguments(local_size, scales),
+        tuple(crops),
+        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
+    )
+
+
+def _plan_tapped(
+    x: ShardTensor, request: _Request, shape: Sequence[int], sharded: Sequence[int], scales: Sequence[float] | None
+) -> InterpolatePlan:
+    """Plan the weighted sums along the sharded dims, and torch's own interpolation along the others."""
+    layout, mesh, ndim = x._layout, x._mesh, x.ndim - 2
+    wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
+    local_size, local_scales = list(shape[2:]), list(scales or ())
+    # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or
+    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing.
+    for dim in range(2, x.ndim):
+        stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
+        if dim not in sharded and not stays and not request.antialias:
+            continue
+        n, own = layout.shape[dim], layout.sizes[dim] or (layout.shape[dim],)
+        every, centres = _taps(n, shape[dim], dim - 2, ndim, scales and scales[dim - 2], request, x)
+        inner = torch.tensor(bounds(own)[1:-1], dtype=torch.float64)
+        borders = (0, *torch.searchsorted(centres.contiguous(), inner).tolist(), shape[dim])
+        cells = pairs(borders)
+        read = [every.index[:, a:b] for a, b in cells]
+        windows = [(int(r.min()), int(r.max()) + 1) for r in read]
+        index = layout.index(dim, mesh.coords)
+        (a, b), lo = cells[index], windows[index][0]
+        if dim in sharded:
+            wanted.append(intervals_wanted(n, dim, windows))
+            sizes[dim] = sizes_of(borders)
+        else:
+            lo = 0
+        weight = None if every.weight is None else every.weight[:, a:b].to(x.device)
+        taps.append((dim, Taps((read[index] - lo).to(x.device), weight)))
+        local_size[dim - 2] = b - a
+        if scales:
+            local_scales[dim - 2] = 1.0
+        if borders[index] == borders[index + 1]:
+            crops.append((dim, 0, 0))
+    local = None if len(taps) == ndim else request.arguments(local_size, local_scales or None)
+    return InterpolatePlan(
+        window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
+        tuple(taps),
+        local,
+        tuple(crops),
+        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
+    )
+
+
+def _taps(
+    n: int, n_out: int, i: int, ndim: int, scale: float | None, request: _Request, x: ShardTensor
+) -> tuple[Taps, Tensor]:
+    """Return what every output cell along spatial dim ``i`` reads, as torch has it, and its place among the cells."""
+    j = torch.arange(n_out, dtype=torch.float64)
+    if request.align_corners:
+        ratio = (n - 1) / (n_out - 1) if n_out > 1 else 0.0
     else:
-        size = tuple(probe.shape[2:])
-    key = ("interpolate", layout, x.dtype, tuple(probe.shape), tuple(factors), mode, bool(align_corners))
-    plan = mesh.plans.get(key)
-    if plan is None:
-        plan = mesh.plan(key, lambda: _plan(x, tuple(probe.shape), size, factors, mode, bool(align_corners)))
-    local = apply(plan.window, x._local)
-    half = local.dtype in (torch.float16, torch.bfloat16)
-    if half:
-        local = local.float()
-    for tap in plan.taps:
-        local = _along(local, tap)
-    if plan.rest is not None:
-        local = F.interpolate(local, **plan.rest)
-    for tap in plan.taps:
-        if tap.empty:
-            local = local.narrow(tap.dim, 0, 0)
-    return wrap(local.to(x.dtype) if half else local, plan.out, mesh)
+        ratio = 1 / scale if scale else n / n_out
+    # antialiasing has its centres between the cells in any case
+    centres = j * ratio if request.align_corners and not request.antialias else (j + 0.5) * ratio - 0.5
+    support = _SUPPORT[request.mode]
+    if request.antialias:
+        support = math.ceil(support * max(1.0, ratio))
+    count = 2 * support + 4
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # the cells that one comb marks are so far apart that an output cell reads one of them at most
+    combs = (torch.arange(n) % count == torch.arange(count)[:, None]).to(dtype)
+    if not support:
+        combs = torch.arange(n, dtype=dtype)[None]
+    # the other dims change their size too: torch has a short cut where no dim does
+    shape, size, scales = [2] * ndim, [3] * ndim, [1.5] * ndim
+    shape[i], size[i], scales[i] = n, n_out, scale or 1.0
+    field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(x.device)
+    answer = F.interpolate(field, **request.arguments(size, scales if scale else None)).cpu()
+    answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])]
+    if not support:
+        return Taps(answer.long(), None), answer[0].double()
+    index = centres.floor().long() - support - 1 + torch.arange(count)[:, None]
+    weight = answer.gather(0, index % count).masked_fill((index < 0) | (index >= n), 0)
+    # the cells that count come first, so that the rest can be left out
+    order = (weight == 0).to(torch.int8).argsort(dim=0, stable=True)
+    longest = max(1, int((weight != 0).sum(0).max()))
+    index, weight = index.gather(0, order)[:longest], weight.gather(0, order)[:longest]
+    return Taps(torch.where(weight == 0, index[:1].clamp(0, n - 1), index), weight), centres + 0.5
 
 
-def _along(x: Tensor, taps: Taps) -> Tensor:
-    if taps.weights is None:
-        return x.index_select(taps.dim, taps.cells[0])
-    out = x.index_select(taps.dim, taps.cells[0]) * taps.weights[0]
-    for cells, weight in zip(taps.cells[1:], taps.weights[1:]):
-        out = out + x.index_select(taps.dim, cells) * weight
-    return out
+def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
+    # products of 16-bit cells are added in 32 bits, as torch does; the caller converts back
+    for dim, (index, weight) in taps:
+        if weight is None:
+            x = x.index_select(dim, index[0])
+            continue
+        x = x.to(weight.dtype)
+        shape = [-1 if d == dim else 1 for d in range(x.ndim)]
+        parts = [x.index_select(dim, i) * w.reshape(shape) for i, w in zip(index, weight)]
+        x = parts[0]
+        for part in parts[1:]:
+            x = x + part
+    return x

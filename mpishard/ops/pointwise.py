@@ -247,3 +247,10 @@ def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     if weight.numel() != 1 and input.ndim > 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
+
+
+# tensors made like another are plain: the same on every rank
+for _name in ("new_tensor", "new_zeros", "new_ones", "new_full", "new_empty"):
+    RULES[getattr(torch.Tensor, _name)] = lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(
+        *args, **kwargs
+    )

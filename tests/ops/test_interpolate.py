@@ -92,10 +92,15 @@ def test_upsample_modules():
     compare(torch.nn.Upsample(scale_factor=3, mode="bilinear"), [(full_of(2), mesh, (ms.Shard(3),), None)])
 
 
-def test_what_has_no_rule_says_so():
+def test_errors_are_torch_errors():
     mesh = mesh_of((-1,))
     x = ms.distribute_tensor(full_of(2), mesh, (ms.Shard(2),))
-    with pytest.raises(ms.UnsupportedOperationError, match="antialias"):
-        F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True)
     with pytest.raises(ValueError, match="align_corners"):
         F.interpolate(x, size=(4, 4), mode="nearest", align_corners=True)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiasing(mode):
+    full = full_of(2)
+    for mesh, placements, sizes in layouts(full.shape, (2, 3)):
+        compare(lambda x: F.interpolate(x, size=(4, 5), mode=mode, antialias=True), [(full, mesh, placements, sizes)])

@@ -52,8 +52,12 @@ def test_half_types(dtype):
         assert got.dtype == dtype
         torch.testing.assert_close(gathered(got), expected.detach())
         (g,) = torch.autograd.grad((got * got).sum(), s)
-        (e,) = torch.autograd.grad((expected * expected).sum(), t)
-        torch.testing.assert_close(gathered(g), e)
+        # torch adds up the cotangent in the half type, where we do in float32: the exact gradient is the judge
+        exact = x.double().requires_grad_()
+        (e,) = torch.autograd.grad((f(exact, 1) ** 2).sum(), exact)
+        (theirs,) = torch.autograd.grad((expected * expected).sum(), t)
+        error = (gathered(g) - e).abs().max()
+        assert error <= torch.finfo(dtype).eps * e.abs().max() + (theirs - e).abs().max()
 
 
 def test_keeps_the_result_alone():
