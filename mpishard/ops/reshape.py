@@ -135,7 +135,10 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
         # first, so that the view shares memory with its base
         if not (x._local.is_leaf and x._local.requires_grad):
             with torch.enable_grad():
-                x._local = x._local.contiguous()
+                block = x._local.contiguous()
+            if self._local is x._local:
+                self._local = block
+            x._local = block
         local = x._local.reshape(shape)
     return viewed(x, local, out)
 

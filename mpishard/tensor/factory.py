@@ -59,7 +59,7 @@ def _constant(name: str, value: Any, shape: Any, mesh: CartMesh, *rest: Any) -> 
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.full(layout.local_shape(mesh.coords), value, dtype=dtype, device=mesh.device)
 
-    return _make(name, shape, mesh, *rest, make)
+    return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 
 
 def zeros(
@@ -146,7 +146,7 @@ def _random(
         local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
         return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill(dtype)).to(mesh.device)
 
-    return _make(name, shape, mesh, *rest, make)
+    return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 
 
 def rand(
