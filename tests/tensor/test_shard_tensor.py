@@ -1,0 +1,204 @@
+"""ShardTensor as a torch.Tensor: what users expect of one, and what must be refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import mpishard as ms
+from tests.compare import mesh_of, shard
+
+SHAPE = (3, 7, 4)
+
+
+def values(*shape):
+    return torch.randn(shape or SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(21))
+
+
+@pytest.fixture
+def x():
+    return shard(values(), mesh_of((-1,)), (ms.Shard(1),), requires_grad=True)
+
+
+def test_it_describes_the_global_tensor(x):
+    assert x.shape == torch.Size(SHAPE)
+    assert x.size() == x.shape
+    assert x.size(1) == x.size(-2) == 7
+    assert (x.ndim, x.dim(), x.numel(), len(x)) == (3, 3, 84, 3)
+    assert x.stride() == values().stride()
+    assert x.dtype == torch.float64
+    assert x.device == x.mesh.device
+    assert x.is_floating_point()
+    assert not x.is_complex()
+    assert x.placements == (ms.Shard(1),)
+    assert x.layout.shape == SHAPE
+    assert isinstance(x, torch.Tensor)
+    text = repr(x)
+    for part in ("(3, 7, 4)", "Shard(dim=1)", str(tuple(x.to_local().shape)), "mesh", "requires_grad"):
+        assert part in text
+
+
+def test_python_protocols(x):
+    assert copy.copy(x).to_local() is x.to_local()
+    deep = copy.deepcopy(x)
+    assert deep.layout is x.layout
+    assert deep.to_local() is not x.to_local()
+    assert deep.requires_grad
+    torch.testing.assert_close(deep.full_tensor(), values())
+    rows = list(x)
+    assert len(rows) == 3
+    torch.testing.assert_close(rows[2].full_tensor(), values()[2])
+    assert {x: 1}[x] == 1
+    with pytest.raises(TypeError, match="0-d"):
+        len(x.sum())
+    with pytest.raises(TypeError, match="0-d"):
+        iter(x.sum())
+
+
+def test_one_cell_has_a_global_value(x):
+    total = values().sum().item()
+    assert abs(x.sum().item() - total) < 1e-12
+    assert abs(float(x.sum()) - total) < 1e-12
+    assert bool(x.sum() > total - 1)
+    assert int(x.sum() * 0 + 3) == 3
+    one = shard(torch.tensor([5.0]), x.mesh, (ms.Shard(0),))
+    assert one.item() == 5
+    assert one.tolist() == [5.0]
+    with pytest.raises(RuntimeError, match="84 elements"):
+        x.item()
+
+
+@pytest.mark.parametrize("call", [pickle.dumps, lambda t: t.numpy(), lambda t: t.data_ptr()])
+def test_what_needs_the_whole_is_refused(x, call):
+    with pytest.raises(ms.UnsupportedOperationError, match="ShardTensor"):
+        call(x)
+
+
+def test_gradients_are_those_of_a_tensor(x):
+    (x * x).sum().backward()
+    assert isinstance(x.grad, ms.ShardTensor)
+    assert x.grad.layout is x.layout
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * values())
+    x.grad = None
+    assert x.grad is None
+    x.grad = x.detach() * 3
+    torch.testing.assert_close(x.grad.full_tensor(), 3 * values())
+    with pytest.raises(ms.UnsupportedOperationError, match="laid out differently"):
+        x.grad = torch.zeros(SHAPE)
+    assert x.is_leaf
+    assert (x * 2).grad_fn is not None
+    assert not x.detach().requires_grad
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    with pytest.raises(RuntimeError, match="scalar"):
+        (x * 2).backward()
+    x.grad = None
+    (x * 2).backward(shard(values() * 5, x.mesh, x.placements))
+    torch.testing.assert_close(x.grad.full_tensor(), 10 * values())
+
+
+def test_a_plain_gradient_counts_as_whole(x):
+    (x * 2).backward(values())
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * values())
+
+
+def test_gradients_of_gradients(x):
+    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad((g * g).sum(), x)
+    torch.testing.assert_close(h.full_tensor(), 36 * values() ** 3)
+
+
+def test_hooks_see_shard_tensors(x):
+    seen = []
+    x.register_hook(seen.append)
+    y = x * 2
+    y.retain_grad()
+    y.register_hook(lambda g: g * 10)
+    y.sum().backward()
+    assert isinstance(seen[0], ms.ShardTensor)
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full(SHAPE, 20.0, dtype=torch.float64))
+
+
+def test_writing_in_place(x):
+    y = x.detach().clone()
+    z = y
+    y += 1
+    y.mul_(2)
+    assert z is y
+    torch.testing.assert_close(y.full_tensor(), (values() + 1) * 2)
+    y.copy_(values())
+    torch.testing.assert_close(y.full_tensor(), values())
+    y.zero_()
+    assert not y.full_tensor().any()
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        y.add_(values(2, 3, 7, 4))
+    with pytest.raises(ms.UnsupportedOperationError, match="out="):
+        torch.add(x, x, out=y)
+
+
+def test_a_parameter_can_be_sharded(x):
+    model = nn.Module()
+    model.field = nn.Parameter(x.detach())
+    steps = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain = nn.Parameter(values())
+    reference = torch.optim.AdamW([plain], lr=0.1)
+    for _ in range(3):
+        for parameter, optimizer in ((model.field, steps), (plain, reference)):
+            optimizer.zero_grad()
+            (parameter**2).mean().backward()
+            optimizer.step()
+    assert isinstance(model.field, ms.ShardTensor)
+    torch.testing.assert_close(model.field.detach().full_tensor(), plain.detach())
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def test_a_users_function_never_loses_its_gradient(x):
+    with pytest.raises(ms.UnsupportedOperationError, match="Doubled"):
+        Doubled.apply(x)
+    y = ms.ShardTensor.from_local(Doubled.apply(x.to_local()), x.mesh, x.placements)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full(SHAPE, 2.0, dtype=torch.float64))
+
+
+def test_a_miss_is_loud_and_a_rule_can_be_added(x):
+    with pytest.raises(ms.NoShardingRule, match="kron") as caught:
+        torch.kron(x, x)
+    for way in ("implements", "redistribute", "full_tensor", "Shard(dim=1)"):
+        assert way in str(caught.value)
+
+    def own(t):
+        return torch.overrides.handle_torch_function(own, (t,), t)
+
+    @ms.implements(own)
+    def rule(t):
+        return ms.ShardTensor.from_local(t.to_local() + 7, t.mesh, t.placements)
+
+    torch.testing.assert_close(own(x).full_tensor(), values() + 7)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_meshes_do_not_mix(x):
+    other = ms.init_mesh((-1,))
+    with pytest.raises(ms.MeshError, match="different meshes"):
+        x + ms.distribute_tensor(values(), other, (ms.Shard(1),))
+
+
+def test_a_freed_mesh_is_refused():
+    mesh = ms.init_mesh((-1,))
+    x = ms.distribute_tensor(values(), mesh, (ms.Shard(1),))
+    mesh.free()
+    with pytest.raises(ms.MeshError, match="free"):
+        ms.halo_exchange(x, {1: 1}, mode="zeros")
