@@ -1,0 +1,175 @@
+"""Convolutions and transposed convolutions of many geometries on shards against torch on the whole tensor.
+
+The form without a padded copy has its own tests; blocks here are small enough to be padded.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpishard as ms
+from tests.compare import WORLD, compare, gathered, mesh_of, shard
+from tests.ops.windows import field, sampled
+
+# shape, kernel, stride, padding, dilation, groups
+CONV = [
+    ((2, 4, 23), 3, 1, 1, 1, 1),
+    ((4, 17), 5, 3, 2, 1, 2),  # no batch dim
+    ((2, 4, 19), 2, 3, 0, 2, 4),  # cells between the windows are skipped
+    ((2, 4, 16), 4, 2, "valid", 1, 1),
+    ((2, 4, 15), 4, 1, "same", 3, 2),  # one cell more behind than in front
+    ((2, 4, 11, 9), 3, 1, 1, 1, 1),
+    ((2, 4, 11, 9), 1, 2, 0, 1, 2),
+    ((2, 4, 8, 10), 2, 2, 0, 1, 1),
+    ((4, 9, 12), (5, 2), (2, 3), (3, 0), (1, 2), 4),
+    ((1, 4, 10, 7), (3, 4), 1, "same", (2, 1), 1),
+    ((1, 4, 6, 7), 5, 1, 4, 1, 1),  # padding and kernel wider than a block
+    ((1, 4, 9, 7, 5), 3, 1, 1, 1, 1),
+    ((1, 4, 9, 7, 5), (3, 1, 2), (2, 1, 3), (0, 0, 1), (2, 1, 1), 2),
+]
+
+# shape, kernel, stride, padding, output padding, dilation, groups
+TRANSPOSED = [
+    ((2, 4, 13), 3, 1, 1, 0, 1, 1),
+    ((4, 11), 2, 2, 0, 0, 1, 2),
+    ((2, 4, 12), 4, 2, 1, 0, 1, 1),
+    ((2, 4, 9), 3, 2, 1, 1, 2, 4),
+    ((2, 4, 7), 2, 4, 0, 3, 1, 1),  # gaps between what neighbouring cells give
+    ((2, 4, 6, 5), 2, 2, 0, 0, 1, 1),
+    ((2, 4, 7, 6), 3, (2, 1), 1, (1, 0), 1, 2),
+    ((4, 5, 9), (4, 3), (3, 2), (2, 0), (1, 1), (1, 2), 1),
+    ((1, 4, 5, 3, 4), (3, 2, 4), 2, (1, 0, 1), (1, 0, 0), 1, 1),
+]
+
+
+def weights_of(shape, kernel, groups, out=6, transposed=False):
+    """Weight and bias leaves; the number of channels is 4."""
+    ndim = len(shape) - 2 if isinstance(kernel, int) and shape[0] != 4 else len(shape) - 1
+    if not isinstance(kernel, int):
+        ndim = len(kernel)
+    out = 8 if groups == 4 else out
+    kernels = (kernel,) * ndim if isinstance(kernel, int) else kernel
+    lead = (4, out // groups) if transposed else (out, 4 // groups)
+    return ndim, field(*lead, *kernels).requires_grad_(), field(out).requires_grad_()
+
+
+def check(f, full, params, ndim, case, second=False, count=4):
+    """Compare on a sample of layouts that cut spatial dims or the batch; channels stay whole."""
+    dims = [d for d in range(full.ndim) if d != full.ndim - ndim - 1]
+    for k, (mesh, placements, sizes) in enumerate(sampled(full.shape, dims, case, count)):
+        squared = second and k == 1
+        compare(
+            (lambda x: f(x) ** 2) if squared else f,
+            [(full, mesh, placements, sizes)],
+            params,
+            second=squared,
+            what=f"{tuple(full.shape)} on {mesh.shape} {placements} {sizes}",
+        )
+
+
+# torch tells of its own copy for "same" with an even kernel
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("case", range(len(CONV)))
+def test_convolution(case):
+    shape, kernel, stride, padding, dilation, groups = CONV[case]
+    ndim, w, b = weights_of(shape, kernel, groups)
+    function = getattr(F, f"conv{ndim}d")
+    if case % 3 == 2:
+        check(lambda x: function(x, w, None, stride, padding, dilation, groups), field(*shape), [w], ndim, case)
+    else:
+        check(
+            lambda x: function(x, w, b, stride, padding, dilation, groups),
+            field(*shape),
+            [w, b],
+            ndim,
+            case,
+            second=case % 3 == 0,
+        )
+
+
+@pytest.mark.parametrize("case", range(len(TRANSPOSED)))
+def test_transposed_convolution(case):
+    shape, kernel, stride, padding, extra, dilation, groups = TRANSPOSED[case]
+    ndim, w, b = weights_of(shape, kernel, groups, transposed=True)
+    function = getattr(F, f"conv_transpose{ndim}d")
+    bias, params = (None, [w]) if case % 3 == 2 else (b, [w, b])
+    check(
+        lambda x: function(x, w, bias, stride, padding, extra, groups, dilation),
+        field(*shape),
+        params,
+        ndim,
+        case,
+        second=case % 3 == 0,
+    )
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d, (2, 4, 13)),
+        (nn.Conv2d, (2, 4, 9, 7)),
+        (nn.Conv3d, (1, 4, 6, 5, 4)),
+    ],
+)
+def test_padding_modes_of_modules(layer, shape, mode):
+    torch.manual_seed(5)
+    net = layer(4, 6, 3, stride=2, padding=2, padding_mode=mode, dtype=torch.float64)
+    check(net, field(*shape), list(net.parameters()), len(shape) - 2, 1, second=mode == "reflect")
+
+
+def test_same_padding_in_every_mode():
+    torch.manual_seed(5)
+    for case, mode in enumerate(["reflect", "circular"]):
+        net = nn.Conv2d(4, 6, (4, 3), padding="same", padding_mode=mode, dtype=torch.float64)
+        check(net, field(2, 4, 9, 7), list(net.parameters()), 2, case)
+
+
+def test_transposed_module_with_an_output_size():
+    torch.manual_seed(5)
+    net = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, dtype=torch.float64)
+    check(lambda x: net(x, output_size=(14, 12)), field(2, 4, 7, 6), list(net.parameters()), 2, 2)
+
+
+def test_every_spelling():
+    w = field(6, 4, 3)
+    full = field(2, 4, 11)
+    x = shard(full, mesh_of((WORLD.size,)), (ms.Shard(2),))
+    for f in (torch.conv1d, F.conv1d):
+        torch.testing.assert_close(gathered(f(x, w, padding=1)), f(full, w, padding=1))
+    w = field(4, 6, 3)
+    for f in (torch.conv_transpose1d, F.conv_transpose1d):
+        torch.testing.assert_close(gathered(f(x, w, stride=2)), f(full, w, stride=2))
+
+
+def test_half_types_and_autocast():
+    full, w = field(2, 4, 11, 6), field(6, 4, 3, 3)
+    x = shard(full.bfloat16(), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    got = gathered(F.conv2d(x, w.bfloat16(), padding=1))
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, F.conv2d(full.bfloat16(), w.bfloat16(), padding=1))
+    x = shard(full.float(), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = gathered(F.conv2d(x, w.float(), padding=1)), F.conv2d(full.float(), w.float(), padding=1)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected)
+
+
+def test_what_a_convolution_refuses():
+    w = field(6, 4, 3, 3)
+    mesh = mesh_of((WORLD.size,))
+    x = shard(field(2, 4, 8, 6), mesh, (ms.Shard(1),))
+    with pytest.raises(ms.UnsupportedOperationError, match="sharded over its channels"):
+        F.conv2d(x, w)
+    with pytest.raises(ms.UnsupportedOperationError, match="sharded over its channels"):
+        F.conv_transpose2d(x, w.transpose(0, 1))
+    x = shard(field(2, 4, 8, 6), mesh, (ms.Shard(2),))
+    with pytest.raises(ms.UnsupportedOperationError, match="operands"):
+        F.conv2d(x, ms.distribute_tensor(w, mesh, (ms.Replicate(),)))
+    with pytest.raises(ms.LayoutError, match="larger than the padded input"):
+        F.conv2d(x, field(6, 4, 9, 3))
+    with pytest.raises(ms.LayoutError, match="input of 4 dims"):
+        F.conv1d(x, field(6, 4, 3))
