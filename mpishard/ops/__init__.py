@@ -18,6 +18,7 @@ from mpishard.ops import (
     order,
     pad,
     pick,
+    pixel,
     pointwise,
     pool,
     random,
@@ -28,6 +29,7 @@ from mpishard.ops import (
     scan,
     softmax,
     statistic,
+    unfold,
     unpool,
     view,
 )
