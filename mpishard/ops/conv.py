@@ -196,11 +196,12 @@ def _plan_transposed(
         lo, hi = windows[index]
         length = (hi - lo - 1) * g.stride + g.reach
         before = intervals[index][0] - (lo * g.stride - g.lo)
-        after = length - before - (b - a)
+        # a rank without output cells computes one, and drops it
+        after = length - before - (intervals[index][1] - intervals[index][0])
         # the local op crops alike on both sides; what is left is a view
         cut = max(0, min(before, after))
         local_padding[i], local_extra[i] = cut, 0
-        if before != cut or after != cut:
+        if before != cut or after != cut or a == b:
             crops.append((dim, before - cut, b - a))
     return ConvPlan(
         window_op(mesh, layout, x.dtype, wanted, op=name),
