@@ -58,6 +58,19 @@ def test_fold_sums_what_unfold_gave():
     check(overlap_add, field(2, 3, 9, 5), (0, 1, 2), 2, count=6)
 
 
+def test_what_lies_scattered_is_refused():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(field(2, 3, 8, 6), mesh, (ms.Shard(3),))
+    with pytest.raises(ms.UnsupportedOperationError, match="not contiguous"):
+        F.unfold(x, 2)
+    odd = [10] + [0] * (WORLD.size - 1)
+    if WORLD.size > 1:
+        odd[0], odd[1] = 7, 3
+        columns = shard(field(2, 10, 6), mesh, (ms.Shard(1),), {1: odd})
+        with pytest.raises(ms.UnsupportedOperationError, match="not contiguous"):
+            F.fold(columns, (3, 4), (2, 1))
+
+
 def test_windows_of_other_ranks_cells_refuse_writes():
     x = shard(field(2, 3 * WORLD.size), mesh_of((WORLD.size,)), (ms.Shard(1),))
     y = x.unfold(1, 3, 1)
