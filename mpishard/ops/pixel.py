@@ -1,4 +1,7 @@
-"""Pixel and channel shuffles: cells move between channels and space within a rank."""
+"""Pixel and channel shuffles: cells move between channels and space within a rank.
+
+Blocks whose borders lie within a group of cells (or channels) that becomes one are moved to whole groups first.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-
-def _refuse_channels(name: str, x: ShardTensor) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        described(
-            f"{name}: the channels are sharded",
-            expected="shards of spatial or batch dims",
-            got=list(x._layout.placements),
-            fix="redistribute to a spatial dim: x.redistribute(placements)",
-        )
-    )
 
 
 def _sized(x: ShardTensor, shape: Any, sizes: list[Any]) -> Layout:
@@ -50,77 +41,67 @@ def _of_one_cell(x: ShardTensor) -> Tensor:
     return x._local.new_zeros(()).expand(x.shape)
 
 
-def _plan_shuffle(x: ShardTensor, factor: int) -> Layout:
+def _grouped(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None:
+    """Return how many whole groups of ``factor`` lie in each block, borders rounded to the nearest group."""
+    return None if sizes is None else sizes_of(tuple((b + factor // 2) // factor for b in bounds(sizes)))
+
+
+def _times(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None:
+    return None if sizes is None else tuple(s * factor for s in sizes)
+
+
+def _plan_shuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
+    layout, channel = x._layout, x.ndim - 3
     shape = _shuffled(x, factor)
-    if x.ndim - 3 in x._layout.shard_dims:
-        raise _refuse_channels("pixel_shuffle", x)
-    sizes = list(x._layout.sizes)
-    for dim in (x.ndim - 2, x.ndim - 1):
-        own = sizes[dim]
-        sizes[dim] = None if own is None else tuple(s * factor for s in own)
-    return _sized(x, shape, sizes)
-
-
-def _plan_unshuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
-    layout = x._layout
-    shape = _unshuffled(x, factor)
-    if x.ndim - 3 in layout.shard_dims:
-        raise _refuse_channels("pixel_unshuffle", x)
     before, after = list(layout.sizes), list(layout.sizes)
+    after[channel] = _grouped(layout.sizes[channel], factor**2)
+    before[channel] = _times(after[channel], factor**2)
     for dim in (x.ndim - 2, x.ndim - 1):
-        own = layout.sizes[dim]
-        if own is not None:
-            # no block may end within a group of cells that becomes one
-            after[dim] = sizes_of(tuple((b + factor // 2) // factor for b in bounds(own)))
-            before[dim] = tuple(s * factor for s in after[dim])
+        after[dim] = _times(layout.sizes[dim], factor)
     return _sized(x, layout.shape, before), _sized(x, shape, after)
 
 
-def pixel_shuffle(input: ShardTensor, upscale_factor: int) -> ShardTensor:
-    """Move channels to space. Not collective.
+def _plan_unshuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
+    layout, channel = x._layout, x.ndim - 3
+    shape = _unshuffled(x, factor)
+    before, after = list(layout.sizes), list(layout.sizes)
+    after[channel] = _times(layout.sizes[channel], factor**2)
+    for dim in (x.ndim - 2, x.ndim - 1):
+        after[dim] = _grouped(layout.sizes[dim], factor)
+        before[dim] = _times(after[dim], factor)
+    return _sized(x, layout.shape, before), _sized(x, shape, after)
 
-    Raises
-    ------
-    UnsupportedOperationError
-        The channels are sharded.
-    """
+
+def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) -> ShardTensor:
     x = resolved(input)
-    key = ("pixel_shuffle", x._layout, upscale_factor)
-    out = x._mesh.plans.get(key)
-    if out is None:
-        out = x._mesh.plan(key, lambda: _plan_shuffle(x, upscale_factor))
-    return wrap(torch.pixel_shuffle(x._local, upscale_factor), out, x._mesh)
+    key = (name, x._layout, factor)
+    before, out = x._mesh.plans.get(key) or x._mesh.plan(key, lambda: plan_of(x, factor))
+    local = moved(x, before)._local
+    # torch gives the result, or its gradient, the operand's shape where there are no cells
+    y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x._mesh.coords))
+    return wrap(y, out, x._mesh)
+
+
+def pixel_shuffle(input: ShardTensor, upscale_factor: int) -> ShardTensor:
+    """Move channels to space. Collective where a block ends within channels that become one, else not."""
+    return _run("pixel_shuffle", _plan_shuffle, torch.pixel_shuffle, input, upscale_factor)
 
 
 def pixel_unshuffle(input: ShardTensor, downscale_factor: int) -> ShardTensor:
-    """Move space to channels. Collective where a block ends within a group of cells that becomes one.
-
-    Raises
-    ------
-    UnsupportedOperationError
-        The channels are sharded.
-    """
-    x = resolved(input)
-    key = ("pixel_unshuffle", x._layout, downscale_factor)
-    plan = x._mesh.plans.get(key)
-    if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan_unshuffle(x, downscale_factor))
-    before, out = plan
-    return wrap(torch.pixel_unshuffle(moved(x, before)._local, downscale_factor), out, x._mesh)
+    """Move space to channels. Collective where a block ends within cells that become one, else not."""
+    return _run("pixel_unshuffle", _plan_unshuffle, torch.pixel_unshuffle, input, downscale_factor)
 
 
 def channel_shuffle(input: ShardTensor, groups: int) -> ShardTensor:
-    """Interleave groups of channels. Not collective.
-
-    Raises
-    ------
-    UnsupportedOperationError
-        The channels are sharded.
-    """
+    """Interleave groups of channels. Collective where the channels are sharded: they are gathered and cut again."""
     x = resolved(input)
-    if 1 in x._layout.shard_dims:
-        raise _refuse_channels("channel_shuffle", x)
-    return wrap(torch.channel_shuffle(x._local, groups), x._layout, x._mesh)
+    layout = x._layout
+    if 1 not in layout.shard_dims:
+        return wrap(torch.channel_shuffle(x._local, groups), layout, x._mesh)
+    placements = [Replicate() if p == Shard(1) else p for p in layout.placements]
+    sizes = [None if d == 1 else s for d, s in enumerate(layout.sizes)]
+    whole = moved(x, layout_of(layout.mesh_shape, placements, layout.shape, sizes))
+    return moved(wrap(torch.channel_shuffle(whole._local, groups), whole._layout, x._mesh), layout)
 
 
 for _rule in (pixel_shuffle, pixel_unshuffle, channel_shuffle):

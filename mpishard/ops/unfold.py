@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ import torch.nn.functional as F
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
-from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, Placement, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.geometry import Sliding, cropped, frozen, on_domain, pairs, per_dim
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -91,27 +89,25 @@ def _plan_dim(x: ShardTensor, dimension: int, size: int, step: int) -> UnfoldPla
     return UnfoldPlan(window_op(mesh, layout, x.dtype, wanted, op="unfold"), (), tuple(crops), out)
 
 
-def _refuse_columns(name: str, placements: Sequence[Placement], whole: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        described(
-            f"{name}: columns of blocks that are cut this way are not contiguous",
-            expected=f"{whole} whole on every rank",
-            got=list(placements),
-            fix="redistribute to other dims first: x.redistribute(placements)",
-        )
-    )
+def _of_rows(layout: Layout) -> Layout:
+    """Return the layout with blocks of the last dim cut along the dim before it: columns of such blocks lie together."""
+    row, column = len(layout.shape) - 2, len(layout.shape) - 1
+    if column not in layout.shard_dims:
+        return layout
+    placements = [Shard(row) if p == Shard(column) else p for p in layout.placements]
+    sizes = [None if d in (row, column) else s for d, s in enumerate(layout.sizes)]
+    return layout_of(layout.mesh_shape, placements, layout.shape, sizes)
 
 
 @implements(F.unfold)
 def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> ShardTensor:
     """Return patches as columns, whose blocks are the blocks of the rows. Neighborwise collective.
 
-    Raises
-    ------
-    UnsupportedOperationError
-        The last dim is sharded: a rank's columns would lie scattered.
+    Where the last dim is sharded, a rank's columns would lie scattered: the blocks become blocks of rows first
+    (collective).
     """
     x = resolved(input)
+    x = moved(x, _of_rows(x._layout))
     arguments = tuple(map(frozen, (kernel_size, dilation, padding, stride)))
     key = ("unfold", x._layout, x.dtype, *arguments)
     plan = x._mesh.plans.get(key)
@@ -132,8 +128,6 @@ def _plan_columns(x: ShardTensor, kernel: Any, dilation: Any, padding: Any, stri
     layout, mesh = x._layout, x._mesh
     shape = tuple(F.unfold(on_domain(layout.shape, x._local), kernel, dilation, padding, stride).shape)
     channel, row, column = x.ndim - 3, x.ndim - 2, x.ndim - 1
-    if column in layout.shard_dims:
-        raise _refuse_columns("unfold", layout.placements, f"dim {column}")
     kernels, spreads, pads, steps = (per_dim(v, 2) for v in (kernel, dilation, padding, stride))
     wanted, crops, local_padding = [], [], list(pads)
     across = Sliding(kernels[1], steps[1], spreads[1], pads[1], pads[1]).n_out(layout.shape[column])
@@ -167,7 +161,7 @@ def fold(
 ) -> ShardTensor:
     """Add columns up to a field, whose rows are cut as the columns are.
 
-    Neighborwise collective; columns that are not cut between rows are moved first (collective).
+    Neighborwise collective; columns that are not cut between rows, or channels, are moved first (collective).
 
     Notes
     -----
@@ -203,9 +197,9 @@ def _plan_fold(x: ShardTensor, output_size: Any, kernel: Any, dilation: Any, pad
     before, sizes = list(layout.sizes), [*layout.sizes, None]
     cells = kernels[0] * kernels[1]
     if before[entry] is not None:
-        if any(s % cells for s in before[entry]):  # type: ignore[union-attr]
-            raise _refuse_columns("fold", layout.placements, f"dim {entry} (or cut between channels)")
-        sizes[entry] = tuple(s // cells for s in before[entry])  # type: ignore[union-attr]
+        # whole channels: each border to the nearest
+        sizes[entry] = sizes_of(tuple(round(b / cells) for b in bounds(before[entry])))  # type: ignore[arg-type]
+        before[entry] = tuple(s * cells for s in sizes[entry])  # type: ignore[union-attr]
     wanted, spare, local_size, local_padding = [], 0, list(extents), list(pads)
     own = before[column]
     if own is not None:
