@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -274,7 +274,7 @@ def _watch() -> None:
                     _say(_overdue(age, *current[wait]))
                     time.sleep(_GRACE_S)
                 finally:
-                    MPI.COMM_WORLD.Abort(1)
+                    _end(1)
 
 
 def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
@@ -351,11 +351,18 @@ def install() -> None:
     sys.excepthook = hook
 
 
-def _abort(status: int) -> None:
+def _abort(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
     MPI.COMM_WORLD.Abort(status)
+    # MPICH's abort may return before its launcher ends this process: the program must not go on
+    time.sleep(_GRACE_S)
+    os._exit(status)
 
 
 def _alive() -> bool:

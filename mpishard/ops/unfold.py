@@ -90,7 +90,7 @@ def _plan_dim(x: ShardTensor, dimension: int, size: int, step: int) -> UnfoldPla
 
 
 def _of_rows(layout: Layout) -> Layout:
-    """Return the layout with blocks of the last dim cut along the dim before it: columns of such blocks lie together."""
+    """Return the layout with blocks of the last dim cut along the dim before it: their columns lie together."""
     row, column = len(layout.shape) - 2, len(layout.shape) - 1
     if column not in layout.shard_dims:
         return layout

@@ -9,7 +9,7 @@ from torch import nn
 
 import mpishard as ms
 from tests.compare import WORLD, compare, mesh_of, shard
-from tests.ops.windows import check, field, refused_alike, sampled
+from tests.ops.windows import check, field, refused_alike
 
 # shape, dim, size, step
 ALONG = [
