@@ -7,6 +7,7 @@ product of matching blocks, to be summed over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -53,27 +54,43 @@ def plan_contraction(name: str, layouts: tuple[Layout, ...], labels: tuple[Label
     Raises
     ------
     LayoutError
-        One mesh dim shards different labels.
+        A diagonal of a sharded dim.
+
+    Notes
+    -----
+    Where a mesh dim shards different labels of two operands, it goes on with the one for which fewer cells travel;
+    an operand that lacks it is gathered along that mesh dim.
     """
     extents = _extents(name, layouts, labels)
-    sharded: list[Label | None] = [None] * len(layouts[0].mesh_shape)
-    for layout, own in zip(layouts, labels):
-        for m, p in enumerate(layout.placements):
-            if type(p) is not Shard or layout.shape[p.dim] != extents[own[p.dim]]:
-                continue  # one cell that broadcasts: it is gathered
-            label = own[p.dim]
-            if layout.mesh_shape[m] == 1 and (own.count(label) > 1 or sharded[m] is not None):
-                continue  # one rank has it all
-            if own.count(label) > 1 or sharded[m] not in (None, label):
+    cells = [math.prod(layout.shape) for layout in layouts]
+    sharded: list[Label | None] = []
+    for m, ranks in enumerate(layouts[0].mesh_shape):
+        # per operand the label that mesh dim m shards; one cell that broadcasts is gathered
+        cut = [
+            own[p.dim]
+            if type(p := layout.placements[m]) is Shard and layout.shape[p.dim] == extents[own[p.dim]]
+            else None
+            for layout, own in zip(layouts, labels)
+        ]
+        sharded.append(
+            min(
+                (label for i, label in enumerate(cut) if label is not None and label not in cut[:i]),
+                key=lambda label: _cost(label, cut, cells, labels, out, extents, ranks),
+                default=None,
+            )
+        )
+        # a diagonal is read where both dims are whole
+        if any(own.count(sharded[m]) > 1 for own in labels if sharded[m] is not None):
+            if ranks > 1:
                 raise LayoutError(
                     described(
-                        f"{name}: the operands' shards do not match",
-                        expected=f"mesh dim {m} to shard one dim of the product, and no diagonal",
+                        f"{name}: a diagonal of a sharded dim",
+                        expected="the dims of the diagonal whole on every rank",
                         got=[f"{tuple(o.shape)} {list(o.placements)}" for o in layouts],
-                        fix="redistribute one operand: to the other's dim, or to Replicate() on that mesh dim",
+                        fix=f"redistribute the operand to Replicate() on mesh dim {m}",
                     )
                 )
-            sharded[m] = label
+            sharded[m] = None
     mesh_dims = {label: tuple(m for m, s in enumerate(sharded) if s == label) for label in set(sharded) - {None}}
     sizes: dict[Label | None, tuple[int, ...] | None] = {}
     for layout, own in zip(layouts, labels):
@@ -100,6 +117,23 @@ def plan_contraction(name: str, layouts: tuple[Layout, ...], labels: tuple[Label
         tuple(used),
         layout_of(layouts[0].mesh_shape, result, [extents[s] for s in out], [sizes.get(s) for s in out]),
     )
+
+
+def _cost(
+    label: Label,
+    cut: Sequence[Label | None],
+    cells: Sequence[int],
+    labels: Sequence[Labels],
+    out: Labels,
+    extents: dict[Label, int],
+    ranks: int,
+) -> float:
+    """Return how many cells a rank receives where a mesh dim of so many ranks shards ``label``."""
+    cost = 0.0 if label in out else float(math.prod(extents[s] for s in out))  # a Partial, to be summed
+    for own, theirs, n in zip(cut, labels, cells):
+        if own not in (None, label):
+            cost += n / ranks if label in theirs else n
+    return cost
 
 
 def _extents(name: str, layouts: Sequence[Layout], labels: Sequence[Labels]) -> dict[Label, int]:

@@ -1,28 +1,35 @@
-"""Dims split and merged, where the shards of the result are blocks again."""
+"""Dims split and merged: views of the local blocks, where they are blocks of the result, else cells move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
 from mpishard.ops.dim import CACHED, base_in, local_shape, settled, trivially_sharded, unsharded, viewed, wrapped
+from mpishard.ops.regroup import Group, cut_near, regrouped, spread
 from mpishard.ops.view import ints
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 class Reshape(NamedTuple):
-    """The layout to bring the argument to first (its own, as a rule), and that of the result."""
+    """The layout to bring the argument to first (its own, as a rule), that of the result, and how dims pair."""
 
     before: Layout
     out: Layout
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether cells change owner."""
+        return any(g.moves for g in self.groups)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -56,18 +63,6 @@ def _full(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     return shape
 
 
-def _not_blocks(layout: Layout, shape: tuple[int, ...], dim: int, why: str) -> NoReturn:
-    raise LayoutError(
-        described(
-            f"reshape of {tuple(layout.shape)} to {shape}: the shards of dim {dim} would not be blocks of the result",
-            expected=why,
-            got=f"{list(layout.placements)}, blocks of {layout.sizes[dim]} cells along dim {dim}",
-            fix="redistribute to a dim that stays, x.redistribute(placements), or move the block borders, "
-            "x.rebalance(sizes)",
-        )
-    )
-
-
 @lru_cache(maxsize=CACHED)
 def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
     """Plan the reshape of a tensor without Partial dims. Not collective."""
@@ -75,50 +70,85 @@ def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
     if 0 in shape:
         before = unsharded(layout, tuple(layout.shard_dims))
         return Reshape(before, layout_of(layout.mesh_shape, before.placements, shape))
-    gathered: list[int] = []
-    target: dict[int, int] = {}
+    # dims of one cell, or on one rank as they are, are no blocks of a merged dim
+    whole = []
+    for old, new in (pairs := list(_groups(layout.shape, shape))):
+        if len(old) != 1 or len(new) != 1:
+            whole += [
+                d for d in old if d in layout.shard_dims and (layout.shape[d] == 1 or trivially_sharded(layout, d))
+            ]
+    before = unsharded(layout, tuple(whole)) if whole else layout
+    placements: list[Placement] = [Replicate() if type(p) is Shard else p for p in before.placements]
     sizes: list[tuple[int, ...] | None] = [None] * len(shape)
-    for old, new in _groups(layout.shape, shape):
-        leading = next((d for d in old if layout.shape[d] > 1), None)
-        for dim in old:
-            cut = layout.sizes[dim]
-            if cut is None:
-                continue
-            if len(old) == len(new) == 1:
-                target[dim], sizes[new[0]] = new[0], cut
-            elif layout.shape[dim] == 1 or trivially_sharded(layout, dim):
-                gathered.append(dim)  # of one cell, or on one rank as it is
-            elif dim != leading:
-                _not_blocks(layout, shape, dim, f"only the first dim of {tuple(layout.shape[d] for d in old)} sharded")
-            else:
-                first = next(d for d in new if shape[d] > 1)
-                row = math.prod(layout.shape[d] for d in old if d > dim)
-                new_row = math.prod(shape[d] for d in new if d > first)
-                borders = [b * row for b in bounds(cut)]
-                if any(b % new_row for b in borders):
-                    _not_blocks(
-                        layout, shape, dim, f"block borders at multiples of {new_row} cells (they are at {borders})"
-                    )
-                target[dim], sizes[first] = first, sizes_of(tuple(b // new_row for b in borders))
-    before = unsharded(layout, tuple(gathered)) if gathered else layout
-    placements: list[Placement] = [Shard(target[p.dim]) if type(p) is Shard else p for p in before.placements]
-    return Reshape(before, layout_of(layout.mesh_shape, placements, shape, sizes))
+    groups = []
+    for old, new in pairs:
+        target, cuts, moves = _regroup(before, old, shape, new)
+        for m, dim in target.items():
+            placements[m] = Shard(dim)
+        for dim, cut in cuts.items():
+            sizes[dim] = cut
+        groups.append(Group(tuple(old), tuple(new), moves))
+    return Reshape(before, layout_of(layout.mesh_shape, placements, shape, sizes), tuple(groups))
 
 
-def _prepared(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Layout]:
+def _regroup(
+    layout: Layout, old: list[int], shape: tuple[int, ...], new: list[int]
+) -> tuple[dict[int, int], dict[int, tuple[int, ...] | None], bool]:
+    """Return which mesh dims shard which new dims, block sizes where they are not balanced, and if cells move."""
+    cut = [d for d in old if d in layout.shard_dims]
+    mesh_dims = sorted(m for d in cut for m in layout.shard_dims[d])
+    if not cut:
+        return {}, {}, False
+    if len(old) == len(new) == 1:
+        return dict.fromkeys(mesh_dims, new[0]), {new[0]: layout.sizes[cut[0]]}, False
+    if cut == [next(d for d in old if layout.shape[d] > 1)]:
+        # shards of the leading dim are runs of cells: blocks of the first new dim, where borders fall on its cells
+        first = next(d for d in new if shape[d] > 1)
+        row = math.prod(layout.shape[d] for d in old if d > cut[0])
+        new_row = math.prod(shape[d] for d in new if d > first)
+        borders = [b * row for b in bounds(layout.sizes[cut[0]])]
+        if not any(b % new_row for b in borders):
+            return dict.fromkeys(mesh_dims, first), {first: sizes_of(tuple(b // new_row for b in borders))}, False
+        if shape[first] >= len(borders) - 1:
+            return dict.fromkeys(mesh_dims, first), {first: cut_near(borders, shape[first])}, True
+    target = {m: new[i] for m, i in spread(layout.mesh_shape, mesh_dims, [shape[d] for d in new]).items()}
+    cuts: dict[int, tuple[int, ...] | None] = {}
+    if len(new) == 1:
+        # whole rows of the dims behind the last shard, where there are enough of them
+        row, count = math.prod(layout.shape[d] for d in old if d > cut[-1]), _ranks_along(layout, mesh_dims)
+        if shape[new[0]] // row >= count:
+            cuts[new[0]] = balanced(shape[new[0]], count, row)
+    return target, cuts, True
+
+
+def _ranks_along(layout: Layout, mesh_dims: Sequence[int]) -> int:
+    return math.prod(layout.mesh_shape[m] for m in mesh_dims)
+
+
+def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
     x = settled(x) if x._layout.partial_dims else x
     plan = plan_reshape(x._layout, shape)
-    return base_in(x, plan.before), plan.out
+    return base_in(x, plan.before), plan
+
+
+def _moved(x: ShardTensor, plan: Reshape) -> ShardTensor:
+    out = wrap(regrouped(x._local, x._mesh, plan.before, plan.out, plan.groups), plan.out, x._mesh)
+    out._gathered_view = True
+    return out
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
 def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
-    """Split and merge dims. Not collective, unless a dim of one cell is sharded.
+    """Split and merge dims. Not collective where a sharded dim leads those that it is merged with or split into.
 
-    A sharded dim may be merged with dims after it, and split where its block borders fall on the first part.
+    That is, where it is the first of the dims that are merged, or is split where its block borders fall on cells of
+    the first part. Elsewhere the cells move to other ranks in one all-to-all (collective over the ranks that share
+    the merged or split dims), and the result is sharded in blocks that are as even as they can be.
     """
-    x, out = _prepared(input, ints(given) if shape is None else tuple(shape))
-    return viewed(x, x._local.reshape(local_shape(out, x._mesh.coords)), out)
+    x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
+    if plan.moves:
+        return _moved(x, plan)
+    return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out)
 
 
 @implements(torch.Tensor.view)
@@ -126,7 +156,10 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     """Split and merge dims without a copy, or read the bytes as another dtype. As `reshape`."""
     if dtype is not None or (len(given) == 1 and isinstance(given[0], torch.dtype)):
         return _view_dtype(self, dtype or given[0])
-    x, out = _prepared(self, ints(given) if size is None else tuple(size))
+    x, plan = _planned(self, ints(given) if size is None else tuple(size))
+    if plan.moves:
+        return _moved(x, plan)
+    out = plan.out
     shape = local_shape(out, x._mesh.coords)
     try:
         local = x._local.view(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.bucket import use
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MeshError, described
+from mpishard.errors import MeshError, described
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -72,43 +73,26 @@ def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
 def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
     """Return the layout of a pointwise result of ``operands`` (ShardTensors without Partial, tensors, numbers).
 
-    A mesh dim shards the result as it shards the first operand that is sharded there; block sizes are those of
-    the first operand with the same mesh dims on that dim. Not collective.
-
-    Raises
-    ------
-    LayoutError
-        A mesh dim shards different dims of two operands.
+    A mesh dim shards the result as it shards the largest operand that is sharded there (the first of equals); block
+    sizes are those of the first in that order with the same mesh dims on that dim. Not collective.
     """
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in operands if isinstance(x, Tensor)])
     placements: list[Placement] = [Replicate() for _ in mesh.shape]
+    # what is laid out differently moves: rather the smaller one
+    operands = sorted((x for x in operands if isinstance(x, ShardTensor)), key=lambda x: -math.prod(x._layout.shape))
     for x in operands:
-        if not isinstance(x, ShardTensor):
-            continue
         shift = len(shape) - x.ndim
         for m, p in enumerate(x._layout.placements):
-            if type(p) is not Shard:
+            if type(p) is not Shard or type(placements[m]) is Shard:
                 continue
-            dim = p.dim + shift
-            if x._layout.shape[p.dim] != shape[dim]:
-                continue  # one cell that is broadcast: the operand is gathered instead
-            if type(placements[m]) is Shard and placements[m].dim != dim:  # type: ignore[union-attr]
-                if mesh.shape[m] == 1:
-                    continue  # one rank has it all
-                raise LayoutError(
-                    described(
-                        "operands are sharded over different dims",
-                        expected=f"mesh dim {mesh.mesh_dim_names[m]!r} to shard one dim of the result",
-                        got=[list(o._layout.placements) for o in operands if isinstance(o, ShardTensor)],
-                        fix="redistribute one operand to the other's placements",
-                    )
-                )
-            placements[m] = Shard(dim)
+            # one cell that is broadcast is gathered instead
+            if x._layout.shape[p.dim] == shape[p.dim + shift]:
+                placements[m] = Shard(p.dim + shift)
     probe = layout_of(mesh.shape, placements, shape)
     sizes = list(probe.sizes)
     for dim, mesh_dims in probe.shard_dims.items():
         for x in operands:
-            own = dim - (len(shape) - x.ndim) if isinstance(x, ShardTensor) else -1
+            own = dim - (len(shape) - x.ndim)
             if own >= 0 and x._layout.shard_dims.get(own) == mesh_dims and x._layout.shape[own] == shape[dim]:
                 sizes[dim] = x._layout.sizes[own]
                 break

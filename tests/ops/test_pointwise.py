@@ -175,22 +175,15 @@ def test_in_place(name):
     for k, (mesh, placements, sizes) in enumerate(sample(SHAPE, (0, 1, 2), 0, 3)):
         # the second operand alike, laid out differently, and plain
         for other in ((mesh, placements, sizes), sample(SHAPE, (0, 1, 2))[k], (None, None, None)):
-            if other[0] in (None, mesh) and not crossed(mesh, placements, other[1]):
+            if other[0] in (None, mesh):
                 compare(f, [(X, mesh, placements, sizes), (Y, *other)], what=f"{name} {placements} {other[1:]}")
-
-
-def crossed(mesh, a, b):
-    """Whether a mesh dim shards different dims, which pointwise operations refuse."""
-    return b is not None and any(
-        p.is_shard() and q.is_shard() and p != q and n > 1 for p, q, n in zip(a, b, mesh.shape)
-    )
 
 
 def test_differently_laid_out_operands():
     every = sample(SHAPE, (0, 1, 2))
     n = 0
     for (mesh, p, s), (other, q, t) in itertools.product(every[::2], every[::3]):
-        if mesh is other and not crossed(mesh, p, q):
+        if mesh is other:
             n += 1
             compare(lambda x, y: torch.atan2(x * y, y + x).exp(), [(X, mesh, p, s), (Y, mesh, q, t)], what=f"{p} {q}")
     assert n
@@ -201,20 +194,18 @@ def test_broadcasting_of_shards():
         small = values(*shape)
         for mesh, p, s in sample(SHAPE, (0, 1, 2), 0, 2):
             for other, q, t in sample(shape, dims):
-                shifted = [
-                    ms.Shard(a.dim + 3 - len(shape)) if a.is_shard() and shape[a.dim] > 1 else ms.Replicate() for a in q
-                ]
-                if other is mesh and not crossed(mesh, p, shifted):
+                if other is mesh:
                     compare(lambda x, y: x * y - y, [(X, mesh, p, s), (small, mesh, q, t)], what=f"{shape} {p} {q}")
             compare(lambda x, y: y - x, [(X, mesh, p, s), (small, None, None, None)], what=f"plain {shape} {p}")
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_shards_over_different_dims_are_refused():
+def test_the_smaller_of_two_operands_moves():
     mesh = mesh_of((WORLD.size,))
-    x, y = (ms.distribute_tensor(X, mesh, ms.Shard(d)) for d in (0, 1))
-    with pytest.raises(ms.LayoutError, match="sharded over different dims"):
-        x + y
+    x, y = ms.distribute_tensor(X, mesh, ms.Shard(0)), ms.distribute_tensor(X[0], mesh, ms.Shard(0))
+    assert (x + y).layout is (y + x).layout is x.layout
+    z = ms.distribute_tensor(X, mesh, ms.Shard(1))
+    assert (z + x).layout is z.layout
 
 
 def test_gradients_of_plain_operands():

@@ -122,18 +122,39 @@ def test_split_of_a_sharded_dim():
             assert back.layout == shard(x, mesh, (ms.Shard(0),), sizes).layout
 
 
+# shape, the reshape: cells of any sharded dim may have to move
+MOVES = {
+    "merge behind": ((4, 6, 5), lambda x: x.view(24, 5)),
+    "tokens": ((2, 3, 5, 7), lambda x: x.flatten(2)),
+    "batch and rows": ((2, 5, 3), lambda x: x.flatten(0, 1)),
+    "all": ((3, 4, 5), lambda x: x.reshape(-1)),
+    "split": ((24, 3), lambda x: x.view(2, 3, 4, 3)),
+    "split into few": ((2, 12), lambda x: x.view(2, 2, 2, 3)),
+    "other groups": ((6, 10), lambda x: x.view(4, 15)),
+    "two groups": ((4, 6, 10, 3), lambda x: x.reshape(24, 2, 15)),
+    "windows": ((2, 6, 4, 2), lambda x: x.view(2, 3, 2, 2, 2, 2).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 2)),
+    "and back": ((12, 4, 2), lambda x: x.view(2, 3, 2, 2, 2, 2).permute(0, 1, 3, 2, 4, 5).reshape(2, 6, 4, 2)),
+    "ones between": ((4, 1, 6), lambda x: x.reshape(1, 24, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_reshape_that_moves_cells(name):
+    shape, f = MOVES[name]
+    check(f, shape, range(len(shape)), name, step=2 if len(shape) < 4 else 3)
+
+
 @pytest.mark.ranks(2, 3, 4)
-def test_reshape_that_shards_would_not_survive():
-    mesh = mesh_of((WORLD.size,))
-    x = values(4, 6, 5)
-    for dim, shape, why in [(1, (24, 5), "only the first dim"), (2, (4, 30), "only the first dim"), (0, (2, 60), None)]:
-        part = ms.distribute_tensor(
-            x, mesh, ms.Shard(dim), sizes={0: [3, 1] + [0] * (WORLD.size - 2)} if not dim else None
-        )
-        with pytest.raises(ms.LayoutError, match=why or "block borders at multiples") as caught:
-            part.view(shape)
-        assert "rebalance" in str(caught.value)
-        assert "redistribute" in str(caught.value)
+def test_merged_shards_stay_sharded():
+    x = shard(values(2, 3, 16, 17), mesh_of((WORLD.size,)), (ms.Shard(3),))
+    with ms.comm_counter() as count:
+        y = x.flatten(2)
+        z = y.view(2, 3, 16, 17)
+    assert count.by_op["all_to_all"].calls == count.calls == 2
+    assert y.placements == z.placements == (ms.Shard(2),)
+    assert y.to_local().numel() <= 6 * -(-16 // WORLD.size) * 17
+    with pytest.raises(ms.UnsupportedOperationError):
+        y.zero_()
 
 
 def test_errors_are_torchs():
