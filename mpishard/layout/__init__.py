@@ -3,11 +3,13 @@
 from mpishard.layout.layout import Layout, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
+from mpishard.layout.route import Leg, Trip, plan_route
 from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_stage
 from mpishard.layout.transfer import Transfer, plan_transfer
 
 __all__ = [
     "Layout",
+    "Leg",
     "Partial",
     "Piece",
     "Placement",
@@ -17,12 +19,14 @@ __all__ = [
     "Shard",
     "Stage",
     "Transfer",
+    "Trip",
     "as_placements",
     "balanced",
     "bounds",
     "interval_runs",
     "layout_of",
     "owner",
+    "plan_route",
     "plan_stage",
     "plan_transfer",
     "sizes_of",

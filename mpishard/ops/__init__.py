@@ -8,6 +8,7 @@ from mpishard.ops import (
     embedding,
     extremum,
     foreach,
+    fourier,
     gather,
     index,
     interpolate,
