@@ -28,6 +28,7 @@ from mpishard.errors import (
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
 from mpishard.nn import distribute_module
+from mpishard.ops.attention import attention_method
 from mpishard.tensor import (
     ShardTensor,
     arange,
@@ -67,6 +68,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "arange",
+    "attention_method",
     "broadcast",
     "comm_counter",
     "distribute_module",

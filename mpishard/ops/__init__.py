@@ -15,6 +15,7 @@ from mpishard.ops import (
     join,
     linear,
     loss,
+    multihead,
     norm,
     order,
     pad,

@@ -1,77 +1,104 @@
-"""Attention where the sequence is whole on every rank: batch, heads and (without a causal mask) queries are sharded."""
+"""Scaled dot-product attention over any sharded dims: whole sequences, a ring, or heads instead of sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import window_op
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, layout_of
-from mpishard.ops.contract import Contraction, Label, Labels, block, plan_contraction
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.layout import Layout
+from mpishard.ops.attention_layout import (
+    Meeting,
+    Segments,
+    contiguous,
+    mirrored,
+    moved_back,
+    moved_into,
+    plan_meeting,
+    sizes_in,
+)
+from mpishard.ops.attention_tile import Dropout, Operand
+from mpishard.ops.contract import block
+from mpishard.ops.dim import resized
+from mpishard.ops.geometry import on_domain
+from mpishard.ops.ring import RingPlan, reach_of, ring_attention
+from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.stream import draw_seed
+
+METHODS = ("auto", "ring", "all_to_all")
+BALANCED = 256  # cells of a sequence per rank from which it pays to balance causal work
+
+_method: ContextVar[str] = ContextVar("attention_method", default="auto")
 
 
-def _refuse(name: str, expected: str, got: Any, fix: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        described(f"no sharding rule for {name} of these operands", expected=expected, got=got, fix=fix)
-    )
+@contextmanager
+def attention_method(method: str) -> Iterator[None]:
+    """Choose how attention treats sequences that are sharded in queries, keys and values.
 
+    Not collective, but every rank must choose alike.
 
-def _local(x: Any, mesh: Any) -> tuple[Tensor, Layout]:
-    if isinstance(x, ShardTensor):
-        x = resolved(x)
-        return x._local, x._layout
-    return x, replicated_layout(mesh, x.shape)
+    Parameters
+    ----------
+    method
+        ``"ring"``: blocks of keys and values go round the ranks while these compute. ``"all_to_all"``: heads
+        are sharded instead, each rank attends with whole sequences of its heads, and the result goes back.
+        ``"auto"``: all-to-all where the heads divide evenly, no mask has a row per query, nothing is dropped
+        and fewer bytes travel; else the ring.
 
+    Raises
+    ------
+    UnsupportedOperationError
+        There is no such method.
 
-def _planned(
-    name: str, operands: Sequence[Any], labels: Sequence[Labels], out: Labels, sharded: Sequence[Label]
-) -> tuple[list[Tensor], Contraction, Any]:
-    """Return blocks, plan and mesh, where only labels in ``sharded`` are sharded."""
-    mesh = mesh_of(operands)
-    pairs = [_local(x, mesh) for x in operands]
-    for (_, layout), own in zip(pairs, labels):
-        wrong = [d for d in layout.shard_dims if own[d] not in sharded and len(layout.sizes[d] or ()) > 1]
-        if wrong:
-            raise _refuse(
-                name,
-                "shards of batch or heads; sequences, features and all dims of masks that are not batch whole",
-                f"dim {wrong[0]} of a {tuple(layout.shape)} operand is sharded: {list(layout.placements)}",
-                "redistribute queries, keys and values to batch or heads, or gather the sequence: "
-                "x.redistribute(placements)",
-            )
-    plan = plan_contraction(name, tuple(layout for _, layout in pairs), tuple(labels), out)
-    blocks = [
-        block(x, mesh, layout, target, used) for (x, layout), target, used in zip(pairs, plan.operands, plan.used)
-    ]
-    return blocks, plan, mesh
-
-
-def _no_dropout(name: str, p: float) -> None:
-    if p > 0:
-        raise _refuse(
-            f"{name} with dropout",
-            "dropout 0: which weights are dropped must not depend on the mesh",
-            f"dropout {p}",
-            "set it to 0, or call eval() on the module; drop out the result instead",
+    Examples
+    --------
+    >>> with ms.attention_method("ring"):
+    ...     y = F.scaled_dot_product_attention(q, k, v)
+    """
+    if method not in METHODS:
+        raise UnsupportedOperationError(
+            described("attention_method: no such method", expected=METHODS, got=repr(method), fix="name one of them")
         )
+    token = _method.set(method)
+    try:
+        yield
+    finally:
+        _method.reset(token)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    if q.numel() and v.numel():
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
-    if options["enable_gqa"]:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    scores = q @ k.mT  # of nothing, with its graph
-    if mask is not None and mask.is_floating_point():
-        scores = scores + mask
-    return scores @ v
+class AttentionPlan(NamedTuple):
+    """What one attention does on this rank.
+
+    Attributes
+    ----------
+    meeting
+        Layouts of the operands and of what this rank computes.
+    out
+        Layout of the result.
+    ring
+        How it is computed in tiles; None: by torch, on the blocks as they are.
+    balance, back
+        Where causal work is balanced: windows of queries, keys and values, and of the result.
+    """
+
+    meeting: Meeting
+    out: Layout
+    ring: RingPlan | None
+    balance: tuple[WindowOp, WindowOp, WindowOp] | None
+    back: WindowOp | None
 
 
 @implements(F.scaled_dot_product_attention)
@@ -82,103 +109,207 @@ def scaled_dot_product_attention(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> ShardTensor:
-    """Attend, each rank with its batch entries, heads or queries. Not collective where operands are laid out alike."""
-    name = "scaled_dot_product_attention"
-    _no_dropout(name, dropout_p)
-    n = max(query.ndim, key.ndim, value.ndim) - 2
-    batch: list[Labels] = [tuple(range(x.ndim - 3, -1, -1)) for x in (query, key, value)]
-    sharded: list[Label] = list(range(n))
-    if enable_gqa:
-        # heads of keys serve several of the queries': their dim (the last of the batch) is not one label
-        batch[1:] = [(*b[:-1], "G") for b in batch[1:]]
-        sharded.remove(0)
-    labels: list[Labels] = [(*batch[0], "L", "E"), (*batch[1], "S", "E"), (*batch[2], "S", "V")]
-    operands = [query, key, value]
-    if not is_causal:
-        sharded.append("L")
-    if attn_mask is not None:
-        rows: list[Label] = ["L" if attn_mask.shape[-2] == query.shape[-2] else "1", "S"]
-        if attn_mask.shape[-1] != key.shape[-2]:
-            rows[1] = "one"
-        labels.append((*range(attn_mask.ndim - 3, -1, -1), *rows))
-        operands.append(attn_mask)
-    blocks, plan, mesh = _planned(name, operands, labels, (*range(n - 1, -1, -1), "L", "V"), sharded)
-    q, k, v, mask = *blocks[:3], blocks[3] if attn_mask is not None else None
-    return wrap(_attend(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa), plan.out, mesh)
+    """Attend, the result sharded as the queries are.
+
+    Not collective where only batch, heads and queries are sharded, alike in all operands. Where keys and values
+    are sharded along the sequence: collective, by the ring or by heads (see `attention_method`); each block of
+    keys and values is sent once less often than there are ranks, and none is gathered. Features that are sharded
+    become shards of the sequence. The columns of a mask are gathered.
+
+    Under a causal mask, blocks that no query of a rank sees are neither sent to it nor computed. As the blocks of
+    a layout are contiguous, the last ranks would have most of the work: long sequences are therefore exchanged
+    first, so that every rank has a piece from either end, and back afterwards.
+
+    Which weights are dropped depends on torch's seed alone, not on the mesh.
+    """
+    masks = () if attn_mask is None else (attn_mask,)
+    return attend(query, key, value, masks, dropout_p, is_causal, scale, enable_gqa)
 
 
-@implements(F.multi_head_attention_forward)
-def multi_head_attention_forward(
+def attend(
     query: Any,
     key: Any,
     value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
+    masks: Sequence[Any] = (),
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-) -> tuple[ShardTensor, ShardTensor | None]:
-    """Attend, each rank with its batch entries. Not collective where operands are laid out alike."""
-    name = "multi_head_attention_forward"
-    _no_dropout(name, dropout_p if training else 0.0)
-    if static_k is not None or static_v is not None:
-        raise _refuse(name, "no static_k and static_v", "static_k or static_v", "pass keys and values")
-    params = (
-        in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight, out_proj_bias,
-        q_proj_weight, k_proj_weight, v_proj_weight,
-    )  # fmt: skip
-    if any(isinstance(p, ShardTensor) for p in params):
-        raise _refuse(name, "plain parameters", "a ShardTensor among them", "gather them with full_tensor()")
-    n: Labels = ("N",) if query.ndim == 3 else ()
-    labels: list[Labels] = [("L", *n, "E"), ("S", *n, "Ek"), ("S", *n, "Ev")]
-    operands = [query, key, value]
-    if key_padding_mask is not None:
-        labels.append((*n, "S"))
-        operands.append(key_padding_mask)
-    per_head = attn_mask is not None and attn_mask.ndim == 3 and query.ndim == 3
-    if attn_mask is not None:
-        # (batch * heads, L, S): the batch apart, so that it can be cut
-        operands.append(attn_mask.unflatten(0, (-1, num_heads)) if per_head else attn_mask)
-        labels.append(("N", "H", "L", "S") if per_head else ("H", "L", "S")[-attn_mask.ndim :])
-    blocks, plan, mesh = _planned(name, operands, labels, ("L", *n, "E"), ("N",))
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ShardTensor:
+    """Attend with any number of masks, all of which hold. As `scaled_dot_product_attention`."""
+    operands = [_cast(x) for x in (query, key, value, *masks)]
+    mesh = mesh_of(operands)
+    operands = [resolved(x) if isinstance(x, ShardTensor) else x for x in operands]
+    locals_ = [x._local if isinstance(x, ShardTensor) else x for x in operands]
+    layouts = tuple(x._layout if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape) for x in operands)
+    dtypes = tuple(x.dtype for x in locals_)
+    method = _method.get()
+    dropped = dropout_p > 0
+    key_ = ("attention", layouts, dtypes, is_causal, scale, enable_gqa, dropout_p, method)
+    plan: AttentionPlan | None = mesh.plans.get(key_)
+    if plan is None:
+        meta = [on_domain(o.shape, x) for o, x in zip(layouts, locals_)]
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        # torch's own shape, and its own errors
+        tried: Sequence[Any] = meta[3:] or (None,)
+        for mask in tried:
+            shape = tuple(F.scaled_dot_product_attention(*meta[:3], mask, dropout_p, is_causal, **options).shape)
+        plan = mesh.plan(
+            key_, lambda: _plan(mesh, layouts, shape, dtypes[0], is_causal, scale, enable_gqa, dropped, method)
+        )
+    meeting = plan.meeting
+    blocks = [
+        block(x, mesh, layout, target, used)
+        for x, layout, target, used in zip(locals_, layouts, meeting.operands, meeting.used)
+    ]
+    if plan.ring is None:
+        y = _attend_locally(blocks, is_causal, scale, enable_gqa)
+    else:
+        dropout = None
+        if dropped:
+            batch = range(meeting.out.ndim - 2)
+            intervals = tuple(meeting.out.interval(d, mesh.coords) for d in batch)
+            scores = (*meeting.out.shape[:-1], layouts[1].shape[-2])
+            dropout = Dropout(dropout_p, draw_seed(mesh), scores, intervals)
+        if plan.balance is not None:
+            blocks[:3] = [apply(op, x) for op, x in zip(plan.balance, blocks)]
+        y = ring_attention(plan.ring, dropout, *blocks)
+        if plan.back is not None:
+            y = apply(plan.back, y)
+    return moved(wrap(y, meeting.out, mesh), plan.out)
+
+
+def _cast(x: Any) -> Any:
+    """Return an operand in the dtype that autocast gives it."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:
     q, k, v, *masks = blocks
-    mask = masks.pop() if attn_mask is not None else None
-    if mask is not None and per_head:
-        mask = mask.flatten(0, 1)
-    used = [p if p is None else use(p, mesh, plan.out.sharded_mesh_dims) for p in params]
-    y, weights = F.multi_head_attention_forward(
-        q, k, v, embed_dim_to_check, num_heads, *used[:4], add_zero_attn, 0.0, *used[4:6],
-        training=training, key_padding_mask=masks[0] if masks else None, need_weights=need_weights, attn_mask=mask,
-        use_separate_proj_weight=use_separate_proj_weight, q_proj_weight=used[6], k_proj_weight=used[7],
-        v_proj_weight=used[8], average_attn_weights=average_attn_weights, is_causal=is_causal,
-    )  # fmt: skip
-    out = wrap(y, plan.out, mesh)
-    if weights is None:
-        return out, None
-    shape: tuple[int, ...] = tuple(weights.shape)
-    sizes = None
-    if n:
-        shape = (query.shape[1], *shape[1:])
-        sizes = {0: plan.out.sizes[1]} if plan.out.sizes[1] is not None else None
-    placements = [type(p)(0) if p.is_shard() else p for p in plan.out.placements]  # type: ignore[call-arg]
-    return out, wrap(weights, layout_of(mesh.shape, placements, shape, sizes), mesh)
+    mask = _merged(masks, q.dtype)
+    if q.numel() and v.numel():
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // max(x.shape[-3], 1), -3) for x in (k, v))
+    scores = q @ k.mT  # of nothing, with its graph
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    return (scores @ v).to(q.dtype)
+
+
+def _merged(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if len(masks) < 2:
+        return masks[0] if masks else None
+    if all(m.dtype == torch.bool for m in masks):
+        out = masks[0]
+        for m in masks[1:]:
+            out = out & m
+        return out
+    total: Any = 0
+    for m in masks:
+        if m.dtype == torch.bool:
+            m = torch.zeros((), dtype=dtype, device=m.device).masked_fill(~m, -torch.inf)
+        total = total + m
+    return total  # type: ignore[no-any-return]
+
+
+def _plan(
+    mesh: CartMesh,
+    layouts: tuple[Layout, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    dropped: bool,
+    method: str,
+) -> AttentionPlan:
+    groups = (1, 1)
+    if enable_gqa:
+        groups = tuple(layouts[0].shape[-3] // o.shape[-3] for o in layouts[1:3])  # type: ignore[assignment]
+    meeting = plan_meeting(layouts, shape, groups)
+    out = meeting.out
+    if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
+        meeting = plan_meeting(layouts, shape, groups, by_heads=True)
+    q, k, v = meeting.operands[:3]
+    row, column = q.ndim - 2, k.ndim - 2
+    queries_cut = len(q.sizes[row] or ()) > 1
+    if not dropped and len(k.sizes[column] or ()) < 2 and not (is_causal and queries_cut):
+        return AttentionPlan(meeting, out, None, None, None)
+    count, blocks = len(q.sizes[row] or (1,)), len(k.sizes[column] or (1,))
+    balance = back = None
+    rows, columns = contiguous(q, row), contiguous(k, column)
+    if is_causal and count > 1 and q.shape[row] >= BALANCED * count:
+        # queries see no keys beyond their own number
+        rows, columns = mirrored(q.shape[row], count), mirrored(min(q.shape[row], k.shape[column]), blocks)
+        balance = (
+            window_op(mesh, q, dtype, [moved_into(rows, row)], op="attention"),
+            window_op(mesh, k, dtype, [moved_into(columns, column)], op="attention"),
+            window_op(mesh, v, dtype, [moved_into(columns, v.ndim - 2)], op="attention"),
+        )
+        held = resized(meeting.out, meeting.out.ndim - 2, q.shape[row], sizes_in(rows))
+        own = meeting.out.sizes[-2]
+        assert own is not None
+        back = window_op(mesh, held, dtype, [moved_back(rows, held.ndim - 2, own)], op="attention")
+        k, v = (resized(o, o.ndim - 2, sum(sizes_in(columns)), _cut(o, columns)) for o in (k, v))
+    batch = meeting.out.local_shape(mesh.coords)[:-2]
+    ring = RingPlan(
+        mesh,
+        meeting.ring,
+        rows[q.index(row, mesh.coords)],
+        columns,
+        (k, v),
+        (Operand(batch, 1), Operand(batch, groups[0]), Operand(batch, groups[1])),
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        is_causal,
+        _reach(mesh, q, row, rows, columns, meeting.ring, is_causal),
+    )
+    return AttentionPlan(meeting, out, ring, balance, back)
+
+
+def _cut(layout: Layout, blocks: Sequence[Segments]) -> tuple[int, ...] | None:
+    return None if layout.sizes[-2] is None else sizes_in(blocks)
+
+
+def _reach(
+    mesh: CartMesh,
+    q: Layout,
+    row: int,
+    rows: Sequence[Segments],
+    columns: Sequence[Segments],
+    ring: tuple[int, ...],
+    is_causal: bool,
+) -> tuple[int, ...]:
+    """Return how far every block of keys travels among the ranks that share this rank's other coordinates."""
+    coords = list(mesh.coords)
+    own = []
+    for i in range(len(columns)):
+        for m in reversed(ring):
+            i, coords[m] = divmod(i, mesh.shape[m])
+        own.append(rows[q.index(row, coords)])
+    return reach_of(own, columns, is_causal)
+
+
+def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped: bool, method: str) -> bool:
+    """Whether to shard heads instead of sequences."""
+    q, k, v, *masks = meeting.operands
+    size = math.prod(mesh.shape[m] for m in meeting.ring)
+    has_heads = q.ndim > 2 and all(
+        o.ndim > 2 and o.shape[-3] * group == meeting.out.shape[-3] for o, group in zip((q, k, v), (1, *groups))
+    )
+    if method == "ring" or size == 1 or not has_heads:
+        return False
+    if method == "all_to_all":
+        return True
+    parts = size * len(q.sizes[-3] or (1,))
+    even = all(o.shape[-3] % parts == 0 for o in (k, v))
+    per_row = any(o.shape[-2] > 1 for o in masks)
+    cells = [math.prod(o.shape) for o in (q, k, v, meeting.out)]
+    return even and not per_row and not dropped and sum(cells) < size * (cells[1] + cells[2])
