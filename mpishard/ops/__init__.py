@@ -35,3 +35,6 @@ from mpishard.ops import (
     unpool,
     view,
 )
+from mpishard.tensor import direct
+
+direct.install()

@@ -23,7 +23,7 @@ from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # blocks of fewer cells are padded: below, the copy is cheaper than the strips' own convolutions
-OVERLAP_CELLS = 1 << 16
+OVERLAP_CELLS = 1 << 17
 
 
 class ConvPlan(NamedTuple):

@@ -82,19 +82,22 @@ def no_out(func: Any) -> UnsupportedOperationError:
 
 
 def _rule(func: Any) -> Callable[..., ShardTensor]:
-    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
-        x = args[0] if args else None
-        if type(x) is ShardTensor and not kwargs and not x._layout.partial_dims:
-            if len(args) == 1:
-                return wrap(func(x._local), x._layout, x._mesh)
-            if len(args) == 2:
-                y = args[1]
-                if type(y) is ShardTensor:
-                    if y._layout is x._layout and y._mesh is x._mesh:
-                        return wrap(func(x._local, y._local), x._layout, x._mesh)
-                elif not isinstance(y, Tensor):
-                    return wrap(func(x._local, y), x._layout, x._mesh)
-        return _general(func, args, kwargs)
+    def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> ShardTensor:
+        # the usual cases first: this is what every operation pays
+        if type(x) is ShardTensor and not kwargs:
+            layout = x._layout
+            if not layout.partial_dims:
+                if not rest:
+                    return wrap(func(x._local), layout, x._mesh)
+                if len(rest) == 1:
+                    y = rest[0]
+                    kind = type(y)
+                    if kind is ShardTensor:
+                        if y._layout is layout and y._mesh is x._mesh:
+                            return wrap(func(x._local, y._local), layout, x._mesh)
+                    elif kind is float or kind is int:
+                        return wrap(func(x._local, y), layout, x._mesh)
+        return _general(func, rest if x is None else (x, *rest), kwargs)
 
     return rule
 

@@ -15,6 +15,7 @@ from mpishard.layout import Layout, Partial, Replicate, layout_of
 from mpishard.tensor.registry import RULES, no_rule
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_strided = torch.strided
 
 
 class ShardTensor(Tensor):
@@ -35,6 +36,7 @@ class ShardTensor(Tensor):
         Mesh shape, placements, global shape and block sizes: frozen and hashable.
     """
 
+    __slots__ = ("_layout", "_local", "_mesh")
     _local: Tensor
     _layout: Layout
     _mesh: CartMesh
@@ -204,7 +206,7 @@ def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     For sharding rules; users call `ShardTensor.from_local`, which checks.
     """
     # by position: the same call with keywords takes a third longer
-    self: ShardTensor = _subclass(ShardTensor, layout.shape, None, None, None, local.dtype, torch.strided, local.device)
+    self: ShardTensor = _subclass(ShardTensor, layout.shape, None, None, None, local.dtype, _strided, local.device)
     self._local = local
     self._layout = layout
     self._mesh = mesh

@@ -1,0 +1,52 @@
+"""Methods and operators of ShardTensor that call their rule at once.
+
+Torch's way from a method to ``__torch_function__`` costs 1.5 to 3 us a call; Python's own costs 0.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.tensor.registry import RULES
+from mpishard.tensor.shard_tensor import ShardTensor
+
+# inside `with SomeTorchFunctionMode():` the mode is asked first, by torch
+_modes_active = torch._C._is_torch_function_mode_enabled
+
+
+def _method(function: Any) -> Any:
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _modes_active():
+            return function(self, *args, **kwargs)
+        return RULES[function](self, *args, **kwargs) if kwargs else RULES[function](self, *args)
+
+    method.__name__ = method.__qualname__ = getattr(function, "__name__", "method")
+    method.__doc__ = getattr(function, "__doc__", None)
+    return method
+
+
+def _operator(function: Any) -> Any:
+    def operator(self: Any, other: Any) -> Any:
+        try:
+            return function(self, other) if _modes_active() else RULES[function](self, other)
+        except TypeError:
+            return NotImplemented  # as torch does: the other operand may know how
+
+    return operator
+
+
+_NOT_BINARY = (
+    "__abs__ __bool__ __complex__ __float__ __getitem__ __index__ __int__ __invert__ __neg__ __pos__ __setitem__"
+).split()
+
+
+def install() -> None:
+    """Give ShardTensor a method for every method of torch.Tensor that has a rule. Not collective."""
+    for name in dir(torch.Tensor):
+        function = getattr(torch.Tensor, name)
+        if name in vars(ShardTensor) or not callable(function) or function not in RULES:
+            continue
+        binary = name.startswith("__") and name not in _NOT_BINARY
+        setattr(ShardTensor, name, _operator(function) if binary else _method(function))
