@@ -48,10 +48,20 @@ def _local_norm(t: Tensor, ord: float, dtype: Any) -> Tensor:
     return torch.linalg.vector_norm(t, ord, dtype=dtype)
 
 
+def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``addcmul`` or ``addcdiv`` with its factor by position, as the functions of lists have it."""
+
+    def one(t: Any, first: Any, second: Any, value: Any = 1) -> Any:
+        return single(t, first, second, value=value.item() if isinstance(value, Tensor) else value)
+
+    return one
+
+
 def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     def rule(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         def at(i: int, a: Any) -> Any:
-            return a[i] if isinstance(a, (list, tuple)) else a
+            # a vector of numbers, one per tensor, stands beside lists of tensors
+            return a[i] if isinstance(a, (list, tuple)) or (isinstance(a, Tensor) and a.ndim == 1) else a
 
         results = [
             single(t, *[at(i, a) for a in args], **{k: at(i, a) for k, a in kwargs.items()})
@@ -65,6 +75,30 @@ def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: 
 
 for _name in dir(torch):
     _single = getattr(torch.Tensor, _name.removeprefix("_foreach_"), None)
+    if "addc" in _name:
+        _single = _with_value(_single)
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
         _func = getattr(torch, _name)
         RULES[_func] = _one_by_one(_func, _single, _name.endswith("_"))
+
+
+# -- whole steps of an optimizer, cell by cell
+
+
+def _fused(func: Callable[..., Any]) -> Callable[..., None]:
+    def rule(*args: Any, **kwargs: Any) -> None:
+        """Step on the blocks: a parameter, its gradient and its moments are laid out alike. Not collective."""
+        func(*map(_blocks, args), **{k: _blocks(a) for k, a in kwargs.items()})
+
+    return rule
+
+
+def _blocks(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_blocks(t) for t in x]
+    return x._local if isinstance(x, ShardTensor) else x
+
+
+for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+    if hasattr(torch, _name):
+        RULES[getattr(torch, _name)] = _fused(getattr(torch, _name))

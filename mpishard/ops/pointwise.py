@@ -61,12 +61,29 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
     if kwargs.get("out") is not None:
-        raise no_out(func)
+        return _into(func, args, **kwargs)
     args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     mesh, out = broadcast_of([*args, *kwargs.values()])
     local = func(*[fitted(a, mesh, out) for a in args], **{k: fitted(a, mesh, out) for k, a in kwargs.items()})
     return wrap(local, out, mesh)
+
+
+def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> ShardTensor:
+    """Compute in the layout of ``out``, into its blocks. Collective where operands are laid out differently."""
+    operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    # torch would give `out` another shape, in place
+    if not isinstance(out, ShardTensor) or torch.broadcast_shapes(*[tuple(a.shape) for a in operands]) != out.shape:
+        raise no_out(func)
+    mesh = mesh_of([out, *operands])
+    require_writable(out, name_of(func))
+    layout = settled(out)._layout
+
+    def block(a: Any) -> Any:
+        return fitted(resolved(a) if isinstance(a, ShardTensor) else a, mesh, layout)
+
+    func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out._local)
+    return out
 
 
 def no_out(func: Any) -> UnsupportedOperationError:

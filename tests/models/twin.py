@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -92,8 +93,9 @@ def twins(
         out, loss = run(model, x, loss_of)
         what = f"mesh {mesh.shape} {placements}"
         if sharded:
-            count = len(flat(out)[0].layout.sharded_mesh_dims)
-            assert count == mesh.ndim, f"{what}: the output is {flat(out)[0].placements}"
+            layout = flat(out)[0].layout
+            blocks = math.prod(mesh.shape[m] for m in layout.sharded_mesh_dims)
+            assert blocks == mesh.size, f"{what}: the output is {layout}"
         close(out, expected, f"{what}: output", rtol)
         close(loss, expected_loss, f"{what}: loss", rtol)
         close(x.grad, whole.grad, f"{what}: gradient of the input", rtol)

@@ -301,11 +301,23 @@ def test_conversions():
         x.to("meta")
 
 
-def test_out_is_refused():
+def test_out():
+    mesh = mesh_of((WORLD.size,))
+    x, out = shard(X, mesh, (ms.Shard(1),)), shard(Y, mesh, (ms.Shard(0),))
+    assert torch.maximum(out, x, out=out) is out
+    torch.testing.assert_close(out.full_tensor(), torch.maximum(Y, X))
+    assert torch.mul(x, Y[0], out=out).placements == (ms.Shard(0),)
+    torch.testing.assert_close(out.full_tensor(), X * Y[0])
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.exp(shard(X, mesh, (ms.Shard(0),), None, True), out=out)
+
+
+def test_out_of_another_kind_is_refused():
     mesh = mesh_of((WORLD.size,))
     x = shard(X, mesh, (ms.Shard(1),))
-    with pytest.raises(ms.UnsupportedOperationError, match="out="):
-        torch.add(x, x, out=shard(X, mesh, (ms.Shard(1),)))
+    for out in (X.clone(), shard(X[0], mesh, (ms.Shard(1),))):
+        with pytest.raises(ms.UnsupportedOperationError, match="out="):
+            torch.add(x, x, out=out)
     with pytest.raises(ms.UnsupportedOperationError, match="plain tensor"):
         X.clone().add_(x)
     with pytest.raises(ms.UnsupportedOperationError, match="depends on the data"):
