@@ -29,6 +29,7 @@ from mpishard.errors import (
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
 from mpishard.nn import distribute_module
 from mpishard.ops.attention import attention_method
+from mpishard.ops.neighbourhood import neighborhood_attention
 from mpishard.tensor import (
     ShardTensor,
     arange,
@@ -79,6 +80,7 @@ __all__ = [
     "halo_exchange",
     "implements",
     "init_mesh",
+    "neighborhood_attention",
     "ones",
     "rand",
     "randn",
