@@ -47,6 +47,11 @@ class Step:
         return self.run(x)
 
 
+def same(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``: the half of a pair that moves nothing. Not collective."""
+    return x
+
+
 def pair(forward: Run, backward: Run) -> Step:
     """Return the step ``forward`` whose adjoint is ``backward``, and the reverse. Not collective."""
     a, b = Step(forward), Step(backward)

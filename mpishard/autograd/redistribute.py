@@ -20,15 +20,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import Run, Step, apply, pair
+from mpishard.autograd.linear import Run, Step, apply, pair, same
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transfer import run_transfer
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
@@ -41,7 +37,7 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     step = mesh.plans.get(key)
     if step is None:
         group = mesh.group(mesh_dims)
-        step = mesh.plans[key] = pair(_same, lambda g: collective.all_reduce(g, group))
+        step = mesh.plans[key] = pair(same, lambda g: collective.all_reduce(g, group))
     return step  # type: ignore[no-any-return]
 
 
@@ -107,7 +103,7 @@ def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
         yield pair(mover(mesh, before, after), mover(mesh, after, before))
     if keep:
         first = all(mesh.coords[m] == 0 for m in keep)
-        yield pair(_same if first else torch.zeros_like, _same)
+        yield pair(same if first else torch.zeros_like, same)
 
 
 def _also_sharded(now: Layout, target: Layout, dim: int, mesh_dim: int) -> bool:

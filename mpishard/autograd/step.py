@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from mpishard.autograd.linear import Run, Step, apply, pair
+from mpishard.autograd.linear import Run, Step, apply, pair, same
 from mpishard.comm import collective, message
 from mpishard.comm.arithmetic import rule_of
 from mpishard.comm.mesh import Group
@@ -19,14 +19,10 @@ from mpishard.errors import UnsupportedDtypeError, described
 from mpishard.layout import balanced
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def sum_step(group: Group, replicated: bool = False, deterministic: bool | None = None) -> Step:
     """Return the sum over a group; its adjoint is itself, or (``replicated``) the identity. Not collective."""
     run = partial(collective.all_reduce, group=group, deterministic=deterministic)
-    return pair(run, _same if replicated else run)
+    return pair(run, same if replicated else run)
 
 
 def gather_step(
