@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
 from mpishard.ops.dim import CACHED, require_writable, settled, unsharded, viewed, whole_along, wrapped
 from mpishard.ops.view import without
-from mpishard.tensor.operand import fitted, resolved
+from mpishard.tensor.operand import fitted, moved, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -165,16 +164,14 @@ def getitem(self: Any, index: Any) -> Any:
 
 @implements(torch.Tensor.__setitem__)
 def setitem(self: Any, index: Any, value: Any) -> None:
-    """Write at an index. Collective where the value is laid out differently."""
+    """Write at an index. Collective where the value is laid out differently.
+
+    A plain tensor is Replicate, so it stays whole on every rank: what is written into it, and what says where, are
+    gathered. Write into a sharded tensor (``torch.zeros_like(x)``), or pad or join tensors, and nothing is.
+    """
     if not isinstance(self, ShardTensor):
-        raise UnsupportedOperationError(
-            described(
-                "a ShardTensor written into a plain tensor",
-                expected="a ShardTensor to write into",
-                got=f"{type(self).__name__}[...] = ShardTensor",
-                fix="gather the value with full_tensor()",
-            )
-        )
+        self[_gathered(index)] = _gathered(value)
+        return
     require_writable(self, "x[index] = value")
     key = key_of(index)
     if key is None:
@@ -187,6 +184,13 @@ def setitem(self: Any, index: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = fitted(_value(value, plan), x._mesh, plan.kept)
     x._local[plan.local] = value
+
+
+def _gathered(x: Any) -> Any:
+    """Return ``x``, an index or a value, with plain tensors in place of ShardTensors. Collective."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_gathered, x))
+    return moved(resolved(x), replicated_layout(x._mesh, x.shape))._local if isinstance(x, ShardTensor) else x
 
 
 def _value(value: Any, plan: Basic) -> Any:

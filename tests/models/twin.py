@@ -42,7 +42,10 @@ def meshes(dims: Sequence[int]) -> Iterator[tuple[ms.CartMesh, tuple[ms.Placemen
 def seeded(build: Callable[[], nn.Module], dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """A model whose parameters are all random, also those that begin as zeros or ones."""
     torch.manual_seed(seed)
-    model = build().to(dtype)
+    # Module.to would make complex parameters real
+    model = build()._apply(
+        lambda t: t.to(dtype.to_complex() if t.is_complex() else dtype if t.is_floating_point() else t.dtype)
+    )
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim < 2 and not nn.parameter.is_lazy(p):
