@@ -51,7 +51,8 @@ def all_reduce(
     x
         Plain tensor of the same shape and dtype on every rank. Half types are accumulated in float32.
     mesh, mesh_dim
-        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh.
+        Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh. Of none, as
+        ``x.layout.sharded_mesh_dims`` may be, the result is that of this rank alone.
     op
         ``"sum"``, ``"avg"``, ``"prod"``, ``"max"`` or ``"min"``. Booleans have ``"max"`` (any) and ``"min"``
         (all). The extrema propagate NaN.
@@ -91,8 +92,11 @@ def all_reduce(
     key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
     run = mesh.plans.get(key)
     if run is None:
-        dims = mesh_dims(mesh, mesh_dim)
-        run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
+        if mesh_dim == ():
+            run = mesh.plans[key] = torch.clone
+        else:
+            dims = mesh_dims(mesh, mesh_dim)
+            run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
     return run(x)  # type: ignore[no-any-return]
 
 

@@ -67,14 +67,23 @@ def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: 
             single(t, *[at(i, a) for a in args], **{k: at(i, a) for k, a in kwargs.items()})
             for i, t in enumerate(tensors)
         ]
-        return None if in_place else results
+        return tensors if in_place else results
 
     rule.__name__ = func.__name__
     return rule
 
 
+def _method(name: str) -> Callable[..., Any] | None:
+    """Return the tensor method of this name; one in place that torch lacks (``maximum_``) writes the other's result."""
+    method = getattr(torch.Tensor, name, None)
+    other = getattr(torch.Tensor, name[:-1], None) if name[-1] == "_" else None
+    if method is None and other is not None:
+        return lambda t, *args, **kwargs: t.copy_(other(t, *args, **kwargs))
+    return method
+
+
 for _name in dir(torch):
-    _single = getattr(torch.Tensor, _name.removeprefix("_foreach_"), None)
+    _single = _method(_name.removeprefix("_foreach_"))
     if "addc" in _name:
         _single = _with_value(_single)
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
