@@ -30,6 +30,7 @@ from mpishard.ops import (
     roll,
     scan,
     softmax,
+    spectrogram,
     statistic,
     unfold,
     unpool,
