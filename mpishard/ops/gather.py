@@ -1,20 +1,59 @@
-"""Gather and scatter along a whole dim: the index lies with the cells that it names."""
+"""Gather and scatter: the index goes where the cells are that it names."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import redistribute
+from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.dim import CACHED, free_of_shards, require_writable, settled, wrapped
+from mpishard.ops.dim import CACHED, require_writable, settled, whole_along, wrapped
 from mpishard.ops.pointwise import no_out
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class Beside(NamedTuple):
+    """Where a gather meets: layouts of tensor and index (and result), and the mesh dims that cut the index alone."""
+
+    source: Layout
+    index: Layout
+    used: tuple[int, ...]
+
+
+@lru_cache(maxsize=CACHED)
+def _plan(source: Layout, index: Layout, dim: int) -> Beside:
+    """Plan a gather along ``dim``, which is whole in ``source``.
+
+    The index goes where the cells are; dims of the index that are sharded and whole in the tensor stay so.
+    """
+    target = _beside(source, index.shape, dim)
+    placements, sizes = list(target.placements), list(target.sizes)
+    cut, cuts = list(source.placements), list(source.sizes)
+    used = []
+    for m, p in enumerate(index.placements):
+        if type(p) is not Shard or type(placements[m]) is Shard or p.dim in source.shard_dims:
+            continue
+        if any(type(placements[o]) is Shard for o in index.shard_dims[p.dim]) and sizes[p.dim] is None:
+            continue  # not all of its mesh dims are free
+        placements[m], sizes[p.dim] = Shard(p.dim), index.sizes[p.dim]
+        if p.dim == dim:
+            used.append(m)
+        else:
+            # the tensor may be longer than the index: its last block has the rest
+            own = index.sizes[p.dim] or ()
+            cut[m], cuts[p.dim] = Shard(p.dim), (*own[:-1], own[-1] + source.shape[p.dim] - index.shape[p.dim])
+    return Beside(
+        layout_of(source.mesh_shape, cut, source.shape, cuts),
+        layout_of(source.mesh_shape, placements, index.shape, sizes),
+        tuple(used),
+    )
 
 
 @lru_cache(maxsize=CACHED)
@@ -43,35 +82,30 @@ def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
 
 @implements(torch.gather, torch.Tensor.gather)
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: Any = None) -> ShardTensor:
-    """Pick cells along a whole dim, one per cell of the index.
+    """Pick cells along a dim, one per cell of the index.
 
-    Collective where tensor and index are laid out differently. The layout is that of the tensor, or of the index
-    if the tensor is plain.
+    Collective where tensor and index are laid out differently, and where the tensor is sharded along ``dim``, which
+    is then gathered. The result lies where the index does, cut as the tensor is.
     """
     if out is not None:
         raise no_out(torch.gather)
     mesh = mesh_of((input, index))
     d = wrapped(dim, input.ndim)
-    if isinstance(input, ShardTensor):
-        input = free_of_shards("gather", settled(input), (d,))
-        target = _beside(input._layout, tuple(index.shape), d)
-        local = input._local
-    else:
-        index = free_of_shards("gather", resolved(index), (d,))
-        target = index._layout
-        shape = tuple(input.shape)
-        if any(n < m for e, (n, m) in enumerate(zip(shape, index.shape)) if e != d):
-            raise RuntimeError(f"Size does not match: index {list(index.shape)}, self {list(shape)}, dim {d}")
-        for e, n in enumerate(index.shape):
-            if e != d and n != shape[e]:
-                input = input.narrow(e, 0, n)
-        local = _block(input, mesh, layout_of(mesh.shape, target.placements, tuple(input.shape), target.sizes))
-    return wrap(torch.gather(local, d, _block(index, mesh, target), sparse_grad=sparse_grad), target, mesh)
+    x = whole_along(resolved(input), (d,)) if isinstance(input, ShardTensor) else _replicated(input, mesh)
+    where = resolved(index) if isinstance(index, ShardTensor) else _replicated(index, mesh)
+    plan = _plan(x._layout, where._layout, d)
+    local = use(moved(x, plan.source)._local, mesh, plan.used)
+    y = torch.gather(local, d, moved(where, plan.index)._local, sparse_grad=sparse_grad)
+    return wrap(y, plan.index, mesh)
+
+
+def _replicated(x: Tensor, mesh: CartMesh) -> ShardTensor:
+    return wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
-    """Pick cells along a whole dim; the other dims of tensor and index broadcast. As `gather`."""
+    """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
     if out is not None:
         raise no_out(torch.take_along_dim)
     if dim is None:
@@ -86,11 +120,12 @@ def _scatter_rule(name: str) -> Any:
     in_place = getattr(torch.Tensor, f"{name}_")
 
     def rule(self: ShardTensor, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+        """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
         require_writable(self, f"{name}_")
         d = wrapped(dim, self.ndim)
-        x = settled(self)
-        free_of_shards(name, x, (d,))
-        mesh = mesh_of((x, index, *args, *kwargs.values()))
+        settled(self)
+        mesh = mesh_of((self, index, *args, *kwargs.values()))
+        x = whole_along(self, (d,))
         local_index = _block(index, mesh, _beside(x._layout, tuple(index.shape), d))
 
         def block(a: Any) -> Any:
@@ -99,7 +134,9 @@ def _scatter_rule(name: str) -> Any:
             return _block(a, mesh, _beside(x._layout, tuple(a.shape), d))
 
         in_place(x._local, d, local_index, *map(block, args), **{k: block(a) for k, a in kwargs.items()})
-        return x
+        if x._local is not self._local:
+            self._local.copy_(moved(x, self._layout)._local)
+        return self
 
     return rule
 

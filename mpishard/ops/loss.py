@@ -18,6 +18,7 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
+from mpishard.ops.dim import whole_along
 from mpishard.ops.pointwise import broadcast_of
 from mpishard.ops.reduction import HALVES, reduced
 from mpishard.tensor.operand import fitted, mesh_of, replicated_layout, resolved
@@ -155,21 +156,8 @@ def binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> ShardTensor:
     return _logits(**named, reduction=reduction)
 
 
-def _class_layout(x: ShardTensor, dim: int, name: str) -> Layout:
-    """Return the layout of ``x`` without its class dim."""
-    if dim in x._layout.shard_dims and x._layout.sizes[dim] != (x.shape[dim],):
-        raise UnsupportedOperationError(
-            described(
-                f"{name}: input sharded over its classes",
-                expected="shards of batch or spatial dims",
-                got=list(x._layout.placements),
-                fix="redistribute the input to another dim: x.redistribute(placements)",
-            )
-        )
-    return reduced(x._layout, dim).out
-
-
 def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMesh]:
+    """Return the scores with whole classes. Collective where they are sharded over the classes: those are gathered."""
     x = named["input"]
     mesh = mesh_of(named.values())
     if not isinstance(x, ShardTensor):
@@ -186,7 +174,7 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
             x = from_target if from_target._layout.sizes == tuple(sizes) else x
     if x.ndim == 0:
         raise ValueError(f"{name}: expected at least 1 dim of classes")
-    return x, mesh
+    return whole_along(resolved(x), (min(1, x.ndim - 1),)), mesh
 
 
 def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
@@ -198,7 +186,7 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         x, mesh = _class_input(name, named)
         target, weight, ignore = named["target"], named["weight"], named["ignore_index"]
         dim = 1 if x.ndim > 1 else 0
-        out = _class_layout(x, dim, name)
+        out = reduced(x._layout, dim).out
         shares = tuple(target.shape) == tuple(x.shape) and target.is_floating_point()
         expected = tuple(x.shape) if shares else out.shape
         if tuple(target.shape) != expected:
@@ -246,7 +234,7 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
     def rule(*args: Any, **kwargs: Any) -> ShardTensor:
         named, reduction = _arguments(signature, args, kwargs)
         x, mesh = _class_input(name, named)
-        out = _class_layout(x, x.ndim - 1, name)
+        out = reduced(x._layout, x.ndim - 1).out
         target, weight = named.pop("target"), named.get("weight")
         labels = fitted(target, mesh, x._layout if target.ndim == x.ndim and func is F.multilabel_margin_loss else out)
         if weight is not None:

@@ -21,25 +21,14 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
 from mpishard.ops.dim import require_writable, settled, viewed, wrapped
-from mpishard.ops.index import fitted_shape, plan_index
+from mpishard.ops.index import fitted_shape, indexed, plan_index
+from mpishard.ops.mask import picked_where
 from mpishard.ops.pointwise import broadcast_of
 from mpishard.tensor.operand import fitted, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _ALL = (None, None, None)
-
-
-def _data_dependent(what: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        described(
-            f"{what}: the size of the result depends on the data",
-            expected="a result whose shape every rank knows",
-            got="a sharded boolean mask",
-            fix="keep the shape: torch.where(mask, x, 0), x.masked_fill(mask, value), x[mask] = number, sums of "
-            "x * mask; or gather both with full_tensor()",
-        )
-    )
 
 
 class Points(NamedTuple):
@@ -127,9 +116,7 @@ def _points(layout: Layout, per_dim: Sequence[Any]) -> Points:
         if isinstance(item, tuple):
             mask, k = item
             if isinstance(mask, ShardTensor):
-                if not mask._layout.is_replicated:
-                    raise _data_dependent("x[mask]")
-                mask = mask._local
+                mask = mask.full_tensor()  # beside other indices: its cells must be known everywhere
             if mask.shape[k] != layout.shape[d]:
                 raise IndexError(
                     f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
@@ -181,33 +168,32 @@ def picked(x: Any, index: Any) -> ShardTensor:
         mesh = next(i._mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
         x = wrap(x, replicated_layout(mesh, x.shape), mesh)
     x = settled(x)
+    alone = index[0] if type(index) is tuple and len(index) == 1 else index
+    if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
+        return picked_where(x, alone)
     basic, per_dim = _split(x, index)
-    from mpishard.ops.index import indexed
 
     y = indexed(x, basic)
     return _pick(y, _points(y._layout, per_dim))
+
+
+def _everywhere(index: Any) -> Tensor:
+    return index.full_tensor() if isinstance(index, ShardTensor) else index
 
 
 def _pick(x: ShardTensor, points: Points) -> ShardTensor:
     layout, mesh = x._layout, x._mesh
     sharded = [d for d in points.dims if len(layout.sizes[d] or ()) > 1]
     if any(isinstance(i, ShardTensor) for i in points.indices):
-        if sharded:
-            raise LayoutError(
-                described(
-                    "indexing a sharded dim with a sharded index",
-                    expected="a plain index, the same on every rank, or the indexed dims whole",
-                    got=list(layout.placements),
-                    fix="gather the index with full_tensor(), or redistribute the tensor",
-                )
-            )
         _, own = broadcast_of(list(points.indices))
-        indices = [fitted(i, mesh, own) for i in points.indices]
-        local = use(x._local, mesh, own.sharded_mesh_dims)
-        return wrap(local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
-    indices = list(torch.broadcast_tensors(*points.indices))
-    own = replicated_layout(mesh, indices[0].shape)
+        if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
+            indices = [fitted(i, mesh, own) for i in points.indices]
+            local = use(x._local, mesh, own.sharded_mesh_dims)
+            return wrap(local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
+    # who owns which point, every rank must know
+    indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
     if not sharded:
+        own = replicated_layout(mesh, indices[0].shape)
         return wrap(x._local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
     return _fetch(x, points, indices)
 
@@ -334,16 +320,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
             y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
             return
     points = _points(y._layout, per_dim)
-    if any(isinstance(i, ShardTensor) for i in points.indices):
-        raise UnsupportedOperationError(
-            described(
-                "x[index] = value with a sharded index",
-                expected="a plain index, the same on every rank",
-                got="an index sharded over ranks that would write the same cells",
-                fix="gather the index with full_tensor()",
-            )
-        )
-    indices: Sequence[Tensor] = torch.broadcast_tensors(*points.indices)
+    indices: Sequence[Tensor] = torch.broadcast_tensors(*map(_everywhere, points.indices))
     shape = indices[0].shape
     sharded = any(len(y._layout.sizes[d] or ()) > 1 for d in points.dims)
     owned = _owned(y, points.dims, indices) if sharded else None
@@ -421,9 +398,3 @@ for _name, _in_place in {
     "index_put": index_put_,
 }.items():
     implements(*spellings(_name))(_out_of_place(_in_place))
-
-
-@implements(*spellings("masked_select", "nonzero", "argwhere"))
-def masked_select(*_args: Any, **_kwargs: Any) -> ShardTensor:
-    """Refuse: the size of the result depends on the data. Not collective."""
-    raise _data_dependent("masked_select, nonzero, argwhere")

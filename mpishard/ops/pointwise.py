@@ -186,19 +186,12 @@ def in_place(*functions: Any) -> None:
         RULES[func] = _in_place_rule(func)
 
 
-def _where_rule(func: Any) -> Callable[..., ShardTensor]:
+def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
-    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+    def rule(*args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
-            raise UnsupportedOperationError(
-                described(
-                    "torch.where(condition): the size of the result depends on the data",
-                    expected="torch.where(condition, x, y)",
-                    got="a condition alone",
-                    fix="give both values, or gather the condition with full_tensor()",
-                )
-            )
+            return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
         return plain(*args, **kwargs)
 
     return rule

@@ -71,3 +71,50 @@ def test_classes(options, reduction):
                 [(X, *where)],
                 what=what,
             )
+
+
+POSITIVE = X.abs() + 0.1
+SIGNS = torch.where(T > 0, 1.0, -1.0)
+
+PER_CELL = [
+    lambda a, r: F.binary_cross_entropy(a.sigmoid(), T.sigmoid(), reduction=r),
+    lambda a, r: F.binary_cross_entropy(a.sigmoid(), T.sigmoid(), WEIGHT[:, None, None], reduction=r),
+    lambda a, r: F.gaussian_nll_loss(a, T, POSITIVE, reduction=r),
+    lambda a, r: F.gaussian_nll_loss(T, X, a.exp(), full=True, reduction=r),
+    lambda a, r: F.poisson_nll_loss(a, POSITIVE, reduction=r),
+    lambda a, r: F.poisson_nll_loss(a.exp(), POSITIVE, log_input=False, full=True, reduction=r),
+    lambda a, r: F.hinge_embedding_loss(a, SIGNS, 0.7, reduction=r),
+    lambda a, r: F.soft_margin_loss(a, SIGNS, reduction=r),
+    lambda a, r: F.margin_ranking_loss(a, T, SIGNS, 0.2, reduction=r),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PER_CELL)))
+def test_rarer_losses_per_cell(case):
+    for i, where in enumerate(few()):
+        if (i + case) % 3 == 0:
+            for reduction in REDUCTIONS:
+                compare(lambda a, r=reduction: PER_CELL[case](a, r), [(X, *where)], what=f"{where} {reduction}")
+
+
+SAMPLES, OTHERS, THIRD = values(5, 7, 6), values(6, 7, 6), values(7, 7, 6)
+OF_SAMPLE = torch.randint(0, 6, (7,), generator=torch.Generator().manual_seed(8))
+SEVERAL = torch.tensor([[1, 3, -1, 0, 0, 0], [5, -1, 0, 0, 0, 0]]).repeat(4, 1)[:7]
+
+PER_SAMPLE = [
+    lambda a, r: F.cosine_embedding_loss(a, OTHERS, torch.where(OF_SAMPLE > 2, 1, -1), 0.1, reduction=r),
+    lambda a, r: F.triplet_margin_loss(a, OTHERS, THIRD, margin=3.0, swap=True, reduction=r),
+    lambda a, r: F.triplet_margin_with_distance_loss(a, OTHERS, THIRD, margin=3.0, reduction=r),
+    lambda a, r: F.multi_margin_loss(a, OF_SAMPLE, reduction=r),
+    lambda a, r: F.multilabel_margin_loss(a, SEVERAL, reduction=r),
+    lambda a, r: F.multilabel_soft_margin_loss(a, (OTHERS > 0).double(), WEIGHT[:6], reduction=r),
+    lambda a, r: F.pairwise_distance(a, OTHERS, p=3),
+    lambda a, r: F.cosine_similarity(a, OTHERS, dim=1),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PER_SAMPLE)))
+def test_losses_per_sample(case):
+    for where in layouts((7, 6), (0, 1)):
+        for reduction in REDUCTIONS:
+            compare(lambda a, r=reduction: PER_SAMPLE[case](a, r), [(SAMPLES, *where)], what=f"{where} {reduction}")

@@ -1,0 +1,139 @@
+"""Indexing, gathers and writes by index, against torch on the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, compare, mesh_of, shard
+from tests.ops.windows import check, field, same, sampled
+
+SHAPE = (5, 7, 6)
+PICKED = torch.tensor([4, 0, 6, 2, 2])
+WHERE = field(5, 7, 6) > 0.3
+
+READS = [
+    lambda x: x[2],
+    lambda x: x[-1, 3],
+    lambda x: x[:, 5, ..., -2],
+    lambda x: x[1:4, ::2],
+    lambda x: x[..., 1::3],
+    lambda x: x[:, 6:2],  # no cells
+    lambda x: x[None, :, 3:],
+    lambda x: x[:, PICKED],
+    lambda x: x[:, [0, 6]],
+    lambda x: x[torch.tensor([1, 3]), torch.tensor([2, 6])],
+    lambda x: x[torch.tensor([[1], [3]]), torch.tensor([2, 6, 0])],
+    lambda x: x[1, PICKED, 2:4],
+    lambda x: x[:, PICKED - 7],
+    lambda x: x.select(1, 4),
+    lambda x: x.narrow(1, 2, 3),
+    lambda x: x.index_select(1, PICKED),
+    lambda x: torch.index_select(x, 0, torch.tensor([3, 3])),
+    lambda x: x.gather(1, PICKED.view(1, 5, 1).expand(5, 5, 6)),
+    lambda x: torch.take_along_dim(x, PICKED.view(1, 5, 1), 1),
+    lambda x: torch.take_along_dim(x, torch.arange(4)),
+    lambda x: x.masked_fill(WHERE, 2.0),
+    lambda x: torch.where(WHERE, x, -x),
+]
+
+
+@pytest.mark.parametrize("case", range(len(READS)))
+def test_reads(case):
+    check(READS[case], field(*SHAPE), range(3), case, count=6, second=case % 4 == 0)
+
+
+SOURCE = field(5, 5, 6)
+INDEX = PICKED.view(1, 5, 1).expand(5, 5, 6)
+
+WRITES = [
+    lambda x: x.index_add(1, PICKED, SOURCE),
+    lambda x: x.index_copy(1, torch.tensor([4, 0, 6, 2, 1]), SOURCE),
+    lambda x: x.index_fill(1, PICKED, 3.0),
+    lambda x: x.scatter(1, torch.tensor([4, 0, 6, 2, 1]).view(1, 5, 1).expand(5, 5, 6), SOURCE),
+    lambda x: x.scatter_add(1, INDEX, SOURCE),
+    lambda x: x.scatter_reduce(1, INDEX, SOURCE, "amax"),
+    lambda x: x.scatter_reduce(1, INDEX, SOURCE, "sum", include_self=False),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRITES)))
+def test_writes_by_index(case):
+    check(WRITES[case], field(*SHAPE), range(3), case, count=6)
+
+
+ASSIGNMENTS = [
+    (lambda x, v: x.__setitem__(2, v), (7, 6)),
+    (lambda x, v: x.__setitem__((slice(None), 5), v), (5, 6)),
+    (lambda x, v: x.__setitem__((slice(1, 4), slice(None, None, 2)), v), (3, 4, 6)),
+    (lambda x, v: x.__setitem__((Ellipsis, slice(2, 5)), v), (3,)),
+    (lambda x, v: x.__setitem__((slice(None), torch.tensor([4, 0, 6])), v), (5, 3, 6)),
+    (lambda x, v: x.__setitem__(WHERE, 7.0), ()),
+    (lambda x, v: x.__setitem__((0, 0, 0), 1.5), ()),
+]
+
+
+@pytest.mark.parametrize("case", range(len(ASSIGNMENTS)))
+def test_assignments(case):
+    assign, shape = ASSIGNMENTS[case]
+    value = field(*shape) if shape else torch.tensor(0.0, dtype=torch.float64)
+
+    def written(x):
+        y = x * 1
+        assign(y, value)
+        return y
+
+    check(written, field(*SHAPE), range(3), case, count=6)
+
+
+def test_a_sharded_value_is_assigned():
+    mesh = mesh_of((WORLD.size,))
+    for placement in (ms.Shard(0), ms.Shard(1), ms.Replicate()):
+
+        def written(x, v):
+            y = x * 1
+            y[1:4, ::2] = v
+            return y
+
+        x = (field(*SHAPE), mesh, (ms.Shard(1),), None)
+        compare(written, [x, (field(3, 4, 6), mesh, (placement,), None)])
+
+
+def test_sharded_indices():
+    mesh = mesh_of((WORLD.size,))
+    index = torch.randint(7, (5, 4, 6), generator=torch.Generator().manual_seed(0))
+    for dim in range(3):
+        for own in (ms.Shard(dim), ms.Replicate()):
+            x, i = (field(*SHAPE), mesh, (ms.Shard(dim),), None), (index, mesh, (own,), None)
+            compare(lambda x, i: x.gather(1, i), [x, i], what=f"gather of {dim} by {own}")
+
+
+def test_masks_pick_in_torchs_order():
+    for case, f in enumerate(
+        (
+            lambda x: x[x > 0.3] ** 2,
+            lambda x: x[x[:, :, 0] > 0.3] * 2,
+            lambda x: x[WHERE],
+            lambda x: torch.masked_select(x, x > 0.3),
+            lambda x: torch.masked_select(x, WHERE[0]),
+            lambda x: x[x > 9],  # nothing
+        )
+    ):
+        check(f, field(*SHAPE), range(3), case, count=6)
+    same(lambda x: torch.nonzero(x > 0.3), field(*SHAPE), range(3), 2)
+    same(lambda x: torch.argwhere(x > 0.3), field(*SHAPE), range(3), 3)
+    same(lambda x: torch.stack(torch.where(x > 0.3)), field(*SHAPE), range(3), 4)
+
+
+def test_what_a_mask_picks_stays_sharded():
+    x = shard(field(*SHAPE), mesh_of((WORLD.size,)), (ms.Shard(1),))
+    assert x[x > 0.3].placements == (ms.Shard(0),)
+
+
+def test_out_of_range():
+    for mesh, placements, sizes in sampled(SHAPE, [1], 0):
+        x = shard(field(*SHAPE), mesh, placements, sizes)
+        for wrong in (lambda x=x: x[:, 7], lambda x=x: x[:, [0, -8]], lambda x=x: x[0, 0, 0, 0]):
+            with pytest.raises(IndexError):
+                wrong()

@@ -1,0 +1,73 @@
+"""Joining and splitting along sharded and whole dims, against torch on the whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, compare, mesh_of, shard
+from tests.ops.windows import check, field, sampled
+
+SHAPE = (4, 7, 6)
+OTHER = field(4, 3, 6)
+
+JOINS = [
+    lambda x: torch.cat([x, x * 2], 0),
+    lambda x: torch.cat([x, x * 2, x], 1),
+    lambda x: torch.cat([x, OTHER], 1),
+    lambda x: torch.cat([OTHER, x, OTHER], -2),
+    lambda x: torch.cat([x, torch.empty(0, dtype=x.dtype)], 2),
+    lambda x: torch.stack([x, x * 3], 0),
+    lambda x: torch.stack([x, x * 3, -x], 2),
+    lambda x: torch.stack([x, x], -1),
+    lambda x: torch.hstack([x, x * 2]),
+    lambda x: torch.vstack([x, x * 2]),
+    lambda x: torch.dstack([x, x * 2]),
+    lambda x: torch.concatenate((x[:, :3], x[:, 3:]), dim=1),
+]
+
+
+@pytest.mark.parametrize("case", range(len(JOINS)))
+def test_joins(case):
+    check(JOINS[case], field(*SHAPE), range(3), case, count=6, second=case % 3 == 0)
+
+
+SPLITS = [
+    lambda x: x.split(2, 1),
+    lambda x: torch.split(x, [1, 0, 6], 1),
+    lambda x: x.chunk(3, 1),
+    lambda x: torch.chunk(x, 4, 2),
+    lambda x: x.unbind(1),
+    lambda x: torch.unbind(x, 0),
+    lambda x: torch.tensor_split(x, 3, 1),
+    lambda x: torch.tensor_split(x, (2, 5), 1),
+    lambda x: x.hsplit([3]),
+    lambda x: torch.split_with_sizes(x, [3, 4], 1),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SPLITS)))
+def test_splits(case):
+    check(SPLITS[case], field(*SHAPE), range(3), case, count=6)
+
+
+def test_what_is_split_joins_again():
+    check(lambda x: torch.cat(x.split([2, 4, 1], 1), 1) - x, field(*SHAPE), range(3), 1, count=6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_operands_that_are_laid_out_differently(dim):
+    mesh = mesh_of((WORLD.size,))
+    x = (field(4, 6), mesh, (ms.Shard(0),), None)
+    for placement in (ms.Shard(1), ms.Replicate()):
+        compare(lambda x, y: torch.cat([x, y], dim), [x, (field(4, 6) * 2, mesh, (placement,), None)])
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: torch.cat([x, OTHER], 0), lambda x: torch.stack([x, OTHER]), lambda x: x.split([3, 3], 1)]
+)
+def test_shapes_that_do_not_fit(wrong):
+    for mesh, placements, sizes in sampled(SHAPE, [1], 0, 2):
+        with pytest.raises((RuntimeError, ms.LayoutError)):
+            wrong(shard(field(*SHAPE), mesh, placements, sizes))

@@ -1,0 +1,99 @@
+"""Products over sharded and whole dims, embeddings, against torch on the whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from tests.compare import WORLD, compare, mesh_of, shard
+from tests.ops.windows import check, field, sampled
+
+W, B = field(5, 6), field(5)
+ROWS = field(7, 6, dtype=torch.float64)
+
+# of x (4, 7, 6) with plain operands
+PRODUCTS = [
+    lambda x: F.linear(x, W, B),
+    lambda x: x @ W.T,
+    lambda x: torch.matmul(W, x.transpose(1, 2)),
+    lambda x: x @ field(6),
+    lambda x: torch.bmm(x, field(4, 6, 3)),
+    lambda x: torch.einsum("bnc,dc->bnd", x, W),
+    lambda x: torch.einsum("bnc,nc->b", x, ROWS),
+    lambda x: torch.einsum("bnc,bmc->bnm", x, x * 2),
+    lambda x: torch.einsum("...c,c", x, field(6)),
+    lambda x: torch.tensordot(x, W, ([2], [1])),
+    lambda x: torch.tensordot(x, ROWS, ([1, 2], [0, 1])),
+    lambda x: torch.baddbmm(field(4, 7, 3), x, field(4, 6, 3), beta=0.5, alpha=2.0),
+    lambda x: x.transpose(1, 2) @ x,
+    lambda x: torch.inner(x, W),
+    lambda x: F.bilinear(x, x * 2, field(3, 6, 6), field(3)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PRODUCTS)))
+def test_products(case):
+    check(PRODUCTS[case], field(4, 7, 6), range(3), case, count=7, second=case % 3 == 0)
+
+
+# of x (7, 6)
+FLAT = [
+    lambda x: torch.mm(x, W.T),
+    lambda x: torch.mm(x.T, x),
+    lambda x: torch.mv(x, field(6)),
+    lambda x: torch.addmm(field(7, 5), x, W.T, beta=2.0, alpha=0.5),
+    lambda x: torch.addmv(field(7), x, field(6)),
+    lambda x: torch.outer(x[:, 0], x[0]),
+    lambda x: torch.linalg.multi_dot([x, W.T, field(5, 3)]),
+    lambda x: torch.dot(x[:, 0], x[:, 1]),
+    lambda x: torch.vdot(x[0], x[1]),
+    lambda x: torch.addr(field(7, 6), x[:, 1], x[2]),
+    lambda x: torch.trace(x @ x.T),
+    lambda x: torch.chain_matmul(x, W.T),
+]
+
+
+@pytest.mark.parametrize("case", range(len(FLAT)))
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul")
+def test_products_of_matrices(case):
+    check(FLAT[case], field(7, 6), range(2), case, count=7, second=case % 3 == 0)
+
+
+@pytest.mark.parametrize("placement", [ms.Shard(0), ms.Shard(1), ms.Replicate()])
+def test_weights_that_are_sharded_too(placement):
+    mesh = mesh_of((WORLD.size,))
+    for own in (ms.Shard(0), ms.Shard(1)):
+        x, w = (field(7, 6), mesh, (own,), None), (W, mesh, (placement,), None)
+        compare(lambda x, w: x @ w.T, [x, w], what=f"{own} @ {placement}")
+
+
+def test_parameters_get_the_whole_gradient():
+    mesh = mesh_of((WORLD.size,))
+    w, b = W.clone().requires_grad_(), B.clone().requires_grad_()
+    for dim in range(3):
+        compare(lambda x: F.linear(x, w, b).tanh(), [(field(4, 7, 6), mesh, (ms.Shard(dim),), None)], params=[w, b])
+
+
+def test_embeddings():
+    table = field(11, 3).requires_grad_()
+    index = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(1))
+    for case, options in enumerate(({}, {"padding_idx": 2})):
+        for dim in (0, 1):
+            compare(
+                lambda i, options=options: F.embedding(i, table, **options),
+                [(index, mesh_of((WORLD.size,)), (ms.Shard(dim),), None)],
+                params=[table],
+                what=f"case {case}, dim {dim}",
+            )
+    compare(lambda i: F.one_hot(i, 11), [(index, mesh_of((WORLD.size,)), (ms.Shard(1),), None)])
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x @ W, lambda x: F.linear(x, field(5, 4)), lambda x: torch.einsum("abc,ab,cd->d", x, x, W)]
+)
+def test_shapes_that_do_not_fit(wrong):
+    for mesh, placements, sizes in sampled((4, 7, 6), [1], 0, 2):
+        with pytest.raises((RuntimeError, ms.LayoutError)):
+            wrong(shard(field(4, 7, 6), mesh, placements, sizes))
