@@ -14,11 +14,12 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
-from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.ops.dim import whole_along
 from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
 from mpishard.ops.overlap import Overlapped, OverlappedConv, plan_overlapped
-from mpishard.tensor.operand import mesh_of, resolved
+from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -56,32 +57,33 @@ class ConvPlan(NamedTuple):
     overlapped: Overlapped | str = "transposed"
 
 
-def _check(x: ShardTensor, weight: Any, ndim: int, name: str) -> int:
+def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, ShardTensor, Any, Any]:
+    """Return the mesh, the input with whole channels, and weights as plain tensors.
+
+    Collective where channels or weights are sharded: they are gathered.
+    """
+    mesh = mesh_of((input, weight, bias))
+    if isinstance(input, ShardTensor):
+        x = resolved(input)
+        channel = x.ndim - ndim - 1
+        if channel in x._layout.shard_dims and channel in (0, 1):
+            x = whole_along(x, (channel,))
+    else:
+        x = wrap(input, replicated_layout(mesh, input.shape), mesh)
+    if isinstance(weight, ShardTensor):
+        weight = weight.full_tensor()
+    if isinstance(bias, ShardTensor):
+        bias = bias.full_tensor()
+    return mesh, x, weight, bias
+
+
+def _check(x: ShardTensor, ndim: int, name: str) -> int:
     """Return the first spatial dim."""
-    if not isinstance(x, ShardTensor) or isinstance(weight, ShardTensor):
-        raise UnsupportedOperationError(
-            described(
-                f"{name}: operands",
-                expected="a ShardTensor as input and plain weights, the same on every rank",
-                got=f"{type(x).__name__} input, {type(weight).__name__} weight",
-                fix="gather the weight with full_tensor(), or distribute the input",
-            )
-        )
     first = x.ndim - ndim
     if first not in (1, 2):
         raise LayoutError(
             described(
                 f"{name}: input of {x.ndim} dims", expected=f"{ndim + 1} or {ndim + 2} dims", got=x.shape, fix="reshape"
-            )
-        )
-    channel = first - 1
-    if channel in x._layout.shard_dims:
-        raise UnsupportedOperationError(
-            described(
-                f"{name}: input sharded over its channels",
-                expected="shards of spatial or batch dims",
-                got=list(x._layout.placements),
-                fix="redistribute to a spatial dim: x.redistribute(placements)",
             )
         )
     return first
@@ -107,7 +109,7 @@ def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
 def _plan_conv(
     x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
 ) -> ConvPlan:
-    first = _check(x, weight, ndim, name)
+    first = _check(x, ndim, name)
     layout, mesh = x._layout, x._mesh
     strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
     kernel = weight.shape[2:]
@@ -171,7 +173,7 @@ def _plan_transposed(
     dilation: Any,
     name: str,
 ) -> ConvPlan:
-    first = _check(x, weight, ndim, name)
+    first = _check(x, ndim, name)
     layout, mesh = x._layout, x._mesh
     strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
     extras, dilations = per_dim(output_padding, ndim), per_dim(dilation, ndim)
@@ -246,10 +248,9 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         dilation: Any = 1,
         groups: int = 1,
     ) -> ShardTensor:
-        mesh = mesh_of((input, weight, bias))
-        x = resolved(input) if isinstance(input, ShardTensor) else input
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
         stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
-        key = (name, getattr(x, "_layout", None), x.dtype, weight.shape, stride, padding, dilation, groups)
+        key = (name, x._layout, x.dtype, weight.shape, stride, padding, dilation, groups)
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
@@ -281,13 +282,12 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         groups: int = 1,
         dilation: Any = 1,
     ) -> ShardTensor:
-        mesh = mesh_of((input, weight, bias))
-        x = resolved(input) if isinstance(input, ShardTensor) else input
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
         stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
         output_padding = _hashable(output_padding)
         key = (
             name,
-            getattr(x, "_layout", None),
+            x._layout,
             x.dtype,
             weight.shape,
             stride,

@@ -158,17 +158,21 @@ def test_half_types_and_autocast():
     torch.testing.assert_close(got, expected)
 
 
+def test_channels_and_weights_in_shards():
+    """They are gathered: weights that the model computes, a plain input beside them, and channels."""
+    x, w, b = field(2, 4, 8, 6), field(4, 2, 3, 3), field(4)
+    for mesh, placements, _ in sampled(x.shape, (1, 2), 1):
+        for weight_at in [(ms.Replicate(),) * mesh.ndim, (ms.Shard(0),) * mesh.ndim]:
+            operands = [(x, mesh, placements, None), (w, mesh, weight_at, None), (b, mesh, weight_at, None)]
+            compare(lambda *t: F.conv2d(*t, stride=2, padding=1, groups=2), operands)
+            compare(lambda *t: F.conv_transpose2d(*t[:2], stride=2, padding=1, groups=2), operands)
+        compare(lambda t: F.conv2d(x, t, groups=2), [(w, mesh, (ms.Replicate(),) * mesh.ndim, None)])
+        compare(lambda t: F.conv2d(t, w, b, padding="same", groups=2), [(x, mesh, placements, None)])
+
+
 def test_what_a_convolution_refuses():
-    w = field(6, 4, 3, 3)
     mesh = mesh_of((WORLD.size,))
-    x = shard(field(2, 4, 8, 6), mesh, (ms.Shard(1),))
-    with pytest.raises(ms.UnsupportedOperationError, match="sharded over its channels"):
-        F.conv2d(x, w)
-    with pytest.raises(ms.UnsupportedOperationError, match="sharded over its channels"):
-        F.conv_transpose2d(x, w.transpose(0, 1))
     x = shard(field(2, 4, 8, 6), mesh, (ms.Shard(2),))
-    with pytest.raises(ms.UnsupportedOperationError, match="operands"):
-        F.conv2d(x, ms.distribute_tensor(w, mesh, (ms.Replicate(),)))
     with pytest.raises(ms.LayoutError, match="larger than the padded input"):
         F.conv2d(x, field(6, 4, 9, 3))
     with pytest.raises(ms.LayoutError, match="input of 4 dims"):
