@@ -19,6 +19,7 @@ from mpishard.comm.halo import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import (
     DesyncError,
+    GatherWarning,
     LayoutError,
     MeshError,
     MpishardError,
@@ -52,6 +53,7 @@ __all__ = [
     "CartMesh",
     "CommCounter",
     "DesyncError",
+    "GatherWarning",
     "HaloExchanger",
     "Layout",
     "LayoutError",

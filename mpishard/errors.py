@@ -27,6 +27,10 @@ class NoShardingRule(MpishardError, NotImplementedError):  # noqa: N818 (public 
     """An operation was given ShardTensors and has no sharding rule."""
 
 
+class GatherWarning(UserWarning):
+    """An operation gathers a large sharded tensor on every rank; see `mpishard.tensor.notice`."""
+
+
 class FileError(MpishardError, OSError):
     """A file is missing, damaged or cannot be written."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -81,6 +81,8 @@ def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
     lost = [d for d in x._layout.shard_dims if d not in layout.shard_dims]
     if all(trivially_sharded(x._layout, d) for d in lost):
         return viewed(x, x._local, layout)
+    if lost:
+        notice_gather(x._mesh, x._layout, layout, x._local.itemsize)
     out = moved(x, layout)
     if out._local is not x._local:
         out._gathered_view = True
@@ -136,27 +138,3 @@ def trivially_sharded(layout: Layout, dim: int) -> bool:
     """Tell whether ``dim`` is sharded into one block only. Not collective."""
     sizes = layout.sizes[dim]
     return sizes is not None and len(sizes) == 1
-
-
-def free_of_shards(name: str, x: ShardTensor, dims: Sequence[int]) -> ShardTensor:
-    """Return ``x`` where an operation needs ``dims`` whole, or say what to do. Not collective.
-
-    Raises
-    ------
-    LayoutError
-        One of them is sharded.
-    """
-    for d in dims:
-        if d in x._layout.shard_dims:
-            if trivially_sharded(x._layout, d):
-                x = whole_along(x, (d,))
-                continue
-            raise LayoutError(
-                described(
-                    f"{name}: dim {d} is sharded",
-                    expected=f"dim {d} whole on every rank",
-                    got=list(x._layout.placements),
-                    fix="redistribute to another dim or to Replicate() first: x.redistribute(placements)",
-                )
-            )
-    return x

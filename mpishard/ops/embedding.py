@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from mpishard.autograd.bucket import use
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.contract import contract
-from mpishard.ops.dim import mapped
+from mpishard.ops.dim import mapped, whole_along
+from mpishard.ops.meet import meet
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -27,6 +28,15 @@ def _refuse(option: str, why: str) -> UnsupportedOperationError:
     )
 
 
+def _check_options(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    if max_norm is not None:
+        raise _refuse("max_norm", "it would rescale rows on some ranks only")
+    if scale_grad_by_freq:
+        raise _refuse("scale_grad_by_freq", "it would count each rank's own indices")
+    if sparse:
+        raise _refuse("sparse", "sparse gradients are not summed over ranks")
+
+
 @implements(F.embedding)
 def embedding(
     input: Any,
@@ -39,23 +49,12 @@ def embedding(
 ) -> ShardTensor:
     """Look up rows. Not collective; the gradient of the weight is summed over the ranks.
 
-    Indices of any layout look up in a plain weight; a weight sharded over its columns (dim 1) gives columns.
+    Indices of any layout look up in a plain weight; a weight sharded over its columns (dim 1) gives columns, one
+    sharded over its rows is gathered (collective).
     """
-    if max_norm is not None:
-        raise _refuse("max_norm", "it would rescale rows on some ranks only")
-    if scale_grad_by_freq:
-        raise _refuse("scale_grad_by_freq", "it would count each rank's own indices")
-    if sparse:
-        raise _refuse("sparse", "sparse gradients are not summed over ranks")
+    _check_options(max_norm, scale_grad_by_freq, sparse)
     if isinstance(weight, ShardTensor) and 0 in weight._layout.shard_dims:
-        raise UnsupportedOperationError(
-            described(
-                "embedding: a weight sharded over its rows",
-                expected="a plain weight, or one sharded over dim 1",
-                got=list(weight._layout.placements),
-                fix="redistribute the weight to dim 1",
-            )
-        )
+        weight = whole_along(resolved(weight), (0,))
     if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
         x = resolved(input)
         layout = mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, weight.shape[1]))
@@ -69,6 +68,43 @@ def embedding(
         (labels, ("rows", "columns")),
         (*labels, "columns"),
     )
+
+
+@implements(F.embedding_bag)
+def embedding_bag(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> ShardTensor:
+    """Look up rows and join those of a bag. The gradient of the weight is summed over the ranks.
+
+    Collective where the weight, the dim of a bag, or indices with ``offsets`` are sharded: they are gathered.
+    """
+    _check_options(max_norm, scale_grad_by_freq, sparse)
+    bags: tuple[Any, ...] = ("bag", None) if input.ndim == 2 else (None,)
+    own = bags if per_sample_weights is not None else ()
+    met = meet((input, weight, offsets, per_sample_weights), (bags, (None, None), (None,), own))
+    index, rows, starts, factors = met.locals
+
+    def look_up(i: Any, f: Any) -> Any:
+        return F.embedding_bag(
+            i, rows, starts, mode=mode, per_sample_weights=f, include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )  # fmt: skip
+
+    if input.ndim == 2 and not index.shape[0]:  # keeps a graph, so that all ranks take part in backward
+        local = (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]
+    else:
+        local = look_up(index, factors)
+    return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
 @implements(F.one_hot)

@@ -16,9 +16,9 @@ from torch.nn import _reduction
 from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
 from mpishard.ops.dim import whole_along
+from mpishard.ops.meet import meet
 from mpishard.ops.pointwise import broadcast_of
 from mpishard.ops.reduction import HALVES, reduced
 from mpishard.tensor.operand import fitted, mesh_of, replicated_layout, resolved
@@ -371,13 +371,37 @@ def triplet_margin_loss(
 
 
 @implements(F.ctc_loss)
-def ctc_loss(*args: Any, **kwargs: Any) -> Any:
-    """Refuse: alignments run along the whole time dim of every sample. Not collective."""
-    raise UnsupportedOperationError(
-        described(
-            "ctc_loss of ShardTensors",
-            expected="plain tensors: alignments run along the whole time dim",
-            got="ShardTensor arguments",
-            fix="gather with x.full_tensor() and call it on every rank",
-        )
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """Align sequences and labels; each rank aligns its samples.
+
+    Collective: the loss is one small sum. Time, classes and labels are gathered where they are sharded; so is the
+    batch where the labels of all samples lie in one vector.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    lengths = [n if isinstance(n, Tensor) else torch.as_tensor(n) for n in (input_lengths, target_lengths)]
+    batched = log_probs.ndim == 3
+    batch = "batch" if batched and targets.ndim == 2 else None
+    labels = (
+        (None, batch, None) if batched else (None, None),
+        (batch, None) if targets.ndim == 2 else (None,),
+        *((batch,) if n.ndim else () for n in lengths),
     )
+    met = meet((log_probs, targets, *lengths), labels)
+    scores, symbols, *counts = met.locals
+    if batch is not None and not scores.shape[1]:  # torch refuses an empty batch
+        loss = scores.sum((0, 2))
+    else:
+        loss = F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
+    every = met.wrapped(loss, (batch,) if batched else ())
+    if reduction == "mean":
+        every = every / met.wrapped(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
+    return _reduce(every, reduction)

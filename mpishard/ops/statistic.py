@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.ops.dim import whole_along
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import HALVES, Reduced, counts_over, dim_and_keepdim, normal_dim, reduced, stacked
 from mpishard.tensor.operand import fitted, mesh_of, resolved
@@ -133,7 +133,7 @@ def linalg_norm(
 def matrix_norm(
     A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
 ) -> ShardTensor:
-    """Matrix norms; the nuclear and spectral ones where the matrices are whole. Collective where they are not."""
+    """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
     if out is not None:
         raise no_out(torch.linalg.matrix_norm)
     x = resolved(A)
@@ -151,14 +151,24 @@ def matrix_norm(
         sums = x.abs().sum(inner, keepdim=True)
         y = (torch.amax if ord > 0 else torch.amin)(sums, (inner, outer), True)
         return y if keepdim else y.sum((inner, outer))  # type: ignore[no-any-return]
-    raise UnsupportedOperationError(
-        described(
-            f"matrix norm {ord!r} of matrices cut between ranks",
-            expected="'fro', 1, -1, inf or -inf, or matrices that are whole on every rank",
-            got=list(x._layout.placements),
-            fix="redistribute to a batch dim, or gather with full_tensor()",
-        )
-    )
+    x = whole_along(x, (rows, columns))
+    return wrap(torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim), plan.out, x._mesh)
+
+
+@implements(torch.frobenius_norm)
+def frobenius_norm(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+    """Root of the sum of squares over dims. Collective where one of them is sharded."""
+    if out is not None:
+        raise no_out(torch.frobenius_norm)
+    return _norm(input, 2, dim, keepdim)
+
+
+@implements(torch.nuclear_norm)
+def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+    """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
+    if isinstance(dim, bool):  # nuclear_norm(input, keepdim)
+        dim, keepdim = (-2, -1), dim
+    return matrix_norm(input, "nuc", dim, keepdim, out=out)
 
 
 @implements(torch.norm, torch.functional.norm, torch.Tensor.norm)

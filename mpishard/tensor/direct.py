@@ -38,7 +38,8 @@ def _operator(function: Any) -> Any:
 
 
 _NOT_BINARY = (
-    "__abs__ __bool__ __complex__ __float__ __getitem__ __index__ __int__ __invert__ __neg__ __pos__ __setitem__"
+    "__abs__ __bool__ __complex__ __contains__ __float__ __getitem__ __index__ __int__ __invert__ __long__ __neg__ "
+    "__nonzero__ __pos__ __reversed__ __setitem__"
 ).split()
 
 

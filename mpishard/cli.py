@@ -1,0 +1,43 @@
+"""The command line: `mpishard ops`, also as `python -m mpishard ops`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status. Not collective."""
+    parser = argparse.ArgumentParser(prog="mpishard", description="Domain parallelism for torch on plain MPI.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    ops = commands.add_parser("ops", help="list the torch functions that run on sharded tensors")
+    ops.add_argument("family", nargs="?", help="only this family")
+    ops.add_argument("--markdown", action="store_true", help="print the page docs/operations.md")
+    ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
+    given = parser.parse_args(arguments)
+    return _ops(parser, given.family, given.markdown, given.missing)
+
+
+def _ops(parser: argparse.ArgumentParser, family: str | None, markdown: bool, missing: bool) -> int:
+    # torch takes a second to import: not for --help
+    from mpishard.ops import coverage
+
+    if markdown:
+        print(*coverage.markdown(), sep="\n")
+        return 0
+    if missing:
+        print(*coverage.uncovered(), sep="\n")
+        return 0
+    table = coverage.covered()
+    families = sorted({c.family for c in table})
+    if family is not None and family not in families:
+        parser.error(f"no family {family!r}; there are {', '.join(families)}")
+    for name, members in groupby(table, lambda c: c.family):
+        if family in (None, name):
+            print(f"{name}")
+            for treatment, same in groupby(sorted(members, key=lambda c: c.treatment), lambda c: c.treatment):
+                print(f"  {treatment:<10}{' '.join(sorted({c.name for c in same}))}")
+    count = len({(place, c.name) for c in table for place in c.places})
+    print(f"{count} functions have rules, {len(coverage.uncovered())} none")
+    return 0

@@ -1,0 +1,85 @@
+"""A warning where an operation gathers a large sharded tensor: once per operation and line of the user's code.
+
+``MPISHARD_GATHER_WARN`` is the size in bytes, per rank and after gathering, above which it warns: by default
+1 GiB; 0 warns of every gather, -1 of none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import GatherWarning, described
+from mpishard.layout import Layout
+from mpishard.tensor.registry import name_of
+
+VARIABLE = "MPISHARD_GATHER_WARN"
+DEFAULT_NBYTES = 1 << 30
+
+_noticed: set[tuple[str, str, int]] = set()
+
+
+def limit_nbytes() -> float:
+    """Return the size above which a gather is warned of. Not collective.
+
+    Raises
+    ------
+    ValueError
+        The variable is set to something else than a number.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        limit = int(text) if text else DEFAULT_NBYTES
+    except ValueError:
+        raise ValueError(
+            described(
+                f"{VARIABLE} is not a number",
+                expected="a size in bytes; 0: warn of every gather; -1: of none",
+                got=text,
+                fix=f"export {VARIABLE}={DEFAULT_NBYTES}",
+            )
+        ) from None
+    return limit if limit >= 0 else math.inf
+
+
+def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int) -> None:
+    """Warn, if it is large, that an operation makes dims whole that were sharded. Not collective.
+
+    One rank warns for all: the first of the mesh; all of them where the user made errors of warnings.
+    """
+    cells = math.prod(target.local_shape(mesh.coords))
+    if cells * itemsize <= limit_nbytes() or cells <= math.prod(source.local_shape(mesh.coords)):
+        return
+    action = next((f[0] for f in warnings.filters if f[1] is f[3] is None and issubclass(GatherWarning, f[2])), "")
+    if mesh.rank and action != "error":
+        return
+    op, path, line = _called()
+    if (op, path, line) in _noticed:
+        return
+    _noticed.add((op, path, line))
+    lost = [d for d in source.shard_dims if d not in target.shard_dims]
+    text = described(
+        f"{op} gathers a ShardTensor of shape {source.shape} along dim {', '.join(map(str, lost))}",
+        expected=f"at most {VARIABLE}={os.environ.get(VARIABLE, DEFAULT_NBYTES)} bytes on a rank",
+        got=f"{cells * itemsize} bytes on every rank",
+        fix="redistribute to a dim that the operation does not need whole, or set the variable",
+    )
+    warnings.warn_explicit(text, GatherWarning, path, line)
+
+
+def _called() -> tuple[str, str, int]:
+    """Return the torch function that the user called, and where."""
+    op, frame = "an operation", sys._getframe(2)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ("mpishard", "torch"):
+            break
+        # __torch_function__ has it as `func`, a method as `function`; the outermost is the user's
+        for name in ("func", "function"):
+            if callable(found := frame.f_locals.get(name)) and module == "mpishard":
+                op = name_of(found)
+        frame = frame.f_back
+    return op, frame.f_code.co_filename, frame.f_lineno

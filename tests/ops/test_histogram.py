@@ -1,0 +1,58 @@
+"""Counts and distinct values, against torch on the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compare import flat, gathered, shard
+from tests.ops.windows import field, same, sampled
+
+NUMBERS = (torch.arange(35) * 7 % 11).reshape(7, 5)
+
+
+def test_histc():
+    same(lambda x: torch.histc(x, 6), field(7, 5).float(), (0, 1), 0)
+    same(lambda x: torch.histc(x, 6, -1, 2), field(7, 5), (0, 1), 1)
+    same(lambda x: torch.histc(x * 0, 5), field(7, 5), (0, 1), 1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_histogram(part):
+    same(lambda x: torch.histogram(x, 6)[part], field(7, 5).float(), (0, 1), 0)
+    same(lambda x: torch.histogram(x, 6, range=(-1.0, 2.0), density=True)[part], field(7, 5), (0, 1), 1, exact=False)
+    same(lambda x: torch.histogram(x, torch.tensor([-1.0, 0.5, 3.0]))[part], field(7, 5).float(), (0, 1), 2)
+    same(lambda x: torch.histogram(x, 4, weight=x * x)[part], field(7, 5), (0, 1), 3, exact=False)
+
+
+def test_bincount():
+    same(torch.bincount, NUMBERS.reshape(-1), (0,), 0)
+    same(lambda x: torch.bincount(x, minlength=20), NUMBERS.reshape(-1), (0,), 1)
+    same(lambda x: torch.bincount(x, torch.arange(35) / 4), NUMBERS.reshape(-1), (0,), 2)
+    same(lambda x: torch.bincount(x, x * 2.0), NUMBERS.reshape(-1), (0,), 2)
+    for mesh, placements, sizes in sampled((35,), (0,), 0, 2):
+        with pytest.raises(RuntimeError, match="non-negative"):
+            torch.bincount(shard(NUMBERS.reshape(-1) - 1, mesh, placements, sizes))
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": 1}])
+@pytest.mark.parametrize("func", [torch.unique, torch.unique_consecutive])
+def test_distinct_values(func, options):
+    full = torch.stack([NUMBERS[i // 2] for i in range(7)]) % 4
+    for inverse in (False, True):
+        for counts in (False, True):
+            call = {"return_inverse": inverse, "return_counts": counts, **options}
+            expected = func(full, **call)
+            for mesh, placements, sizes in sampled((7, 5), (0, 1), inverse + 2 * counts, 3):
+                got = func(shard(full, mesh, placements, sizes), **call)
+                assert isinstance(got, tuple) == isinstance(expected, tuple)
+                for e, g in zip(flat(expected), flat(got), strict=True):
+                    torch.testing.assert_close(gathered(g), e)
+
+
+def test_methods():
+    for mesh, placements, sizes in sampled((7, 5), (0, 1), 1):
+        x = shard(NUMBERS, mesh, placements, sizes)
+        torch.testing.assert_close(gathered(x.unique()), NUMBERS.unique())
+        torch.testing.assert_close(gathered(x.unique_consecutive()), NUMBERS.unique_consecutive())
+        torch.testing.assert_close(gathered((x > 3).unique(return_inverse=True)[1]), (NUMBERS > 3).long())

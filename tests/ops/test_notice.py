@@ -1,0 +1,64 @@
+"""The warning of large gathers: when it comes, how often, and on which rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, mesh_of
+from tests.ops.windows import field
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+def rows():
+    return ms.distribute_tensor(field(8, 8), mesh_of((WORLD.size,)), (ms.Shard(0),))
+
+
+def test_one_warning_per_line(monkeypatch):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "100")
+    x = rows()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            torch.linalg.matrix_exp(x)
+        torch.linalg.matrix_exp(x)
+    mine = [w for w in caught if w.category is ms.GatherWarning]
+    assert len(mine) == (2 if x.mesh.rank == 0 else 0)
+    if mine:
+        assert "linalg" in str(mine[0].message)
+        assert "512 bytes on every rank" in str(mine[0].message)
+        assert mine[0].filename == __file__
+        assert mine[1].lineno == mine[0].lineno + 1
+
+
+def test_an_error_comes_on_every_rank(monkeypatch):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
+    x = rows()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ms.GatherWarning, match="gathers a ShardTensor"):
+            x.unbind(0)
+
+
+@pytest.mark.parametrize("limit", ["", "1000", "-1"])
+def test_small_gathers_and_none(monkeypatch, limit):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", limit)
+    torch.linalg.det(rows())  # a warning is an error in tests
+
+
+def test_a_limit_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "1 GB")
+    with pytest.raises(ValueError, match="MPISHARD_GATHER_WARN"):
+        torch.linalg.det(rows())
+
+
+def test_what_stays_warns_of_nothing(monkeypatch):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
+    x = rows()
+    y = ms.distribute_tensor(field(8, 3, 3), x.mesh, (ms.Shard(0),))
+    assert torch.linalg.det(y).layout.shape == (8,)
+    assert (x + x.sum(0)).shape == x.shape

@@ -1,0 +1,73 @@
+"""grid_sample and affine_grid, against torch on the whole tensor."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch.nn.functional as F
+
+import mpishard as ms
+from tests.compare import WORLD, compare, layouts, mesh_of
+from tests.ops.windows import check, field, refused_alike, sampled
+
+KINDS = list(itertools.product(("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (True, False)))
+
+
+def points(*shape):
+    """Points of which some lie outside."""
+    return field(*shape) * 0.8
+
+
+@pytest.mark.parametrize("case", range(len(KINDS)))
+def test_planes(case):
+    mode, padding, corners = KINDS[case]
+
+    def f(x, g):
+        return F.grid_sample(x, g, mode, padding, corners)
+
+    x, g = field(2, 3, 6, 5), points(2, 4, 7, 2)
+    for k, (mesh, placements, sizes) in enumerate(sampled(x.shape, (0, 1, 2, 3), case, 3)):
+        alike = tuple(p if p.is_shard(0) else ms.Replicate() if p.is_shard(1) else ms.Shard(1) for p in placements)
+        other = [(ms.Shard(1),) * mesh.ndim, None, alike][k]
+        compare(f, [(x, mesh, placements, sizes), (g, mesh, other, None)], what=f"{placements} {sizes} {other}")
+    mesh, placements, sizes = list(sampled(g.shape, (0, 1, 2, 3), case, 2))[case % 2]
+    compare(f, [(x, mesh, None, None), (g, mesh, placements, sizes)], what=f"plain field, {placements} {sizes}")
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_volumes(mode):
+    x, g = field(2, 2, 4, 3, 5), points(2, 3, 4, 2, 3)
+    for mesh, placements, sizes in sampled(x.shape, (0, 2, 3, 4), len(mode), 5):
+        compare(
+            lambda a, b: F.grid_sample(a, b, mode, "border", align_corners=True),
+            [(x, mesh, placements, sizes), (g, mesh, (ms.Shard(2),) * mesh.ndim, None)],
+        )
+
+
+def test_a_plain_grid_is_cut_as_the_field():
+    mesh = mesh_of((WORLD.size,))
+    x = ms.distribute_tensor(field(2, 3, 8, 8), mesh, (ms.Shard(2),))
+    y = F.grid_sample(x, points(2, 8, 8, 2), align_corners=False)
+    assert y.layout == x.layout
+    assert F.grid_sample(x, points(2, 5, 8, 2), align_corners=False).placements == (ms.Shard(2),)
+
+
+def test_affine_grid():
+    theta = field(4, 2, 3)
+    for corners in (True, False):
+        check(lambda t: F.affine_grid(t, (4, 3, 5, 6), corners), theta, (0, 1, 2), int(corners), count=5)
+    check(lambda t: F.affine_grid(t, [4, 3, 2, 5, 6], False), field(4, 3, 4), (0, 1, 2), 2, count=5)
+    for mesh, placements, sizes in layouts((4, 2, 3), (0,), 1):
+        x = field(4, 2, 6, 5)
+        compare(
+            lambda t, a: F.grid_sample(a, F.affine_grid(t, (4, 2, 6, 5), False), align_corners=False),
+            [(theta, mesh, placements, sizes), (x, mesh, (ms.Shard(2),), None)],
+        )
+
+
+def test_torchs_own_errors():
+    refused_alike(lambda x: F.grid_sample(x, points(3, 4, 5, 2), align_corners=False), field(2, 3, 6, 5))
+    refused_alike(lambda x: F.grid_sample(x, points(2, 4, 5, 3), align_corners=False), field(2, 3, 6, 5))
+    refused_alike(lambda x: F.grid_sample(x, points(2, 4, 5, 2), "linear", align_corners=False), field(2, 3, 6, 5))
+    refused_alike(lambda t: F.affine_grid(t, (3, 1, 5, 6), False), field(4, 2, 3))

@@ -1,0 +1,95 @@
+"""Tensors with some cells written, against torch on the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import compare, gathered, layouts, shard
+from tests.ops.windows import check, field, sampled
+
+
+def both(f, full, src, dims, case=0):
+    """Compare a function of a tensor and what is written into it, plain and sharded."""
+    for k, (mesh, placements, sizes) in enumerate(sampled(full.shape, dims, case, 5)):
+        other = [(ms.Shard(0),) * mesh.ndim, None, (ms.Shard(src.ndim - 1),) * mesh.ndim][k % 3]
+        compare(f, [(full, mesh, placements, sizes), (src, mesh, other, None)], what=f"{placements} {sizes} {other}")
+
+
+def test_scatter_twins_of_views():
+    both(lambda x, s: torch.select_scatter(x, s, 1, 2), field(6, 5, 4), field(6, 4), (0, 1, 2))
+    both(lambda x, s: x.select_scatter(s, 0, -1), field(6, 5), field(5), (0, 1), 1)
+    both(lambda x, s: torch.slice_scatter(x, s, 0, 1, 6, 2), field(6, 5), field(3, 5), (0, 1), 2)
+    both(lambda x, s: x.slice_scatter(s, 1, 3), field(6, 5), field(6, 2), (0, 1), 3)
+    both(lambda x, s: torch.diagonal_scatter(x, s, 1), field(6, 5), field(4), (0, 1), 4)
+    both(lambda x, s: torch.diagonal_scatter(x, s, 0, 1, 2), field(3, 4, 4), field(3, 4), (0, 1, 2), 4)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (7, 2), (3, 3, 3)])
+def test_fill_diagonal(shape):
+    for wrap in (False, True):
+        expected = field(*shape).fill_diagonal_(7, wrap=wrap)
+        for mesh, placements, sizes in sampled(shape, range(len(shape)), len(shape), 5):
+            x = shard(field(*shape), mesh, placements, sizes)
+            assert x.fill_diagonal_(7, wrap=wrap) is x
+            torch.testing.assert_close(gathered(x), expected)
+
+
+def test_flat_positions():
+    index = torch.tensor([[3, -1], [17, 3]])
+    check(lambda x: torch.take(x, index), field(6, 5), (0, 1), 0, count=6)
+    check(lambda x: x.take(torch.tensor(7)), field(6, 5), (0, 1), 1)
+    both(lambda x, s: x.put(torch.tensor([3, -1, 17, 4]), s), field(6, 5), field(4), (0, 1), 1)
+    both(lambda x, s: x.put(index, s, accumulate=True), field(6, 5), field(2, 2), (0, 1), 2)
+    both(lambda x, s: (x * 1).put_(torch.tensor([3, 4]), s), field(6, 5), field(2), (0, 1), 3)
+
+
+def test_masked_scatter():
+    mask = field(6, 5) > 0.2
+    both(lambda x, s: x.masked_scatter(mask, s), field(6, 5), field(40), (0, 1))
+    both(lambda x, s: (x * 1).masked_scatter_(x > 0, s), field(6, 5), field(6, 5) * 3, (0, 1), 1)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+def test_index_reduce(reduce):
+    index = torch.tensor([0, 4, 4, 1])
+    both(lambda x, s: x.index_reduce(0, index, s, reduce), field(6, 5), field(4, 5), (0, 1), len(reduce))
+    both(lambda x, s: x.index_reduce(1, index, s, reduce, include_self=False), field(6, 5), field(6, 4), (0, 1), 1)
+
+
+COPIES = {
+    "permute": lambda x: torch.permute_copy(x, (1, 0)),
+    "transpose": lambda x: torch.transpose_copy(x, 0, 1),
+    "slice": lambda x: torch.slice_copy(x, 0, 1, 5, 2),
+    "select": lambda x: torch.select_copy(x, 0, 2),
+    "unsqueeze": lambda x: torch.unsqueeze_copy(x, 1),
+    "squeeze": lambda x: torch.squeeze_copy(x.unsqueeze(1)),
+    "expand": lambda x: torch.expand_copy(x, (3, 6, 5)),
+    "view": lambda x: torch.view_copy(x, (3, 2, 5)),
+    "t": torch.t_copy,
+    "unbind": lambda x: torch.unbind_copy(x, 1),
+    "split": lambda x: torch.split_copy(x, 4, 0),
+    "unfold": lambda x: torch.unfold_copy(x, 0, 3, 1),
+    "alias": torch.alias_copy,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_views(name):
+    check(COPIES[name], field(6, 5), (0, 1), len(name))
+
+
+def test_views_in_place():
+    for mesh, placements, sizes in layouts((6, 5), (0, 1)):
+        x = shard(field(6, 5), mesh, placements, sizes)
+        assert x.unsqueeze_(0) is x
+        assert x.shape == (1, 6, 5)
+        x.transpose_(1, 2)
+        torch.testing.assert_close(gathered(x * 2), field(6, 5).T[None] * 2)
+        x.squeeze_(0)
+        x.t_()
+        x.mul_(3)
+        torch.testing.assert_close(gathered(x), field(6, 5) * 3)
+        torch.testing.assert_close(gathered(x.swapaxes_(0, 1).sum(0)), field(6, 5).sum(1) * 3)

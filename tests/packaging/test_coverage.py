@@ -1,0 +1,71 @@
+"""The table of operations: complete, current, and printed by the command line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpishard.cli import main
+from mpishard.ops import coverage
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+ROW = re.compile(r"\| `(\w+)` \| (.+) \| (\w+) \|")
+
+
+def listed() -> set[tuple[str, str]]:
+    rows = ROW.findall(PAGE.read_text())
+    return {(place, name) for name, places, _ in rows for place in places.split(", ")}
+
+
+def has(place: str, name: str) -> bool:
+    owner = torch
+    for part in place.split(".")[1:]:
+        owner = getattr(owner, part, None)
+    return hasattr(owner, name)
+
+
+def test_no_function_lost_its_rule():
+    now = {(place, c.name) for c in coverage.covered() for place in c.places}
+    assert len(now) > 1000
+    lost = {path for path in listed() - now if has(*path)}
+    assert not lost
+
+
+def test_the_page_is_current():
+    made_with = re.search(r"with torch ([\d.]+)\.\n", PAGE.read_text()).group(1)
+    if made_with == ".".join(torch.__version__.split(".")[:2]):
+        assert PAGE.read_text().splitlines() == list(coverage.markdown()), "run mpishard ops --markdown"
+    else:  # another torch has other functions
+        assert len(listed()) > 1000
+
+
+def test_every_family_is_declared():
+    assert {c.treatment for c in coverage.covered()} <= set(coverage.TREATMENTS)
+    treatments = {c.name: c.treatment for c in coverage.covered()}
+    assert treatments["add"] == "local"
+    assert treatments["conv2d"] == "halo"
+    assert treatments["sum"] == "reduction"
+    assert treatments["inverse"] == "gathers"
+
+
+def test_command(capsys):
+    assert main(["ops", "pool"]) == 0
+    out = capsys.readouterr().out
+    assert "max_pool2d" in out
+    assert "functions have rules" in out
+    assert main(["ops", "--missing"]) == 0
+    assert "torch.quantize_per_tensor" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["ops", "no such family"])
+    assert "there are" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "mpishard", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "ops" in done.stdout
