@@ -13,43 +13,13 @@ from mpi4py import MPI
 import mpishard as ms
 from mpishard.comm.funnel import funnel
 from mpishard.errors import FileError, MissingPackageError
-from mpishard.io import hdf5
+from mpishard.io import root
+from mpishard.io.dtype import NUMPY
+from tests.io.files import block, same_on_all, store, values
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
-DTYPES = sorted(hdf5._NUMPY, key=str)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks: tmp_path is each rank's own."""
-    return type(tmp_path)(WORLD.bcast(os.fspath(tmp_path)))
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return ms.init_mesh((-1, -1), ("y", "x"))
-
-
-def values(shape, dtype=torch.float32):
-    x = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    if dtype.is_complex:
-        return torch.complex(x.double(), -x.double()).to(dtype)
-    return (x % 2 == 1) if dtype == torch.bool else (x % 100).to(dtype)
-
-
-def store(path, **datasets):
-    """Write on rank 0; every rank may read afterwards."""
-    if WORLD.rank == 0:
-        with h5py.File(path, "w") as f:
-            for name, (array, options) in datasets.items():
-                f.create_dataset(name, data=array, **options)
-    WORLD.Barrier()
-
-
-def block(x, full):
-    """Return the cells of ``full`` that this rank holds of ``x``."""
-    return full[tuple(slice(lo, hi) for lo, hi in x.layout.box(x.mesh.coords))]
+DTYPES = sorted(NUMPY, key=str)
 
 
 PLACEMENTS = [
@@ -148,7 +118,7 @@ def test_views_and_graphs_are_written(mesh, folder):
 
 
 def test_no_rank_hands_over_more_than_a_slab(mesh, folder, monkeypatch):
-    monkeypatch.setattr(hdf5, "SLAB_NBYTES", 64)
+    monkeypatch.setattr(root, "STAGED_NBYTES", 64)
     seen = []
 
     def watched(x, offset, slabs, group, consume, *, op):
@@ -158,11 +128,11 @@ def test_no_rank_hands_over_more_than_a_slab(mesh, folder, monkeypatch):
 
         funnel(x, offset, slabs, group, look, op=op)
 
-    monkeypatch.setattr(hdf5, "funnel", watched)
+    monkeypatch.setattr(root, "funnel", watched)
     full = values((2, 13, 9))
     x = ms.distribute_tensor(full, mesh, (ms.Shard(1), ms.Shard(2)))
     with ms.comm_counter() as count:
-        ms.io.write(folder / "s.h5", {"s": x})
+        ms.io.write(folder / "s.h5", {"s": x}, backend="root")
     assert max(seen, default=0) <= 64
     assert bool(seen) == (mesh.rank == 0)
     sent = x.to_local().nbytes if mesh.rank else 0
@@ -174,14 +144,8 @@ def test_no_rank_hands_over_more_than_a_slab(mesh, folder, monkeypatch):
 def test_only_the_first_of_equal_blocks_travels(mesh, folder):
     x = ms.distribute_tensor(values((8, 8)), mesh, (ms.Replicate(), ms.Shard(0)))
     with ms.comm_counter() as count:
-        ms.io.write(folder / "r.h5", {"r": x})
+        ms.io.write(folder / "r.h5", {"r": x}, backend="root")
     assert ("io.write" in count.by_op) == (mesh.coords[0] == 0 and mesh.coords[1] != 0)
-
-
-def same_on_all(error):
-    texts = WORLD.allgather(f"{type(error.value).__name__}: {error.value}")
-    assert len(set(texts)) == 1
-    return texts[0]
 
 
 def test_missing_file(mesh, folder):
@@ -273,12 +237,12 @@ def test_failure_while_writing_keeps_the_old_file(mesh, folder, monkeypatch):
     x = ms.distribute_tensor(values((6, 6)), mesh, (ms.Shard(0), ms.Shard(1)))
     ms.io.write(folder / "a.h5", {"x": x})
 
-    def full_disk(box):
+    def full_disk(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hdf5, "_selection", full_disk)
+    monkeypatch.setattr(root, "selection", full_disk)
     with pytest.raises(FileError, match="No space left") as e:
-        ms.io.write(folder / "a.h5", {"x": x, "y": x})
+        ms.io.write(folder / "a.h5", {"x": x, "y": x}, backend="root")
     same_on_all(e)
     monkeypatch.undo()
     assert os.listdir(folder) == ["a.h5"]

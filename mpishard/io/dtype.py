@@ -1,0 +1,53 @@
+"""The dtypes that torch and HDF5 share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.errors import UnsupportedDtypeError, described
+
+NUMPY: dict[torch.dtype, Any] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+TORCH = {np.dtype(n): t for t, n in NUMPY.items()}
+
+
+def torch_dtype(stored: np.dtype[Any], name: str) -> torch.dtype:
+    """Return the torch dtype of a dataset's type, whatever its byte order. Not collective."""
+    try:
+        return TORCH[stored.newbyteorder("=")]
+    except KeyError:
+        raise unsupported(f"read: {name!r}", stored) from None
+
+
+def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
+    """Return the type of a dataset that holds ``dtype``. Not collective."""
+    try:
+        return np.dtype(NUMPY[dtype])
+    except KeyError:
+        raise unsupported(f"write: {name!r}", dtype) from None
+
+
+def unsupported(what: str, dtype: object) -> UnsupportedDtypeError:
+    """Return the error for a dtype that only one side knows. Not collective."""
+    return UnsupportedDtypeError(
+        described(
+            f"{what} has a dtype that torch and HDF5 do not share",
+            expected=", ".join(str(t).removeprefix("torch.") for t in NUMPY),
+            got=dtype,
+            fix="convert it first, e.g. with x.float()",
+        )
+    )

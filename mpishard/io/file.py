@@ -1,0 +1,140 @@
+"""Opening files and finding datasets in them, with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mpishard.errors import FileError, MissingPackageError, described
+
+Path = str | os.PathLike[str]
+
+_NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
+
+
+def import_h5py() -> Any:
+    """Return h5py, imported when it is needed and not before. Not collective."""
+    try:
+        import h5py
+    except ImportError as e:
+        raise MissingPackageError(
+            described("mpishard.io needs h5py", expected="h5py installed", got=e, fix="pip install 'mpishard[io]'")
+        ) from e
+    return h5py
+
+
+def opened(path: Path) -> Any:
+    """Open a file for reading, without MPI and without a lock. Not collective.
+
+    Raises
+    ------
+    FileError
+        It is missing, damaged, or of another format.
+    """
+    h5py = import_h5py()
+    try:
+        # Without a lock: read-only shared file systems refuse one, and nobody writes.
+        return h5py.File(path, "r", locking=False)
+    except (OSError, RuntimeError) as e:
+        raise _not_opened(path, e) from e
+
+
+def _not_opened(path: Path, e: Exception) -> FileError:
+    got, fix = f"{type(e).__name__}: {e}", "check that it is complete"
+    if not os.path.exists(path):
+        got, fix = "no such file", "check the path, and that every node sees it"
+    elif os.path.isdir(path):
+        got, fix = "a folder", "name a file in it"
+    else:
+        try:
+            with open(path, "rb") as f:
+                magic = f.read(4)
+        except OSError:
+            magic = b""
+        if magic in _NETCDF3:
+            got = "a netCDF-3 file (the classic format), which is not HDF5"
+            fix = "convert it once: nccopy -k netCDF-4 in.nc out.nc"
+    return FileError(
+        described(
+            f"read: cannot open {os.fspath(path)!r}",
+            expected="an HDF5 (or netCDF-4) file that every rank can read",
+            got=got,
+            fix=fix,
+        )
+    )
+
+
+def found(file: Any, path: Path, name: str) -> Any:
+    """Return a dataset of an open file.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        There is none of that name; the text lists those that are there.
+    """
+    h5py = import_h5py()
+    dataset = file.get(name)
+    if isinstance(dataset, h5py.Dataset) and dataset.shape is not None:
+        return dataset
+    names: list[str] = []
+    file.visititems(lambda at, node: names.append(at) if isinstance(node, h5py.Dataset) else None)
+    raise FileError(
+        described(
+            f"read: no dataset {name!r} in {os.fspath(path)!r}",
+            expected=f"one of {', '.join(sorted(names)) or '(the file has none)'}",
+            got=repr(name),
+            fix="name a dataset of the file",
+        )
+    )
+
+
+def sources(dataset: Any, path: Path, box: Sequence[tuple[int, int]]) -> list[Any]:
+    """Open the files that a virtual dataset takes a box from, so that none is missing in silence.
+
+    Not collective. HDF5 reads fill values where a source is missing or damaged.
+
+    Returns
+    -------
+    list
+        The open files; keep them open while the box is read.
+    """
+    if not dataset.is_virtual:
+        return []
+    folder = os.path.dirname(os.path.abspath(path))
+    files: dict[str, Any] = {}
+    for space, file_name, name, _ in dataset.virtual_sources():
+        lo, hi = space.get_select_bounds() if space.get_select_npoints() else ((1,), (0,))
+        if file_name == "." or any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
+            continue
+        at = os.path.join(folder, file_name)
+        if at not in files:
+            files[at] = opened(at)
+        found(files[at], at, name)
+    return list(files.values())
+
+
+def damaged(path: Path, name: str, e: Exception) -> FileError:
+    """Return the error for a dataset whose cells cannot be read. Not collective."""
+    return FileError(
+        described(
+            f"read: cannot read {name!r} of {os.fspath(path)!r}",
+            expected="the whole dataset in the file",
+            got=f"{type(e).__name__}: {e}",
+            fix="check that the file is complete",
+        )
+    )
+
+
+def not_written(path: Path, e: Exception) -> FileError:
+    """Return the error for a file that cannot be written. Not collective."""
+    return FileError(
+        described(
+            f"write: cannot write {os.fspath(path)!r}",
+            expected="a folder that can be written to, room in it, and names and attributes that HDF5 takes",
+            got=f"{type(e).__name__}: {e}",
+            fix="make the folder, or choose another one",
+        )
+    )

@@ -1,0 +1,275 @@
+"""Reading datasets: every rank its own part, with or without a halo, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.comm import guard
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.io.backend import choose_reading, tell
+from mpishard.io.block import Block
+from mpishard.io.decode import Decoding, decoding_of
+from mpishard.io.dtype import torch_dtype
+from mpishard.io.file import Path, damaged, found, opened, sources
+from mpishard.io.mpio import read_mpio
+from mpishard.io.select import Axis, selected
+from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
+from mpishard.tensor import ShardTensor, wrap
+
+Halo = Mapping[int, "int | tuple[int, int]"]
+
+
+def read(
+    path: Path,
+    name: str,
+    mesh: CartMesh,
+    placements: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
+    select: Any = None,
+    decode: bool = False,
+    halo: Halo | None = None,
+    mode: str | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Read a dataset of an HDF5 (or netCDF-4) file, each rank its own block and nothing else.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    path
+        The file; every rank opens it.
+    name
+        Name of the dataset, with its groups: ``"fields/temperature"``.
+    mesh, placements
+        Where and how to shard it; `Partial` is refused. With ``select``, dims are those of the selection.
+    dtype
+        Of the result; that of the dataset if not given. Values are converted as by ``Tensor.to``.
+    device
+        Of the result; ``mesh.device`` if not given.
+    sizes
+        Tensor dim -> block sizes; balanced where not given.
+    multiple
+        Of which the borders between balanced blocks are multiples.
+    select
+        Numbers and slices with a positive step, one per dim of the dataset, as numpy has them: ``(-1, ...)`` is
+        the last time step, ``(slice(None), 0)`` the first level of every step. A number drops its dim.
+    decode
+        Whether to undo the packing of the CF conventions: ``stored * scale_factor + add_offset``, and NaN where
+        ``_FillValue`` or ``missing_value`` is stored. The result is float32 for stored integers of up to 16
+        bits and floats of up to 32, else float64; a dataset without these attributes stays as it is.
+    halo
+        Tensor dim -> (lo, hi) or one width for both: read the block with its halo.
+    mode
+        What fills the halo beyond the domain's edge, as of `mpishard.halo_exchange`: ``"zeros"`` (also None),
+        ``"reflect"``, ``"replicate"``, ``"circular"``. A dim on a periodic mesh dim wraps.
+    out
+        Kept buffer to read into: of this rank's shape (with the halo), any strides; its dtype and device hold.
+    backend
+        ``"mpio"`` to read collectively through MPI-IO, ``"root"`` or ``"virtual"`` for each rank on its own;
+        None: MPI-IO where it works (see `choose_backend`).
+
+    Returns
+    -------
+    ShardTensor
+        Or with ``halo`` a plain local tensor: the block with its halo, corners filled.
+
+    Raises
+    ------
+    FileError
+        The file or the dataset is missing or damaged, or a part of a virtual dataset is.
+    LayoutError
+        Placements, a selection, a halo or a buffer that do not fit the dataset.
+    UnsupportedDtypeError
+        The dataset's type has no torch dtype.
+    MissingPackageError
+        h5py is not installed.
+
+    Notes
+    -----
+    Cells that need no conversion go straight from the file to the result on the host; all others through one
+    buffer of at most 64 MiB.
+
+    Examples
+    --------
+    >>> x = ms.io.read("ocean.nc", "thetao", mesh, (ms.Shard(1), ms.Shard(2)), select=(0,), decode=True)
+    >>> padded = ms.io.read("ocean.nc", "zos", mesh, (ms.Shard(1), ms.Shard(2)), halo={1: 1, 2: (1, 1)})
+    """
+    group = mesh.group(tuple(range(mesh.ndim)))
+    error: MpishardError | None = None
+    signature = f"io.read {name}"
+    with contextlib.ExitStack() as files:
+        try:
+            file = files.enter_context(opened(path))
+            dataset = found(file, path, name)
+            choice = choose_reading(mesh, backend, dataset.is_virtual)
+            part = part_of(
+                dataset,
+                name,
+                mesh,
+                placements,
+                dtype=dtype,
+                sizes=sizes,
+                multiple=multiple,
+                select=select,
+                decode=decode,
+            )
+            plan = part.window(mesh, halo, mode)
+            signature += f" {part!r} {plan.told} by {choice.name}"
+            out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
+            block = part.block(plan, out)
+            for source in sources(dataset, path, _touched(block)):
+                files.enter_context(source)
+        except MpishardError as e:
+            error = e
+        guard.agree(group.comm, error, signature)
+        assert out is not None
+        tell(mesh, choice, "read")
+        failure: Exception | None = None
+        if choice.name == "mpio":
+            file.close()
+            _, failure = read_mpio(path, name, group, block)
+        else:
+            try:
+                for _ in block.read(dataset):
+                    pass
+            except (OSError, RuntimeError) as e:
+                failure = e
+    guard.agree(group.comm, None if failure is None else damaged(path, name, failure))
+    return wrap(out, part.layout, mesh) if halo is None else out
+
+
+class Window(NamedTuple):
+    """What a rank reads: per dim the runs of selected cells, its shape, and whether cells stay unset."""
+
+    runs: tuple[tuple[Run, ...], ...]
+    shape: tuple[int, ...]
+    open: bool
+    told: str
+
+
+class Part(NamedTuple):
+    """The selected cells of a dataset, their layout, and how they become numbers."""
+
+    axes: tuple[Axis, ...]
+    layout: Layout
+    dtype: torch.dtype
+    stored: Any
+    decoding: Decoding | None
+
+    def window(self, mesh: CartMesh, halo: Halo | None = None, mode: str | None = None) -> Window:
+        """Return what this rank reads. Not collective."""
+        widths = _widths(halo or {}, self.layout, mesh, mode)
+        runs, shape, is_open = [], [], False
+        for dim, (lo, hi) in enumerate(self.layout.box(mesh.coords)):
+            before, after = widths.get(dim, (0, 0))
+            periodic = any(mesh.periodic[m] for m in self.layout.shard_dims.get(dim, ()))
+            n = self.layout.shape[dim]
+            how = "circular" if periodic and dim in widths else mode or "zeros"
+            runs.append(interval_runs(n, lo - before, hi + after, how))
+            shape.append(hi - lo + before + after)
+            is_open |= sum(run.count for run in runs[-1]) < shape[-1]
+        return Window(tuple(runs), tuple(shape), is_open, f"halo {sorted(widths.items())} {mode}")
+
+    def block(self, window: Window, out: Tensor) -> Block:
+        """Return what reads a window into ``out``, whose other cells become 0. Not collective."""
+        if window.open:
+            out.zero_()
+        return Block(self.axes, window.runs, out, self.stored, self.decoding)
+
+
+def part_of(
+    dataset: Any,
+    name: str,
+    mesh: CartMesh,
+    placements: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
+    select: Any = None,
+    decode: bool = False,
+) -> Part:
+    """Return what is read of a dataset; parameters as of `read`. Not collective."""
+    axes = selected(select, dataset.shape, name)
+    shape = [axis.count for axis in axes if axis.kept]
+    own = as_placements(placements, mesh.ndim, len(shape))
+    if any(p.is_partial() for p in own):
+        raise LayoutError(
+            described(
+                f"read: {name!r} cannot be read as a Partial",
+                expected="Shard(dim) or Replicate() for every mesh dim",
+                got=own,
+                fix="use Replicate() where every rank shall have the whole",
+            )
+        )
+    layout = layout_of(mesh.shape, own, shape, sizes, multiple)
+    stored = torch_dtype(dataset.dtype, name)
+    decoding = decoding_of(dataset, stored) if decode else None
+    wanted = dtype or (stored if decoding is None else decoding.dtype)
+    if decoding is not None and not wanted.is_floating_point:
+        raise LayoutError(
+            described(
+                f"read: {name!r} decoded", expected="a floating dtype", got=wanted, fix="leave dtype out, or decode"
+            )
+        )
+    return Part(axes, layout, wanted, dataset.dtype, decoding)
+
+
+def _widths(halo: Halo, layout: Layout, mesh: CartMesh, mode: str | None) -> dict[int, tuple[int, int]]:
+    out: dict[int, tuple[int, int]] = {}
+    for dim, width in halo.items():
+        lo, hi = (width, width) if isinstance(width, int) else width
+        periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim % max(1, layout.ndim), ()))
+        n = layout.shape[dim] if -layout.ndim <= dim < layout.ndim else -1
+        limit = n - 1 if mode == "reflect" and not periodic else n
+        if n < 0 or min(lo, hi) < 0 or (max(lo, hi) > limit and not periodic and mode in (None, "reflect")):
+            raise LayoutError(
+                described(
+                    f"read: halo of dim {dim}",
+                    expected=f"a dim of {layout.shape} and widths from 0 to {max(limit, 0)} (wider ones with mode="
+                    "'zeros', 'replicate' or 'circular')",
+                    got=(lo, hi),
+                    fix="give {dim: (lo, hi)}",
+                )
+            )
+        out[dim % layout.ndim] = (lo, hi)
+    return out
+
+
+def _buffer(
+    shape: tuple[int, ...], dtype: torch.dtype, mesh: CartMesh, device: torch.device | str | None, out: Tensor | None
+) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=mesh.device if device is None else device)
+    if type(out) is not Tensor or tuple(out.shape) != shape or out.requires_grad:
+        raise LayoutError(
+            described(
+                "read: out does not fit",
+                expected=f"a plain tensor of shape {shape} without requires_grad",
+                got=f"{type(out).__name__} of shape {tuple(out.shape)}",
+                fix="make it of this rank's own shape, halo included",
+            )
+        )
+    return out
+
+
+def _touched(block: Block) -> list[tuple[int, int]]:
+    """Return the box of the dataset that a block reads from."""
+    if not block.pieces:
+        return []
+    dims = range(len(block.pieces[0].start))
+    lo = [min(p.start[d] for p in block.pieces) for d in dims]
+    hi = [max(p.start[d] + (p.counts[d] - 1) * p.stride[d] + 1 for p in block.pieces) for d in dims]
+    return list(zip(lo, hi))

@@ -1,0 +1,89 @@
+"""Back-end root: the first rank writes the file, slab by slab as the others hand them over."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from mpishard.comm.funnel import funnel
+from mpishard.io.file import import_h5py
+from mpishard.io.form import create, grow, step_of
+from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
+
+
+def write_root(job: Job) -> str:
+    """Write the file through rank 0, which holds one slab of at most 64 MiB of the others' data at a time.
+
+    Collective. Returns the mode in which cells were written.
+    """
+    target = _Target(job) if job.group.rank == 0 else None
+    try:
+        job.agree(target.open() if target is not None else None)
+        for name, layout, local in job.blocks():
+            slabs = given(layout, STAGED_NBYTES, local.element_size())
+            put = None if target is None else target.putter(name)
+            funnel(local, layout.offset(job.tensors[name].mesh.coords), slabs, job.group, put, op="io.write")  # type: ignore[arg-type]
+        job.agree(target.close() if target is not None else None)
+    finally:
+        if target is not None:
+            target.discard()
+    return "one rank"
+
+
+class _Target:
+    """The file that rank 0 writes.
+
+    What goes wrong while slabs arrive is kept: the other ranks are handing them over, and must be heard out.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.file: Any = None
+        self.step: int | None = None
+        self.error: Exception | None = None
+
+    def open(self) -> Exception | None:
+        job = self.job
+        try:
+            h5py = import_h5py()
+            self.file = h5py.File(job.partial, "r+" if job.exists else "w")
+            if not job.exists:
+                create(self.file, job.form)
+            if job.form.append is not None:
+                self.step = step_of(self.file, job.form, job.path)
+                grow(self.file, job.form, self.step + 1)
+                self.file[job.form.append][self.step] = job.form.scales.get(job.form.append, self.step)
+        except FAILURES as e:
+            self.error = e
+        return self.error
+
+    def putter(self, name: str) -> Any:
+        def put(box: Any, cells: Any) -> None:
+            if self.error is None:
+                try:
+                    array = cells.numpy()
+                    dataset = self.file[name]
+                    dataset[selection(box, self.step)] = array if array.ndim else np.asarray(array)[()]
+                except FAILURES as e:
+                    self.error = e
+
+        return put
+
+    def close(self) -> Exception | None:
+        try:
+            if self.error is not None and self.step is not None:
+                grow(self.file, self.job.form, self.step)
+            self.file.close()
+            if self.error is None:
+                finish(self.job)
+        except FAILURES as e:
+            self.error = self.error or e
+        return self.error
+
+    def discard(self) -> None:
+        with contextlib.suppress(*FAILURES):
+            if self.file:
+                self.file.close()
+        self.job.discard()

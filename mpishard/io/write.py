@@ -1,0 +1,262 @@
+"""Writing ShardTensors as the datasets of one HDF5 file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.comm import guard
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import FileError, MeshError, MpishardError, described
+from mpishard.io.backend import choose_backend, tell
+from mpishard.io.dtype import numpy_dtype
+from mpishard.io.file import import_h5py, not_written
+from mpishard.io.form import Form, Variable, checked_dims, chunks_of, extents, option
+from mpishard.io.job import FAILURES, Job
+from mpishard.io.mpio import write_mpio
+from mpishard.io.root import write_root
+from mpishard.io.virtual import prune, write_virtual
+from mpishard.io.xdmf import write_xdmf
+from mpishard.tensor import ShardTensor
+
+_WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}
+
+
+class Written(NamedTuple):
+    """How a file was written: the back-end and the reason for it, and the mode in which cells were written."""
+
+    backend: str
+    reason: str
+    mode: str
+
+
+def write(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, ShardTensor],
+    attrs: Mapping[str, Any] | None = None,
+    *,
+    backend: str | None = None,
+    append: str | None = None,
+    chunks: Any = None,
+    compression: Any = None,
+    dims: Any = None,
+    scales: Mapping[str, Any] | None = None,
+    variable_attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    xdmf: bool = False,
+    hints: Mapping[str, Any] | None = None,
+    alignment: tuple[int, int] | None = None,
+) -> Written:
+    """Write ShardTensors as the datasets of an HDF5 file; one that is there is replaced, or appended to.
+
+    Collective over the mesh. A rank holds at most 64 MiB besides its blocks. A new file appears under its name
+    when it is complete, and not at all where writing fails: what was there before stays.
+
+    Parameters
+    ----------
+    path
+        The file, on a file system that rank 0 sees (with ``"mpio"`` and ``"virtual"``: every rank).
+    tensors
+        Name -> tensor, all on one mesh. A name may have groups: ``"fields/t"``.
+    attrs
+        Attributes of the file.
+    backend
+        ``"mpio"``, ``"virtual"`` or ``"root"``: see `choose_backend`, which says what None means. All give the
+        same datasets.
+    append
+        Name of an unlimited first dim, such as ``"time"``: every dataset gets one step more, the tensor. The
+        file is made where there is none; else the step is written into it, and taken back where that fails.
+    chunks
+        Chunk shape of the datasets, or True for one that follows the decomposition; without the dim appended
+        along. One for all, or name -> chunks.
+    compression
+        As h5py has it: ``"gzip"``, ``"lzf"``, or a gzip level. One for all, or name -> compression.
+    dims
+        Names of each dataset's dims, as in netCDF: name -> names, or one sequence for all.
+    scales
+        Dim name -> its values (of the dim appended along: the step's value), kept as dimension scales.
+    variable_attrs
+        Dataset name -> its attributes.
+    xdmf
+        Whether to write a companion, with the suffix ``.xdmf``, that ParaView opens.
+    hints, alignment
+        For mpio: hints for MPI-IO, and (threshold, interval) in bytes of HDF5's objects in the file.
+
+    Returns
+    -------
+    Written
+        The back-end, why it was taken, and the mode that was in fact used. Rank 0 prints a choice the first
+        time that it is made.
+
+    Raises
+    ------
+    FileError
+        The file cannot be written.
+    LayoutError
+        Names of dims, or scales, that do not fit.
+    MeshError
+        There is no ShardTensor, or they live on different meshes.
+    UnsupportedDtypeError
+        HDF5 has no such type.
+    UnsupportedOperationError
+        The back-end that is asked for cannot work here.
+    MissingPackageError
+        h5py is not installed.
+
+    Notes
+    -----
+    Not differentiable. Attributes, scales and their names are those of rank 0. A step is appended in place: a
+    job that is killed in the middle of that may leave a file that HDF5 cannot open. With ``"root"`` a rank
+    waits for its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the whole file takes.
+    A file and the ``.parts-`` folder of ``"virtual"`` belong together: move both.
+
+    Examples
+    --------
+    >>> ms.io.write("out.h5", {"temperature": x}, attrs={"title": "after 100 steps"})
+    >>> ms.io.write("run.h5", {"t": x}, append="time", dims=("y", "x"), scales={"time": 0.5}, chunks=True)
+    """
+    mesh = _mesh_of(tensors)
+    group = mesh.group(tuple(range(mesh.ndim)))
+    own = Path(os.path.abspath(path))
+    told = [f"{name}: {x.layout!r} {x.dtype}" for name, x in tensors.items()]
+    signature = f"io.write {'; '.join(told)}, append={append!r}, chunks={chunks!r}, compression={compression!r}"
+    error: MpishardError | None = None
+    choice = form = exists = None
+    try:
+        import_h5py()
+        form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
+        nbytes = sum(_nbytes(x) for x in tensors.values())
+        choice = choose_backend(mesh, nbytes, backend, append=append is not None)
+        signature += f" through {choice.name}"
+    except MpishardError as e:
+        error = e
+    except FAILURES as e:
+        error = not_written(path, e)
+    guard.agree(group.comm, error, signature)
+    assert form is not None and choice is not None
+    # rank 0's, so that ranks cannot disagree
+    exists = append is not None and own.exists()
+    form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)
+    tell(mesh, choice, "write")
+    job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment)
+    mode = _WAYS[choice.name](job)
+    if group.rank == 0:
+        error = _tidy(job, choice.name, xdmf)
+    if xdmf:
+        guard.agree(group.comm, error)
+    return Written(choice.name, choice.reason, mode)
+
+
+def _tidy(job: Job, backend: str, xdmf: bool) -> MpishardError | None:
+    """Remove what earlier files of this name have left, and write the companion. One rank calls it."""
+    with contextlib.suppress(OSError):
+        prune(job.path, job.parts if backend == "virtual" else None)
+    if xdmf:
+        try:
+            write_xdmf(job.path, job.form)
+        except FAILURES as e:
+            return job.failed(e)
+    return None
+
+
+def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:
+    with guard.waiting("io.write", (0,), comm):
+        try:
+            return comm.bcast(mine)
+        except MpishardError:
+            raise
+        except Exception as e:
+            raise not_written(path, e) from e
+
+
+def _nbytes(x: ShardTensor) -> int:
+    return math.prod(x.layout.shape) * x.dtype.itemsize
+
+
+def _form(
+    tensors: Mapping[str, ShardTensor],
+    attrs: Mapping[str, Any] | None,
+    append: str | None,
+    chunks: Any,
+    compression: Any,
+    dims: Any,
+    scales: Mapping[str, Any] | None,
+    variable_attrs: Mapping[str, Mapping[str, Any]] | None,
+) -> Form:
+    variables = []
+    for name, x in tensors.items():
+        dtype = numpy_dtype(x.dtype, name)
+        shape = tuple(x.layout.shape)
+        cut = option(chunks, name)
+        if cut is True or (cut is None and append is not None):
+            cut = chunks_of(x.layout, dtype.itemsize)
+        elif cut is not None and (len(cut) != len(shape) or min(cut, default=1) < 1):
+            raise FileError(
+                described(
+                    f"write: chunks of {name!r}",
+                    expected=f"True, or {len(shape)} numbers of at least 1",
+                    got=repr(cut),
+                    fix="give one extent per dim of the tensor",
+                )
+            )
+        own = dict((variable_attrs or {}).get(name, {}))
+        named = checked_dims(option(dims, name), name, shape)
+        variables.append(
+            Variable(name, shape, dtype, None if cut is None else tuple(cut), option(compression, name), named, own)
+        )
+    unknown = sorted(set(variable_attrs or ()) - set(tensors))
+    if unknown:
+        raise FileError(
+            described("write: variable_attrs", expected=f"names of {list(tensors)}", got=unknown, fix="name a tensor")
+        )
+    form = Form(tuple(variables), dict(attrs or {}), dict(scales or {}), append)
+    for where, given in (("the file", form.attrs), *((v.name, v.attrs) for v in form.variables)):
+        for key, value in given.items():
+            _check_attribute(where, key, value)
+    extents(form)
+    return form
+
+
+def _check_attribute(where: str, key: Any, value: Any) -> None:
+    with contextlib.suppress(TypeError, ValueError):
+        kinds = np.asarray(value).dtype.kind
+        if isinstance(key, str) and kinds in "biufcSU":
+            return
+    raise FileError(
+        described(
+            f"write: attribute {key!r} of {where}",
+            expected="a name, and text, a number, or an array of them",
+            got=f"{type(value).__name__}: {value!r}",
+            fix="convert it, e.g. with json.dumps",
+        )
+    )
+
+
+def _mesh_of(tensors: Mapping[str, ShardTensor]) -> CartMesh:
+    for name, x in tensors.items():
+        if not isinstance(x, ShardTensor):
+            raise MeshError(
+                described(
+                    f"write: {name!r} lives on no mesh",
+                    expected="a ShardTensor",
+                    got=type(x).__name__,
+                    fix="shard it first, e.g. with mpishard.distribute_tensor",
+                )
+            )
+    meshes = {id(x.mesh): x.mesh for x in tensors.values()}
+    if len(meshes) != 1:
+        raise MeshError(
+            described(
+                "write: the tensors of one file live on one mesh",
+                expected="one mesh",
+                got=list(meshes.values()) or "no tensor at all",
+                fix="redistribute them, or write one file per mesh",
+            )
+        )
+    return next(iter(meshes.values()))
