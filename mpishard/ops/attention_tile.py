@@ -17,6 +17,7 @@ from mpishard.ops.attention_layout import Segments
 from mpishard.tensor.stream import chosen, filled
 
 TILE = 1 << 20  # scores in memory at once
+FUSED = 1 << 23  # scores of one call of a fused kernel: between calls, messages make progress
 _EDGE = 64  # a tile is no smaller than this, whatever the batch
 
 
@@ -46,26 +47,47 @@ class Dropout(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of the local queries and columns of a block of keys, and where they lie in the sequences."""
+    """Rows of the local queries and columns of a block of keys, and where they lie in the sequences.
+
+    Attributes
+    ----------
+    rows, columns
+        Cells of the local queries and of the block.
+    row, column
+        Global position of the first.
+    diagonal
+        Where a causal mask ends within the tile: columns that the first row sees, less one. Else None.
+    fused
+        Whether torch's fused kernel can do it: nothing is hidden, or all above the diagonal.
+    """
 
     rows: slice
     columns: slice
     row: int
     column: int
-    # columns before the last allowed one of the first row, minus the first column; None: no causal mask
     diagonal: int | None
+    fused: bool
 
 
-def tiles(rows: Segments, columns: Segments, batch: int, causal: bool) -> Iterator[Tile]:
-    """Cut the scores of a block into tiles, without those that a causal mask hides. Not collective."""
-    cells = max(TILE // max(batch, 1), _EDGE * _EDGE)
-    width = max(_EDGE, int(cells**0.5))
+def tiles(rows: Segments, columns: Segments, batch: int, causal: bool, fusable: bool) -> Iterator[Tile]:
+    """Cut the scores of a block into tiles, without those that a causal mask hides. Not collective.
+
+    ``fusable``: whether a kernel that keeps no scores can be used.
+    """
     for r in rows:
         for c in columns:
-            if causal and c.start > r.start + r.count - 1:
+            hidden, partly = (c.start >= r.start + r.count, c.start + c.count - 1 > r.start) if causal else (False,) * 2
+            if hidden:
                 continue
-            across = min(width, c.count)
-            down = min(max(cells // across, _EDGE), r.count)
+            fused = fusable and (not partly or c.start == r.start)
+            if fused:
+                across = c.count
+                # the mask of the kernel begins in its corner
+                down = r.count if partly else min(r.count, max(FUSED // (max(batch, 1) * across), _EDGE))
+            else:
+                cells = max(TILE // max(batch, 1), _EDGE * _EDGE)
+                across = min(max(_EDGE, int(cells**0.5)), c.count)
+                down = min(max(cells // across, _EDGE), r.count)
             for i in range(0, r.count, down):
                 n = min(down, r.count - i)
                 for j in range(0, c.count, across):
@@ -74,7 +96,8 @@ def tiles(rows: Segments, columns: Segments, batch: int, causal: bool) -> Iterat
                     if causal and column > row + n - 1:
                         break
                     diagonal = row - column if causal and column + m - 1 > row else None
-                    yield Tile(slice(r.at + i, r.at + i + n), slice(c.at + j, c.at + j + m), row, column, diagonal)
+                    here, there = slice(r.at + i, r.at + i + n), slice(c.at + j, c.at + j + m)
+                    yield Tile(here, there, row, column, diagonal, fused)
 
 
 def is_needed(rows: Segments, columns: Segments, causal: bool) -> bool:
@@ -123,6 +146,17 @@ class Scores:
     def __init__(self, q: Tensor, masks: Sequence[Tensor], batch: tuple[int, ...], dropout: Dropout | None) -> None:
         self.q, self.masks, self.batch, self._dropout = q, masks, batch, dropout
 
+    def fusable(self, features: int) -> bool:
+        """Tell whether a fused kernel can be used for values of ``features``. Not collective."""
+        return (
+            self.q.is_cpu
+            and len(self.q) > 0
+            and not self.masks
+            and self._dropout is None
+            and self.q.shape[-1] == features > 0
+            and torch.backends.cuda.flash_sdp_enabled()  # which means the CPU's kernel too
+        )
+
     def cells(self, mask: Tensor, tile: Tile, offset: int) -> Tensor:
         """Return a mask's view of a tile; ``offset``: of the tile's columns in the masks. Not collective."""
         if mask.shape[-2] != 1:
@@ -155,6 +189,14 @@ class Scores:
         return self._dropout.factor(rows, columns, s)
 
 
+def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the attention to some keys, and the logarithm of the sum of exponentials of every row."""
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=1.0
+    )
+    return out[0], log_sum[0].unsqueeze(-1)
+
+
 class OnlineSoftmax:
     """Weighted sums of values so far, with the largest score and the sum of weights of every row."""
 
@@ -168,20 +210,27 @@ class OnlineSoftmax:
     def add(self, work: Iterator[Tile], k: Tensor, v: Tensor, offset: int, poke: Callable[[], None]) -> None:
         """Attend to the tiles of one block. Not collective."""
         for tile in work:
-            s = self._scores.of(tile, k, offset)
-            before = self._top[:, tile.rows]
-            top = torch.maximum(before, s.amax(-1, keepdim=True))
-            # a row that has seen nothing yet
-            safe = top.masked_fill(top == -torch.inf, 0)
-            p = s.sub_(safe).exp_()
+            before, out = self._top[:, tile.rows], self._out[:, tile.rows]
+            if tile.fused:
+                q = self._scores.q[:, tile.rows]
+                share, log_sum = _fused(q, k[:, tile.columns], v[:, tile.columns], tile.diagonal is not None)
+                top = safe = torch.maximum(before, log_sum)
+                p = weight = (log_sum - top).exp_()
+            else:
+                s = self._scores.of(tile, k, offset)
+                top = torch.maximum(before, s.amax(-1, keepdim=True))
+                # a row that has seen nothing yet
+                safe = top.masked_fill(top == -torch.inf, 0)
+                p = s.sub_(safe).exp_()
+                weight = p.sum(-1, keepdim=True)
             rescale = (before - safe).exp_()
-            self._sum[:, tile.rows] = self._sum[:, tile.rows] * rescale + p.sum(-1, keepdim=True)
-            factor = self._scores.factor(tile, p)
-            if factor is not None:
-                p *= factor
-            out = self._out[:, tile.rows]
+            self._sum[:, tile.rows] = self._sum[:, tile.rows] * rescale + weight
             out.mul_(rescale)
-            out.baddbmm_(p, v[:, tile.columns])
+            if tile.fused:
+                out.addcmul_(p, share)
+            else:
+                factor = self._scores.factor(tile, p)
+                out.baddbmm_(p if factor is None else p.mul_(factor), v[:, tile.columns])
             self._top[:, tile.rows] = top
             poke()
 
@@ -198,6 +247,7 @@ class Backward(NamedTuple):
 
     scores: Scores
     g: Tensor
+    out: Tensor
     log_sum: Tensor
     dot: Tensor  # sum of g * result over the features
     dq: Tensor
@@ -215,6 +265,19 @@ class Backward(NamedTuple):
         """Add the tiles' cotangents of queries, keys, values and masks. Not collective."""
         scores, (dk, dv) = self.scores, into
         for tile in work:
+            if tile.fused:
+                grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *(x.unsqueeze(0) for x in (self.g[:, tile.rows], scores.q[:, tile.rows])),
+                    *(x.unsqueeze(0) for x in (k[:, tile.columns], v[:, tile.columns], self.out[:, tile.rows])),
+                    self.log_sum[:, tile.rows, 0].unsqueeze(0),
+                    0.0,
+                    tile.diagonal is not None,
+                    scale=1.0,
+                )
+                for total, share in zip((self.dq[:, tile.rows], dk[:, tile.columns], dv[:, tile.columns]), grads):
+                    total.add_(share[0])
+                poke()
+                continue
             p = scores.of(tile, k, offset).sub_(self.log_sum[:, tile.rows]).exp_()
             g = self.g[:, tile.rows]
             dp = g @ v[:, tile.columns].mT

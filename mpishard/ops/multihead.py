@@ -65,6 +65,9 @@ def multi_head_attention_forward(
     call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
     if call not in mesh.plans:
         meta = [None if x is None else on_domain(x.shape, x) for x in tensors]
+        if torch.is_autocast_enabled(query.device.type):
+            # which knows nothing of tensors without data
+            meta = [x.float() if x is not None and x.is_floating_point() else x for x in meta]
         # torch's own errors
         F.multi_head_attention_forward(
             *meta[:3], embed_dim_to_check, num_heads, *meta[3:7], add_zero_attn, dropout_p, *meta[7:9], training,

@@ -7,7 +7,7 @@ values travel with the blocks, and home at the end. Nothing is ever whole on a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from mpishard.comm import guard, ring
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import Layout, bounds
 from mpishard.ops.attention_layout import Segments, sizes_in
-from mpishard.ops.attention_tile import Backward, Dropout, OnlineSoftmax, Operand, Scores, is_needed, tiles
+from mpishard.ops.attention_tile import Backward, Dropout, OnlineSoftmax, Operand, Scores, Tile, is_needed, tiles
 from mpishard.ops.dim import unsharded
 
 OP = "ring_attention"
@@ -58,9 +58,9 @@ class RingPlan(NamedTuple):
         """Batch shape of this rank's scores."""
         return self.operands[0].batch
 
-    def tiles(self, block: int) -> Any:
+    def tiles(self, block: int, fusable: bool) -> Iterator[Tile]:
         """Return the tiles of this rank's queries and a block of keys."""
-        return tiles(self.rows, self.columns[block], math.prod(self.batch), self.causal)
+        return tiles(self.rows, self.columns[block], math.prod(self.batch), self.causal, fusable)
 
     def offset(self, block: int) -> int:
         """Return where the columns of a block begin in masks, whose columns are whole."""
@@ -203,7 +203,8 @@ def _cotangents(
     g, out, log_sum = saved
     g = plan.operands[0]._replace(group=1).flat(g)
     dmasks = [torch.zeros_like(m, dtype=g.dtype) if n else None for m, n in zip(scores.masks, needs[3:])]
-    backward = Backward(scores, g, log_sum, (g * out).sum(-1, keepdim=True), torch.zeros_like(scores.q), dmasks)
+    fusable = scores.fusable(v.shape[-1])
+    backward = Backward(scores, g, out, log_sum, (g * out).sum(-1, keepdim=True), torch.zeros_like(scores.q), dmasks)
     blocks = _Blocks(plan, k, v)
     sums = _Sums(blocks, g.dtype, g.device) if needs[1] or needs[2] else None
 
@@ -215,7 +216,7 @@ def _cotangents(
             of_keys, of_values = plan.operands[1:]
             flat = of_keys.flat(k), of_values.flat(v)
             into = torch.zeros_like(flat[0]), torch.zeros_like(flat[1])
-            backward.add(plan.tiles(block), *flat, plan.offset(block), into, poke)
+            backward.add(plan.tiles(block, fusable), *flat, plan.offset(block), into, poke)
             if share is not None:
                 dk, dv = blocks.parts(share, shapes)
                 dk.copy_(of_keys.folded(into[0], shapes[0]))
@@ -240,12 +241,12 @@ class RingAttention(Function):
     ) -> Tensor:
         """Attend to every block. Collective over the ring."""
         scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, dropout)
-        softmax = OnlineSoftmax(scores, v.shape[-1])
+        softmax, fusable = OnlineSoftmax(scores, v.shape[-1]), scores.fusable(v.shape[-1])
         of_keys, of_values = plan.operands[1:]
 
         def attend(block: int, hop: int, k: Tensor, v: Tensor, poke: Callable[[], None]) -> None:
             if is_needed(plan.rows, plan.columns[block], plan.causal):
-                softmax.add(plan.tiles(block), of_keys.flat(k), of_values.flat(v), plan.offset(block), poke)
+                softmax.add(plan.tiles(block, fusable), of_keys.flat(k), of_values.flat(v), plan.offset(block), poke)
 
         _Blocks(plan, k, v).round(attend)
         out, log_sum = softmax.result()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpishard as ms
-from mpishard.ops import attention
+from mpishard.ops import attention, attention_tile
 from mpishard.ops.attention_layout import mirrored, moved_back, moved_into
 from tests.compare import WORLD, compare, gathered, mesh_of, mesh_shapes, shard, skew
 from tests.ops.windows import field
@@ -21,10 +21,10 @@ WHOLE = ms.Replicate()
 sdpa = F.scaled_dot_product_attention
 
 
-def operands(rows=11, keys=13, heads=4, shared=None):
-    """Queries, keys and values; heads of keys that several heads of queries share."""
+def operands(rows=11, keys=13, heads=4, shared=None, features=7):
+    """Queries, keys and values; heads of keys that several heads of queries share; features of the values."""
     shared = heads if shared is None else shared
-    return field(2, heads, rows, 5), field(2, shared, keys, 5) * 0.9 + 0.1, field(2, shared, keys, 7)
+    return field(2, heads, rows, 5), field(2, shared, keys, 5) * 0.9 + 0.1, field(2, shared, keys, features)
 
 
 def attended(layouts, qkv, masks=(), second=False, mesh=None, **options):
@@ -45,13 +45,16 @@ METHODS = ("ring", "all_to_all", "auto")
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_sequences_of_any_lengths(method, causal):
+@pytest.mark.parametrize("features", [5, 7])  # as many as those of the queries: torch's fused kernel
+def test_sequences_of_any_lengths(method, causal, features):
     with ms.attention_method(method):
         for rows, keys in ((12, 12), (11, 13), (13, 5), (2, 9), (9, 1)):
-            attended(RING, operands(rows, keys), is_causal=causal)
+            attended(RING, operands(rows, keys, features=features), is_causal=causal)
         q, k = skew(11, P), skew(13, P)
         for own, other in ((q, k), (q[::-1], k), (q, k[::-1])):
-            attended([along(SEQUENCE, *own), *[along(SEQUENCE, *other)] * 2], operands(), is_causal=causal)
+            qkv = operands(features=features)
+            attended([along(SEQUENCE, *own), *[along(SEQUENCE, *other)] * 2], qkv, is_causal=causal)
+        attended([along(BATCH), *[along(WHOLE)] * 2], operands(features=features), is_causal=causal)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -114,11 +117,24 @@ def test_keys_that_all_of_the_batch_share():
     attended([along(ms.Shard(0)), *[along(ms.Shard(0))] * 2], (q[0, 0], k[0, 0], v[0, 0]), is_causal=True)
 
 
+def test_tiles(monkeypatch):
+    monkeypatch.setattr(attention_tile, "TILE", 1)
+    monkeypatch.setattr(attention_tile, "FUSED", 1)
+    monkeypatch.setattr(attention_tile, "_EDGE", 2)
+    with ms.attention_method("ring"):
+        for features, causal in itertools.product((5, 7), (False, True)):
+            qkv = operands(features=features)
+            attended(RING, qkv, is_causal=causal)
+            attended([along(SEQUENCE, *skew(11, P)), *RING[1:]], qkv, is_causal=causal)
+        attended([*RING, (None, None)], operands(), [field(4, 11, 13)])
+
+
 def test_long_causal_sequences_are_balanced(monkeypatch):
     monkeypatch.setattr(attention, "BALANCED", 1)
     # other scales than above: plans are cached
     for rows, keys in ((12, 12), (11, 13), (13, 5)):
         qkv = operands(rows, keys, heads=1)
+        attended(RING, operands(rows, keys, heads=1, features=5), is_causal=True, scale=0.41)
         attended(RING, qkv, is_causal=True, scale=0.41)
         attended([along(SEQUENCE), *[along(WHOLE)] * 2], qkv, is_causal=True, scale=0.41)
         with sdpa_kernel(SDPBackend.MATH):
