@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.dim import free_of_shards, mapped, settled, viewed, wrapped
+from mpishard.ops.dim import mapped, settled, viewed, whole_along, wrapped
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -39,9 +39,9 @@ for _name in ("tril", "triu"):
 
 @implements(torch.diagonal, torch.Tensor.diagonal)
 def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
-    """Return a diagonal of a plane of whole dims, as a last dim. Not collective."""
+    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
     a, b = wrapped(dim1, input.ndim), wrapped(dim2, input.ndim)
-    x = free_of_shards("diagonal", settled(input), (a, b))
+    x = whole_along(settled(input), (a, b))
     local = x._local.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
     shape = (*(x._layout.shape[d] for d in rest), local.shape[-1])
@@ -50,14 +50,14 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
 
 @implements(torch.linalg.diagonal)
 def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
-    """Return a diagonal of a plane of whole dims, as a last dim. Not collective."""
+    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
     return diagonal(A, offset, dim1, dim2)
 
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
-    """Put a whole last dim on the diagonal of a new plane. Not collective."""
-    x = free_of_shards("diag_embed", settled(input), (input.ndim - 1,))
+    """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
+    x = whole_along(settled(input), (input.ndim - 1,))
     a, b = wrapped(dim1, x.ndim + 1), wrapped(dim2, x.ndim + 1)
     local = torch.diag_embed(x._local, offset, a, b)
     rest = iter(range(x.ndim - 1))
@@ -69,7 +69,7 @@ def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = 
 
 @implements(torch.diag, torch.Tensor.diag)
 def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None) -> ShardTensor:
-    """Return the diagonal of a matrix, or the matrix of a diagonal. Not collective; dims must be whole."""
+    """Return the diagonal of a matrix, or the matrix of a diagonal. Collective where it gathers sharded dims."""
     offset = diagonal_ if diagonal is None else diagonal
     return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset)  # type: ignore[return-value]
 

@@ -17,9 +17,10 @@ from mpishard.comm import collective
 from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import bounds
+from mpishard.ops.dim import whole_along
 from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
-from mpishard.tensor.operand import mesh_of, resolved
+from mpishard.tensor.operand import mesh_of, moved, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -36,16 +37,6 @@ def _plan_rows(x: ShardTensor, groups: int) -> Rows:
             f"{list(shape)} and num_groups={groups}"
         )
     per_group = shape[1] // groups if groups else 1
-    sizes = layout.sizes[1]
-    if sizes is not None and any(s % per_group for s in sizes):
-        raise UnsupportedOperationError(
-            described(
-                "group_norm: input sharded over its channels, across groups",
-                expected=f"blocks of whole groups ({per_group} channels each)",
-                got=sizes,
-                fix="redistribute to a spatial dim, or shard the channels in multiples of a group",
-            )
-        )
     dims = tuple(range(2, len(shape))) if groups else (0, *range(2, len(shape)))
     over = reduced(layout, dims).over if dims else ()
     counts = tuple(per_group * c for c in counts_over(mesh, layout, dims, over))
@@ -115,9 +106,16 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
-    """Normalise over groups of channels and the spatial dims. Collective where a spatial dim is sharded."""
+    """Normalise over groups of channels and the spatial dims. Collective where a spatial dim is sharded.
+
+    Channels that are cut within a group are gathered, and the result is cut again.
+    """
     mesh = mesh_of((input, weight, bias))
     x = _input("group_norm", input)
+    before = x._layout
+    sizes = before.sizes[1] if x.ndim > 1 else None
+    if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
+        x = whole_along(x, (1,))
     rows = _rows_of(x, num_groups)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if rows.over:
@@ -127,7 +125,7 @@ def group_norm(
         y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
     else:
         y = _affine(x._local, weight, bias)
-    return wrap(y, x._layout, mesh)
+    return moved(wrap(y, x._layout, mesh), before)
 
 
 def _running(t: Any, name: str) -> Any:

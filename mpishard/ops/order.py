@@ -1,4 +1,4 @@
-"""Sorting and order statistics, along dims that every rank holds whole."""
+"""Sorting and order statistics: a dim that is cut is gathered, and what has its extent is cut again."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Shard, layout_of
+from mpishard.ops.dim import whole_along
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import normal_dim, reduced
-from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, name_of, spellings
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-def _whole_dim(x: ShardTensor, dim: int | None, name: str) -> int | None:
-    """Return ``dim`` counted from the front, after checking that no rank holds only part of it."""
+def _whole(x: ShardTensor, dim: int | None) -> tuple[ShardTensor, int | None]:
+    """Return ``x`` with ``dim`` (None: all) whole, and ``dim`` counted from the front. Collective where it is cut."""
     own = None if dim is None else normal_dim(dim, x.ndim)
     if reduced(x._layout, own).over:
-        raise UnsupportedOperationError(
-            described(
-                f"{name} along a dim that is cut between ranks",
-                expected="a dim that every rank holds whole",
-                got=f"dim={dim} of {list(x._layout.placements)}",
-                fix="redistribute to another dim, or gather with full_tensor()",
-            )
-        )
-    return own
+        x = whole_along(x, tuple(range(x.ndim)) if own is None else (own,))
+    return x, own
 
 
 def _resized(layout: Layout, dim: int | None, t: Tensor) -> Layout:
@@ -50,48 +43,83 @@ def _rule(
     func: Callable[..., Any], position: int, default: int | None, layout_after: Callable[[Layout, Any, Tensor], Layout]
 ) -> Callable[..., Any]:
     """Return the rule of a function whose ``dim`` is argument ``position`` (not counting the input)."""
-    name = name_of(func)
 
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             raise no_out(func)
         x = resolved(input)
         given = kwargs.get("dim", args[position] if len(args) > position else default)
-        dim = _whole_dim(x, given, name)
+        before = x._layout
+        x, dim = _whole(x, given)
         args = tuple(a.full_tensor() if isinstance(a, ShardTensor) else a for a in args)
         found = func(x._local, *args, **kwargs)
-        if isinstance(found, Tensor):
-            return wrap(found, layout_after(x._layout, dim, found), x._mesh)
-        return type(found)([wrap(t, layout_after(x._layout, dim, t), x._mesh) for t in found])
+
+        def result(t: Tensor) -> ShardTensor:
+            y = wrap(t, layout_after(x._layout, dim, t), x._mesh)
+            return moved(y, before) if y._layout.shape == before.shape else y
+
+        return result(found) if isinstance(found, Tensor) else type(found)([result(t) for t in found])
 
     return rule
 
 
 for _names, _position, _default, _after in (
     ("sort argsort", 0, -1, _resized),
-    ("topk", 1, -1, _resized),
     ("kthvalue", 1, -1, _without),
     ("mode", 0, -1, _without),
     ("median nanmedian", 0, None, _without),
 ):
     for _function in spellings(*_names.split()):
         RULES[_function] = _rule(_function, _position, _default, _after)
+_topk = _rule(torch.topk, 1, -1, _resized)
+
+
+@implements(*spellings("topk"))
+def topk(
+    input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
+) -> Any:
+    """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
+    if out is not None:
+        raise no_out(torch.topk)
+    x = resolved(input)
+    d = normal_dim(dim, x.ndim)
+    if not reduced(x._layout, d).over:
+        return _topk(x, k, d, largest, sorted)
+    sizes = x._layout.sizes[d] or ()
+    lo, hi = x._layout.interval(d, x._mesh.coords)
+    values, index = x._local.topk(min(max(k, 0), hi - lo), d, largest, False)
+    counts = tuple(min(max(k, 0), n) for n in sizes)
+    layout = layout_of(
+        x._layout.mesh_shape,
+        x._layout.placements,
+        [sum(counts) if e == d else n for e, n in enumerate(x._layout.shape)],
+        [counts if e == d else own for e, own in enumerate(x._layout.sizes)],
+    )
+    candidates = whole_along(wrap(values, layout, x._mesh), (d,))
+    places = whole_along(wrap(index + lo, layout, x._mesh), (d,))
+    best = _topk(candidates, k, d, largest, sorted)
+    return type(best)([best.values, torch.gather(places, d, best.indices)])
+
+
 for _function in spellings("msort"):
     RULES[_function] = _rule(_function, 99, 0, _resized)
 
 
 def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
-    name = name_of(func)
 
     def quantile(
         input: ShardTensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
     ) -> ShardTensor:
         if kwargs.get("out") is not None:
             raise no_out(func)
-        x = resolved(input)
-        own = _whole_dim(x, dim, name)
+        x, own = _whole(resolved(input), dim)
         q = q.full_tensor() if isinstance(q, ShardTensor) else q
-        local = func(x._local, q, own, keepdim, **kwargs)
+        if own is not None and not x._local.numel() and x.shape[own]:
+            # torch refuses blocks without rows
+            local = x._local.sum(own, keepdim=keepdim)
+            local = local.expand(len(q), *local.shape) if isinstance(q, Tensor) and q.ndim == 1 else local
+        else:
+            local = func(x._local, q, own, keepdim, **kwargs)
         out = reduced(x._layout, own, keepdim).out
         if isinstance(q, Tensor) and q.ndim == 1:  # one result after the other, along a new dim 0
             placements = [Shard(p.dim + 1) if type(p) is Shard else p for p in out.placements]

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.errors import LayoutError, described
 from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
-from mpishard.ops.dim import resized, settled, wrapped
+from mpishard.ops.dim import resized, settled, whole_along, wrapped
 from mpishard.ops.join import cat
 from mpishard.ops.view import ints
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
@@ -73,7 +72,7 @@ def repeat_interleave(
 
 @implements(*spellings("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, ...]:
-    """Expand vectors to a grid that each mesh dim shards as it shards its vector. Not collective."""
+    """Expand vectors to a grid, sharded as they are. Not collective, unless two share a mesh dim: one is gathered."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         tensors = tuple(tensors[0])
     mesh = mesh_of(tensors)
@@ -86,16 +85,11 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, .
         order[:2] = [1, 0]  # the first two dims of the grid are swapped
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for k, v in enumerate(vectors):
-        for m in v._layout.sharded_mesh_dims:
-            if type(placements[m]) is Shard and mesh.shape[m] > 1:
-                raise LayoutError(
-                    described(
-                        "meshgrid: two vectors are sharded over one mesh dim",
-                        expected=f"mesh dim {mesh.mesh_dim_names[m]!r} to shard one vector",
-                        got=[list(u._layout.placements) for u in vectors],
-                        fix="redistribute one of them to Replicate() there",
-                    )
-                )
+        mesh_dims = v._layout.sharded_mesh_dims
+        if any(type(placements[m]) is Shard for m in mesh_dims):
+            vectors[k] = whole_along(v, (0,))  # a mesh dim can shard one of them only
+            continue
+        for m in mesh_dims:
             placements[m] = Shard(order.index(k))
     shape = [vectors[k]._layout.shape[0] for k in order]
     sizes = [vectors[k]._layout.sizes[0] for k in order]

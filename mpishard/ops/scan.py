@@ -12,13 +12,13 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.ops.dim import whole_along
 from mpishard.ops.extremum import worst
 from mpishard.ops.geometry import Sliding, pairs
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import HALVES, normal_dim, reduced, stacked
-from mpishard.tensor.operand import resolved
+from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -55,15 +55,10 @@ def _scan_rule(
         if not over:
             return wrap(func(x._local, dim, **extra), x._layout, x._mesh)
         if func is torch.logcumsumexp and torch.is_grad_enabled() and x.requires_grad:
-            # its graph differs between the first rank and the others: gradients of gradients would not meet
-            raise UnsupportedOperationError(
-                described(
-                    "gradient of logcumsumexp along a dim that is cut between ranks",
-                    expected="a dim that every rank holds whole, or a tensor without gradient",
-                    got=f"dim={dim} of {list(x._layout.placements)}",
-                    fix="redistribute to another dim, or call it on x.detach()",
-                )
-            )
+            # its graph differs between the first rank and the others: gradients of gradients would not meet,
+            # so the dim is gathered
+            whole = whole_along(x, (dim,))
+            return moved(wrap(func(whole._local, dim, **extra), whole._layout, x._mesh), x._layout)
         result = func(x._local.new_zeros(1), 0, **extra).dtype
         wide = x._local.to(torch.float32 if result in HALVES else result)
         before = _before(total_of(wide, dim), x, over)

@@ -87,12 +87,6 @@ def test_channels_last(shape):
 
 
 @pytest.mark.ranks(4)
-def test_groups_cut_between_ranks_are_refused():
-    x = shard(values(4, 6, 9, 5), mesh_of((4,)), [ms.Shard(1)])
-    with pytest.raises(ms.UnsupportedOperationError, match="whole groups"):
-        F.group_norm(x, 3)
-
-
 @pytest.mark.parametrize("track", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_running_statistics(track):
     module = track(6, track_running_stats=True, affine=True).double()
