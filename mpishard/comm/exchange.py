@@ -66,8 +66,10 @@ class Exchange:
         self._cuda = device.type == "cuda"
         self.dtype, self.device = dtype, device
         self.busy = False
-        self._storage, self.sends, out = self._allocate(sends, dtype)
-        storage, self.recvs, into = self._allocate(recvs, dtype)
+        # made in inference mode, they would serve no other
+        with torch.inference_mode(False):
+            self._storage, self.sends, out = self._allocate(sends, dtype)
+            storage, self.recvs, into = self._allocate(recvs, dtype)
         self._storage += storage
         comm = group.comm
         self._forward = [comm.Recv_init(b, peer, TAG) for peer, b in into] + [

@@ -250,7 +250,9 @@ class CartMesh:
         if plan is None:
             error = None
             try:
-                plan = build()
+                # a plan lives on: its buffers must not be inference tensors, which later gradients may not write
+                with torch.inference_mode(False):
+                    plan = build()
             except MpishardError as e:
                 error = e
             every = tuple(range(self.ndim)) if mesh_dims is None else mesh_dims

@@ -210,15 +210,26 @@ for _attribute in ("real", "imag"):
 
 
 @implements(torch.Tensor.to)
-def to(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the blocks; a ShardTensor argument stands for its dtype and device. Not collective."""
-    self = resolved(self)
     args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: a._local if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    if not isinstance(self, ShardTensor):
+        return self.to(*args, **kwargs)
+    self = resolved(self)
     local = self._local.to(*args, **kwargs)
     if local.device != self._local.device:
         raise _other_device(self, local.device)
     return self if local is self._local else wrap(local, self._layout, self._mesh)
+
+
+@implements(torch.Tensor.type)
+def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+    """Convert the blocks, or return the name of their type. Not collective."""
+    if dtype is None:
+        return self._local.type()
+    like = self._local.new_empty(0).type(dtype)  # names of types, as "torch.FloatTensor", have no other reader
+    return to(self, like)
 
 
 @implements(torch.Tensor.type_as)

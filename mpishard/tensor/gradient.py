@@ -153,6 +153,15 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 fix="pass use_reentrant=False",
             )
         )
+    if cls.__name__ == "BackwardHookFunction":
+        raise UnsupportedOperationError(
+            described(
+                "full backward hooks of a module that is given ShardTensors",
+                expected="hooks of tensors or of parameters",
+                got="module.register_full_backward_hook or register_full_backward_pre_hook",
+                fix="register a forward hook that calls output.register_hook(...), which is given ShardTensors",
+            )
+        )
     raise UnsupportedOperationError(
         described(
             f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",

@@ -18,7 +18,7 @@ _OF_LOCAL = (
     "is_mkldnn is_vulkan is_nested itemsize names"
 ).split()
 _METHODS_OF_LOCAL = (
-    "is_complex is_floating_point is_signed is_conj is_neg is_inference element_size get_device type has_names "
+    "is_complex is_floating_point is_signed is_conj is_neg is_inference element_size get_device has_names "
     "dense_dim sparse_dim is_pinned"
 ).split()
 

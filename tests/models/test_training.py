@@ -221,6 +221,64 @@ def test_lazy_modules():
         same_state(lazy, whole, f"{mesh.shape}")
 
 
+def test_training_after_inference():
+    """What is planned and cached in inference mode serves gradients later."""
+    x = data(1, 1, 12, 17)
+    reference = seeded(lambda: UNet(2), x.dtype)
+    expected = run(reference, x, mean_square)
+    for mesh, placements in meshes(FIELD):
+        model = ms.distribute_module(seeded(lambda: UNet(2), x.dtype, mesh.rank), mesh)
+        part = ms.distribute_tensor(x, mesh, placements)
+        model.eval()
+        with torch.inference_mode():
+            model(part).mul_(2)
+        with torch.no_grad():
+            model(part)
+        close(run(model.train(), part, mean_square), expected, "output and loss")
+        same_state(model, reference, f"{mesh.shape}")
+
+
+@pytest.mark.parametrize("average", ["swa", "ema"])
+def test_averaged_models(average):
+    """Averages of weights, and running statistics renewed for them."""
+    x = data(2, 1, 13, 11)
+    swa = torch.optim.swa_utils
+    mean = {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
+
+    def train(model, x):
+        averaged = swa.AveragedModel(model, **mean)
+        optimiser = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimiser.zero_grad()
+            mean_square(model(x)).backward()
+            optimiser.step()
+            averaged.update_parameters(model)
+        swa.update_bn([x, x * 2], averaged)
+        return averaged
+
+    expected = train(seeded(build, x.dtype), x)
+    for mesh, placements in meshes(FIELD):
+        model = ms.distribute_module(seeded(build, x.dtype, mesh.rank), mesh)
+        same_state(train(model, ms.distribute_tensor(x, mesh, placements)), expected, f"{mesh.shape}")
+
+
+def test_hooks_of_modules():
+    """Forward hooks see ShardTensors; a full backward hook, which would see blocks, is refused."""
+    x = data(1, 1, 9, 7)
+    mesh, placements = next(iter(meshes(FIELD)))
+    part, seen = ms.distribute_tensor(x, mesh, placements), []
+    model = nn.Conv2d(1, 2, 3, padding=1).double()
+    model.register_forward_hook(lambda m, args, out: out.register_hook(seen.append) and None)
+    mean_square(model(part)).backward()
+    assert [g.shape for g in seen] == [(1, 2, 9, 7)]
+    model.register_full_backward_hook(lambda m, before, after: None)
+    with pytest.raises(ms.UnsupportedOperationError, match="full backward hooks"):
+        model(part)
+
+
 def test_state_goes_from_one_process_to_shards_and_back():
     x = data(2, 3, 37, 43)
     reference = seeded(ResNet, x.dtype)
