@@ -18,6 +18,7 @@ from mpishard.ops.dim import wrapped
 from mpishard.ops.geometry import on_domain
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.roll import roll
+from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -57,7 +58,10 @@ _FAMILIES = {
 
 
 class Pass(NamedTuple):
-    """Transforms of dims that are whole in a layout: torch's function, its arguments, and what comes out."""
+    """Transforms of dims that are whole in a layout: torch's function, its arguments, and what comes out.
+
+    ``gathers`` says that no other dim could be cut in that layout.
+    """
 
     before: Layout
     function: Transform
@@ -65,6 +69,7 @@ class Pass(NamedTuple):
     dims: tuple[int, ...]
     after: Layout
     dtype: torch.dtype
+    gathers: bool
 
 
 class FourierPlan(NamedTuple):
@@ -89,6 +94,8 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(name, func, x, *key[3:6]))
     for step in plan.passes:
+        if step.gathers:
+            notice_gather(mesh, x._layout, step.before, x._local.itemsize)
         local = moved(x, step.before)._local
         shape = step.after.local_shape(mesh.coords)
         if 0 in shape:
@@ -146,6 +153,7 @@ def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, n
                 leg.dims,
                 leg.after,
                 dtype,
+                len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
             )
         )
     return FourierPlan(tuple(passes), target)

@@ -19,7 +19,7 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
 from mpishard.ops.dim import CACHED, require_writable, settled, unsharded, viewed, whole_along, wrapped
 from mpishard.ops.view import without
-from mpishard.tensor.operand import fitted, moved, replicated_layout, resolved
+from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -190,7 +190,7 @@ def _gathered(x: Any) -> Any:
     """Return ``x``, an index or a value, with plain tensors in place of ShardTensors. Collective."""
     if isinstance(x, (tuple, list)):
         return type(x)(map(_gathered, x))
-    return moved(resolved(x), replicated_layout(x._mesh, x.shape))._local if isinstance(x, ShardTensor) else x
+    return whole_along(resolved(x), tuple(range(x.ndim)))._local if isinstance(x, ShardTensor) else x
 
 
 def _value(value: Any, plan: Basic) -> Any:

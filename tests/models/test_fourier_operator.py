@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from tests.models.twin import data, twins
 @pytest.fixture
 def fno(monkeypatch):
     """The example's module."""
-    monkeypatch.syspath_prepend("examples")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     import fno
 
     return fno

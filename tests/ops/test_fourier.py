@@ -185,3 +185,12 @@ def test_repeated_calls_use_one_plan():
     FFT.fft(x, dim=0)
     FFT.fft(x, None, 0)
     assert len(x.mesh.plans) == before
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_large_gather_warns(monkeypatch):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
+    mesh = mesh_of((WORLD.size,))
+    FFT.fft(shard(cells(6, 5), mesh, (ms.Shard(0),)), dim=0)
+    with pytest.raises(ms.GatherWarning, match="fft gathers a ShardTensor of shape"):
+        FFT.fft(shard(cells(11), mesh, (ms.Shard(0),)))
