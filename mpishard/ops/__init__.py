@@ -2,6 +2,7 @@
 
 from mpishard.ops import (
     adaptive,
+    alias,
     attention,
     conv,
     diagonal,
@@ -9,6 +10,7 @@ from mpishard.ops import (
     extremum,
     foreach,
     fourier,
+    fractional,
     gather,
     gradient,
     histogram,

@@ -10,25 +10,37 @@ from typing import Any, NamedTuple
 import torch
 
 from mpishard.tensor.registry import RULES, Rule
+from mpishard.tensor.shard_tensor import ShardTensor
 
 TREATMENTS = {
     "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
     "halo": "cells near the borders come from the ranks beside",
     "reduction": "small sums or other totals over ranks",
     "moves": "cells change ranks, and no rank holds more than its share",
-    "gathers": "the sharded dims that the function needs whole are gathered; above MPISHARD_GATHER_WARN bytes with "
-    "a warning",
+    "gathers": "the sharded dims that the function needs whole are gathered; with a warning above "
+    "`MPISHARD_GATHER_WARN` bytes (default 1 GiB; 0: always, -1: never)",
     "refuses": "an error where the dim that the function works along is sharded",
 }
 
 # where a rule's own docstring does not say more
 _OF_FAMILY = {
     "halo": "adaptive conv gradient interpolate neighbourhood pad pool roll spectrogram unfold unpool",
-    "reduction": "extremum histogram linear loss norm reduction scan softmax statistic vector",
-    "moves": "attention fourier gather join multihead pick pixel reshape write",
-    "gathers": "matrix sample",
+    "reduction": "alias extremum histogram linear loss norm reduction scan softmax statistic vector",
+    "moves": "attention fourier join multihead pick pixel reshape write",
+    "gathers": "fractional gather matrix sample",
     "refuses": "order",
     "local": "diagonal embedding foreach index mask metadata pointwise random recurrent repeat special twin view",
+}
+# where neither is precise
+_OF_FUNCTION = {
+    "glu": "moves",
+    "gradient": "halo",
+    "index_reduce_": "gathers",
+    "repeat": "moves",
+    "scaled_dot_product_attention": "moves",
+    "select": "moves",
+    "tile": "moves",
+    "trace": "reduction",
 }
 _DEFAULT = {family: treatment for treatment, families in _OF_FAMILY.items() for family in families.split()}
 
@@ -67,7 +79,7 @@ def treatment_of(rule: Rule) -> str:
         return "halo"
     if said.group(0).startswith("Not collective."):
         return "local"
-    return "moves" if default == "local" else default
+    return default
 
 
 def covered() -> list[Covered]:
@@ -77,7 +89,8 @@ def covered() -> list[Covered]:
         path = _path(function)
         if path is not None:
             place, name = path
-            found.setdefault((family_of(rule), name, treatment_of(rule)), set()).add(place)
+            treatment = _OF_FUNCTION.get(name) or treatment_of(rule)
+            found.setdefault((family_of(rule), name, treatment), set()).add(place)
     return [Covered(n, tuple(sorted(places)), f, t) for (f, n, t), places in sorted(found.items())]
 
 
@@ -87,7 +100,8 @@ def uncovered() -> list[str]:
         warnings.simplefilter("ignore")  # of what torch deprecates
         every = torch.overrides.get_overridable_functions()
     paths = (_path(f) for functions in every.values() for f in functions if f not in RULES)
-    return sorted({".".join(p) for p in paths if p is not None})
+    # what ShardTensor has of its own needs no rule
+    return sorted({".".join(p) for p in paths if p and not (p[0] == "torch.Tensor" and p[1] in vars(ShardTensor))})
 
 
 def _path(function: Any) -> tuple[str, str] | None:

@@ -43,7 +43,9 @@ def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int =
     x = resolved(input)
     given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     dims = [wrapped(d, x.ndim) for d in given]
-    if isinstance(spacing, (int, float, complex)) or (isinstance(spacing, Tensor) and spacing.ndim == 0):
+    if isinstance(spacing, Tensor) and not spacing.ndim:
+        spacing = spacing.item()
+    if isinstance(spacing, (int, float, complex)):
         spacings: Sequence[Any] = [spacing] * len(dims)
     else:
         spacings = [spacing] if isinstance(spacing, Tensor) else list(spacing)

@@ -173,6 +173,7 @@ def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:
         others = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
         return in_place(_own(input, *others), *args, **kwargs)
 
+    rule.__doc__ = (in_place.__doc__ or "").replace(", in place", " in a copy")
     return rule
 
 

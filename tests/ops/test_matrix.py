@@ -96,3 +96,32 @@ def test_a_sharded_batch_stays():
         y = linalg.inv(a)
     assert y.layout == a.layout
     assert counter.nbytes == 0
+
+
+VARIANTS = {
+    "qr": lambda a: linalg.qr(a, mode="complete")[1].abs(),
+    "eigh": lambda a: linalg.eigvalsh(a @ a.mT, UPLO="U"),
+    "svd": lambda a: linalg.svd(A=a, full_matrices=False)[1],
+    "svd, older": lambda a: a.svd(False, True)[1],
+    "rank": lambda a: linalg.matrix_rank(a, tol=torch.full((3,), 0.1).double()),
+    "norm": lambda a: linalg.norm(a),
+    "norm of columns": lambda a: linalg.norm(a, float("inf"), (1, 2)),
+    "norm of a plane": lambda a: linalg.norm(a, "nuc", dim=(0, 2)),
+    "spectral norm of a plane": lambda a: linalg.matrix_norm(a, 2, dim=(2, 0), keepdim=True),
+    "older norm": lambda a: torch.norm(a, "nuc", dim=(0, 1)),
+    "least squares": lambda a: list(linalg.lstsq(a, a[..., :2] + 1)[:1]),
+    "determinant of a method": lambda a: (a @ a.mT).det(),
+    "power of a method": lambda a: (a @ a.mT).matrix_power(-1),
+    "orthogonal": lambda a: linalg.householder_product(a, a[..., 0, :] * 0.1),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_arguments(name):
+    check(VARIANTS[name], matrices(3, 3, 3), (0, 1, 2), len(name), rtol=1e-7, atol=1e-8)
+
+
+def test_complex_matrices():
+    a = torch.complex(matrices(4, 3, 3), field(4, 3, 3))
+    check(linalg.inv, a, (0, 1, 2), 0, rtol=1e-8)
+    check(lambda x: linalg.eigvalsh(x + x.mH), a, (0, 1, 2), 1, rtol=1e-8)

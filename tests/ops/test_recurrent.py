@@ -67,7 +67,7 @@ def test_cells(kind):
 
 def test_refusals():
     layer = nn.GRU(3, 4, num_layers=2, dropout=0.5)
-    mesh, placements, sizes = next(iter(sampled((5, 6, 3), (1,), 0, 1)))
+    mesh, placements, sizes = next(iter(sampled((5, 6, 3), (1,), 0, 2)))
     x = shard(field(5, 6, 3).float(), mesh, placements, sizes)
     with pytest.raises(ms.UnsupportedOperationError, match="dropout between its layers"):
         layer(x)
@@ -101,7 +101,25 @@ def test_ctc(reduction):
     for k, (mesh, placements, sizes) in enumerate(sampled((8, 6, 5), (0, 1, 2), 1, 4)):
         other = None if k % 2 else (ms.Shard(0),) * mesh.ndim
         compare(loss, [(scores, mesh, placements, sizes), (targets, mesh, other, None)], what=f"{placements} {sizes}")
-    mesh, placements, sizes = next(iter(sampled((8, 6, 5), (1,), 0, 1)))
+    mesh, placements, sizes = next(iter(sampled((8, 6, 5), (1,), 0, 2)))
     whole = torch.cat([t[:n] for t, n in zip(targets, target_lengths)])
     got = F.ctc_loss(shard(scores, mesh, placements, sizes).log_softmax(2), whole, lengths, target_lengths)
     torch.testing.assert_close(gathered(got), F.ctc_loss(scores.log_softmax(2), whole, lengths, target_lengths))
+
+
+def test_one_sequence_and_modules():
+    torch.manual_seed(1)
+    layer, bag = nn.LSTM(3, 4).double(), nn.EmbeddingBag(9, 4, mode="sum").double()
+    index, factors = torch.arange(24).reshape(6, 4) % 9, field(6, 4)
+    for mesh, placements, sizes in sampled((5, 3), (0, 1), 1, 3):
+        compare(lambda x: flatten(layer(x)), [(field(5, 3), mesh, placements, sizes)], list(layer.parameters()))
+    for mesh, placements, sizes in sampled((6, 4), (0,), 1, 3):
+        operands = [(index, mesh, placements, sizes), (factors, mesh, placements, sizes)]
+        compare(lambda i, f: bag(i, per_sample_weights=f), operands, [bag.weight])
+    targets = torch.arange(18).reshape(6, 3) % 4 + 1
+    loss = nn.CTCLoss()
+    for mesh, placements, sizes in sampled((8, 6, 5), (1,), 1, 3):
+        compare(
+            lambda x: loss(x.log_softmax(2), targets, (8,) * 6, (3, 2, 3, 1, 2, 3)),
+            [(field(8, 6, 5), mesh, placements, sizes)],
+        )

@@ -31,7 +31,7 @@ def test_planes(case):
         alike = tuple(p if p.is_shard(0) else ms.Replicate() if p.is_shard(1) else ms.Shard(1) for p in placements)
         other = [(ms.Shard(1),) * mesh.ndim, None, alike][k]
         compare(f, [(x, mesh, placements, sizes), (g, mesh, other, None)], what=f"{placements} {sizes} {other}")
-    mesh, placements, sizes = list(sampled(g.shape, (0, 1, 2, 3), case, 2))[case % 2]
+    mesh, placements, sizes = list(sampled(g.shape, (0, 1, 2, 3), case, 3))[case % 2]
     compare(f, [(x, mesh, None, None), (g, mesh, placements, sizes)], what=f"plain field, {placements} {sizes}")
 
 

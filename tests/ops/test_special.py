@@ -79,3 +79,13 @@ def test_values_and_sequence_in_any_layouts():
                 lambda a, b: torch.searchsorted(a.detach(), b.detach()),
                 [(sequence, mesh, placements, sizes), (values, mesh, other, None)],
             )
+
+
+def test_arguments():
+    same(lambda x: torch.bucketize(x, torch.tensor([0.5, 3.0]), out_int32=True), field(7, 4), (0, 1), 0)
+    edges = torch.tensor([0.0, 1.0]).double()
+    same(lambda x: torch.searchsorted(edges, x, side="right"), field(7, 4), (0, 1), 1)
+    same(lambda x: torch.searchsorted(edges.flip(0), x, sorter=torch.tensor([1, 0])), field(7), (0,), 2)
+    same(lambda x: torch.isin(3, x), torch.arange(9), (0,), 3)
+    same(lambda x: torch.gradient(x, spacing=torch.tensor(0.5))[0], field(7, 4), (0, 1), 4)
+    check(lambda x: torch.gradient(torch.complex(x, x * 2))[1].abs(), field(7, 4), (0, 1), 5)

@@ -90,3 +90,21 @@ def test_sum_to_size():
     check(lambda x: x.sum_to_size((4, 5, 1)), field(4, 5, 3), (0, 1, 2), 1)
     check(lambda x: x.sum_to_size(4, 5, 3) * 1, field(4, 5, 3), (0, 1, 2), 2)
     refused_alike(lambda x: x.sum_to_size(2, 3), field(4, 3))
+
+
+def test_complex_vectors():
+    x = torch.complex(field(5, 3), field(5, 3).flip(0))
+    check(lambda a: torch.linalg.vecdot(a, a.flip(0)), x, (0, 1), 0)
+    check(torch.cov, x, (0, 1), 1)
+    check(lambda a: torch.linalg.cross(a, a.flip(0)), x, (0, 1), 2)
+    check(lambda a: torch.kron(a, a), x[:2], (0, 1), 3)
+
+
+def test_methods():
+    check(lambda a: a.cov(), field(4, 6), (0, 1), 0)
+    check(lambda a: a.corrcoef(), field(4, 6), (0, 1), 1)
+    check(lambda a: a.kron(a), field(4, 2), (0, 1), 2)
+    check(lambda a: a.dist(a * 2, 1), field(4, 6), (0, 1), 3)
+    check(lambda a: a.diagflat(), field(5), (0,), 4)
+    check(lambda a: a.renorm(2, 0, 1.0), field(4, 6), (0, 1), 5)
+    check(lambda a: a.cross(a.flip(0), -1), field(4, 3), (0, 1), 6)
