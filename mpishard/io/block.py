@@ -49,11 +49,12 @@ def pieces_of(axes: Sequence[Axis], window: Sequence[Sequence[Run]], cells: int)
     cells
         Largest number of cells of a piece.
     """
-    out = []
+    out: list[Piece] = []
     for runs in product(*window):
-        counts = [run.count if run.step else min(run.count, 1) for run in runs]
-        for box in slabs([(0, c) for c in counts], cells):
-            out.append(_piece(axes, [_part(run, *interval) for run, interval in zip(runs, box)]))
+        counts = [(0, run.count if run.step else min(run.count, 1)) for run in runs]
+        out += [
+            _piece(axes, [_part(run, *interval) for run, interval in zip(runs, box)]) for box in slabs(counts, cells)
+        ]
     return out
 
 

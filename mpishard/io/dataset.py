@@ -16,7 +16,7 @@ from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
 from mpishard.io.block import Block
-from mpishard.io.file import Path, damaged, found, opened, sources
+from mpishard.io.file import Path, check_sources, damaged, found, opened
 from mpishard.io.read import Part, Window, part_of
 from mpishard.layout import Shard, as_placements, layout_of
 from mpishard.tensor import ShardTensor, wrap
@@ -74,7 +74,6 @@ class Dataset(data.Dataset[Any]):
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         self._pid = os.getpid()
         self._file: Any = None
-        self._sources: list[Any] = []
         error: MpishardError | None = None
         signature = f"io.Dataset {name}"
         try:
@@ -98,8 +97,7 @@ class Dataset(data.Dataset[Any]):
                 self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
             )
             self._window: Window = self._part.window(mesh)
-            box = [(a.start, a.start + a.count) for a in self._part.axes]
-            self._sources = sources(self._dataset, path, [box[0], *self._part.layout.box(mesh.coords)[1:]])
+            check_sources(self._dataset, path, self._part.layout.box(mesh.coords))
             self._local = self._window.shape[1:]
             signature += f" {self._part!r}"
         except MpishardError as e:
@@ -131,9 +129,8 @@ class Dataset(data.Dataset[Any]):
     def close(self) -> None:
         """Close the file. Not collective."""
         with self._lock:
-            for file in (*self._sources, self._file):
-                if file:
-                    file.close()
+            if self._file:
+                self._file.close()
 
     def __enter__(self) -> Dataset:
         return self

@@ -91,29 +91,27 @@ def found(file: Any, path: Path, name: str) -> Any:
     )
 
 
-def sources(dataset: Any, path: Path, box: Sequence[tuple[int, int]]) -> list[Any]:
-    """Open the files that a virtual dataset takes a box from, so that none is missing in silence.
+def check_sources(dataset: Any, path: Path, box: Sequence[tuple[int, int]]) -> None:
+    """Open the files that a virtual dataset takes a box from: HDF5 reads fill values where one is not there.
 
-    Not collective. HDF5 reads fill values where a source is missing or damaged.
+    Not collective.
 
-    Returns
-    -------
-    list
-        The open files; keep them open while the box is read.
+    Raises
+    ------
+    FileError
+        One of them is missing or damaged.
     """
     if not dataset.is_virtual:
-        return []
+        return
     folder = os.path.dirname(os.path.abspath(path))
-    files: dict[str, Any] = {}
     for space, file_name, name, _ in dataset.virtual_sources():
         lo, hi = space.get_select_bounds() if space.get_select_npoints() else ((1,), (0,))
         if file_name == "." or any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
             continue
         at = os.path.join(folder, file_name)
-        if at not in files:
-            files[at] = opened(at)
-        found(files[at], at, name)
-    return list(files.values())
+        # closed again: HDF5 does not open a file twice in two ways, and says nothing
+        with opened(at) as file:
+            found(file, at, name)
 
 
 def damaged(path: Path, name: str, e: Exception) -> FileError:

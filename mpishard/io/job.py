@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 
 def given(layout: Layout, nbytes: int, itemsize: int) -> list[list[Box]]:
-    """Return the slabs of at most ``nbytes`` that each rank gives; of ranks with one block, the first. Not collective."""
+    """Return each rank's slabs of at most ``nbytes``; of ranks with one block, the first gives it. Not collective."""
     held = [m for m, p in enumerate(layout.placements) if not p.is_shard()]
     return [
         [] if any(coords[m] for m in held) else list(slabs(layout.box(coords), max(1, nbytes // itemsize)))

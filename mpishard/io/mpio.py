@@ -23,7 +23,6 @@ from mpishard.io.block import Block
 from mpishard.io.file import Path, import_h5py
 from mpishard.io.form import create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
-from mpishard.layout import Layout
 from mpishard.layout.slab import Box
 
 # Below the 2 GiB that MPI's file layers count.

@@ -16,11 +16,11 @@ from mpishard.io.backend import choose_reading, tell
 from mpishard.io.block import Block
 from mpishard.io.decode import Decoding, decoding_of
 from mpishard.io.dtype import torch_dtype
-from mpishard.io.file import Path, damaged, found, opened, sources
+from mpishard.io.file import Path, check_sources, damaged, found, opened
 from mpishard.io.mpio import read_mpio
 from mpishard.io.select import Axis, selected
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
-from mpishard.tensor import ShardTensor, wrap
+from mpishard.tensor import wrap
 
 Halo = Mapping[int, "int | tuple[int, int]"]
 
@@ -129,8 +129,8 @@ def read(
             signature += f" {part!r} {plan.told} by {choice.name}"
             out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
             block = part.block(plan, out)
-            for source in sources(dataset, path, _touched(block)):
-                files.enter_context(source)
+            if block.pieces:
+                check_sources(dataset, path, _touched(block))
         except MpishardError as e:
             error = e
         guard.agree(group.comm, error, signature)
@@ -266,9 +266,7 @@ def _buffer(
 
 
 def _touched(block: Block) -> list[tuple[int, int]]:
-    """Return the box of the dataset that a block reads from."""
-    if not block.pieces:
-        return []
+    """Return the box of the dataset that a block, not an empty one, reads from."""
     dims = range(len(block.pieces[0].start))
     lo = [min(p.start[d] for p in block.pieces) for d in dims]
     hi = [max(p.start[d] + (p.counts[d] - 1) * p.stride[d] + 1 for p in block.pieces) for d in dims]

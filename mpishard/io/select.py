@@ -40,8 +40,8 @@ def selected(select: Any, shape: Sequence[int], name: str = "") -> tuple[Axis, .
 
     Examples
     --------
-    >>> selected((-1, ..., slice(2, None, 2)), (3, 4, 5))
-    (Axis(start=2, count=1, step=1, kept=False), Axis(start=0, count=4, step=1, kept=True), Axis(start=2, count=2, step=2, kept=True))
+    >>> selected((-1, slice(2, None, 2)), (3, 5))
+    (Axis(start=2, count=1, step=1, kept=False), Axis(start=2, count=2, step=2, kept=True))
     """
     entries = list(select) if isinstance(select, tuple) else [] if select is None else [select]
     holes = [i for i, entry in enumerate(entries) if entry is Ellipsis]

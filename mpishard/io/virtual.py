@@ -65,7 +65,7 @@ def prune(path: Path, keep: Path | None) -> None:
 
 
 class _Part:
-    """This rank's file; errors are kept until all ranks ask for them."""
+    """The file of one rank; errors are kept until all ranks ask for them."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -139,7 +139,8 @@ def write(
     except FAILURES as e:
         error = not_written(path, e)
     guard.agree(group.comm, error, signature)
-    assert form is not None and choice is not None
+    assert form is not None
+    assert choice is not None
     # rank 0's, so that ranks cannot disagree
     exists = append is not None and own.exists()
     form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 
@@ -35,8 +35,8 @@ def write_xdmf(path: Path, form: Form) -> None:
     three of one of more, are space: y and x, or z, y and x, at the values of their scales, or 0, 1, 2... Leading
     dims become fields ``name[i,j]``, steps become times. Complex, half and bool datasets are left out.
     """
-    root = ElementTree.Element("Xdmf", Version="2.0")
-    domain = ElementTree.SubElement(root, "Domain")
+    root = ET.Element("Xdmf", Version="2.0")
+    domain = ET.SubElement(root, "Domain")
     times: list[float] | None = None
     if form.append is not None:
         with import_h5py().File(path, "r", locking=False) as file:
@@ -54,14 +54,14 @@ def write_xdmf(path: Path, form: Form) -> None:
         if times is None:
             _add_grid(domain, name, path, space, dims, variables, None, None, form)
             continue
-        steps = ElementTree.SubElement(domain, "Grid", Name=name, GridType="Collection", CollectionType="Temporal")
+        steps = ET.SubElement(domain, "Grid", Name=name, GridType="Collection", CollectionType="Temporal")
         for step, time in enumerate(times):
             grid = _add_grid(steps, f"{name} {step}", path, space, dims, variables, step, len(times), form)
-            grid.insert(0, ElementTree.Element("Time", Value=repr(time)))
-    ElementTree.indent(root)
+            grid.insert(0, ET.Element("Time", Value=repr(time)))
+    ET.indent(root)
     target = path.with_suffix(".xdmf")
     partial = target.with_name(f".{target.name}.partial")
-    partial.write_text('<?xml version="1.0" ?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n")
+    partial.write_text('<?xml version="1.0" ?>\n' + ET.tostring(root, encoding="unicode") + "\n")
     os.replace(partial, target)
 
 
@@ -76,16 +76,16 @@ def _add_grid(
     steps: int | None,
     form: Form,
 ) -> Any:
-    grid = ElementTree.SubElement(parent, "Grid", Name=name, GridType="Uniform")
+    grid = ET.SubElement(parent, "Grid", Name=name, GridType="Uniform")
     whole = (1,) * (3 - len(space)) + space
     kind = "3DCoRectMesh" if dims is None else "3DRectMesh"
-    ElementTree.SubElement(grid, "Topology", TopologyType=kind, Dimensions=_text(whole))
+    ET.SubElement(grid, "Topology", TopologyType=kind, Dimensions=_text(whole))
     if dims is None:
-        geometry = ElementTree.SubElement(grid, "Geometry", GeometryType="ORIGIN_DXDYDZ")
+        geometry = ET.SubElement(grid, "Geometry", GeometryType="ORIGIN_DXDYDZ")
         for values in ("0 0 0", "1 1 1"):
             _add_item(geometry, (3,), "float64", "XML").text = values
     else:
-        geometry = ElementTree.SubElement(grid, "Geometry", GeometryType="VXVYVZ")
+        geometry = ET.SubElement(grid, "Geometry", GeometryType="VXVYVZ")
         for dim in reversed(dims):
             values = np.asarray(form.scales[dim], float).ravel()
             _add_item(geometry, values.shape, "float64", "XML").text = " ".join(map(repr, values.tolist()))
@@ -95,7 +95,7 @@ def _add_grid(
         leading = v.shape[: len(v.shape) - len(space)]
         for index in product(*map(range, leading)):
             label = f"{v.name}[{','.join(map(str, index))}]" if math.prod(leading) > 1 else v.name
-            attribute = ElementTree.SubElement(grid, "Attribute", Name=label, AttributeType="Scalar", Center="Node")
+            attribute = ET.SubElement(grid, "Attribute", Name=label, AttributeType="Scalar", Center="Node")
             at = (*(() if step is None else (step,)), *index)
             full = (*(() if steps is None else (steps,)), *v.shape)
             _add_cells(attribute, path, v, whole, at, full)
@@ -108,10 +108,8 @@ def _add_cells(
     if at:
         count = (*(1 for _ in at), *full[len(at) :])
         start = (*at, *(0 for _ in full[len(at) :]))
-        parent = ElementTree.SubElement(
-            parent, "DataItem", ItemType="HyperSlab", Type="HyperSlab", Dimensions=_text(whole)
-        )
-        slab = ElementTree.SubElement(
+        parent = ET.SubElement(parent, "DataItem", ItemType="HyperSlab", Type="HyperSlab", Dimensions=_text(whole))
+        slab = ET.SubElement(
             parent, "DataItem", Dimensions=f"3 {len(full)}", NumberType="Int", Precision="8", Format="XML"
         )
         slab.text = "  ".join(map(_text, (start, (1,) * len(full), count)))
@@ -121,7 +119,7 @@ def _add_cells(
 
 def _add_item(parent: Any, shape: Sequence[int], dtype: str, form: str) -> Any:
     kind, nbytes = _TYPES[dtype]
-    return ElementTree.SubElement(
+    return ET.SubElement(
         parent, "DataItem", Dimensions=_text(shape), NumberType=kind, Precision=str(nbytes), Format=form
     )
 

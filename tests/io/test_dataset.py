@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import mpishard as ms
+from tests.io.files import WORLD, same_on_all, store, values
+
+
+@pytest.fixture
+def stream(mesh, folder):
+    full = values((5, 6, 7))
+    store(folder / "a.h5", a=(full.numpy(), {"chunks": (1, 6, 7)}), b=(-full.numpy(), {}))
+    with ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1))) as ds:
+        yield ds, full
+
+
+def test_samples(stream):
+    ds, full = stream
+    assert ds.shape == full.shape
+    assert ds.sample_shape == (6, 7)
+    assert len(ds) == 5
+    assert ds.dtype == torch.float32
+    for t in (0, 3, -1):
+        assert ds[t].placements == (ms.Shard(0), ms.Shard(1))
+        assert torch.equal(ds[t].full_tensor(), full[t])
+    assert ds[1:4].placements == (ms.Shard(1), ms.Shard(2))
+    assert torch.equal(ds[1:4].full_tensor(), full[1:4])
+    assert torch.equal(ds[4:1:-2].full_tensor(), full[[4, 2]])
+    assert torch.equal(ds.batch([2, 0]).full_tensor(), full[[2, 0]])
+    with pytest.raises(IndexError, match="sample 5 of 5"):
+        ds[5]
+
+
+def test_iteration_reads_ahead_in_a_thread(stream):
+    ds, full = stream
+    for x, expected in zip(ds, full, strict=True):
+        assert torch.equal(x.full_tensor(), expected)
+    for i, x in enumerate(ds):
+        assert torch.equal(x.full_tensor(), full[i])
+        if i == 1:
+            break
+    del x
+    assert not [t for t in threading.enumerate() if t.name == "mpishard-read-ahead"]
+
+
+def test_batches(stream):
+    ds, full = stream
+    loader = ms.io.Loader(ds, batch_size=2)
+    assert len(loader) == 3
+    assert [tuple(x.shape) for x in loader] == [(2, 6, 7), (2, 6, 7), (1, 6, 7)]
+    assert torch.equal(torch.cat([x.full_tensor() for x in loader]), full)
+    loader = ms.io.Loader(ds, batch_size=2, drop_last=True, transform=lambda x: x * 2)
+    assert len(list(loader)) == len(loader) == 2
+    assert torch.equal(next(iter(loader)).full_tensor(), 2 * full[:2])
+
+
+def test_shuffled_alike_on_every_rank(stream):
+    ds, full = stream
+    torch.manual_seed(WORLD.rank)
+    loader = ms.io.Loader(ds, shuffle=True, seed=3)
+    orders = [[int(x.full_tensor()[0, 0] - 0) for x in loader] for _ in range(2)]
+    firsts = sorted(full[:, 0, 0].int().tolist())
+    assert [sorted(o) for o in orders] == [firsts, firsts]
+    assert orders[0] != orders[1]
+    assert len(set(WORLD.allgather(str(orders)))) == 1
+
+
+def test_inputs_with_targets(stream, mesh, folder):
+    ds, full = stream
+    with ms.io.Dataset(folder / "a.h5", "b", mesh, (ms.Replicate(), ms.Shard(0))) as other:
+        for x, y in ms.io.Loader((ds, other)):
+            assert torch.equal(x.full_tensor(), -y.full_tensor())
+        for item in ms.io.Loader({"x": ds, "y": other}, batch_size=3):
+            assert torch.equal(item["x"].full_tensor(), -item["y"].full_tensor())
+    for wrong in ((), (ds, 3), ds.shape):
+        with pytest.raises(ms.MpishardError, match="Loader"):
+            ms.io.Loader(wrong)
+    with pytest.raises(ms.LayoutError, match="prefetch"):
+        ms.io.Loader(ds, prefetch=0)
+    assert full.ndim == 3
+
+
+def test_it_is_a_torch_dataset(stream):
+    ds, full = stream
+    assert isinstance(ds, torch.utils.data.Dataset)
+    loader = torch.utils.data.DataLoader(ds, batch_size=None, shuffle=False)
+    for x, expected in zip(loader, full, strict=True):
+        assert isinstance(x, ms.ShardTensor)
+        assert torch.equal(x.full_tensor(), expected)
+    with pytest.raises(ms.UnsupportedOperationError, match="Loader"):
+        pickle.dumps(ds)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_other_samples_on_other_ranks(stream):
+    ds, _ = stream
+    with pytest.raises(ms.DesyncError) as e:
+        ds[min(WORLD.rank, 1)]
+    same_on_all(e)
+
+
+def test_packed_samples(mesh, folder):
+    packed = np.arange(24, dtype=np.int16).reshape(4, 6)
+    if WORLD.rank == 0:
+        with h5py.File(folder / "p.nc", "w") as f:
+            f.create_dataset("p", data=packed).attrs["scale_factor"] = 0.5
+    WORLD.Barrier()
+    ds = ms.io.Dataset(
+        folder / "p.nc",
+        "p",
+        mesh,
+        (ms.Replicate(), ms.Shard(0)),
+        decode=True,
+        sizes={0: [6]} if WORLD.size == 1 else None,
+    )
+    assert torch.equal(ds[2].full_tensor(), torch.from_numpy(packed[2] * 0.5).float())
+    ds.close()
+
+
+def test_bad_datasets(mesh, folder, stream):
+    store(folder / "s.h5", s=(np.float32(1), {}))
+    for name, file in (("s", "s.h5"), ("none", "a.h5"), ("a", "none.h5")):
+        with pytest.raises(ms.MpishardError) as e:
+            ms.io.Dataset(folder / file, name, mesh, (ms.Shard(0), ms.Shard(1)))
+        same_on_all(e)
+    with pytest.raises(ms.LayoutError):
+        ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(2)))
+
+
+def test_a_file_that_is_cut_while_it_is_read(mesh, folder):
+    store(folder / "a.h5", a=(np.arange(20000.0).reshape(20, 1000), {"chunks": (1, 1000), "fletcher32": True}))
+    ds = ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Replicate(), ms.Shard(0)))
+    if WORLD.rank == 0:
+        with open(folder / "a.h5", "r+b") as f:
+            f.seek(os.path.getsize(folder / "a.h5") - 4000)
+            f.write(b"\xff" * 4000)
+    WORLD.Barrier()
+    with pytest.raises(ms.MpishardError, match="cannot read 'a'") as e:
+        list(ds)
+    same_on_all(e)

@@ -1,0 +1,81 @@
+"""XDMF companions, read back by VTK's own reader."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import mpishard as ms
+from tests.io.files import BACKENDS, WORLD, sharded, values
+
+vtk_xdmf = pytest.importorskip("vtkmodules.vtkIOXdmf2")
+
+
+def opened(path, time=None):
+    reader = vtk_xdmf.vtkXdmfReader()
+    reader.SetFileName(str(path))
+    reader.UpdateInformation()
+    if time is None:
+        reader.Update()
+    else:
+        reader.UpdateTimeStep(time)
+    out = reader.GetOutputDataObject(0)
+    return out.GetBlock(0) if out.IsA("vtkMultiBlockDataSet") else out
+
+
+def array(grid, name, shape):
+    from vtkmodules.util.numpy_support import vtk_to_numpy
+
+    return vtk_to_numpy(grid.GetPointData().GetArray(name)).reshape(shape)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_images(mesh, folder, backend):
+    full = values((5, 6, 4))
+    tensors = {"t": sharded(full, mesh), "g/u": sharded(full.double() * 2, mesh), "i": sharded(full.int(), mesh)}
+    ms.io.write(folder / "a.h5", tensors, xdmf=True, backend=backend)
+    if WORLD.rank == 0:
+        grid = opened(folder / "a.xdmf")
+        assert grid.GetDimensions() == (4, 6, 5)
+        assert np.array_equal(array(grid, "t", full.shape), full.numpy())
+        assert np.array_equal(array(grid, "g/u", full.shape), full.double().numpy() * 2)
+        assert np.array_equal(array(grid, "i", full.shape), full.numpy())
+    WORLD.Barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64, torch.float32], ids=str)
+def test_flat_images_of_each_type(mesh, folder, dtype):
+    full = values((5, 7), dtype)
+    ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, xdmf=True)
+    if WORLD.rank == 0:
+        grid = opened(folder / "a.xdmf")
+        assert grid.GetDimensions() == (7, 5, 1)
+        assert np.array_equal(array(grid, "x", full.shape), full.numpy())
+    WORLD.Barrier()
+
+
+def test_scales_and_leading_dims(mesh, folder):
+    full = values((2, 3, 4, 5))
+    x = sharded(full, mesh, (ms.Shard(2), ms.Shard(3)))
+    lat = [0.0, 1.0, 4.0, 9.0]
+    scales = {"z": [0, 1, 2], "lat": lat, "lon": np.arange(5) * 10.0}
+    ms.io.write(folder / "a.h5", {"x": x}, dims=("c", "z", "lat", "lon"), scales=scales, xdmf=True)
+    if WORLD.rank == 0:
+        grid = opened(folder / "a.xdmf")
+        assert np.array_equal(array(grid, "x[1]", full.shape[1:]), full[1].numpy())
+        assert grid.GetBounds() == (0.0, 40.0, 0.0, 9.0, 0.0, 2.0)
+    WORLD.Barrier()
+
+
+def test_steps(mesh, folder):
+    full = values((4, 6))
+    for step in range(3):
+        ms.io.write(
+            folder / "a.h5", {"x": sharded(full + step, mesh)}, append="time", scales={"time": step / 2}, xdmf=True
+        )
+    if WORLD.rank == 0:
+        for step in range(3):
+            grid = opened(folder / "a.xdmf", step / 2)
+            assert np.array_equal(array(grid, "x", full.shape), full.numpy() + step)
+    WORLD.Barrier()
