@@ -104,7 +104,7 @@ VARIANTS = {
     "svd": lambda a: linalg.svd(A=a, full_matrices=False)[1],
     "svd, older": lambda a: a.svd(False, True)[1],
     "rank": lambda a: linalg.matrix_rank(a, tol=torch.full((3,), 0.1).double()),
-    "norm": lambda a: linalg.norm(a),
+    "norm": linalg.norm,
     "norm of columns": lambda a: linalg.norm(a, float("inf"), (1, 2)),
     "norm of a plane": lambda a: linalg.norm(a, "nuc", dim=(0, 2)),
     "spectral norm of a plane": lambda a: linalg.matrix_norm(a, 2, dim=(2, 0), keepdim=True),
