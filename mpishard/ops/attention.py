@@ -32,6 +32,7 @@ from mpishard.ops.attention_tile import Dropout, Operand
 from mpishard.ops.contract import block
 from mpishard.ops.dim import resized
 from mpishard.ops.geometry import on_domain
+from mpishard.ops.reduction import HALVES
 from mpishard.ops.ring import RingPlan, reach_of, ring_attention
 from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
@@ -55,8 +56,9 @@ def attention_method(method: str) -> Iterator[None]:
     method
         ``"ring"``: blocks of keys and values go round the ranks while these compute. ``"all_to_all"``: heads
         are sharded instead, each rank attends with whole sequences of its heads, and the result goes back.
-        ``"auto"``: all-to-all where the heads divide evenly, no mask has a row per query, nothing is dropped
-        and fewer bytes travel; else the ring.
+        ``"auto"``: where every rank has the queries, and they are few, each attends to its own keys, and the
+        softmax and its sums are reduced over the ranks; else all-to-all where the heads divide evenly, no mask
+        has a row per query, nothing is dropped and fewer bytes travel; else the ring.
 
     Raises
     ------
@@ -118,7 +120,8 @@ def scaled_dot_product_attention(
     Not collective where only batch, heads and queries are sharded, alike in all operands. Where keys and values
     are sharded along the sequence: collective, by the ring or by heads (see `attention_method`); each block of
     keys and values is sent once less often than there are ranks, and none is gathered. Features that are sharded
-    become shards of the sequence. The columns of a mask are gathered.
+    become shards of the sequence. The columns of a mask are gathered. Where every rank has the queries, they are
+    cut like the keys, unless they are few: then only sums over the ranks travel.
 
     Under a causal mask, blocks that no query of a rank sees are neither sent to it nor computed. As the blocks of
     a layout are contiguous, the last ranks would have most of the work: long sequences are therefore exchanged
@@ -162,6 +165,11 @@ def attend(
             key_, lambda: _plan(mesh, layouts, shape, dtypes[0], is_causal, scale, enable_gqa, dropped, method)
         )
     meeting = plan.meeting
+    if meeting.keys:
+        held = [wrap(x, layout, mesh) for x, layout in zip(locals_, layouts)]
+        return _attend_by_keys(
+            [moved(x, target) for x, target in zip(held, meeting.operands)], dropout_p, is_causal, scale
+        )
     blocks = [
         block(x, mesh, layout, target, used)
         for x, layout, target, used in zip(locals_, layouts, meeting.operands, meeting.used)
@@ -189,6 +197,39 @@ def _cast(x: Any) -> Any:
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
+
+
+def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    """Attend with all queries on every rank, each to its own keys. Collective over the mesh dims that shard keys."""
+    dtype = operands[0].dtype
+    q, k, v, *masks = (x.float() if x.dtype in HALVES else x for x in operands)
+    if q.ndim > 2:
+        k, v = (_repeated(x, q.shape[-3]) for x in (k, v))
+    s = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
+    for mask in masks:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    if is_causal:
+        (row, last), (column, end) = (s.layout.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
+        after = torch.arange(column, end) > torch.arange(row, last).unsqueeze(1)
+        s = wrap(s._local.masked_fill(after.to(s.device), -torch.inf), s._layout, s._mesh)
+    if masks:
+        hidden = (s == -torch.inf).all(-1, keepdim=True)
+        p = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+    else:
+        p = s.softmax(-1)
+    if dropout_p > 0:
+        p = F.dropout(p, dropout_p)
+    return resolved(p @ v).to(dtype)
+
+
+def _repeated(x: ShardTensor, heads: int) -> ShardTensor:
+    """Return keys or values with as many heads as the queries; one head broadcasts."""
+    group = 1 if x.ndim < 3 or x.shape[-3] in (0, 1, heads) else heads // x.shape[-3]
+    if group == 1:
+        return x
+    dim, cut = x.ndim - 3, x._layout.sizes[-3]
+    layout = resized(x._layout, dim, heads, None if cut is None else tuple(n * group for n in cut))
+    return wrap(x._local.repeat_interleave(group, dim), layout, x._mesh)
 
 
 def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:
@@ -234,8 +275,11 @@ def _plan(
     groups = (1, 1)
     if enable_gqa:
         groups = tuple(layouts[0].shape[-3] // o.shape[-3] for o in layouts[1:3])  # type: ignore[assignment]
-    meeting = plan_meeting(layouts, shape, groups)
+    few = method == "auto" and shape[-2] * mesh.size <= layouts[1].shape[-2]
+    meeting = plan_meeting(layouts, shape, groups, few_queries=few)
     out = meeting.out
+    if meeting.keys:
+        return AttentionPlan(meeting, out, None, None, None)
     if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
         meeting = plan_meeting(layouts, shape, groups, by_heads=True)
     q, k, v = meeting.operands[:3]

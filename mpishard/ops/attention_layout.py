@@ -15,6 +15,7 @@ from mpishard.ops.dim import CACHED
 HEADS = 0  # batch dims are numbered from the last one, which holds the heads
 SEQUENCE = "sequence"  # a mesh dim that shards queries, and keys and values with them
 QUERIES = "queries"  # one that shards queries only: every rank has all keys and values
+KEYS = "keys"  # one that shards keys and values only: every rank has all queries
 
 
 class Meeting(NamedTuple):
@@ -29,13 +30,16 @@ class Meeting(NamedTuple):
     out
         Layout of the result.
     ring
-        The mesh dims that shard keys and values along the sequence.
+        The mesh dims that shard queries, and keys and values, along the sequence.
+    keys
+        Those that shard keys and values only.
     """
 
     operands: tuple[Layout, ...]
     used: tuple[tuple[int, ...], ...]
     out: Layout
     ring: tuple[int, ...]
+    keys: tuple[int, ...]
 
 
 def labels_of(ndims: Sequence[int], masks: int) -> tuple[Labels, ...]:
@@ -57,7 +61,12 @@ def _is_full(layout: Layout, dim: int, label: Label, shape: tuple[int, ...], key
 
 @lru_cache(maxsize=CACHED)
 def plan_meeting(
-    layouts: tuple[Layout, ...], shape: tuple[int, ...], groups: tuple[int, int], *, by_heads: bool = False
+    layouts: tuple[Layout, ...],
+    shape: tuple[int, ...],
+    groups: tuple[int, int],
+    *,
+    by_heads: bool = False,
+    few_queries: bool = False,
 ) -> Meeting:
     """Plan where the operands meet.
 
@@ -73,6 +82,8 @@ def plan_meeting(
         Heads of the queries per head of the keys, and per head of the values.
     by_heads
         Whether mesh dims that would shard the sequence of keys shard the heads instead.
+    few_queries
+        Whether mesh dims along which all ranks have the queries shard keys and values only.
     """
     labels = labels_of([o.ndim for o in layouts], len(layouts) - 3)
     keys = layouts[1].shape[-2]
@@ -81,13 +92,15 @@ def plan_meeting(
         [_is_full(o, d, label, shape, keys, share) for d, label in enumerate(own)]
         for o, own, share in zip(layouts, labels, shares)
     ]
-    at: list[Label | None] = []
-    for m in range(len(layouts[0].mesh_shape)):
-        label = _label(m, layouts, labels, full)
-        at.append(HEADS if by_heads and label == SEQUENCE else label)
+    at = [_label(m, layouts, labels, full) for m in range(len(layouts[0].mesh_shape))]
+    along = [m for m, label in enumerate(at) if label == SEQUENCE]
+    instead: Label = HEADS if by_heads else SEQUENCE
+    if few_queries and all(type(layouts[0].placements[m]) is Replicate for m in along):
+        instead = KEYS
+    at = [instead if label == SEQUENCE else label for label in at]
     dims: dict[Label, tuple[int, ...]] = {}
     for m, label in enumerate(at):
-        for own in {SEQUENCE: ("L", "S"), QUERIES: ("L",), None: ()}.get(label, (label,)):  # type: ignore[call-overload]
+        for own in {SEQUENCE: ("L", "S"), QUERIES: ("L",), KEYS: ("S",), None: ()}.get(label, (label,)):  # type: ignore[call-overload]
             dims[own] = (*dims.get(own, ()), m)
     sizes: dict[Label, tuple[int, ...]] = {}
     for o, own, share, whole in zip(layouts, labels, shares, full):
@@ -105,8 +118,8 @@ def plan_meeting(
         placements: list[Placement] = [Replicate()] * len(mesh_shape)
         cuts: list[tuple[int, ...] | None] = [None] * o.ndim
         for d, label in enumerate(own):
-            # the columns of a mask stay whole: its rows are cut
-            if label in dims and whole[d] and (label != "S" or "L" not in own):
+            # the columns of a mask stay whole where its rows are cut
+            if label in dims and whole[d] and (label != "S" or "L" not in own or instead == KEYS):
                 for m in dims[label]:
                     placements[m] = Shard(d)
                 cut = sizes.get(label)
@@ -119,7 +132,9 @@ def plan_meeting(
         for m in dims.get(label, ()):
             out_placements[m] = Shard(d)
     out = layout_of(mesh_shape, out_placements, shape, [sizes.get(label) for label in result])
-    return Meeting(tuple(operands), tuple(used), out, dims.get("S", ()))
+    keys_dims = dims.get("S", ())
+    ring, only = ((), keys_dims) if instead == KEYS else (keys_dims, ())
+    return Meeting(tuple(operands), tuple(used), out, ring, only)
 
 
 def _label(m: int, layouts: Sequence[Layout], labels: Sequence[Labels], full: Sequence[Sequence[bool]]) -> Label | None:

@@ -109,6 +109,32 @@ def test_heads_that_share_keys(method):
         attended([uneven, *[along(HEADS)] * 2], operands(heads=4, shared=2), enable_gqa=True)
 
 
+def test_few_queries_stay_where_they_are():
+    for q, kv in itertools.product((along(WHOLE), (None, None)), (along(SEQUENCE), along(SEQUENCE, *skew(13, P)))):
+        for causal in (False, True):
+            attended([q, kv, kv], operands(2), is_causal=causal)
+        for mask in (field(2, 13), field(2, 13) > 5, field(2, 4, 1, 13)):
+            attended([q, kv, kv, (None, None)], operands(2), [mask])
+            attended([q, kv, kv, along(ms.Shard(mask.ndim - 1))], operands(2), [mask])
+        attended([q, kv, kv], operands(2, shared=2), enable_gqa=True, scale=0.3)
+        attended([q, kv, kv], operands(1, shared=1))
+        with sdpa_kernel(SDPBackend.MATH):
+            attended([q, kv, kv], operands(2), second=True)
+    for mesh_shape in mesh_shapes(2):
+        placements = [(WHOLE, BATCH), (SEQUENCE, SEQUENCE), (SEQUENCE, SEQUENCE)]
+        attended([(p[: len(mesh_shape)], None) for p in placements], operands(2), mesh=mesh_of(mesh_shape))
+    q, *kv = operands(2, 8 * P)
+    kv = [shard(x, mesh_of((P,)), (SEQUENCE,)) for x in kv]
+    y, count = counted(lambda: sdpa(q, *kv))
+    assert y.placements == (WHOLE,)
+    assert P == 1 or list(count.by_op) == ["all_reduce"]
+    torch.manual_seed(7)
+    few = gathered(sdpa(q, *kv, dropout_p=0.5))
+    torch.manual_seed(7)
+    with ms.attention_method("ring"):
+        torch.testing.assert_close(few, gathered(sdpa(q, *kv, dropout_p=0.5)))
+
+
 def test_keys_that_all_of_the_batch_share():
     q, k, v = operands()
     for own in (BATCH, HEADS, SEQUENCE):
