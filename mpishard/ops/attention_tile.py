@@ -118,7 +118,9 @@ class Operand(NamedTuple):
         if self.group > 1:
             x = x.repeat_interleave(self.group, -3)
         # a number, as -1 says nothing where there are no cells
-        return x.expand(*self.batch, *x.shape[-2:]).reshape(math.prod(self.batch), *x.shape[-2:])
+        x = x.expand(*self.batch, *x.shape[-2:]).reshape(math.prod(self.batch), *x.shape[-2:])
+        # fused kernels read features as neighbours in memory, whatever the strides say
+        return x if x.stride(-1) == 1 else x.contiguous()
 
     def folded(self, g: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the cotangent of a block of ``shape``: the adjoint of `flat`. Not collective."""

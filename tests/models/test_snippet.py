@@ -68,6 +68,13 @@ def latent_tokens(x):
     return (latents @ t.transpose(1, 2)).softmax(-1) @ t
 
 
+def memory_tokens(x):
+    """Torch's attention to the field and a few tokens, all strided as flattened images are."""
+    t = x.flatten(2).transpose(1, 2)
+    keys = torch.cat([t, WEIGHT.flatten(2).transpose(1, 2).expand(2, -1, -1)], dim=1)
+    return F.scaled_dot_product_attention(t, keys, keys).transpose(1, 2).view(x.shape)
+
+
 def experts(x):
     """Every cell's two best experts."""
     t = x.permute(0, 2, 3, 1)
@@ -156,8 +163,8 @@ def unrolled(x):
 
 
 SNIPPETS = [
-    non_local, linear_attention, axial_attention, rotary_positions, masked_autoencoder, latent_tokens, experts,
-    quantised, haar, reaction_diffusion, soft_argmax, structural_similarity, laplacian_pyramid, coordinates,
+    non_local, linear_attention, axial_attention, rotary_positions, masked_autoencoder, latent_tokens, memory_tokens,
+    experts, quantised, haar, reaction_diffusion, soft_argmax, structural_similarity, laplacian_pyramid, coordinates,
     written_into, unrolled,
 ]  # fmt: skip
 
