@@ -44,7 +44,7 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
     return int(seed)
 
 
-def _mixed(z: Tensor) -> Tensor:
+def mixed(z: Tensor) -> Tensor:
     """Finish splitmix64 in place."""
     for shift, factor in ((30, _MIX_A), (27, _MIX_B), (31, None)):
         # >> carries the sign along; the mask makes it a logical shift
@@ -54,7 +54,7 @@ def _mixed(z: Tensor) -> Tensor:
     return z
 
 
-def _blocks(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, Tensor, int]]:
+def runs(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, Tensor, int]]:
     """Yield (position in the flat block, global indices relative to the first, the first) piece by piece."""
     box = layout.box(coords)
     local = [hi - lo for lo, hi in box]
@@ -113,13 +113,13 @@ def filled(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, fill
     def base(lane: int) -> int:
         if lane not in lanes:
             # a lane is a stream of its own: the seed hashed with its number
-            lanes[lane] = int(_mixed(torch.tensor([_signed(seed + (lane + 1) * _STEP)]))[0])
+            lanes[lane] = int(mixed(torch.tensor([_signed(seed + (lane + 1) * _STEP)]))[0])
         return lanes[lane]
 
-    for at, index, start in _blocks(layout, coords):
+    for at, index, start in runs(layout, coords):
 
         def bits(lane: int, index: Tensor = index, start: int = start) -> Tensor:
-            return _mixed((index + (start + 1)).mul_(_STEP).add_(base(lane)))
+            return mixed((index + (start + 1)).mul_(_STEP).add_(base(lane)))
 
         flat[at : at + index.numel()] = fill(bits)
     return out

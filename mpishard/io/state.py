@@ -1,0 +1,154 @@
+"""State of models, optimizers and schedulers as JSON, with the tensors set apart: no pickle, no code in files.
+
+What JSON has no word for (tuples, numbers as keys, infinities) becomes an object with one key that starts with
+``$``. Nothing that is read can name a class or a function: only the kinds of this table come out.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.errors import FileError, MpishardError, described
+
+Keys = tuple[Any, ...]
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+    if not str(d).startswith(("torch.q", "torch.bits"))
+}
+
+
+def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
+    """Return ``value`` in JSON's types; its tensors are put into ``tensors``, named after where they were.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value
+        Tensors, numbers, strings and their like, and dicts, lists, tuples and sets of them.
+    keys
+        Where it lies, for names and errors: ``("optimizer", "state", 0)``.
+    tensors
+        Name -> tensor, extended.
+
+    Raises
+    ------
+    MpishardError
+        There is something else in it.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _named(keys, value, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"$numpy": _named(keys, torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)), tensors)}
+    if isinstance(value, np.generic):
+        return encode(value.item(), keys, tensors)
+    if isinstance(value, Counter):
+        return {"$counter": [[encode(k, keys, tensors), n] for k, n in value.items()]}
+    if isinstance(value, Mapping):
+        if all(type(k) is str and not k.startswith("$") for k in value):
+            return {k: encode(v, (*keys, k), tensors) for k, v in value.items()}
+        return {"$dict": [[encode(k, (*keys, k), tensors), encode(v, (*keys, k), tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [encode(v, (*keys, i), tensors) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {f"${'tuple' if isinstance(value, tuple) else 'set'}": items}
+    if kind is complex:
+        return {"$complex": [encode(value.real, keys, tensors), encode(value.imag, keys, tensors)]}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, enum.Enum) and isinstance(value, (int, str)):
+        return value.value
+    raise MpishardError(
+        described(
+            f"save_checkpoint: {'/'.join(map(str, keys))} cannot be stored without pickle",
+            expected="tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them",
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            fix="leave it out of the state, or store the numbers that it is made of",
+        )
+    )
+
+
+def _named(keys: Keys, value: Tensor, tensors: dict[str, Tensor]) -> str:
+    name = "/".join(map(_part, keys))
+    while name in tensors:
+        name += "~"
+    tensors[name] = value
+    return name
+
+
+def _part(key: Any) -> str:
+    # one key, one level of the file: a name with a slash could be another one's group
+    text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
+
+
+def decode(value: Any, keys: Keys, tensor: Callable[[str, Keys], Tensor]) -> Any:
+    """Return what `encode` was given; ``tensor(name, keys)`` returns its tensors.
+
+    Not collective, unless ``tensor`` is; called in the same order wherever the JSON is the same.
+
+    Raises
+    ------
+    FileError
+        It is not what `encode` returns.
+    """
+    if isinstance(value, list):
+        return [decode(v, (*keys, i), tensor) for i, v in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {k: decode(v, (*keys, k), tensor) for k, v in value.items()}
+    try:
+        (content,) = value.values()
+        return _decoded(tag, content, keys, tensor)
+    except MpishardError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        raise FileError(
+            described(
+                f"load_checkpoint: {'/'.join(map(str, keys))} is damaged",
+                expected="what save_checkpoint writes",
+                got=f"{tag} ({type(e).__name__}: {e})",
+                fix="load another checkpoint (fallback=True)",
+            )
+        ) from e
+
+
+def _decoded(tag: str, content: Any, keys: Keys, tensor: Callable[[str, Keys], Tensor]) -> Any:
+    if tag == "$tensor":
+        return tensor(content, keys)
+    if tag == "$numpy":
+        return tensor(content, keys).cpu().numpy()
+    if tag == "$float":
+        return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+    if tag == "$complex":
+        return complex(*(decode(c, keys, tensor) for c in content))
+    if tag == "$bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "$dtype":
+        return DTYPES[content]
+    if tag == "$counter":
+        return Counter({decode(k, keys, tensor): n for k, n in content})
+    if tag == "$dict":
+        pairs = [(decode(k, keys, tensor), v) for k, v in content]
+        return {k: decode(v, (*keys, k), tensor) for k, v in pairs}
+    kind = {"$tuple": tuple, "$set": set}[tag]
+    return kind(decode(v, (*keys, i), tensor) for i, v in enumerate(content))

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from mpi4py import MPI
+
+import mpishard as ms
+from mpishard.errors import MpishardError
+from tests.compare import mesh_of, mesh_shapes
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("who", [0, SIZE - 1])
+@pytest.mark.parametrize("of_mesh", [True, False])
+def test_a_signal_to_one_rank_stops_all(number, who, of_mesh):
+    before = signal.getsignal(number)
+    mesh = mesh_of(mesh_shapes(2)[-1]) if of_mesh else None
+    with ms.io.preemption(mesh) as stop:
+        assert not stop.should_stop()
+        if WORLD.rank == who:
+            os.kill(os.getpid(), number)
+        WORLD.Barrier()
+        with ms.comm_counter() as counted:
+            assert stop.should_stop()
+            assert stop.should_stop()  # known by now
+        assert counted.messages == (SIZE > 1), counted
+        assert stop.exit_code == 75
+    assert signal.getsignal(number) == before
+
+
+def test_other_signals_and_codes():
+    before = signal.getsignal(signal.SIGUSR1)
+    with ms.io.preemption(signals=[signal.SIGHUP], exit_code=3) as stop:
+        assert signal.getsignal(signal.SIGUSR1) == before
+        if WORLD.rank == 0:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.should_stop()
+        assert stop.exit_code == 3
+
+
+def test_not_in_another_thread():
+    errors = []
+
+    def enter():
+        try:
+            with ms.io.preemption():
+                pass
+        except MpishardError as e:
+            errors.append(str(e))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "main thread" in errors[0]
+    assert len(set(WORLD.allgather(errors[0]))) == 1
