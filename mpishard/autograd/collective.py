@@ -8,8 +8,7 @@ placements: the cotangent of a result that is equal on all ranks is one value, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +24,10 @@ from mpishard.autograd.argument import (
     tensor_dim,
 )
 from mpishard.autograd.linear import Step, apply
-from mpishard.autograd.step import broadcast_step, gather_step, message_step, reducer, transpose_step
+from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
 from mpishard.comm import collective
 from mpishard.comm.arithmetic import rule_of
-from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import MeshError, described
+from mpishard.comm.mesh import CartMesh
 from mpishard.layout import balanced
 
 
@@ -160,7 +158,7 @@ def all_gather(
     if sizes is None:
         every = collective.gather_extents("all_gather", x.shape, dim, call, group)
         key = ("all_gather", dims, every, *call)
-        return apply(_kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
+        return apply(kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
     given = tuple(sizes)
     fits = fits_group(given, group, x.shape[dim])
     key = ("all_gather of", dims, given, *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
@@ -312,7 +310,7 @@ def all_to_all(
         return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, extents)
 
     if concat_sizes is None and not bad:
-        return apply(_kept(mesh, key, build), x)
+        return apply(kept(mesh, key, build), x)
     return apply(mesh.plan(key, build, dims), x)
 
 
@@ -376,129 +374,3 @@ def broadcast(
         return broadcast_step(group, root, replicated, deterministic)
 
     return apply(mesh.plan(key, build, dims), x)
-
-
-def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
-    """Move tensors of one shape ``displacement`` ranks along a mesh dim.
-
-    Collective over ``mesh_dim``.
-
-    Parameters
-    ----------
-    x
-        Plain tensor of the same shape and dtype on every rank.
-    mesh, mesh_dim
-        Mesh dim to move along; its periodicity is the mesh's.
-    displacement
-        How far, in ranks; negative moves towards coordinate 0.
-
-    Returns
-    -------
-    torch.Tensor
-        The tensor of the rank ``displacement`` before this one; zeros where there is none.
-
-    Raises
-    ------
-    DesyncError
-        The ranks' calls differ.
-
-    Notes
-    -----
-    Adjoint: the shift by ``-displacement``; what left a non-periodic mesh has no gradient.
-
-    MPI 4.1, sections 8.5.6 (Cartesian Shift Coordinates) and 3.10 (Send-Receive).
-
-    Examples
-    --------
-    >>> from_left = ms.shift(edge, mesh, "x", 1)
-    """
-    require_plain("shift", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
-
-    def build() -> Step:
-        if len(dims) != 1:
-            raise MeshError(
-                described("shift: one mesh dim at a time", expected="a mesh dim", got=mesh_dim, fix="shift dim by dim")
-            )
-        group, periodic = mesh.group(dims), mesh.periodic[dims[0]]
-        dest, source = (_along(group, d, periodic) for d in (displacement, -displacement))
-        return message_step(group, dest, source, x.shape, x.shape)
-
-    return apply(mesh.plan(key, build, dims), x)
-
-
-def send_recv(
-    x: Tensor,
-    mesh: CartMesh,
-    mesh_dim: MeshDims = None,
-    *,
-    dest: int | None,
-    source: int | None,
-    shape: Sequence[int] | None = None,
-) -> Tensor:
-    """Send a tensor to one rank and receive one from another.
-
-    Neighborwise collective: rank a names b as ``dest`` exactly where b names a as ``source``, on all of them
-    in the same order, also in backward.
-
-    Parameters
-    ----------
-    x
-        Plain tensor to send.
-    mesh, mesh_dim
-        Ranks that are counted: those along a mesh dim (name or index) or several, or the whole mesh.
-    dest, source
-        Ranks among them, or None for nobody.
-    shape
-        Of the tensor that comes, if not that of ``x``; the dtype is that of ``x``.
-
-    Returns
-    -------
-    torch.Tensor
-        What came; zeros where ``source`` is None.
-
-    Raises
-    ------
-    MeshError
-        There is no such rank.
-    LayoutError
-        What came is smaller than ``shape``; only this rank knows.
-
-    Notes
-    -----
-    Adjoint: the same with ``dest`` and ``source`` exchanged; what nobody receives has no gradient.
-
-    MPI 4.1, section 3.10 (Send-Receive).
-
-    Examples
-    --------
-    >>> y = ms.send_recv(x, mesh, dest=1 if mesh.rank == 0 else None, source=0 if mesh.rank == 1 else None)
-    """
-    require_plain("send_recv", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    shape = x.shape if shape is None else torch.Size(shape)
-
-    def build() -> Step:
-        group = mesh.group(dims)
-        for name, rank in (("dest", dest), ("source", source)):
-            if rank is not None and not 0 <= rank < group.size:
-                raise no_rank(f"send_recv: no such {name}", rank, group)
-        return message_step(group, dest, source, x.shape, shape)
-
-    return apply(_kept(mesh, ("send_recv", dims, dest, source, x.shape, shape), build), x)
-
-
-def _kept(mesh: CartMesh, key: Any, build: Callable[[], Step]) -> Step:
-    """Return a step that this rank may build on its own. Not collective."""
-    step = mesh.plans.get(key)
-    if step is None:
-        step = mesh.plans[key] = build()
-    return step  # type: ignore[no-any-return]
-
-
-def _along(group: Group, displacement: int, periodic: bool) -> int | None:
-    at = group.rank + displacement
-    if periodic:
-        return at % group.size
-    return at if 0 <= at < group.size else None

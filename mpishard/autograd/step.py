@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from mpishard.autograd.linear import Run, Step, apply, pair, same
 from mpishard.comm import collective, message
 from mpishard.comm.arithmetic import rule_of
-from mpishard.comm.mesh import Group
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import UnsupportedDtypeError, described
 from mpishard.layout import balanced
 
@@ -177,3 +177,11 @@ def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, determi
         return Extremum.apply(x, group, op, total)  # type: ignore[no-any-return]
 
     return reduce
+
+
+def kept(mesh: CartMesh, key: Any, build: Callable[[], Step]) -> Step:
+    """Return a step that this rank may build on its own. Not collective."""
+    step = mesh.plans.get(key)
+    if step is None:
+        step = mesh.plans[key] = build()
+    return step  # type: ignore[no-any-return]
