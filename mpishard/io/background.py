@@ -52,11 +52,11 @@ class Saving:
         self._group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
         self._error: MpishardError | None = None
         self._name = ""
+        self._folder, self._partial = taken.folder, taken.partial
         self._own = threading.Event()  # this rank's part is written, or failed
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
         if path is None:
-            self._folder = taken.folder
             # not a daemon: a program that ends waits for its last checkpoint
             self._thread = threading.Thread(target=self._run, name="mpishard-checkpoint")
             _pending[self._folder] = self
@@ -81,19 +81,22 @@ class Saving:
             self._own.wait()
             try:
                 guard.agree(comm, self._error)
+                self._end()
+                guard.agree(comm, self._error)
             except MpishardError:
                 self._abandoned.set()
                 self._end()
+                if self._group.rank == 0:
+                    # not before every rank has stopped writing
+                    discard(self._partial)
                 raise
-            self._end()
-            guard.agree(comm, self._error)
             self.path = self._folder / broadcast_text(self._name, self._group)
         assert self.path is not None
         return self.path
 
     def _end(self) -> None:
-        assert self._thread is not None
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._thread = None
         _pending.pop(self._folder, None)
 
@@ -117,8 +120,6 @@ class Saving:
         finally:
             self._own.set()
             self._taken = None  # its copies
-            if first and not self._name:
-                discard(taken.partial)
 
     def _sums(self, taken: Snapshot) -> Tensor | None:
         """Return the checksums, when every rank has written its part; None where one could not."""
@@ -221,7 +222,7 @@ def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None)
         for name, offset in offsets.items():
             block = blocks[name]
             for at in range(0, block.nbytes, _WRITE_NBYTES):
-                data = address(block.data_ptr() + at, min(_WRITE_NBYTES, block.nbytes - at))
+                data: Any = address(block.data_ptr() + at, min(_WRITE_NBYTES, block.nbytes - at))
                 done = 0
                 while done < len(data):
                     done += os.pwrite(raw.fileno(), data[done:], offset + at + done)

@@ -114,8 +114,7 @@ def _saved(taken: Snapshot, group: Any, backend: str | None) -> Path:
     name = ""
     try:
         if taken.tensors:
-            named = {} if backend is None else {"backend": backend}
-            write(taken.partial / folder_of.TENSORS, taken.tensors, attrs={"step": taken.step}, **named)
+            write(taken.partial / folder_of.TENSORS, taken.tensors, attrs={"step": taken.step}, backend=backend)
         sums = collective.all_reduce(taken.shares(), group)
         if group.rank == 0:
             try:

@@ -8,7 +8,9 @@ sum, and the parts of a tile that different ranks hold just add up.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -20,7 +22,9 @@ from mpishard.tensor.stream import mixed, runs
 
 TILE = 1 << 20  # words
 _SEED = 0x6D70697368617264
-_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_RUN = 1 << 12  # shorter runs are taken many at once, by their indices
+_STEP = 1 << 17
 
 
 @lru_cache(maxsize=4)
@@ -36,7 +40,8 @@ def tile_count(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _words(dtype: torch.dtype) -> int:
-    return 2 if dtype.itemsize == 16 else 1
+    """Return how many words a cell has: of 32 bits, so that each bit of one meets many random bits of its key."""
+    return max(1, dtype.itemsize // 4)
 
 
 def tile_sums(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
@@ -46,30 +51,53 @@ def tile_sums(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
     """
     out = torch.zeros(tile_count(layout.shape, local.dtype), dtype=torch.int64)
     flat = dense(local.detach()).view(-1)
-    if local.dtype.itemsize == 16:  # a cell of two words: one more dim
+    words = _words(flat.dtype)
+    if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-        layout = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, 2), (*layout.sizes, None))
-    flat = flat.view(_WORD[flat.itemsize])
+    flat = flat.view(_WORD[min(4, flat.itemsize)])
+    if words > 1:  # one more dim
+        layout = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, words), (*layout.sizes, None))
     keys = _keys(flat.device)
+    for at, n, start in _long_runs(layout, coords):
+        done = 0
+        while done < n:
+            tile, lo = divmod(start + done, TILE)
+            m = min(n - done, TILE - lo, _STEP)
+            out[tile] += _dot(flat[at + done : at + done + m], keys[lo : lo + m])
+            done += m
+        if at + n == flat.numel():
+            return out
     for at, index, start in runs(layout, coords):
         n = index.numel()
-        part = flat[at : at + n].to(torch.int64)
+        position = (index + start).to(flat.device)
+        terms = keys[position & (TILE - 1)].mul_(flat[at : at + n])
         last = start + int(index[-1])
-        if last - start == n - 1:
-            done = 0
-            while done < n:
-                tile, lo = divmod(start + done, TILE)
-                m = min(n - done, TILE - lo)
-                out[tile] += (part[done : done + m] * keys[lo : lo + m]).sum().cpu()
-                done += m
+        if start // TILE == last // TILE:
+            out[start // TILE] += terms.sum().cpu()
         else:
-            position = (index + start).to(flat.device)
-            product = keys[position & (TILE - 1)] * part
-            if start // TILE == last // TILE:
-                out[start // TILE] += product.sum().cpu()
-            else:
-                out.index_add_(0, (position // TILE).cpu(), product.cpu())
+            out.index_add_(0, (position // TILE).cpu(), terms.cpu())
     return out
+
+
+def _dot(part: Tensor, keys: Tensor) -> Tensor:
+    wide = part.to(torch.int64)
+    return torch.dot(wide, keys) if wide.is_cpu else wide.mul_(keys).sum().cpu()
+
+
+def _long_runs(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield (position in the flat block, cells, position in the whole) of runs, unless they are short."""
+    box = layout.box(coords)
+    local = [hi - lo for lo, hi in box]
+    split = layout.ndim
+    while split and (split == layout.ndim or local[split] == layout.shape[split]):
+        split -= 1
+    n = math.prod(local[split:])
+    if n < _RUN and split:
+        return
+    strides = [math.prod(layout.shape[d + 1 :]) for d in range(layout.ndim)]
+    first = sum(lo * s for (lo, _), s in zip(box, strides))
+    for i, outer in enumerate(product(*map(range, local[:split]))):
+        yield i * n, n, first + sum(o * s for o, s in zip(outer, strides))
 
 
 def to_text(sums: Tensor) -> str:

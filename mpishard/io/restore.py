@@ -296,7 +296,7 @@ def _plain(
     x = torch.empty(shape, dtype=stored)
     if group.rank == 0:
         try:
-            dataset = None if file is None else file.get(name)
+            dataset: Any = None if file is None else file.get(name)
             if getattr(dataset, "shape", None) != shape or dataset.dtype != np.dtype(STORED[stored]):
                 raise damaged(path, f"no dataset {name!r} of shape {shape} and {stored}")
             if x.numel():

@@ -124,7 +124,9 @@ def snapshot(
     mesh = the_mesh("save_checkpoint", mesh, plain.values())
     if rng:
         tree["rng"] = encode(generators(mesh), ("rng",), plain)
-    tensors, info = {}, {}
+    tensors: dict[str, ShardTensor] = {}
+    info: dict[str, dict[str, Any]] = {}
+    x: Any
     for name, x in plain.items():
         if x.layout is not torch.strided and not isinstance(x, ShardTensor):
             raise _unstorable(name, x.layout)

@@ -545,8 +545,10 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
 # -- checksums
 
 
-def test_checksums_do_not_depend_on_the_mesh(monkeypatch):
+@pytest.mark.parametrize("run", [1, 12, 10**6])
+def test_checksums_do_not_depend_on_the_mesh(monkeypatch, run):
     monkeypatch.setattr(checksum, "TILE", 16)
+    monkeypatch.setattr(checksum, "_RUN", run)
     checksum._keys.cache_clear()
     try:
         for dtype in (torch.float32, torch.complex128, torch.bool):
@@ -566,7 +568,17 @@ def test_checksums_do_not_depend_on_the_mesh(monkeypatch):
                 other = full.clone()
                 other[cell] = ~other[cell] if dtype == torch.bool else other[cell] + 1
                 wrong = checksum.wrong_tile(checksum.tile_sums(other, whole, (0,)), text, full.shape, dtype)
-                at = int(np.ravel_multi_index(cell, full.shape)) * (2 if dtype == torch.complex128 else 1)
+                at = int(np.ravel_multi_index(cell, full.shape)) * (4 if dtype == torch.complex128 else 1)
                 assert wrong.startswith(f"tile {at // 16} of {len(expected)}, cells ")
     finally:
         checksum._keys.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
+def test_two_wrong_signs_do_not_hide_each_other(dtype):
+    full = values((40,), dtype)
+    layout = layout_of((1,), (ms.Replicate(),), full.shape)
+    other = full.clone()
+    raw = other.numpy().view(np.uint8) if dtype != torch.bfloat16 else other.view(torch.int16).numpy().view(np.uint8)
+    raw[[dtype.itemsize * 3 - 1, dtype.itemsize * 17 - 1]] ^= 0x80
+    assert not torch.equal(checksum.tile_sums(full, layout, (0,)), checksum.tile_sums(other, layout, (0,)))
