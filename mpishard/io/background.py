@@ -104,6 +104,9 @@ class Saving:
         taken = self._taken
         assert taken is not None
         first = self._group.rank == 0
+        with contextlib.suppress(AttributeError, OSError):
+            # this thread, not the process (Linux): the program goes first where cores are short
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             try:
                 _write_part(taken, self._group.rank)
