@@ -14,7 +14,8 @@ def info_of(hints: Mapping[str, object] | None) -> Iterator[MPI.Info]:
 
     Examples
     --------
-    >>> with info_of({"striping_factor": 8}) as info: ...
+    >>> with info_of({"striping_factor": 8}) as info:
+    ...     ...
     """
     if not hints:
         yield MPI.INFO_NULL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ class Block:
         limit = DIRECT_NBYTES if self.direct else STAGED_NBYTES
         self.pieces = pieces_of(axes, window, max(1, limit // stored.itemsize))
 
-    def read(self, dataset: Any, dxpl: Any = None) -> Iterator[None]:
+    def read(self, dataset: Any, dxpl: Any = None) -> Generator[None, None, None]:
         """Read piece by piece: one step of the iterator is one call of HDF5. Not collective with no ``dxpl``."""
         h5s = import_h5py().h5s
         space = dataset.id.get_space()

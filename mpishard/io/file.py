@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, described
@@ -112,6 +114,50 @@ def check_sources(dataset: Any, path: Path, box: Sequence[tuple[int, int]]) -> N
         # closed again: HDF5 does not open a file twice in two ways, and says nothing
         with opened(at) as file:
             found(file, at, name)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[BaseException]]:
+    """Collect what h5py finds wrong while it lets objects go, for the time of a ``with`` block.
+
+    Not collective. A disk may be full only when the last cells of an object are flushed. h5py can then but
+    print the error, through `sys.excepthook`: one that ends the job would.
+    """
+    lost: list[BaseException] = []
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook = lambda kind, error, trace: lost.append(error)  # noqa: ARG005
+    sys.unraisablehook = lambda info: lost.append(info.exc_value or RuntimeError(info.err_msg))
+    try:
+        yield lost
+    finally:
+        sys.excepthook, sys.unraisablehook = hooks
+
+
+def shut(file: Any, path: Path | None = None) -> Exception | None:
+    """Close a file that was written, and return the error where that fails.
+
+    Not collective, unless the file is open on several ranks. Where there is no room for what HDF5 still holds,
+    the file at ``path``, if given, is emptied to make room: it is lost anyway.
+    """
+    error: Exception | None = None
+    for _ in range(2):
+        try:
+            file.close()
+        except (OSError, RuntimeError, ValueError) as e:  # noqa: PERF203
+            error = error or e
+            empty(path)
+        else:
+            return error
+    # it would be closed once more when it is collected, by a thread that can do nothing about it
+    file.id.locked = 1
+    return error
+
+
+def empty(path: Path | None) -> None:
+    """Make room of a file that is lost. Not collective."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
 
 
 def damaged(path: Path, name: str, e: Exception) -> FileError:

@@ -146,14 +146,16 @@ def create(file: Any, form: Form, make: Any = None) -> None:
 
 def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
     """Make one plain dataset. Not collective, unless the file is open on several ranks."""
-    shape, options = v.shape, {}
+    shape: tuple[int, ...] = v.shape
+    options: dict[str, Any] = {}
+    chunks: tuple[int, ...] | bool | None
     if append is not None:
         chunks = v.chunks if isinstance(v.chunks, tuple) else True
         if isinstance(chunks, tuple):
             chunks = (1, *(max(1, min(c, n)) for c, n in zip(chunks, shape)))
         options = {"maxshape": (None, *shape), "chunks": chunks, "compression": v.compression}
         shape = (0, *shape)
-    elif shape and math.prod(shape):
+    elif shape and 0 not in shape:
         chunks = tuple(min(c, n) for c, n in zip(v.chunks, shape)) if isinstance(v.chunks, tuple) else v.chunks
         options = {"chunks": chunks, "compression": v.compression}
     return file.create_dataset(v.name, shape=shape, dtype=v.dtype, **options)

@@ -32,7 +32,8 @@ FAILURES = (OSError, RuntimeError, TypeError, ValueError, KeyError)
 class Job(NamedTuple):
     """One call of `write`, the same on every rank but for the blocks.
 
-    ``token`` makes names unique; ``exists`` tells whether a file is appended to that is there.
+    ``token`` makes names unique; ``exists`` tells whether a file is appended to that is there; ``lost`` are
+    errors that h5py could not raise (see `noted`).
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Job(NamedTuple):
     exists: bool
     hints: Mapping[str, Any]
     alignment: tuple[int, int] | None
+    lost: list[BaseException]
 
     @property
     def partial(self) -> Path:
@@ -68,6 +70,11 @@ class Job(NamedTuple):
     def failed(self, error: BaseException) -> MpishardError:
         """Return the error as the library's own. Not collective."""
         return error if isinstance(error, MpishardError) else not_written(self.path, error)  # type: ignore[arg-type]
+
+    @property
+    def scrap(self) -> Path | None:
+        """The file that may be emptied where writing fails: not one that is appended to."""
+        return None if self.exists else self.partial
 
     def discard(self) -> None:
         """Remove what an unfinished file has left. Not collective; one rank calls it."""

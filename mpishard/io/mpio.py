@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import math
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,7 +23,7 @@ from mpishard.comm import guard
 from mpishard.comm.hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
-from mpishard.io.file import Path, import_h5py
+from mpishard.io.file import Path, empty, import_h5py
 from mpishard.io.form import create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
 from mpishard.layout.slab import Box
@@ -58,8 +61,11 @@ def write_mpio(job: Job) -> str:
     file: Any = None
     modes: set[str] = set()
     try:
-        error: Exception | None = None
+        error: BaseException | None = None
         step: int | None = None
+        if job.group.rank == 0:
+            error = _no_room(job)
+        job.agree(error)
         try:
             with guard.waiting("io.write", (), comm):
                 file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
@@ -83,8 +89,8 @@ def write_mpio(job: Job) -> str:
             at = layout.offset(job.tensors[name].mesh.coords)
             with guard.waiting("io.write", (), comm):
                 error = _write(file[name], slabs, job.group.rank, local, at, step, modes) or error
-        if step is not None:
-            error = _stamp(file, job, step) or error
+        if step is not None and job.form.append is not None:
+            error = _stamp(file, job, job.form.append, step) or error
         # on disk before success is told
         try:
             with guard.waiting("io.write", (), comm):
@@ -94,7 +100,9 @@ def write_mpio(job: Job) -> str:
         if step is not None and comm.allreduce(int(error is not None)):
             with contextlib.suppress(*FAILURES), guard.waiting("io.write", (), comm):
                 grow(file, job.form, step)
-        error = _closed(file, job.group) or error
+        if not job.exists and comm.allreduce(int(error is not None)) and job.group.rank == 0:
+            empty(job.partial)
+        error = _closed(file, job.group) or error or (job.lost[0] if job.lost else None)
         if error is None and job.group.rank == 0 and not job.exists:
             error = _too_short(job)
         job.agree(error)
@@ -223,9 +231,8 @@ def _nothing(dataset: Any, dxpl: Any, *, write: bool) -> None:
     (dataset.id.write if write else dataset.id.read)(memory, space, array, None, dxpl)
 
 
-def _stamp(file: Any, job: Job, step: int) -> Exception | None:
+def _stamp(file: Any, job: Job, name: str, step: int) -> Exception | None:
     """Write the step's value on its scale: one cell, given by the first rank."""
-    name = job.form.append
     scale = file[name]
     value = np.asarray([job.form.scales.get(name, step)]).astype(scale.dtype)
     dxpl = _collective()
@@ -239,6 +246,19 @@ def _stamp(file: Any, job: Job, step: int) -> Exception | None:
     except FAILURES as e:
         return e
     return None
+
+
+def _no_room(job: Job) -> Exception | None:
+    """Look for room before the file is made: some MPI-IO never come back from a collective write to a full disk."""
+    nbytes = sum(math.prod(v.shape) * v.dtype.itemsize for v in job.form.variables if v.compression is None)
+    try:
+        disk = os.statvfs(job.path.parent)
+    except OSError as e:
+        return e
+    free = disk.f_bavail * disk.f_frsize
+    if free >= nbytes:
+        return None
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write, {free} bytes free")
 
 
 def _too_short(job: Job) -> Exception | None:

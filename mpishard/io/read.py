@@ -78,7 +78,8 @@ def read(
         Kept buffer to read into: of this rank's shape (with the halo), any strides; its dtype and device hold.
     backend
         ``"mpio"`` to read collectively through MPI-IO, ``"root"`` or ``"virtual"`` for each rank on its own;
-        None: MPI-IO where it works (see `choose_backend`).
+        None: MPI-IO where it works (see `choose_backend`). Parts that overlap (a halo, a replicated dim) are
+        always read by each rank on its own.
 
     Returns
     -------
@@ -113,7 +114,6 @@ def read(
         try:
             file = files.enter_context(opened(path))
             dataset = found(file, path, name)
-            choice = choose_reading(mesh, backend, dataset.is_virtual)
             part = part_of(
                 dataset,
                 name,
@@ -126,6 +126,8 @@ def read(
                 decode=decode,
             )
             plan = part.window(mesh, halo, mode)
+            disjoint = not halo and all(p.is_shard() for p in part.layout.placements)
+            choice = choose_reading(mesh, backend, dataset.is_virtual, disjoint)
             signature += f" {part!r} {plan.told} by {choice.name}"
             out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
             block = part.block(plan, out)

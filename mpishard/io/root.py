@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 
 from mpishard.comm.funnel import funnel
-from mpishard.io.file import import_h5py
+from mpishard.io.file import empty, import_h5py, shut
 from mpishard.io.form import create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
 
@@ -42,9 +41,9 @@ class _Target:
         self.job = job
         self.file: Any = None
         self.step: int | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
-    def open(self) -> Exception | None:
+    def open(self) -> BaseException | None:
         job = self.job
         try:
             h5py = import_h5py()
@@ -56,7 +55,7 @@ class _Target:
                 grow(self.file, job.form, self.step + 1)
                 self.file[job.form.append][self.step] = job.form.scales.get(job.form.append, self.step)
         except FAILURES as e:
-            self.error = e
+            self._fail(e)
         return self.error
 
     def putter(self, name: str) -> Any:
@@ -66,24 +65,32 @@ class _Target:
                     array = cells.numpy()
                     dataset = self.file[name]
                     dataset[selection(box, self.step)] = array if array.ndim else np.asarray(array)[()]
+                    # what is left in buffers is lost in silence where the disk is full
+                    self.file.flush()
                 except FAILURES as e:
-                    self.error = e
+                    self._fail(e)
 
         return put
 
-    def close(self) -> Exception | None:
+    def close(self) -> BaseException | None:
+        lost = self.job.lost
         try:
             if self.error is not None and self.step is not None:
                 grow(self.file, self.job.form, self.step)
-            self.file.close()
+            error = shut(self.file, self.job.scrap)
+            self.error = self.error or error or (lost[0] if lost else None)
             if self.error is None:
                 finish(self.job)
         except FAILURES as e:
-            self.error = self.error or e
+            self._fail(e)
         return self.error
 
     def discard(self) -> None:
-        with contextlib.suppress(*FAILURES):
-            if self.file:
-                self.file.close()
+        if self.file:
+            shut(self.file, self.job.scrap)
         self.job.discard()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        # before the objects are let go, that HDF5 flushes then
+        empty(self.job.scrap)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.file import import_h5py
+from mpishard.io.file import empty, import_h5py, shut
 from mpishard.io.form import Variable, create, dataset_in
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, is_dense, selection
 from mpishard.layout import Layout
@@ -70,7 +70,8 @@ class _Part:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.file: Any = None
-        self.error: Exception | None = None
+        self.path = job.parts / f"{job.group.rank}.h5"
+        self.error: BaseException | None = None
         self.scalars: dict[str, Any] = {}
 
     def put(self, name: str, layout: Layout, local: Any) -> None:
@@ -82,7 +83,7 @@ class _Part:
                 self.scalars[name] = cells_of(local, (), ()).numpy()[()]
                 return
             if self.file is None:
-                self.file = import_h5py().File(job.parts / f"{job.group.rank}.h5", "w")
+                self.file = import_h5py().File(self.path, "w")
             v = next(v for v in job.form.variables if v.name == name)
             dataset = dataset_in(self.file, v._replace(shape=tuple(local.shape)))
             offset = (0,) * local.ndim
@@ -90,15 +91,18 @@ class _Part:
             staged = max(1, STAGED_NBYTES // local.element_size())
             for box in [whole] if is_dense(local) else slabs(whole, staged):
                 dataset[selection(box, None)] = cells_of(local, offset, box).numpy()
+            self.file.flush()
         except FAILURES as e:
             self.error = e
-
-    def close(self) -> Exception | None:
-        try:
             if self.file is not None:
-                self.file.close()
-        except FAILURES as e:
-            self.error = self.error or e
+                empty(self.path)
+
+    def close(self) -> BaseException | None:
+        if self.file is not None:
+            if self.error is not None:
+                empty(self.path)
+            error, lost = shut(self.file, self.path), self.job.lost
+            self.error = self.error or error or (lost[0] if lost else None)
         return self.error
 
 
@@ -109,7 +113,8 @@ def _gives(layout: Layout, coords: tuple[int, ...]) -> bool:
 
 def _join(job: Job, layouts: dict[str, Layout], scalars: dict[str, Any]) -> None:
     h5py = import_h5py()
-    with h5py.File(job.partial, "w") as file:
+    file = h5py.File(job.partial, "w")
+    try:
 
         def make(v: Variable) -> Any:
             if v.name in scalars:
@@ -119,6 +124,14 @@ def _join(job: Job, layouts: dict[str, Layout], scalars: dict[str, Any]) -> None
             return file.create_virtual_dataset(v.name, _virtual(job, v, layouts[v.name]))
 
         create(file, job.form, make)
+        file.flush()
+    except FAILURES:
+        empty(job.partial)
+        raise
+    finally:
+        error = shut(file, job.partial)
+    if error is not None:
+        raise error
 
 
 def _virtual(job: Job, v: Variable, layout: Layout) -> Any:

@@ -17,7 +17,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, MeshError, MpishardError, described
 from mpishard.io.backend import choose_backend, tell
 from mpishard.io.dtype import numpy_dtype
-from mpishard.io.file import import_h5py, not_written
+from mpishard.io.file import import_h5py, not_written, noted
 from mpishard.io.form import Form, Variable, checked_dims, chunks_of, extents, option
 from mpishard.io.job import FAILURES, Job
 from mpishard.io.mpio import write_mpio
@@ -145,8 +145,9 @@ def write(
     exists = append is not None and own.exists()
     form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)
     tell(mesh, choice, "write")
-    job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment)
-    mode = _WAYS[choice.name](job)
+    with noted() as lost:
+        job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, lost)
+        mode = _WAYS[choice.name](job)
     if group.rank == 0:
         error = _tidy(job, choice.name, xdmf)
     if xdmf:

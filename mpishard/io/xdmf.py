@@ -44,8 +44,8 @@ def write_xdmf(path: Path, form: Form) -> None:
     by_space: dict[Any, list[Variable]] = {}
     for v in form.variables:
         rank = min(3, len(v.shape))
-        if rank >= 2 and v.dtype.name in _TYPES and math.prod(v.shape) and math.prod(v.shape[:-rank]) <= _MAX_FIELDS:
-            space = v.shape[-rank:]
+        space, leading = v.shape[-rank:], v.shape[:-rank]
+        if rank >= 2 and v.dtype.name in _TYPES and 0 not in v.shape and math.prod(leading) <= _MAX_FIELDS:
             by_space.setdefault((space, v.dims[-rank:] if v.dims else None), []).append(v)
     for (space, dims), variables in by_space.items():
         if dims is not None and not all(dim in form.scales for dim in dims):
@@ -82,8 +82,8 @@ def _add_grid(
     ET.SubElement(grid, "Topology", TopologyType=kind, Dimensions=_text(whole))
     if dims is None:
         geometry = ET.SubElement(grid, "Geometry", GeometryType="ORIGIN_DXDYDZ")
-        for values in ("0 0 0", "1 1 1"):
-            _add_item(geometry, (3,), "float64", "XML").text = values
+        for text in ("0 0 0", "1 1 1"):
+            _add_item(geometry, (3,), "float64", "XML").text = text
     else:
         geometry = ET.SubElement(grid, "Geometry", GeometryType="VXVYVZ")
         for dim in reversed(dims):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from vtkmodules.util.numpy_support import vtk_to_numpy
+from vtkmodules.vtkIOXdmf2 import vtkXdmfReader
 
 import mpishard as ms
 from tests.io.files import BACKENDS, WORLD, sharded, values
 
-vtk_xdmf = pytest.importorskip("vtkmodules.vtkIOXdmf2")
-
 
 def opened(path, time=None):
-    reader = vtk_xdmf.vtkXdmfReader()
+    reader = vtkXdmfReader()
     reader.SetFileName(str(path))
     reader.UpdateInformation()
     if time is None:
@@ -25,8 +25,6 @@ def opened(path, time=None):
 
 
 def array(grid, name, shape):
-    from vtkmodules.util.numpy_support import vtk_to_numpy
-
     return vtk_to_numpy(grid.GetPointData().GetArray(name)).reshape(shape)
 
 
