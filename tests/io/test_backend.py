@@ -280,25 +280,25 @@ def test_forced_by_the_environment(mesh, folder, monkeypatch):
 
 
 MAPS = """\
-7f1 r-xp 0 08:01 1 /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
-7f2 r--p 0 08:01 1 /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
-7f3 r-xp 0 08:01 1 /usr/lib/x86_64-linux-gnu/libmpi_cxx.so.40.30.1
-7f4 r-xp 0 08:01 1 /usr/lib/x86_64-linux-gnu/libmpi_mpifh.so.40
-7f5 r-xp 0 08:01 1 /usr/lib/libmpilike.so
+7f1 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f2 r--p 0 08:01 1 /lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f3 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/libmpi_cxx.so.40.30.1
+7f4 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/libmpi_mpifh.so.40
+7f5 r-xp 0 08:01 1 /lib/libmpilike.so
 """
 
 
 def test_two_mpi_libraries_are_refused(monkeypatch):
-    one = "/usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"
-    other = "/home/me/.venv/lib/libmpi.so.12.5.2"
+    one = "/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"
+    other = "/env/lib/libmpi.so.12.5.2"
     assert backend.mpi_libraries(MAPS) == [one]
     both = f"{MAPS}7f6 r-xp 0 08:01 1 {other}\n"
     assert backend.mpi_libraries(both) == [other, one]
     assert backend.mpi_libraries(
-        "7f 0 1 /opt/libmpich.so.12\n7f 0 1 /opt/libmpi_abi.so.0 (deleted)\n7f 0 2 /opt/m\n"
+        "7f 0 1 /soft/libmpich.so.12\n7f 0 1 /soft/libmpi_abi.so.0 (deleted)\n7f 0 2 /soft/m\n"
     ) == [
-        "/opt/libmpi_abi.so.0",
-        "/opt/libmpich.so.12",
+        "/soft/libmpi_abi.so.0",
+        "/soft/libmpich.so.12",
     ]
     monkeypatch.setattr(backend, "_maps", lambda: both)
     if h5py.get_config().mpi:
