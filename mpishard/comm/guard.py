@@ -47,6 +47,7 @@ _PID = os.getpid()
 
 # Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
 _GRACE_S = 2.0
+_FORWARDED_S = 0.2
 
 
 # agreement
@@ -355,6 +356,8 @@ def _abort(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    # what a launcher has not yet read of a rank that it kills, it may drop
+    time.sleep(_FORWARDED_S)
     _end(status)
 
 
