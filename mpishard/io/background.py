@@ -27,9 +27,10 @@ from torch import Tensor
 from mpishard.comm import collective, guard
 from mpishard.comm.buffer import address, dense
 from mpishard.errors import FileError, MpishardError
+from mpishard.io.dtype import NUMPY
 from mpishard.io.file import import_h5py
 from mpishard.io.folder import TENSORS, discard, flush, unwritable
-from mpishard.io.snapshot import STORED, Snapshot, gives
+from mpishard.io.snapshot import Snapshot, gives
 from mpishard.tensor import wrap
 
 _DIRECT_NBYTES = 64 << 10  # smaller blocks go through h5py
@@ -214,7 +215,7 @@ def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None)
             plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            dataset = file.create_dataset(name, shape=tuple(block.shape), dtype=STORED[block.dtype], dcpl=plist)
+            dataset = file.create_dataset(name, shape=tuple(block.shape), dtype=NUMPY[block.dtype], dcpl=plist)
             offsets[name] = dataset.id.get_offset()
         if taken is not None:
             for name, x in taken.tensors.items():
@@ -251,7 +252,7 @@ def _room(path: Path, nbytes: int, count: int) -> Iterator[None]:
 
 def _show_whole(file: Any, name: str, x: Any, taken: Snapshot) -> None:
     h5py = import_h5py()
-    layout, dtype = x._layout, STORED[x.dtype]
+    layout, dtype = x._layout, NUMPY[x.dtype]
     if not all(layout.shape):
         file.create_dataset(name, shape=layout.shape, dtype=dtype)
         return

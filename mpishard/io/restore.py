@@ -18,10 +18,11 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, described
 from mpishard.io.background import broadcast_text
 from mpishard.io.checksum import tile_sums, wrong_tile
+from mpishard.io.dtype import NUMPY
 from mpishard.io.file import opened
 from mpishard.io.folder import TENSORS, damaged, read_state
 from mpishard.io.read import read
-from mpishard.io.snapshot import STORED, stored_dtype, the_mesh
+from mpishard.io.snapshot import stored_dtype, the_mesh
 from mpishard.io.state import DTYPES, Keys, decode
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
@@ -297,7 +298,7 @@ def _plain(
     if group.rank == 0:
         try:
             dataset: Any = None if file is None else file.get(name)
-            if getattr(dataset, "shape", None) != shape or dataset.dtype != np.dtype(STORED[stored]):
+            if getattr(dataset, "shape", None) != shape or dataset.dtype != np.dtype(NUMPY[stored]):
                 raise damaged(path, f"no dataset {name!r} of shape {shape} and {stored}")
             if x.numel():
                 dataset.read_direct(x.numpy())

@@ -19,12 +19,12 @@ from mpishard.comm import guard
 from mpishard.comm.funnel import Box, funnel
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.io.dtype import NUMPY
 from mpishard.io.folder import flush
-from mpishard.io.snapshot import STORED, gives, stored_dtype, the_mesh
+from mpishard.io.snapshot import gives, stored_dtype, the_mesh
 from mpishard.layout import Layout
 from mpishard.layout.slab import slabs
-from mpishard.tensor import ShardTensor, wrap
-from mpishard.tensor.operand import replicated_layout, resolved
+from mpishard.tensor.operand import on_mesh
 
 _SLAB_NBYTES = 64 << 20
 _NAMES = {
@@ -105,7 +105,7 @@ def export_safetensors(
         guard.agree(group.comm, error)
         for name, x in state.items():
             with torch.no_grad():
-                whole = resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh)
+                whole = on_mesh(x, mesh)
                 local = whole._local.detach().resolve_conj().resolve_neg().view(stored_dtype(x.dtype))
             consume = None if target is None else target.putter(name, tuple(x.shape), local.dtype)
             boxes = _given(whole._layout, local.dtype)
@@ -171,7 +171,7 @@ class _Target:
             if self.error is None:
                 try:
                     at = self.start + self.header[name]["data_offsets"][0]
-                    whole = np.memmap(self.partial, STORED[dtype], "r+", at, shape or (1,))
+                    whole = np.memmap(self.partial, NUMPY[dtype], "r+", at, shape or (1,))
                     whole[tuple(slice(lo, hi) for lo, hi in box) or ...] = cells.numpy()
                     whole.flush()
                 except (OSError, ValueError) as e:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,32 +14,20 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MeshError, MpishardError, described
 from mpishard.io import folder as folder_of
 from mpishard.io.checksum import tile_count, tile_sums, to_text
+from mpishard.io.dtype import NUMPY
 from mpishard.io.file import import_h5py, opened
 from mpishard.io.state import encode
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
 from mpishard.tensor.operand import replicated_layout, resolved
 
-# what HDF5 has a type for; the bits of any other are stored as integers of the same length
-STORED = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
-}
+# the bits of what HDF5 has no type for are stored as integers of the same length
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor has in the file. Not collective."""
-    return dtype if dtype in STORED else _BITS[dtype.itemsize]
+    return dtype if dtype in NUMPY else _BITS[dtype.itemsize]
 
 
 class Snapshot(NamedTuple):

@@ -19,7 +19,7 @@ from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
 from mpishard.ops.overlap import Overlapped, OverlappedConv, plan_overlapped
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -69,7 +69,7 @@ def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, Shard
         if channel in x._layout.shard_dims and channel in (0, 1):
             x = whole_along(x, (channel,))
     else:
-        x = wrap(input, replicated_layout(mesh, input.shape), mesh)
+        x = on_mesh(input, mesh)
     if isinstance(weight, ShardTensor):
         weight = weight.full_tensor()
     if isinstance(bias, ShardTensor):

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.redistribute import redistribute
-from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.dim import CACHED, require_writable, settled, whole_along, wrapped
 from mpishard.ops.pointwise import no_out
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -74,10 +72,7 @@ def _beside(layout: Layout, shape: tuple[int, ...], dim: int) -> Layout:
 
 
 def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
-    if isinstance(x, ShardTensor):
-        x = resolved(x)
-        return redistribute(x._local, mesh, x._layout, layout)
-    return redistribute(x, mesh, replicated_layout(mesh, x.shape), layout)
+    return moved(on_mesh(x, mesh), layout)._local
 
 
 @implements(torch.gather, torch.Tensor.gather)
@@ -91,16 +86,11 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: 
         raise no_out(torch.gather)
     mesh = mesh_of((input, index))
     d = wrapped(dim, input.ndim)
-    x = whole_along(resolved(input), (d,)) if isinstance(input, ShardTensor) else _replicated(input, mesh)
-    where = resolved(index) if isinstance(index, ShardTensor) else _replicated(index, mesh)
+    x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
     plan = _plan(x._layout, where._layout, d)
     local = use(moved(x, plan.source)._local, mesh, plan.used)
     y = torch.gather(local, d, moved(where, plan.index)._local, sparse_grad=sparse_grad)
     return wrap(y, plan.index, mesh)
-
-
-def _replicated(x: Tensor, mesh: CartMesh) -> ShardTensor:
-    return wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
@@ -147,7 +137,7 @@ def _out_of_place(name: str, in_place: Any) -> Any:
             raise no_out(getattr(torch, name))
         if not isinstance(input, ShardTensor):
             mesh = mesh_of((index, *args, *kwargs.values()))
-            input = wrap(input, replicated_layout(mesh, input.shape), mesh)
+            input = on_mesh(input, mesh)
         return in_place(input.clone(), dim, index, *args, **kwargs)  # type: ignore[no-any-return]
 
     return rule

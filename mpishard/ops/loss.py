@@ -21,7 +21,7 @@ from mpishard.ops.dim import whole_along
 from mpishard.ops.meet import meet
 from mpishard.ops.pointwise import broadcast_of
 from mpishard.ops.reduction import HALVES, reduced
-from mpishard.tensor.operand import fitted, mesh_of, replicated_layout, resolved
+from mpishard.tensor.operand import fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -162,7 +162,7 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
     mesh = mesh_of(named.values())
     if not isinstance(x, ShardTensor):
         # beside sharded targets, plain scores count as full ones
-        x = wrap(x, replicated_layout(mesh, x.shape), mesh)
+        x = on_mesh(x, mesh)
         target = named["target"]
         shift = 1 if x.ndim > 1 else 0
         if tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):

@@ -15,13 +15,9 @@ from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.pointwise import no_out
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-
-def _sharded(x: Any, mesh: CartMesh) -> ShardTensor:
-    return resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
 def _rows(layouts: list[Layout]) -> tuple[list[Any], tuple[int, ...] | None]:
@@ -53,7 +49,7 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
             f"The shape of the mask {list(lead)} does not match the shape of the indexed tensor {list(x.shape)}"
         )
     mesh = mesh_of((x, mask))
-    x, mask = _sharded(x, mesh), _sharded(mask, mesh)
+    x, mask = on_mesh(x, mesh), on_mesh(mask, mesh)
     placements, cut = _rows([x._layout, mask._layout])
     blocks = [
         moved(t, layout_of(mesh.shape, placements, t._layout.shape, [cut, *[None] * (t.ndim - 1)])) for t in (x, mask)

@@ -14,9 +14,9 @@ from mpishard.ops.attention import attend
 from mpishard.ops.attention_layout import plan_meeting
 from mpishard.ops.dim import unsharded
 from mpishard.ops.geometry import on_domain
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor
 
 
 @implements(F.multi_head_attention_forward)
@@ -160,9 +160,7 @@ def _met(q: Any, k: Any, v: Any, masks: Sequence[Any]) -> list[ShardTensor]:
     """Return the operands where they meet, keys and values whole along the sequence. Collective."""
     operands = [q, k, v, *masks]
     mesh = mesh_of(operands)
-    operands = [
-        resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh) for x in operands
-    ]
+    operands = [on_mesh(x, mesh) for x in operands]
     shape = (*q.shape[:-1], v.shape[-1])
     meeting = plan_meeting(tuple(x._layout for x in operands), shape, (1, 1))
     targets = list(meeting.operands)

@@ -20,7 +20,7 @@ from mpishard.layout import Layout, bounds, layout_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.geometry import frozen
 from mpishard.ops.reduction import HALVES
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -238,12 +238,7 @@ def neighborhood_attention(
         whole = [(0, d.n) for d in dims]
         return _attend(Neighbours(dims, whole, whole), scale, query, key, value)
     mesh = mesh_of(operands)
-    held = [
-        whole_along(resolved(x), (x.ndim - 1,))
-        if isinstance(x, ShardTensor)
-        else wrap(x, replicated_layout(mesh, x.shape), mesh)
-        for x in operands
-    ]
+    held = [whole_along(on_mesh(x, mesh), (x.ndim - 1,)) for x in operands]
     first = next((x._layout for x in held if x._layout.shard_dims), held[0]._layout)
     q, k, v = (moved(x, layout_of(mesh.shape, first.placements, x.shape, first.sizes)) for x in held)
     name = ("neighborhood_attention", k._layout, v._layout, k.dtype, tuple(dims))

@@ -24,7 +24,7 @@ from mpishard.ops.dim import require_writable, settled, viewed, wrapped
 from mpishard.ops.index import fitted_shape, indexed, plan_index
 from mpishard.ops.mask import picked_where
 from mpishard.ops.pointwise import broadcast_of
-from mpishard.tensor.operand import fitted, replicated_layout, resolved
+from mpishard.tensor.operand import fitted, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -166,7 +166,7 @@ def picked(x: Any, index: Any) -> ShardTensor:
     """Return ``x[index]`` with tensors in the index. Collective where they index a sharded dim."""
     if not isinstance(x, ShardTensor):
         mesh = next(i._mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
-        x = wrap(x, replicated_layout(mesh, x.shape), mesh)
+        x = on_mesh(x, mesh)
     x = settled(x)
     alone = index[0] if type(index) is tuple and len(index) == 1 else index
     if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
@@ -385,7 +385,7 @@ def _out_of_place(in_place: Any) -> Any:
     def rule(input: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         if not isinstance(input, ShardTensor):
             mesh = next(a._mesh for a in [*args, *kwargs.values()] if isinstance(a, ShardTensor))
-            input = wrap(input, replicated_layout(mesh, input.shape), mesh)
+            input = on_mesh(input, mesh)
         return in_place(input.clone(), *args, **kwargs)  # type: ignore[no-any-return]
 
     return rule

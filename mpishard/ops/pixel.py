@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.ops.dim import whole_along
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -95,13 +96,8 @@ def pixel_unshuffle(input: ShardTensor, downscale_factor: int) -> ShardTensor:
 def channel_shuffle(input: ShardTensor, groups: int) -> ShardTensor:
     """Interleave groups of channels. Collective where the channels are sharded: they are gathered and cut again."""
     x = resolved(input)
-    layout = x._layout
-    if 1 not in layout.shard_dims:
-        return wrap(torch.channel_shuffle(x._local, groups), layout, x._mesh)
-    placements = [Replicate() if p == Shard(1) else p for p in layout.placements]
-    sizes = [None if d == 1 else s for d, s in enumerate(layout.sizes)]
-    whole = moved(x, layout_of(layout.mesh_shape, placements, layout.shape, sizes))
-    return moved(wrap(torch.channel_shuffle(whole._local, groups), whole._layout, x._mesh), layout)
+    whole = whole_along(x, (1,))
+    return moved(wrap(torch.channel_shuffle(whole._local, groups), whole._layout, x._mesh), x._layout)
 
 
 for _rule in (pixel_shuffle, pixel_unshuffle, channel_shuffle):

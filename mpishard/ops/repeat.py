@@ -12,7 +12,7 @@ from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
 from mpishard.ops.dim import resized, settled, whole_along, wrapped
 from mpishard.ops.join import cat
 from mpishard.ops.view import ints
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -76,9 +76,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, .
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         tensors = tuple(tensors[0])
     mesh = mesh_of(tensors)
-    vectors = [
-        resolved(t) if isinstance(t, ShardTensor) else wrap(t, replicated_layout(mesh, t.shape), mesh) for t in tensors
-    ]
+    vectors = [on_mesh(t, mesh) for t in tensors]
     vectors = [v if v.ndim else v.reshape(1) for v in vectors]
     order = list(range(len(vectors)))
     if indexing == "xy" and len(vectors) > 1:

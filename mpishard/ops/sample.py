@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from mpishard.layout import Placement, Replicate, Shard, layout_of
 from mpishard.ops.meet import meet
-from mpishard.tensor.operand import moved, replicated_layout, resolved
+from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor
 
 _MODES = ("bilinear", "nearest", "bicubic")
 _PADDINGS = ("zeros", "border", "reflection")
@@ -69,7 +69,7 @@ def _cut_alike(grid: torch.Tensor, input: ShardTensor) -> ShardTensor:
     same = [n if s is not None and n == m else None for n, m, s in zip(grid.shape[1:-1], layout.shape[2:], sizes[1:])]
     cut = [None, *(sizes[d + 1] if n is not None else None for d, n in enumerate(same)), None]
     target = layout_of(mesh.shape, placements, tuple(grid.shape), cut)
-    return moved(wrap(grid, replicated_layout(mesh, grid.shape), mesh), target)
+    return moved(on_mesh(grid, mesh), target)
 
 
 @implements(F.affine_grid)

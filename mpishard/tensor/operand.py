@@ -70,6 +70,14 @@ def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
     return layout_of(mesh.shape, (Replicate(),) * len(mesh.shape), shape)
 
 
+def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
+    """Return an operand as a ShardTensor without Partial dims; a plain tensor counts as Replicate.
+
+    Collective over Partial dims.
+    """
+    return resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh)
+
+
 def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
     """Return the layout of a pointwise result of ``operands`` (ShardTensors without Partial, tensors, numbers).
 
