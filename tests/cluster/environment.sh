@@ -62,7 +62,8 @@ parallel_h5py() {
 }
 
 if ! parallel_h5py; then
-    "${pip[@]}" cython pkgconfig setuptools wheel numpy mpi4py
+    # h5py states its licence in a way that the setuptools of an older venv cannot read
+    "${pip[@]}" cython pkgconfig "setuptools>=77" wheel numpy mpi4py
     # pip's cache may hold a serial build of the same version
     HDF5_MPI=ON CC=mpicc HDF5_DIR=$(hdf5_dir) \
         "${pip[@]}" --no-cache-dir --no-build-isolation --no-binary=h5py --force-reinstall --no-deps h5py
