@@ -92,6 +92,21 @@ class _Request(NamedTuple):
         one = not isinstance(self.scale_factor, tuple)
         return (float(self.scale_factor),) * ndim if one else tuple(map(float, self.scale_factor))
 
+    def extents(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the spatial extents of the result, or None where torch may refuse: asking it takes long."""
+        given, ndim = self.size if self.scale_factor is None else self.scale_factor, len(shape) - 2
+        if (self.size is None) == (self.scale_factor is None) or (self.recompute_scale_factor and self.size):
+            return None
+        given = given if isinstance(given, tuple) else (given,) * ndim
+        if len(given) != ndim or ndim not in (1, 2, 3) or 0 in shape:
+            return None
+        if self.scale_factor is None:
+            return given if all(type(n) is int and n > 0 for n in given) else None
+        if not all(type(s) in (int, float) and 0 < s < math.inf for s in given):
+            return None
+        out = tuple(int(n * float(s)) for n, s in zip(shape[2:], given))
+        return out if all(out) else None
+
     def arguments(self, size: Sequence[int], scales: Sequence[float] | None) -> dict[str, Any]:
         """Return the arguments of the same interpolation to another size."""
         target = {"size": tuple(size)} if scales is None else {"scale_factor": tuple(scales)}
@@ -133,11 +148,14 @@ def interpolate(
 
 def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:
     layout, ndim = x._layout, x.ndim - 2
-    shape = _shape(x, request)
-    if request.mode == "area":
-        return shape[2:]
-    # torch's own error for a dtype that it does not interpolate
+    extents = request.extents(layout.shape)
+    if extents is None:
+        extents = _refused_or_extents(x, request)
+    # torch's own error for a mode, or a dtype that it does not interpolate
     F.interpolate(x._local.new_zeros((1,) * x.ndim), **request.arguments((1,) * ndim, None))
+    if request.mode == "area":
+        return extents
+    shape = (*layout.shape[:2], *extents)
     scales = request.scales(ndim)
     sharded = [d for d in range(2, x.ndim) if layout.sizes[d] is not None]
     ratios = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in sharded}
@@ -155,13 +173,13 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
     return _plan_tapped(x, request, shape, sharded, scales)
 
 
-def _shape(x: ShardTensor, request: _Request) -> tuple[int, ...]:
-    """Return the global shape of the result, or raise torch's own error."""
+def _refused_or_extents(x: ShardTensor, request: _Request) -> tuple[int, ...]:
+    """Return the spatial extents of an unusual request's result, or raise torch's own error."""
     layout = x._layout
     try:
-        return tuple(F.interpolate(on_domain(layout.shape, x._local), *request).shape)
-    except ZeroDivisionError:
-        # some modes have no check of their own without data; with data, it precedes any work
+        return tuple(F.interpolate(on_domain(layout.shape, x._local), *request).shape[2:])
+    except Exception:
+        # what is refused without data is refused with data before any work, and in other words
         F.interpolate(x._local.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)
         raise
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from tests.compare import compare, layouts, mesh_of, skew
+from tests.ops.windows import refused_alike
 
 SHAPES = {1: (2, 3, 11), 2: (1, 3, 9, 7), 3: (1, 2, 7, 5, 4)}
 MODES = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
@@ -96,8 +97,12 @@ def test_upsample_modules():
 def test_errors_are_torch_errors():
     mesh = mesh_of((-1,))
     x = ms.distribute_tensor(full_of(2), mesh, (ms.Shard(2),))
-    with pytest.raises(ValueError, match="align_corners"):
-        F.interpolate(x, size=(4, 4), mode="nearest", align_corners=True)
+    for mode in ("nearest", "area"):
+        with pytest.raises(ValueError, match="align_corners"):
+            F.interpolate(x, size=(4, 4), mode=mode, align_corners=True)
+    for how in ({"size": (4, 0)}, {"size": 4, "scale_factor": 2}, {"scale_factor": 1e-3}, {"size": (4,)}, {},
+                {"size": 4, "mode": "linear"}, {"size": 4, "recompute_scale_factor": True}):  # fmt: skip
+        refused_alike(lambda x, how=how: F.interpolate(x, **how), full_of(2))
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
