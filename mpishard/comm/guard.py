@@ -297,7 +297,10 @@ def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
         peers = list(_asked(peers) if callable(peers) else peers)
         if comm is None:
             return _ranks(peers) if peers else "other ranks"
-        peers = peers or [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        size = comm.Get_size()
+        peers = peers or [rank for rank in range(size) if rank != comm.Get_rank()]
+        if min(peers, default=0) < 0 or max(peers, default=0) >= size:
+            raise ValueError(f"{peers} of {size}")  # MPI libraries crash at such a rank
         world = comm.Get_group().Translate_ranks(peers, MPI.COMM_WORLD.Get_group())
         which = _ranks(world if len(world) <= 64 else world[:64])
         return f"{which}{' and more' if len(world) > 64 else ''} of {MPI.COMM_WORLD.Get_size()}"
