@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from mpishard.io.job import FAILURES, Job
 from mpishard.io.mpio import write_mpio
 from mpishard.io.root import write_root
 from mpishard.io.virtual import prune, write_virtual
+from mpishard.io.vtkhdf import write_vtkhdf
 from mpishard.io.xdmf import write_xdmf
 from mpishard.tensor import ShardTensor
 
@@ -50,6 +51,7 @@ def write(
     scales: Mapping[str, Any] | None = None,
     variable_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     xdmf: bool = False,
+    vtkhdf: bool = False,
     hints: Mapping[str, Any] | None = None,
     alignment: tuple[int, int] | None = None,
 ) -> Written:
@@ -84,7 +86,10 @@ def write(
     variable_attrs
         Dataset name -> its attributes.
     xdmf
-        Whether to write a companion, with the suffix ``.xdmf``, that ParaView opens.
+        Whether to write a companion, with the suffix ``.xdmf``, that ParaView opens: grids at the values of their
+        scales.
+    vtkhdf
+        Whether to write a companion, with the suffix ``.vtkhdf``, that ParaView opens: images of even spacing.
     hints, alignment
         For mpio: hints for MPI-IO, and (threshold, interval) in bytes of HDF5's objects in the file.
 
@@ -149,21 +154,21 @@ def write(
         job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, lost)
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
-        error = _tidy(job, choice.name, xdmf)
-    if xdmf:
+        error = _tidy(job, choice.name, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
+    if xdmf or vtkhdf:
         guard.agree(group.comm, error)
     return Written(choice.name, choice.reason, mode)
 
 
-def _tidy(job: Job, backend: str, xdmf: bool) -> MpishardError | None:
-    """Remove what earlier files of this name have left, and write the companion. One rank calls it."""
+def _tidy(job: Job, backend: str, companions: Sequence[Callable[[Path, Form], None]]) -> MpishardError | None:
+    """Remove what earlier files of this name have left, and write the companions. One rank calls it."""
     with contextlib.suppress(OSError):
         prune(job.path, job.parts if backend == "virtual" else None)
-    if xdmf:
-        try:
-            write_xdmf(job.path, job.form)
-        except FAILURES as e:
-            return job.failed(e)
+    try:
+        for write_companion in companions:
+            write_companion(job.path, job.form)
+    except FAILURES as e:
+        return job.failed(e)
     return None
 
 
