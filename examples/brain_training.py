@@ -83,8 +83,15 @@ def adam(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.opt
     )
 
 
-def train(args: argparse.Namespace, model: nn.Module, x: Tensor, truth: Tensor, steps: int) -> Iterator[Step]:
-    optimizer, rates = adam(model, steps)
+def train(
+    args: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rates: torch.optim.lr_scheduler.LRScheduler,
+    x: Tensor,
+    truth: Tensor,
+    steps: int,
+) -> Iterator[Step]:
     for _ in range(steps):
         start = time.perf_counter()
         with autocast(args, x.device):

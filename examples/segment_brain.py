@@ -30,6 +30,8 @@ from brain_data import brain_path, write_brain
 from brain_figure import draw
 from brain_training import (
     TISSUES,
+    Step,
+    adam,
     add_arguments,
     autocast,
     dice,
@@ -60,6 +62,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subsample", type=int, default=1, metavar="N", help="keep every N-th voxel along each dim")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the volumes, made where absent")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="where a job that gets SIGUSR1 or SIGTERM saves, and goes on"
+    )
     add_arguments(parser)
     args = parser.parse_args()
     if not 1 <= len(args.mesh) <= 3:
@@ -103,11 +108,21 @@ def main() -> int:
 
     good = verify(args, mesh, data, x, truth) if args.verify else True
     model = ms.distribute_module(make_model(args), mesh)
-    steps = []
-    with tqdm(train(args, model, x, truth, args.steps), total=args.steps, unit="step", disable=mesh.rank != 0) as bar:
+    optimizer, rates = adam(model, args.steps)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": rates, "mesh": mesh}
+    steps = resumed(args, mesh, parts)
+    left = train(args, model, optimizer, rates, x, truth, args.steps - len(steps))
+    with (
+        ms.io.preemption(mesh) as stop,
+        tqdm(left, initial=len(steps), total=args.steps, unit="step", disable=mesh.rank != 0) as bar,
+    ):
         for step in bar:
             steps.append(step)
             bar.set_postfix(loss=f"{step.loss:.4f}")
+            if stop.should_stop() and args.checkpoints:
+                ms.io.save_checkpoint(args.checkpoints, len(steps), extra=[tuple(s) for s in steps], **parts)
+                say(mesh, f"told to stop: saved after step {len(steps)}")
+                return stop.exit_code
     with torch.no_grad(), autocast(args, x.device):
         predicted = torch.sigmoid(model(x).to(truth.dtype))
     scores = ", ".join(f"{name} {float(score):.3f}" for name, score in zip(TISSUES, dice(predicted, truth)))
@@ -122,6 +137,15 @@ def main() -> int:
         draw(args.out / "segment_brain.png", data, result, borders, title)
     say(mesh, f"predicted maps: {result}, figure: {result.with_suffix('.png')}")
     return 0 if good else 1
+
+
+def resumed(args: argparse.Namespace, mesh: ms.CartMesh, parts: dict[str, Any]) -> list[Step]:
+    """Go on where a job before this one was told to stop; return the steps that it has done."""
+    if not mesh.comm.bcast(bool(args.checkpoints and (args.checkpoints / "latest").exists())):
+        return []
+    found = ms.io.load_checkpoint(args.checkpoints, **parts)
+    say(mesh, f"going on after step {found.step}")
+    return [Step(*step) for step in found.extra]
 
 
 def verify(args: argparse.Namespace, mesh: ms.CartMesh, data: Path, x: Tensor, truth: Tensor) -> bool:

@@ -78,6 +78,35 @@ sys.exit(segment_brain.main())
     assert "DIFFERENT" in done.stdout
 
 
+STOPPED = f"""
+import os, signal, sys
+sys.path.insert(0, {os.fspath(EXAMPLES)!r})
+import segment_brain
+train = segment_brain.train
+def signalled(*args):
+    for i, step in enumerate(train(*args)):
+        if i == 1 and os.environ.get("STOP") and segment_brain.MPI.COMM_WORLD.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        yield step
+segment_brain.train = signalled
+sys.exit(segment_brain.main())
+"""
+
+
+def test_a_job_that_is_told_to_stop_goes_on(segment, tmp_path):
+    at = ("--steps", "4", "--dtype", "float64", "--checkpoints", tmp_path / "checkpoints")
+    straight = segment(2, *at[:-2], program=("-c", STOPPED))
+    stopped = segment(2, *at, program=("-c", STOPPED), env={"STOP": "1"})
+    assert stopped.returncode == 75, stopped.stdout
+    assert "told to stop: saved after step 2" in stopped.stdout
+    # on another number of ranks
+    done = segment(3, *at)
+    assert done.returncode == 0, done.stdout
+    assert "going on after step 2" in done.stdout
+    result = [re.search("4 steps: loss .*", text)[0] for text in (straight.stdout, done.stdout)]
+    assert result[0] == result[1]
+
+
 def test_options_that_save_memory_on_other_meshes(segment, tmp_path):
     for size, options in ((2, ("--mesh", "1", "1", "2", "--amp")), (3, ("--mesh", "3", "--recompute"))):
         done = segment(size, "--steps", "1", *options)
