@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apply, pair
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.transfer import run_transfer
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, Runs, bounds, interval_runs, plan_stage
+from mpishard.layout import Box, Layout, Runs, bounds, interval_runs, plan_fetch, plan_stage
 
 
 class Wanted(NamedTuple):
@@ -75,6 +76,36 @@ def window_op(
         if guard.DEBUG or not (unchanged and not stage.sends and not stage.recvs):
             stages.append(stage)
     return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, value=value, op=op)
+
+
+def fetch_box(
+    local: Tensor, mesh: CartMesh, layout: Layout, wanted: Callable[[tuple[int, ...]], Box], op: str
+) -> Tensor:
+    """Return a box of a tensor that is another one in every call, so that nothing is kept for the next.
+
+    Collective over the mesh dims that shard the tensor.
+
+    Parameters
+    ----------
+    local, mesh, layout
+        This rank's block, without Partial placements.
+    wanted
+        Coordinates of a rank -> its box, within the tensor; the same function on every rank.
+    op
+        Name for counters and the watchdog.
+
+    Notes
+    -----
+    Adjoint: cotangents travel home and are added.
+    """
+    plan = plan_fetch(layout, wanted, mesh.coords)
+    box = [hi - lo for lo, hi in wanted(mesh.coords)]
+    own = tuple(local.shape)
+    step = pair(
+        lambda x: run_transfer(mesh, plan, x, box, op),
+        lambda g: run_transfer(mesh, plan.reverse, g, own, f"adjoint of {op}", accumulate=True),
+    )
+    return apply(step, local)
 
 
 def halo_exchange(

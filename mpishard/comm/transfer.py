@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 TAG = 8
 
 
-def run_transfer(mesh: CartMesh, plan: Transfer, x: Tensor, shape: Sequence[int], op: str = "redistribute") -> Tensor:
+def run_transfer(
+    mesh: CartMesh,
+    plan: Transfer,
+    x: Tensor,
+    shape: Sequence[int],
+    op: str = "redistribute",
+    *,
+    accumulate: bool = False,
+) -> Tensor:
     """Return this rank's block of the target layout.
 
     Collective over the ranks that exchange boxes. Buffers are temporary: a transfer moves whole blocks, which
@@ -35,13 +43,16 @@ def run_transfer(mesh: CartMesh, plan: Transfer, x: Tensor, shape: Sequence[int]
         Shape of its block of the target layout.
     op
         Name for counters and the watchdog.
+    accumulate
+        Whether boxes that come overlap, and are added in ascending order of the ranks; what none covers is zero.
     """
     if guard.DEBUG:
         guard.check(mesh.comm, op, None, x.dtype)
-    out = x.new_empty(tuple(shape))
+    out = x.new_zeros(tuple(shape)) if accumulate else x.new_empty(tuple(shape))
+    put = Tensor.add_ if accumulate else Tensor.copy_
     if not plan.sends and not plan.recvs:
         if plan.local is not None:
-            _narrow(out, plan.local[1]).copy_(_narrow(x, plan.local[0]))
+            put(_narrow(out, plan.local[1]), _narrow(x, plan.local[0]))
         return out
     cuda = x.is_cuda
     comm = mesh.comm
@@ -66,11 +77,11 @@ def run_transfer(mesh: CartMesh, plan: Transfer, x: Tensor, shape: Sequence[int]
     if counter.active:
         counter.record(op, len(plan.sends), sum(b.nbytes for b in outgoing))
     if plan.local is not None:
-        _narrow(out, plan.local[1]).copy_(_narrow(x, plan.local[0]))
+        put(_narrow(out, plan.local[1]), _narrow(x, plan.local[0]))
     with guard.waiting(op, [p for p, _ in plan.recvs], comm):
         MPI.Request.Waitall(requests)
     for box, buffer in incoming:
-        _narrow(out, box).copy_(buffer)
+        put(_narrow(out, box), buffer.to(x.device) if accumulate else buffer)
     return out
 
 

@@ -5,9 +5,10 @@ from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighte
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
 from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_stage
-from mpishard.layout.transfer import Transfer, plan_transfer
+from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
+    "Box",
     "Layout",
     "Leg",
     "Partial",
@@ -26,6 +27,7 @@ __all__ = [
     "interval_runs",
     "layout_of",
     "owner",
+    "plan_fetch",
     "plan_route",
     "plan_stage",
     "plan_transfer",

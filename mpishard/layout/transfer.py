@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ class Transfer(NamedTuple):
     sends: tuple[tuple[int, Box], ...]
     recvs: tuple[tuple[int, Box], ...]
 
+    @property
+    def reverse(self) -> Transfer:
+        """The way back."""
+        return Transfer(self.local and self.local[::-1], self.recvs, self.sends)
+
 
 def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Transfer:
     """Plan the redistribution of a tensor without Partial placements for the rank at ``coords``.
@@ -37,14 +43,30 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
 
     Not collective: pure arithmetic.
     """
-    mesh_shape = source.mesh_shape
+    return plan_fetch(source, target.box, coords)
+
+
+def plan_fetch(source: Layout, wanted: Callable[[tuple[int, ...]], Box], coords: tuple[int, ...]) -> Transfer:
+    """Plan how the rank at ``coords`` gets a box of any size, and gives others theirs.
+
+    Not collective: pure arithmetic.
+
+    Parameters
+    ----------
+    source
+        Layout of the tensor, without Partial placements.
+    wanted
+        Coordinates of a rank -> the box that it wants, in global indices; the same function on every rank.
+    coords
+        Of this rank.
+    """
     free = [m for m, p in enumerate(source.placements) if type(p) is not Shard]
-    my_source, my_target = source.box(coords), target.box(coords)
+    my_source, my_target = source.box(coords), wanted(coords)
     local, sends, recvs = None, [], []
-    for rank, other in enumerate(product(*map(range, mesh_shape))):
+    for rank, other in enumerate(product(*map(range, source.mesh_shape))):
         if any(other[m] != coords[m] for m in free):
             continue
-        out = _meet(my_source, target.box(other))
+        out = _meet(my_source, wanted(other))
         if other == coords:
             if out is not None:
                 local = (_shift(out, my_source), _shift(out, my_target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 import mpishard as ms
@@ -71,3 +72,50 @@ def test_torchs_own_errors():
     refused_alike(lambda x: F.grid_sample(x, points(2, 4, 5, 3), align_corners=False), field(2, 3, 6, 5))
     refused_alike(lambda x: F.grid_sample(x, points(2, 4, 5, 2), "linear", align_corners=False), field(2, 3, 6, 5))
     refused_alike(lambda t: F.affine_grid(t, (3, 1, 5, 6), False), field(4, 2, 3))
+
+
+def warped(shape, ndim, seed=1.0):
+    """An identity grid that is shifted and bent a little, and in part lies exactly on cells."""
+    theta = torch.eye(ndim, ndim + 1, dtype=torch.float64).expand(shape[0], -1, -1).contiguous()
+    theta[0, 0, -1] = 0.05 * seed
+    grid = F.affine_grid(theta, list(shape), False)
+    grid[:, 1::2] += 0.02 * seed * field(*grid[:, 1::2].shape)
+    return grid
+
+
+@pytest.mark.parametrize("case", range(len(KINDS)))
+def test_windows_of_a_plane(case):
+    mode, padding, corners = KINDS[case]
+    x = field(2, 3, 24, 12)
+    for scale in (1.0, 2.0):
+        g = warped(x.shape, 2) * scale if scale == 1 else warped((2, 3, 30, 8), 2, 3.0)
+        for mesh, placements, sizes in sampled(x.shape, (2, 3), case, 3):
+            compare(
+                lambda a, b: F.grid_sample(a, b, mode, padding, corners),
+                [(x, mesh, placements, sizes), (g, mesh, None, None)],
+                what=f"{KINDS[case]} {placements} {sizes}",
+            )
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_windows_of_a_volume(case):
+    mode, padding, corners = [k for k in KINDS if k[0] != "bicubic"][case]
+    x = field(2, 2, 6, 5, 16)
+    g = warped(x.shape, 3)
+    for mesh, placements, sizes in sampled(x.shape, (0, 1, 2, 4), case, 3):
+        compare(
+            lambda a, b: F.grid_sample(a, b, mode, padding, corners),
+            [(x, mesh, placements, sizes), (g, mesh, None, None)],
+            what=f"{mode} {padding} {corners} {placements} {sizes}",
+        )
+
+
+def test_a_window_travels_not_the_field():
+    mesh = mesh_of((WORLD.size,))
+    n = 64 * WORLD.size
+    x = ms.distribute_tensor(field(1, 1, n, 4), mesh, (ms.Shard(2),)).requires_grad_(True)
+    g = F.affine_grid(torch.eye(2, 3, dtype=torch.float64)[None], [1, 1, n, 4], False) * 0.99
+    with ms.comm_counter() as counted:
+        F.grid_sample(x, g, align_corners=False).sum().backward()
+    if WORLD.size > 1:
+        assert counted.nbytes < 64 * 4 * 8
