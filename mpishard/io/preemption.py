@@ -20,7 +20,9 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     """Notice SIGUSR1 and SIGTERM, and have every rank stop after the same step.
 
     Not collective. A scheduler may signal one rank or all of them, at any time; `should_stop` is where they
-    agree. While the block is entered the signals have no other effect; their former handlers are then put back.
+    agree. While the block is entered the signals have no other effect; their former handlers are then put back,
+    unless the ranks have agreed to stop: then the signals are ignored until the program ends, as launchers send
+    them to ranks that end a moment later than the first one, whose exit code would be lost.
 
     Parameters
     ----------
@@ -48,6 +50,8 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     In a job script for Slurm, whose ``#SBATCH --signal=USR1@120`` gives two minutes of warning::
 
         srun python train.py || { rc=$?; [ $rc -eq 75 ] && scontrol requeue $SLURM_JOB_ID; exit $rc; }
+
+    ``jobs/segment_brain.sbatch`` of the source does the same, a bounded number of times.
     """
 
     def __init__(
@@ -86,7 +90,8 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     def __exit__(self, *_: object) -> None:
         for s, handler in self._before.items():
             # None: set by other than Python, which cannot set it again
-            signal.signal(s, signal.SIG_DFL if handler is None else handler)
+            before = signal.SIG_DFL if handler is None else handler
+            signal.signal(s, signal.SIG_IGN if self._agreed else before)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002

@@ -23,12 +23,19 @@ Submit = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
-    """Submit a job script and wait: ``submit(script, *args, options=(), env=None)`` -> exit code, output."""
+    """Submit a job script and wait: ``submit(script, *args, options=(), env=None)`` -> exit code, output.
+
+    With ``when=(text, command)``, the command is given the job's number when its output has the text.
+    """
     folder = tmp_path_factory.mktemp("slurm")
     control = ROOT / "tests" / "cluster" / "slurm.sh"
 
     def run(
-        script: Path, *args: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None
+        script: Path,
+        *args: str,
+        options: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        when: tuple[str, tuple[str, ...]] | None = None,
     ) -> tuple[int, str]:
         output = folder / f"job-{len(list(folder.glob('job-*')))}.out"
         variables = {
@@ -50,12 +57,19 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
             facts = dict(re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", slurm("scontrol", "show", "job", number)))
             if facts["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
                 break
+            if facts.get("Reason") == "BeginTime":
+                # a job that is queued again waits for two minutes; its node needs but a few seconds
+                time.sleep(5)
+                slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+            if when is not None and output.exists() and when[0] in output.read_text():
+                slurm(*when[1], number)
+                when = None
             if time.monotonic() > end:
                 slurm("scancel", number)
                 pytest.fail(f"no end within {JOB_S} s: {facts}\n{output.read_text() if output.exists() else ''}")
             time.sleep(1)
         code, signal = map(int, facts["ExitCode"].split(":"))
-        return code or signal, output.read_text()
+        return code or signal, f"{output.read_text()}\n{facts}"
 
     try:
         # slurm.sh leaves daemons behind, which would hold a pipe open
@@ -70,7 +84,7 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
 
 JOB = ROOT / "jobs" / "segment_brain.sbatch"
 PROGRAM = """
-import os, sys
+import os, sys, time
 import torch
 import mpishard as ms
 
@@ -79,6 +93,19 @@ assert mesh.size == int(os.environ["SLURM_NTASKS"])
 assert torch.get_num_threads() == int(os.environ["SLURM_CPUS_PER_TASK"])
 if "--raise" in sys.argv and mesh.rank == 1:
     raise RuntimeError("rank 1 has had enough")
+if "--stop" in sys.argv:
+    folder = sys.argv[1].removeprefix("--checkpoints=")
+    first = ms.io.load_checkpoint(folder, mesh=mesh).step if os.path.exists(folder) else 0
+    with ms.io.preemption(mesh) as stop:
+        if mesh.rank == 0:
+            print(f"from step {first}", flush=True)
+        for step in range(first, first + (3 if "SLURM_RESTART_COUNT" in os.environ else 10**6)):
+            time.sleep(0.05)
+            if stop.should_stop():
+                ms.io.save_checkpoint(folder, step + 1, mesh=mesh)
+                # ranks never end at the same moment
+                time.sleep(0.3 * mesh.rank)
+                sys.exit(stop.exit_code)
 total = ms.all_reduce(torch.ones(()), mesh)
 if mesh.rank == 0:
     print(f"sum over {mesh.size} ranks: {total.item():.0f}")
@@ -99,13 +126,25 @@ def job(tmp_path: Path) -> Path:
 def test_ranks_of_a_job_meet(submit: Submit, job: Path) -> None:
     code, output = submit(job, options=("--cpus-per-task=2",))
     assert code == 0, output
-    assert output.strip() == "sum over 4 ranks: 4"
+    assert output.startswith("sum over 4 ranks: 4\n\n{")
 
 
 def test_a_rank_that_raises_ends_the_job(submit: Submit, job: Path) -> None:
     code, output = submit(job, "--raise")
     assert code != 0, output
     assert output.count("RuntimeError: rank 1 has had enough") == 1, output
+
+
+def test_a_job_that_must_stop_is_queued_again(submit: Submit, job: Path, tmp_path: Path) -> None:
+    tell = ("from step 0", ("scancel", "--batch", "--signal=USR1"))
+    for most, code in (("0", 75), ("1", 0)):
+        places = {"CHECKPOINTS": os.fspath(tmp_path / most), "MAX_REQUEUES": most}
+        got, output = submit(job, "--stop", env=places, when=tell)
+        assert got == code, output
+        starts = [int(n) for n in re.findall(r"from step (\d+)", output)]
+        assert len(starts) == 1 + int(most), output
+        assert starts == sorted(set(starts)), output
+    assert "sum over 4 ranks: 4" in output
 
 
 def test_the_brain_job(submit: Submit, tmp_path: Path) -> None:
