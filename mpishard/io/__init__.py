@@ -4,6 +4,7 @@ from mpishard.io.backend import Choice, choose_backend
 from mpishard.io.background import Saving
 from mpishard.io.checkpoint import load_checkpoint, save_checkpoint
 from mpishard.io.dataset import Dataset, Loader
+from mpishard.io.journal import heal
 from mpishard.io.preemption import preemption
 from mpishard.io.read import read
 from mpishard.io.restore import Checkpoint
@@ -19,6 +20,7 @@ __all__ = [
     "Written",
     "choose_backend",
     "export_safetensors",
+    "heal",
     "load_checkpoint",
     "preemption",
     "read",

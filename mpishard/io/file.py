@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, described
+from mpishard.io.journal import heal
 
 Path = str | os.PathLike[str]
 
@@ -35,6 +36,7 @@ def opened(path: Path) -> Any:
         It is missing, damaged, or of another format.
     """
     h5py = import_h5py()
+    heal(path)
     try:
         # Without a lock: read-only shared file systems refuse one, and nobody writes.
         return h5py.File(path, "r", locking=False)
@@ -133,11 +135,11 @@ def noted() -> Iterator[list[BaseException]]:
         sys.excepthook, sys.unraisablehook = hooks
 
 
-def shut(file: Any, path: Path | None = None) -> Exception | None:
+def shut(file: Any, make_room: Callable[[], object]) -> Exception | None:
     """Close a file that was written, and return the error where that fails.
 
     Not collective, unless the file is open on several ranks. Where there is no room for what HDF5 still holds,
-    the file at ``path``, if given, is emptied to make room: it is lost anyway.
+    ``make_room`` is called before it is tried again: what it then writes is lost anyway.
     """
     error: Exception | None = None
     for _ in range(2):
@@ -145,7 +147,7 @@ def shut(file: Any, path: Path | None = None) -> Exception | None:
             file.close()
         except (OSError, RuntimeError, ValueError) as e:  # noqa: PERF203
             error = error or e
-            empty(path)
+            make_room()
         else:
             return error
     # it would be closed once more when it is collected, by a thread that can do nothing about it

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpishard.errors import FileError, LayoutError, described
 from mpishard.io.file import import_h5py
+from mpishard.io.journal import Journal
 from mpishard.layout import Layout
 
 CHUNK_NBYTES = 4 << 20
@@ -225,3 +229,66 @@ def grow(file: Any, form: Form, steps: int) -> None:
         file[v.name].resize(steps, axis=0)
     if form.append is not None and form.append in file:
         file[form.append].resize(steps, axis=0)
+
+
+class _Kept(NamedTuple):
+    """Where cells lie that no step to come touches, and of how many steps, as of a state of the file."""
+
+    state: tuple[int, ...]
+    steps: dict[str, int]
+    spans: list[tuple[int, int]]
+
+
+# of files that this process appends to: looking up every chunk at every step would take longer than to write it
+_known: dict[Path, _Kept] = {}
+
+
+def begun(path: Path) -> Journal:
+    """Keep what a step may change of a file that it is appended to: all bytes but the cells of older steps.
+
+    Not collective; one rank calls it, before any opens the file to write.
+    """
+    known = _known.pop(path, None)
+    if known is None or known.state != _state(path):
+        known = _Kept((), {}, [])
+    with import_h5py().File(path, "r", locking=False) as file:
+        steps, spans = _kept(file, known)
+        size = os.path.getsize(path)
+    regions, at = [], 0
+    for start, stop in [*spans, (size, size)]:
+        if start > at:
+            regions.append((at, start - at))
+        at = max(at, stop)
+    return Journal(path, regions, lambda: _known.update({path: _Kept(_state(path), steps, spans)}))
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _kept(file: Any, known: _Kept) -> tuple[dict[str, int], list[tuple[int, int]]]:
+    h5py = import_h5py()
+    datasets: dict[str, Any] = {}
+    file.visititems(lambda name, node: datasets.update({name: node}) if isinstance(node, h5py.Dataset) else None)
+    steps, spans = {}, list(known.spans)
+    for name, dataset in datasets.items():
+        offset = dataset.id.get_offset()
+        if offset is not None:
+            spans.append((offset, offset + dataset.id.get_storage_size()))
+        elif dataset.chunks:
+            n, step = dataset.shape[0], dataset.chunks[0]
+            # of one that grows, a chunk with room for more steps is written again
+            steps[name] = n // step * step if dataset.maxshape[0] is None else -(-n // step) * step
+            rest = [range(0, extent, c) for extent, c in zip(dataset.shape[1:], dataset.chunks[1:])]
+            for start in product(range(known.steps.get(name, 0), steps[name], step), *rest):
+                chunk = dataset.id.get_chunk_info_by_coord(start)
+                if chunk.byte_offset is not None:
+                    spans.append((chunk.byte_offset, chunk.byte_offset + chunk.size))
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return steps, joined

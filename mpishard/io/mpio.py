@@ -24,8 +24,9 @@ from mpishard.comm.hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
 from mpishard.io.file import Path, empty, import_h5py
-from mpishard.io.form import create, grow, step_of
+from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
+from mpishard.io.journal import Journal, taken_back
 from mpishard.layout.slab import Box
 
 # Below the 2 GiB that MPI's file layers count.
@@ -59,12 +60,19 @@ def write_mpio(job: Job) -> str:
     """
     comm = job.group.comm
     file: Any = None
+    journal: Journal | None = None
+    closed = True
     modes: set[str] = set()
     try:
         error: BaseException | None = None
         step: int | None = None
         if job.group.rank == 0:
-            error = _no_room(job)
+            try:
+                error = _no_room(job)
+                if error is None and job.exists:
+                    journal = begun(job.path)
+            except FAILURES as e:
+                error = e
         job.agree(error)
         try:
             with guard.waiting("io.write", (), comm):
@@ -97,26 +105,32 @@ def write_mpio(job: Job) -> str:
                 file.flush()
         except FAILURES as e:
             error = error or e
-        if step is not None and comm.allreduce(int(error is not None)):
-            with contextlib.suppress(*FAILURES), guard.waiting("io.write", (), comm):
-                grow(file, job.form, step)
-        if not job.exists and comm.allreduce(int(error is not None)) and job.group.rank == 0:
-            empty(job.partial)
-        error = _closed(file, job.group) or error or (job.lost[0] if job.lost else None)
-        if error is None and job.group.rank == 0 and not job.exists:
+        if comm.allreduce(int(error is not None)) and job.group.rank == 0:
+            # room for what is left to write at the close
+            with contextlib.suppress(OSError):
+                empty(job.scrap) if journal is None else journal.put_back()
+        failed = _closed(file, job.group)
+        closed = failed is None
+        error = failed or error or (job.lost[0] if job.lost else None)
+        if error is None and job.group.rank == 0:
             error = _too_short(job)
         job.agree(error)
         if job.group.rank == 0:
             try:
                 finish(job)
+                if journal is not None:
+                    journal.commit()
+                    journal = None
             except FAILURES as e:
                 error = e
         job.agree(error)
     finally:
         if file:
-            _closed(file, job.group)
+            closed = _closed(file, job.group) is None
         if job.group.rank == 0:
             job.discard()
+        if journal is not None:
+            taken_back(journal, closed=closed)
     return _told(modes)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 
 from mpishard.comm.funnel import funnel
 from mpishard.io.file import empty, import_h5py, shut
-from mpishard.io.form import create, grow, step_of
+from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
+from mpishard.io.journal import Journal, taken_back
 
 
 def write_root(job: Job) -> str:
@@ -41,12 +43,15 @@ class _Target:
         self.job = job
         self.file: Any = None
         self.step: int | None = None
+        self.journal: Journal | None = None
         self.error: BaseException | None = None
 
     def open(self) -> BaseException | None:
         job = self.job
         try:
             h5py = import_h5py()
+            if job.exists:
+                self.journal = begun(job.path)
             self.file = h5py.File(job.partial, "r+" if job.exists else "w")
             if not job.exists:
                 create(self.file, job.form)
@@ -75,22 +80,30 @@ class _Target:
     def close(self) -> BaseException | None:
         lost = self.job.lost
         try:
-            if self.error is not None and self.step is not None:
-                grow(self.file, self.job.form, self.step)
-            error = shut(self.file, self.job.scrap)
+            error = shut(self.file, self._make_room)
             self.error = self.error or error or (lost[0] if lost else None)
             if self.error is None:
                 finish(self.job)
+                if self.journal is not None:
+                    self.journal.commit()
+                    self.journal = None
         except FAILURES as e:
             self._fail(e)
         return self.error
 
     def discard(self) -> None:
-        if self.file:
-            shut(self.file, self.job.scrap)
+        error = shut(self.file, self._make_room) if self.file else None
         self.job.discard()
+        if self.journal is not None:
+            taken_back(self.journal, closed=error is None)
+
+    def _make_room(self) -> None:
+        empty(self.job.scrap)
+        if self.journal is not None:
+            with contextlib.suppress(OSError):
+                self.journal.put_back()
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
         # before the objects are let go, that HDF5 flushes then
-        empty(self.job.scrap)
+        self._make_room()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class _Part:
         if self.file is not None:
             if self.error is not None:
                 empty(self.path)
-            error, lost = shut(self.file, self.path), self.job.lost
+            error, lost = shut(self.file, partial(empty, self.path)), self.job.lost
             self.error = self.error or error or (lost[0] if lost else None)
         return self.error
 
@@ -129,7 +130,7 @@ def _join(job: Job, layouts: dict[str, Layout], scalars: dict[str, Any]) -> None
         empty(job.partial)
         raise
     finally:
-        error = shut(file, job.partial)
+        error = shut(file, partial(empty, job.partial))
     if error is not None:
         raise error
 

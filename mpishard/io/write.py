@@ -20,6 +20,7 @@ from mpishard.io.dtype import numpy_dtype
 from mpishard.io.file import import_h5py, not_written, noted
 from mpishard.io.form import Form, Variable, checked_dims, chunks_of, extents, option
 from mpishard.io.job import FAILURES, Job
+from mpishard.io.journal import heal
 from mpishard.io.mpio import write_mpio
 from mpishard.io.root import write_root
 from mpishard.io.virtual import prune, write_virtual
@@ -73,7 +74,9 @@ def write(
         same datasets.
     append
         Name of an unlimited first dim, such as ``"time"``: every dataset gets one step more, the tensor. The
-        file is made where there is none; else the step is written into it, and taken back where that fails.
+        file is made where there is none; else the step is written into it, and taken back where that fails. A
+        job that is killed in the middle of a step leaves a journal (``.NAME.undo``) beside the file: the next call
+        of this library that opens it, or `heal`, puts it back as it was before the step.
     chunks
         Chunk shape of the datasets, or True for one that follows the decomposition; without the dim appended
         along. One for all, or name -> chunks.
@@ -139,6 +142,8 @@ def write(
         nbytes = sum(_nbytes(x) for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
         signature += f" through {choice.name}"
+        if group.rank == 0:
+            heal(own, writing=True)
     except MpishardError as e:
         error = e
     except FAILURES as e:
