@@ -19,7 +19,6 @@ TREATMENTS = {
     "moves": "cells change ranks, and no rank holds more than its share",
     "gathers": "the sharded dims that the function needs whole are gathered; with a warning above "
     "`MPISHARD_GATHER_WARN` bytes (default 1 GiB; 0: always, -1: never)",
-    "refuses": "an error where the dim that the function works along is sharded",
 }
 
 # where a rule's own docstring does not say more
@@ -27,9 +26,8 @@ _OF_FAMILY = {
     "halo": "adaptive conv gradient interpolate neighbourhood pad pool roll spectrogram unfold unpool",
     "reduction": "alias extremum histogram linear loss norm reduction scan softmax statistic vector",
     "moves": "attention fourier join multihead pick pixel reshape write",
-    "gathers": "fractional gather matrix sample",
-    "refuses": "order",
-    "local": "diagonal embedding foreach index mask metadata pointwise random recurrent repeat special twin view",
+    "gathers": "fractional gather matrix order sample",
+    "local": "diagonal embedding foreach hook index mask metadata pointwise random recurrent repeat special twin view",
 }
 # where neither is precise
 _OF_FUNCTION = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 CACHED = 65536
+R = TypeVar("R", bound=Callable[..., Any])
 
 
 def wrapped(dim: int, ndim: int) -> int:
@@ -95,6 +98,32 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
     if x._gathered_view:
         out._gathered_view = True
     return out
+
+
+def plain(x: Any) -> Any:
+    """Return an argument with whole plain tensors in place of ShardTensors. Collective where they are sharded."""
+    if isinstance(x, ShardTensor):
+        return whole_along(resolved(x), tuple(range(x.ndim)))._local
+    return type(x)(map(plain, x)) if isinstance(x, (tuple, list)) else x
+
+
+def into_plain(func: Any) -> Callable[[R], R]:
+    """Decorate the rule of an in-place function.
+
+    A plain tensor is the same on every rank, so what is written into it, and what says where, are gathered.
+    Collective where they are sharded.
+    """
+
+    def decorate(rule: R) -> R:
+        @wraps(rule)
+        def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, ShardTensor):
+                return rule(self, *args, **kwargs)
+            return func(self, *map(plain, args), **{k: plain(a) for k, a in kwargs.items()})
+
+        return either  # type: ignore[return-value]
+
+    return decorate
 
 
 def require_writable(x: ShardTensor, name: str) -> None:

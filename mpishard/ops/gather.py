@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.dim import CACHED, require_writable, settled, whole_along, wrapped
+from mpishard.ops.dim import CACHED, into_plain, require_writable, settled, whole_along, wrapped
 from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
@@ -109,6 +109,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any
 def _scatter_rule(name: str) -> Any:
     in_place = getattr(torch.Tensor, f"{name}_")
 
+    @into_plain(in_place)
     def rule(self: ShardTensor, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
         require_writable(self, f"{name}_")

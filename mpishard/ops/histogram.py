@@ -10,7 +10,7 @@ from torch import Tensor
 from mpishard.comm import collective
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.vector import gathered
-from mpishard.tensor.operand import fitted, moved, replicated_layout, resolved
+from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -53,7 +53,7 @@ def histogram(
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
     if out is not None:
         raise no_out(torch.histogram)
-    x = resolved(input).detach()
+    x = on_mesh(input, mesh_of((input, bins, weight))).detach()
     options: dict[str, Any] = {}
     if weight is not None:
         weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
@@ -73,7 +73,7 @@ def histogram(
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> ShardTensor:
     """Count (or weigh) every value of a vector of integers. Collective: small all-reduces; the cells stay."""
-    x = resolved(input)
+    x = on_mesh(input, mesh_of((input, weights)))
     lo, hi = _range(x)
     if x.ndim != 1 or lo < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")

@@ -7,7 +7,7 @@ sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.p
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
-from mpishard.ops.dim import CACHED, require_writable, settled, unsharded, viewed, whole_along, wrapped
+from mpishard.ops.dim import CACHED, plain, require_writable, settled, unsharded, viewed, whole_along, wrapped
 from mpishard.ops.view import without
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
@@ -147,8 +147,31 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     if plan.drop:
         out = wrap(redistribute(local, x._mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x._mesh)
         out._gathered_view = True
-        return out
-    return viewed(x, local, plan.out)
+    else:
+        out = viewed(x, local, plan.out)
+    if out._gathered_view:
+        out._origin = x, key
+    return out
+
+
+def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
+    """Write into a gathered view and, as torch does, into the tensor that it was indexed from.
+
+    Collective where the writing is.
+
+    Returns
+    -------
+    bool
+        Whether that was possible. It is not for views of other kinds.
+    """
+    if x._origin is None:
+        return False
+    base, key = x._origin
+    y: Any = x.clone()
+    write(y)
+    write_at(base, key, y)
+    x._local, x._layout = y._local, y._layout
+    return True
 
 
 @implements(torch.Tensor.__getitem__)
@@ -170,27 +193,27 @@ def setitem(self: Any, index: Any, value: Any) -> None:
     gathered. Write into a sharded tensor (``torch.zeros_like(x)``), or pad or join tensors, and nothing is.
     """
     if not isinstance(self, ShardTensor):
-        self[_gathered(index)] = _gathered(value)
+        self[plain(index)] = plain(value)
         return
-    require_writable(self, "x[index] = value")
     key = key_of(index)
-    if key is None:
+    if key is not None:
+        write_at(self, key, value)
+    elif not (self._gathered_view and written_through(self, lambda y: setitem(y, index, value))):
         from mpishard.ops.pick import put
 
         put(self, index, value)
+
+
+def write_at(self: ShardTensor, key: Key, value: Any) -> None:
+    """Write at a basic index. Collective where the value is laid out differently."""
+    if self._gathered_view and written_through(self, lambda y: write_at(y, key, value)):
         return
+    require_writable(self, "x[index] = value")
     x = settled(self)
     plan = plan_index(x._layout, key, x._mesh.coords)
     if isinstance(value, Tensor):
         value = fitted(_value(value, plan), x._mesh, plan.kept)
     x._local[plan.local] = value
-
-
-def _gathered(x: Any) -> Any:
-    """Return ``x``, an index or a value, with plain tensors in place of ShardTensors. Collective."""
-    if isinstance(x, (tuple, list)):
-        return type(x)(map(_gathered, x))
-    return whole_along(resolved(x), tuple(range(x.ndim)))._local if isinstance(x, ShardTensor) else x
 
 
 def _value(value: Any, plan: Basic) -> Any:

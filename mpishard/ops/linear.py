@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.ops.contract import Label, Labels, contract
+from mpishard.ops.diagonal import diagonal
+from mpishard.ops.dim import into_plain
 from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
@@ -134,7 +136,8 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         if out is not None:
             raise no_out(whole)
         a, b = (*(x for x in (first, second) if x is not None), *named.values())
-        y = resolved(contract(name, product, (a, b), labels, result))
+        sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
+        y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         # like torch, which does not read `input` where beta is 0
         y = y if alpha == 1 else y * alpha
         return y if beta == 0 else y + (input if beta == 1 else input * beta)
@@ -147,7 +150,9 @@ for _name, (_labels, _result, _product) in _ADDED.items():
     for _func in spellings(_name):
         RULES[_func] = _rule
     for _func in spellings(f"{_name}_"):
-        RULES[_func] = lambda self, *args, _rule=_rule, **kwargs: self.copy_(_rule(self, *args, **kwargs))
+        RULES[_func] = into_plain(_func)(
+            lambda self, *args, _rule=_rule, **kwargs: self.copy_(_rule(self, *args, **kwargs))
+        )
 
 
 @implements(torch.inner, torch.Tensor.inner)
@@ -244,7 +249,33 @@ def einsum(*args: Any) -> ShardTensor:
     elif len(operands) == 1 and not isinstance(operands[0], Tensor):
         operands = tuple(operands[0])
     labels, out = _einsum_labels(equation, tuple(x.ndim for x in operands))
+    if any(_on_diagonals(x, own) for x, own in zip(operands, labels)):
+        return _of_diagonals(operands, labels, out)
     return contract(f"einsum({equation!r})", lambda *x: torch.einsum(equation, *x), operands, labels, out)
+
+
+def _on_diagonals(x: Any, labels: Labels) -> bool:
+    """Tell whether a dim is sharded whose label the operand has twice."""
+    return isinstance(x, ShardTensor) and any(labels.count(labels[d]) > 1 for d in x._layout.shard_dims)
+
+
+def _of_diagonals(operands: Sequence[Any], labels: Sequence[Labels], out: Labels) -> ShardTensor:
+    """Evaluate an einsum of whose operands the diagonals are taken first. Collective where their planes are sharded."""
+    found: list[Any] = []
+    for x, own in zip(operands, labels):
+        rest = list(own)
+        for label in dict.fromkeys(own):
+            while rest.count(label) > 1:
+                a = rest.index(label)
+                b = rest.index(label, a + 1)
+                x = diagonal(x, 0, a, b) if isinstance(x, ShardTensor) else x.diagonal(0, a, b)
+                rest = [s for d, s in enumerate(rest) if d not in (a, b)] + [label]
+        found += [x, [*rest]]
+    # labels as einsum takes them: numbers from 0
+    numbers = {s: i for i, s in enumerate(dict.fromkeys(s for own in labels for s in own))}
+    for i in range(1, len(found), 2):
+        found[i] = [numbers[s] for s in found[i]]
+    return einsum(*found, [numbers[s] for s in out])
 
 
 def _from_lists(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:

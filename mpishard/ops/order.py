@@ -45,6 +45,7 @@ def _rule(
     """Return the rule of a function whose ``dim`` is argument ``position`` (not counting the input)."""
 
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+        """Order cells along a dim. Collective where it is cut: it is gathered."""
         if kwargs.get("out") is not None:
             raise no_out(func)
         x = resolved(input)
@@ -110,6 +111,7 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
     def quantile(
         input: ShardTensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
     ) -> ShardTensor:
+        """Interpolate between ordered cells. Collective where the dim is cut: it is gathered."""
         if kwargs.get("out") is not None:
             raise no_out(func)
         x, own = _whole(resolved(input), dim)

@@ -20,7 +20,7 @@ from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
-from mpishard.ops.dim import require_writable, settled, viewed, wrapped
+from mpishard.ops.dim import into_plain, require_writable, settled, viewed, wrapped
 from mpishard.ops.index import fitted_shape, indexed, plan_index
 from mpishard.ops.mask import picked_where
 from mpishard.ops.pointwise import broadcast_of
@@ -354,6 +354,7 @@ def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
 
 
 @implements(torch.Tensor.index_add_)
+@into_plain(torch.Tensor.index_add_)
 def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
     """Add to cells along a dim, in place. Collective where the source must travel."""
     put(self, _along(wrapped(dim, self.ndim), index), source if alpha == 1 else source * alpha, accumulate=True)
@@ -361,6 +362,7 @@ def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: A
 
 
 @implements(torch.Tensor.index_copy_)
+@into_plain(torch.Tensor.index_copy_)
 def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
     """Write cells along a dim, in place. Collective where the source must travel."""
     put(self, _along(wrapped(dim, self.ndim), index), source)
@@ -368,6 +370,7 @@ def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTe
 
 
 @implements(torch.Tensor.index_fill_)
+@into_plain(torch.Tensor.index_fill_)
 def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTensor:
     """Fill cells along a dim, in place. Not collective."""
     put(self, _along(wrapped(dim, self.ndim), index), value)
@@ -375,6 +378,7 @@ def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTen
 
 
 @implements(torch.Tensor.index_put_, torch.index_put_)
+@into_plain(torch.Tensor.index_put_)
 def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> ShardTensor:
     """Write at points, in place. Collective where the values must travel."""
     put(input, tuple(slice(None) if i is None else i for i in indices), values, accumulate)

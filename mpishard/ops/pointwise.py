@@ -10,10 +10,12 @@ from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
-from mpishard.ops.dim import require_writable, settled
-from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, resolved
+from mpishard.ops.dim import plain, require_writable, settled
+from mpishard.ops.index import written_through
+from mpishard.ops.view import ints
+from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements, name_of, spellings
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -123,19 +125,10 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         x = args[0]
         if not isinstance(x, ShardTensor):
-            args = tuple(_whole(a) for a in args)
-            kwargs = {k: _whole(a) for k, a in kwargs.items()}
-            if not any(isinstance(a, ShardTensor) for a in [*args, *kwargs.values()]):
-                return func(*args, **kwargs)
-            raise UnsupportedOperationError(
-                described(
-                    f"{name_of(func)}: a ShardTensor written into a plain tensor",
-                    expected="a ShardTensor to write into",
-                    got=type(x).__name__,
-                    fix="gather the operand with full_tensor()",
-                )
-            )
+            return func(*map(plain, args), **{k: plain(a) for k, a in kwargs.items()})
         if x._gathered_view:
+            if written_through(x, lambda y: rule(y, *args[1:], **kwargs)):
+                return x
             require_writable(x, name_of(func))
         settled(x)
         others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
@@ -155,14 +148,6 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
         return x
 
     return rule
-
-
-def _whole(x: Any) -> Any:
-    """Return the plain value of a ShardTensor that every rank holds whole; anything else as it is."""
-    if not isinstance(x, ShardTensor):
-        return x
-    x = resolved(x)
-    return x._local if x._layout.is_replicated else x
 
 
 def _inplace_flag_rule(func: Any, plain: Callable[..., ShardTensor], in_place: Callable[..., Any]) -> Any:
@@ -273,8 +258,35 @@ def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     return torch.where(input > 0, input, weight * input)
 
 
-# tensors made like another are plain: the same on every rank
-for _name in ("new_tensor", "new_zeros", "new_ones", "new_full", "new_empty"):
-    RULES[getattr(torch.Tensor, _name)] = lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(
-        *args, **kwargs
-    )
+def _new_rule(name: str) -> Callable[..., Any]:
+    def rule(self: ShardTensor, *given: Any, size: Any = None, **kwargs: Any) -> Any:
+        """Make a tensor of this dtype, laid out as ``self`` where it has its shape, else Replicate. Not collective.
+
+        Not a plain tensor: random numbers that are written into it must be the same on every rank.
+        """
+        value: tuple[Any, ...] = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else ()
+        if name == "new_full" and not value and len(given) + (size is not None) > 1:
+            given, value = given[:-1], given[-1:]
+        shape = ints(given) if size is None else tuple(size)
+        same = shape == tuple(self._layout.shape)
+        layout = cotangent_layout(self._layout) if same else replicated_layout(self._mesh, shape)
+        return _made(self, getattr(self._local, name)(layout.local_shape(self._mesh.coords), *value, **kwargs), layout)
+
+    return rule
+
+
+for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+    RULES[getattr(torch.Tensor, _name)] = _new_rule(_name)
+
+
+@implements(torch.Tensor.new_tensor)
+def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
+    """Make a Replicate tensor of data that is the same on every rank. Not collective."""
+    local = self._local.new_tensor(data, **kwargs)
+    return _made(self, local, replicated_layout(self._mesh, local.shape))
+
+
+def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
+    if local.device != like._local.device:
+        raise _other_device(like, local.device)
+    return wrap(local, layout, like._mesh)

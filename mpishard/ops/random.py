@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.ops.dim import resized, whole_along
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
@@ -251,6 +252,70 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
         return randn_like(like, generator=generator) * std + mean
 
 
+def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
+    """Return one uniform number in (0, 1) of 53 bits per cell of ``x``. Collective."""
+    return _drawn(x, torch.float64, uniform(torch.float64), generator).add_(2.0**-54)
+
+
+@implements(torch.poisson)
+def poisson(input: Any, generator: Any = None) -> ShardTensor:
+    """Draw Poisson numbers with the rates ``input``. Collective."""
+    x = resolved(input)
+    if not bool((x >= 0).all()):
+        raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+    rate, below = x._local.detach().double(), _uniform_of(x, generator)
+    # the smallest count whose distribution function is above the number, by bisection
+    low, high = torch.zeros_like(rate), (rate + 40 * rate.sqrt() + 60).floor()
+    for _ in range(int(high.max()).bit_length() if high.numel() else 0):
+        middle = ((low + high) / 2).floor()
+        above = (torch.special.gammaincc(middle + 1, rate) > below) | (rate == 0)
+        low, high = torch.where(above, low, middle + 1), torch.where(above, middle, high)
+    drawn = low.to(x._local.dtype)
+    return wrap(drawn + 0 * x._local if x.requires_grad else drawn, x._layout, x._mesh)
+
+
+@implements(torch.multinomial, torch.Tensor.multinomial)
+def multinomial(
+    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
+) -> Any:
+    """Draw categories with the weights in the last dim. Collective.
+
+    With replacement, where that dim is sharded, it is gathered.
+    """
+    if out is not None:
+        raise no_out(torch.multinomial)
+    x = resolved(input).detach()
+    _check_weights(x, num_samples, replacement)
+    last = x.ndim - 1
+    if not replacement:  # the first arrivals of processes with these rates
+        arrival = wrap(_drawn(x, torch.float64, exponential(1.0), generator), x._layout, x._mesh)
+        return (x.double() / arrival).topk(num_samples, last).indices
+    x = whole_along(x, (last,))
+    layout = resized(x._layout, last, num_samples, x._layout.sizes[last] and (num_samples,))
+    local = torch.empty(layout.local_shape(x._mesh.coords), dtype=torch.float64)
+    seed = draw_seed(x._mesh, generator)
+    below = filled(local, layout, x._mesh.coords, seed, uniform(torch.float64)).to(x._local.device)
+    up_to = x._local.double().cumsum(last)
+    # never a category without weight: the last one that has any ends the search
+    found = torch.searchsorted(up_to, below * up_to[..., -1:], right=True)
+    return wrap(torch.minimum(found, (up_to < up_to[..., -1:]).sum(last, keepdim=True)), layout, x._mesh)
+
+
+def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
+    if x.ndim not in (1, 2):
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
+    if not x.is_floating_point():
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {x.dtype}")
+    if num_samples <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not replacement and num_samples > x.shape[-1]:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    if not bool(((x >= 0) & (x < math.inf)).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    if not bool((x.sum(-1) > 0).all()):
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+
+
 # -- in place
 
 
@@ -286,6 +351,31 @@ def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor
 def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with exponentially distributed numbers. Collective."""
     return _write(self, _drawn(self, self._local.dtype, exponential(lambd), generator))
+
+
+@implements(torch.Tensor.cauchy_)
+def cauchy_(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> ShardTensor:
+    """Fill with Cauchy numbers. Collective."""
+    if sigma <= 0:
+        raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
+    angle = _uniform_of(resolved(self), generator).sub_(0.5).mul_(math.pi)
+    return _write(self, angle.tan_().mul_(sigma).add_(median))
+
+
+@implements(torch.Tensor.log_normal_)
+def log_normal_(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> ShardTensor:
+    """Fill with numbers whose logarithm is normal. Collective."""
+    if std <= 0:
+        raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}")
+    return _write(self, _drawn(self, torch.float64, normal(torch.float64), generator).mul_(std).add_(mean).exp_())
+
+
+@implements(torch.Tensor.geometric_)
+def geometric_(self: Any, p: float, *, generator: Any = None) -> ShardTensor:
+    """Fill with the number of trials up to a first success of probability ``p``. Collective."""
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
+    return _write(self, _uniform_of(resolved(self), generator).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1))
 
 
 @implements(torch.Tensor.random_)

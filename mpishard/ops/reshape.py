@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
-from mpishard.ops.dim import CACHED, base_in, local_shape, settled, trivially_sharded, unsharded, viewed, wrapped
+from mpishard.ops.dim import (
+    CACHED,
+    base_in,
+    local_shape,
+    resized,
+    settled,
+    trivially_sharded,
+    unsharded,
+    viewed,
+    whole_along,
+    wrapped,
+)
 from mpishard.ops.regroup import Group, cut_near, regrouped, spread
 from mpishard.ops.view import ints
 from mpishard.tensor.registry import implements
@@ -177,22 +187,19 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
-    x = settled(self)
+    """Read the bytes as another dtype. Collective where the last dim is sharded and its blocks do not fit: gathered."""
+    x, last = settled(self), self.ndim - 1
+    old, new = x.dtype.itemsize, dtype.itemsize
+    sizes = x._layout.sizes[last] if x.ndim else None
+    if sizes is not None and any(n * old % new for n in sizes):
+        x, sizes = whole_along(x, (last,)), None
     local = x._local.view(dtype)
-    layout, last = x._layout, x.ndim - 1
-    if dtype.itemsize != x.dtype.itemsize:
-        if last in layout.shard_dims:
-            raise LayoutError(
-                described(
-                    f"view({dtype}): the last dim is sharded, and its extent changes",
-                    expected=f"a dtype of {x.dtype.itemsize} bytes, or the last dim whole",
-                    got=list(layout.placements),
-                    fix="redistribute to another dim first",
-                )
-            )
-        shape = (*layout.shape[:-1], local.shape[-1])
-        layout = layout_of(layout.mesh_shape, layout.placements, shape, layout.sizes)
-    return viewed(x, local, layout)
+    if not x.ndim:
+        return viewed(x, local, x._layout)
+    n = x._layout.shape[last] * old // new if sizes is not None else local.shape[last]
+    return viewed(
+        x, local, resized(x._layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
+    )
 
 
 @implements(torch.Tensor.view_as)

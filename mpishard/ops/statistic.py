@@ -13,6 +13,7 @@ from torch import Tensor
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.ops.dim import whole_along
+from mpishard.ops.moments import is_large
 from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import HALVES, Reduced, counts_over, dim_and_keepdim, normal_dim, reduced, stacked
 from mpishard.tensor.operand import fitted, mesh_of, resolved
@@ -75,7 +76,12 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
         extreme = torch.amax if p > 0 else torch.amin
         return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
     if p == 0:
-        return (x != 0).to(result).sum(plan.dims, keepdim)  # type: ignore[no-any-return]
+        count = (x != 0).to(result).sum(plan.dims, keepdim)
+        if torch.is_grad_enabled() and x.requires_grad:  # a zero gradient, as in torch, also of what is not finite
+            cells = x._local.real if x._local.is_complex() else x._local
+            none = wrap(cells.masked_fill(torch.ones_like(cells, dtype=torch.bool), 0), x._layout, x._mesh)
+            count = count + none.sum(plan.dims, keepdim, dtype=result)  # type: ignore[call-overload]
+        return count  # type: ignore[no-any-return]
 
     if torch.is_grad_enabled() and x.requires_grad:
         return wrap(_differentiable_norm(x, p, plan, keepdim).to(result), plan.out, x._mesh)
@@ -227,6 +233,10 @@ def log_of_sum(x: ShardTensor, dim: Any, keepdim: bool) -> ShardTensor:
 # -- variance
 
 
+def _double(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Return variance and mean over ranks, by Chan's combination of the ranks' own. Collective."""
     plan, local = reduced(x._layout, dim, keepdim), x._local
@@ -234,9 +244,13 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
     wide = _wide(local)
     if cells:
         var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
+        if is_large(mean.detach().abs(), var.detach()).any():
+            # rounded to float32, the ranks' means would differ by more than they do
+            var, mean = torch.var_mean(_double(wide), plan.dims, correction=0, keepdim=keepdim)
     else:
         mean = wide.sum(plan.dims, keepdim)
         var = mean.abs()
+    mean = _double(mean)
     counts = torch.tensor(
         counts_over(x._mesh, x._layout, plan.dims, plan.over), dtype=mean.real.dtype, device=mean.device
     ).view(-1, *[1] * mean.ndim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.ops.dim import require_writable, resized, settled, whole_along, wrapped
+from mpishard.ops.dim import into_plain, require_writable, resized, settled, whole_along, wrapped
 from mpishard.ops.index import setitem
 from mpishard.ops.pick import picked, put
 from mpishard.ops.vector import gathered
@@ -108,6 +108,7 @@ def take(input: Any, index: Any) -> Any:
 
 
 @implements(torch.Tensor.put_)
+@into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
     index, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
@@ -126,6 +127,7 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
 
 
 @implements(torch.Tensor.masked_scatter_)
+@into_plain(torch.Tensor.masked_scatter_)
 def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     """Write consecutive cells of ``source`` where a mask is true, in place.
 
@@ -165,7 +167,9 @@ def index_reduce(
     return moved(wrap(local, whole._layout, x._mesh), x._layout)
 
 
-RULES[torch.Tensor.index_reduce_] = lambda self, *args, **kwargs: self.copy_(index_reduce(self, *args, **kwargs))
+RULES[torch.Tensor.index_reduce_] = into_plain(torch.Tensor.index_reduce_)(
+    lambda self, *args, **kwargs: self.copy_(index_reduce(self, *args, **kwargs))
+)
 
 
 def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:

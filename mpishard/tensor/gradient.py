@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 
 from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
+from mpishard.tensor.hook import apply_backward_hook
 from mpishard.tensor.operand import fitted, moved, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
@@ -95,24 +97,6 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     )
 
 
-@implements(torch.Tensor.register_hook)
-def register_hook(self: ShardTensor, hook: Any) -> Any:
-    """Give the hook ShardTensors. Not collective."""
-    layout, mesh = cotangent_layout(self._layout), self._mesh
-
-    def on_local(g: Tensor) -> Tensor | None:
-        out = hook(wrap(g, layout, mesh))
-        return None if out is None else moved(out, layout)._local
-
-    return self._local.register_hook(on_local)
-
-
-@implements(torch.Tensor.register_post_accumulate_grad_hook)
-def register_post_accumulate_grad_hook(self: ShardTensor, hook: Any) -> Any:
-    """Give the hook the ShardTensor. Not collective."""
-    return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
-
-
 @implements(torch.Tensor.retain_grad)
 def retain_grad(self: ShardTensor) -> None:
     """Keep the gradient of a tensor that is not a leaf. Not collective."""
@@ -153,15 +137,8 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 fix="pass use_reentrant=False",
             )
         )
-    if cls.__name__ == "BackwardHookFunction":
-        raise UnsupportedOperationError(
-            described(
-                "full backward hooks of a module that is given ShardTensors",
-                expected="hooks of tensors or of parameters",
-                got="module.register_full_backward_hook or register_full_backward_pre_hook",
-                fix="register a forward hook that calls output.register_hook(...), which is given ShardTensors",
-            )
-        )
+    if cls is BackwardHookFunction:
+        return apply_backward_hook(args)
     raise UnsupportedOperationError(
         described(
             f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",

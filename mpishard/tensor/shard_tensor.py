@@ -42,6 +42,10 @@ class ShardTensor(Tensor):
     _mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
+    # of a gathered view: the tensor it was taken from, and the basic index
+    _origin: tuple[ShardTensor, Any] | None = None
+    # what stands for `grad_fn` where a module has full backward hooks
+    _hook_node: Any = None
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
@@ -76,10 +80,16 @@ class ShardTensor(Tensor):
     # -- autograd lives on the local block
 
     is_leaf = property(lambda self: self._local.is_leaf, doc="As of any tensor.")  # type: ignore[assignment]
-    grad_fn = property(lambda self: self._local.grad_fn, doc="Node of the local block.")  # type: ignore[assignment]
     retains_grad = property(lambda self: self._local.retains_grad, doc="As of any tensor.")  # type: ignore[assignment]
     output_nr = property(lambda self: self._local.output_nr, doc="As of any tensor.")  # type: ignore[assignment]
     _version = property(lambda self: self._local._version, doc="As of any tensor.")  # type: ignore[assignment]
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Node of the local block; while torch.nn registers a module's backward hooks, one that gives them shards."""
+        node = self._local.grad_fn
+        hooked = self._hook_node
+        return hooked if hooked is not None and hooked.node is node else node
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

@@ -265,18 +265,56 @@ def test_averaged_models(average):
         same_state(train(model, ms.distribute_tensor(x, mesh, placements)), expected, f"{mesh.shape}")
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_of_modules():
-    """Forward hooks see ShardTensors; a full backward hook, which would see blocks, is refused."""
-    x = data(1, 1, 9, 7)
-    mesh, placements = next(iter(meshes(FIELD)))
-    part, seen = ms.distribute_tensor(x, mesh, placements), []
-    model = nn.Conv2d(1, 2, 3, padding=1).double()
-    model.register_forward_hook(lambda m, args, out: out.register_hook(seen.append) and None)
-    mean_square(model(part)).backward()
-    assert [g.shape for g in seen] == [(1, 2, 9, 7)]
-    model.register_full_backward_hook(lambda m, before, after: None)
-    with pytest.raises(ms.UnsupportedOperationError, match="full backward hooks"):
-        model(part)
+    """Hooks of modules see global arguments, results and gradients, and may replace them."""
+    x = data(2, 3, 9, 7)
+
+    def train(x):
+        seen = []
+
+        def note(*found):
+            seen.extend(None if t is None else gathered(t) for t in found)
+
+        model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3)), x.dtype)
+        first, middle, last = model
+        first.register_forward_hook(lambda m, args, out: out.register_hook(note) and None)
+        middle.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        for m in model:
+            m.register_full_backward_hook(lambda m, before, after: note(*before, *after))
+        middle.register_full_backward_hook(lambda m, before, after: (before[0] * 3,))
+        last.register_full_backward_pre_hook(lambda m, after: (after[0].sin(),))
+        last.register_full_backward_pre_hook(lambda m, after: note(*after))
+        mean_square(model(x)).backward()
+        note(x.grad, *(p.grad for p in model.parameters()))
+        return seen
+
+    for leaf in (True, False):  # without a gradient of its own, the first module's argument has none in the hook
+        expected = train(x.clone().requires_grad_(leaf))
+        for mesh, placements in meshes(FIELD):
+            got = train(ms.distribute_tensor(x, mesh, placements).requires_grad_(leaf))
+            for g, e in zip(got, expected, strict=True):
+                close(g, e, f"{mesh.shape}")
+
+
+def test_hooks_of_modules_with_plain_and_sharded_arguments():
+    x, scale = data(2, 3, 9), data(3, 1)
+
+    class Scaled(nn.Module):
+        def forward(self, scale, x):
+            return x * scale, scale * 2
+
+    def train(x):
+        seen, module, factor = [], Scaled(), scale.clone().requires_grad_()
+        module.register_full_backward_hook(lambda m, before, after: seen.extend(map(gathered, (*before, *after))))
+        y, z = module(factor, x)
+        ((y**2).mean() + z.sum()).backward()
+        return [*seen, gathered(x.grad), factor.grad]
+
+    expected = train(x.clone().requires_grad_())
+    for mesh, placements in meshes((2,)):
+        for g, e in zip(train(ms.distribute_tensor(x, mesh, placements).requires_grad_()), expected, strict=True):
+            close(g, e, f"{mesh.shape}")
 
 
 def test_state_goes_from_one_process_to_shards_and_back():

@@ -30,6 +30,7 @@ def test_bincount():
     same(lambda x: torch.bincount(x, minlength=20), NUMBERS.reshape(-1), (0,), 1)
     same(lambda x: torch.bincount(x, torch.arange(35) / 4), NUMBERS.reshape(-1), (0,), 2)
     same(lambda x: torch.bincount(x, x * 2.0), NUMBERS.reshape(-1), (0,), 2)
+    same(lambda w: torch.bincount(NUMBERS.reshape(-1), w), field(35), (0,), 1, exact=False)
     for mesh, placements, sizes in sampled((35,), (0,), 0, 2):
         with pytest.raises(RuntimeError, match="non-negative"):
             torch.bincount(shard(NUMBERS.reshape(-1) - 1, mesh, placements, sizes))

@@ -52,6 +52,12 @@ FLAT = [
     lambda x: torch.addr(field(7, 6), x[:, 1], x[2]),
     lambda x: torch.trace(x @ x.T),
     lambda x: torch.chain_matmul(x, W.T),
+    lambda x: torch.addmm(x, field(7, 3), field(3, 6), beta=0.5),
+    lambda x: (x * 1).addmm_(field(7, 3), field(3, 6)),
+    lambda x: torch.einsum("ij,ij,kk->ij", x, x, x @ x.T),
+    lambda x: torch.einsum("ii->i", x[:6]),
+    lambda x: torch.einsum("...ii,ij->...j", torch.stack([x[:6], x[1:]]), x[1:]),
+    lambda x: torch.einsum("ii", x[1:]),
 ]
 
 

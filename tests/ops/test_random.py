@@ -44,6 +44,15 @@ DRAWS = {
     "uniform_": lambda x: x.clone().uniform_(-1, 1),
     "exponential_": lambda x: x.clone().exponential_(2.0),
     "random_": lambda x: x.clone().random_(7),
+    "new_empty": lambda x: x.new_empty(x.shape).normal_(),
+    "new_empty per sample": lambda x: x * x.new_empty((3, 1, 1, 1)).bernoulli_(0.5),
+    "poisson": lambda x: torch.poisson(x * 20),
+    "multinomial": lambda x: torch.multinomial(x[0, 0] + 0.1, 6),
+    "multinomial with replacement": lambda x: (x[0, 0, 1] + 0.1).multinomial(30, replacement=True),
+    "multinomial of rows with replacement": lambda x: torch.multinomial(x[0, 0] + 0.1, 30, True),
+    "cauchy_": lambda x: x.clone().cauchy_(1.0, 2.0),
+    "log_normal_": lambda x: x.clone().log_normal_(0.5, 0.25),
+    "geometric_": lambda x: x.clone().geometric_(0.3),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True, dim=2),
     "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x.clone(), std=0.5),
 }
@@ -63,6 +72,49 @@ def test_the_mesh_does_not_matter(name):
         torch.testing.assert_close(values, reference, rtol=1e-14, atol=1e-14, msg=f"{name} {placements} {sizes}")
     every = WORLD.allgather(reference.double().sum().item())
     assert every == every[:1] * WORLD.size
+
+
+def test_discrete_distributions():
+    mesh, n = mesh_of((WORLD.size,)), 20_000
+    where = {"mesh": mesh, "placements": [ms.Shard(0)], "dtype": torch.float64}
+    torch.manual_seed(12)
+    for rate in (0.0, 0.3, 4.0, 2000.0):
+        k = torch.poisson(ms.full((n,), rate, **where)).full_tensor()
+        assert abs(k.mean() - rate) <= 5 * math.sqrt(rate / n)
+        assert abs(k.var() - rate) <= 10 * rate / math.sqrt(n) + 5 * math.sqrt(rate / n)
+    trials = ms.empty(n, **where).geometric_(0.25).full_tensor()
+    assert trials.min() == 1
+    assert abs((trials == 1).double().mean() - 0.25) < 5 * 0.44 / math.sqrt(n)
+    assert abs(trials.mean() - 4) < 5 * math.sqrt(12 / n)
+    cauchy = ms.empty(n, **where).cauchy_(3.0, 2.0).full_tensor()
+    assert abs(((cauchy > 1) & (cauchy < 5)).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(n)
+    logs = ms.empty(n, **where).log_normal_(0.5, 0.25).full_tensor().log()
+    assert abs(logs.mean() - 0.5) < 5 * 0.25 / math.sqrt(n)
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0, 4.0, 0.0])
+    rows = shard(weights.expand(9, 6).contiguous(), mesh, [ms.Shard(1)])
+    drawn = torch.multinomial(rows, 2000, replacement=True).full_tensor()
+    share = torch.bincount(drawn.reshape(-1), minlength=6) / drawn.numel()
+    torch.testing.assert_close(share, weights / 8, rtol=0, atol=5 * 0.5 / math.sqrt(drawn.numel()))
+    assert all(sorted(row.tolist()) == [1, 2, 4] for row in torch.multinomial(rows, 3).full_tensor())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: torch.multinomial(x, 9),
+        lambda x: torch.multinomial(x - 1, 2),
+        lambda x: torch.multinomial(x * 0, 2, replacement=True),
+        lambda x: x.multinomial(0),
+        lambda x: torch.poisson(-x),
+        lambda x: x.clone().geometric_(1.5),
+        lambda x: x.clone().log_normal_(0, -1),
+    ],
+)
+def test_wrong_distributions_are_refused(wrong):
+    with pytest.raises(RuntimeError):
+        wrong(torch.rand(3, 4) + 0.5)
+    with pytest.raises(RuntimeError):
+        wrong(shard(torch.rand(3, 4) + 0.5, mesh_of((WORLD.size,)), [ms.Shard(1)]))
 
 
 def test_the_hash_is_splitmix64():

@@ -101,6 +101,7 @@ CELLS = {
     "nanmean": lambda x: torch.where(x == 1, torch.nan, x).nanmean(1),
     "nansum": lambda x: torch.where(x == 1, torch.nan, x).nansum(),
     "norm 0": lambda x: torch.linalg.vector_norm(x.detach(), 0, 1),
+    "norm 0 of what has a gradient": lambda x: torch.linalg.vector_norm(x, 0, 1) + x.norm(0),
     "norm inf": lambda x: torch.linalg.vector_norm(x, INF, (0, 1)),
     "norm -inf": lambda x: torch.linalg.vector_norm(x + 5, -INF),
     "norm -1": lambda x: torch.linalg.vector_norm(x + 5, -1, 1),

@@ -59,6 +59,33 @@ def test_index_reduce(reduce):
     both(lambda x, s: x.index_reduce(1, index, s, reduce, include_self=False), field(6, 5), field(6, 4), (0, 1), 1)
 
 
+def test_a_plain_tensor_is_written_into():
+    """It stays whole on every rank: what is sharded is gathered."""
+    rows, cells = torch.tensor([3, 0, 3, 7, 1, 0]), torch.arange(24).reshape(6, 4) * 5 % 9
+    writes = [
+        lambda x, y: x.index_add_(0, rows, y, alpha=2),
+        lambda x, y: x.index_copy_(0, torch.arange(6), y),
+        lambda x, y: x.index_put_((rows,), y, accumulate=True),
+        lambda x, y: x.scatter_add_(0, cells, y),
+        lambda x, y: x.scatter_reduce_(0, cells, y, "amax", include_self=False),
+        lambda x, y: x.masked_scatter_(x == 0, torch.cat([y, y])),
+        lambda x, y: x.put_(cells, y),
+        lambda x, y: x.addmm_(torch.ones(9, 6, dtype=y.dtype), y),
+        lambda x, y: x.add_(y[0]).mul_(y[1]).sub_(y.sum()),
+        lambda x, y: x[:6].copy_(y),
+        lambda x, y: x.__setitem__(slice(6), y),
+    ]
+    for case, write in enumerate(writes):
+
+        def f(y, write=write):
+            x = torch.zeros(9, 4, dtype=y.dtype)
+            write(x, y)
+            assert type(x) is torch.Tensor
+            return x * y[:1] + y[2]
+
+        check(f, field(6, 4), (0, 1), case)
+
+
 COPIES = {
     "permute": lambda x: torch.permute_copy(x, (1, 0)),
     "transpose": lambda x: torch.transpose_copy(x, 0, 1),

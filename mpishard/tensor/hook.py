@@ -1,0 +1,96 @@
+"""Backward hooks on ShardTensors: those of tensors and of modules are given, and may return, global gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout
+from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def local_gradient(g: Any, layout: Layout, mesh: CartMesh) -> Any:
+    """Return the block of a gradient that a hook returns, or None. Collective where it is laid out differently."""
+    return moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, mesh, layout)
+
+
+@implements(torch.Tensor.register_hook)
+def register_hook(self: ShardTensor, hook: Any) -> Any:
+    """Give the hook ShardTensors. Not collective."""
+    layout, mesh = cotangent_layout(self._layout), self._mesh
+    return self._local.register_hook(lambda g: local_gradient(hook(wrap(g, layout, mesh)), layout, mesh))
+
+
+@implements(torch.Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(self: ShardTensor, hook: Any) -> Any:
+    """Give the hook the ShardTensor. Not collective."""
+    return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+
+class HookNode:
+    """The node on which torch.nn registers the full backward hooks of a module; they are given ShardTensors.
+
+    It stands for `node`, a ``BackwardHookFunction`` of the blocks, whose outputs are its inputs.
+    """
+
+    __slots__ = ("_layouts", "_mesh", "node")
+
+    def __init__(self, node: Any, layouts: Sequence[Layout | None], mesh: CartMesh) -> None:
+        self.node = node
+        self._layouts = layouts
+        self._mesh = mesh
+
+    def name(self) -> str:
+        """Return the name of the node. Not collective."""
+        return self.node.name()  # type: ignore[no-any-return]
+
+    def register_hook(self, hook: Callable[[Gradients, Gradients], Gradients | None]) -> Any:
+        """Register a hook of all gradients at once. Not collective."""
+
+        def on_local(inputs: Gradients, outputs: Gradients) -> Gradients | None:
+            found = hook(self._global(inputs), self._global(outputs))
+            return None if found is None else tuple(map(self._local, found, self._layouts))
+
+        return self.node.register_hook(on_local)
+
+    def _global(self, gradients: Gradients) -> Gradients:
+        return tuple(
+            g if g is None or layout is None else wrap(g, layout, self._mesh)
+            for g, layout in zip(gradients, self._layouts)
+        )
+
+    def _local(self, g: Any, layout: Layout | None) -> Any:
+        return g if layout is None else local_gradient(g, layout, self._mesh)
+
+
+def apply_backward_hook(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the arguments or results of a module that has full backward hooks, linked to one `HookNode`.
+
+    Not collective. A plain tensor with a gradient becomes a Replicate ShardTensor, which it counts as anyway.
+    """
+    mesh = mesh_of(tensors)
+    parts: list[Tensor] = [
+        wrap(t, replicated_layout(mesh, t.shape), mesh) if not isinstance(t, ShardTensor) and t.requires_grad else t
+        for t in tensors
+    ]
+    locals_ = BackwardHookFunction.apply(*[p._local if isinstance(p, ShardTensor) else p for p in parts])
+    layouts = [cotangent_layout(p._layout) if isinstance(p, ShardTensor) else None for p in parts]
+    out: list[Tensor] = []
+    for part, local in zip(parts, locals_):
+        if isinstance(part, ShardTensor):
+            y = wrap(local, part._layout, mesh)
+            if local.grad_fn is not None:
+                y._hook_node = HookNode(local.grad_fn, layouts, mesh)
+            out.append(y)
+        else:
+            out.append(local)
+    return tuple(out)
