@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import lru_cache
 from typing import NamedTuple
 
 from mpishard.comm.mesh import CartMesh
@@ -120,6 +121,7 @@ def _asked(backend: str | None) -> tuple[str | None, str]:
     )
 
 
+@lru_cache(maxsize=1)  # looking through what is loaded takes milliseconds
 def mpio_obstacle() -> tuple[str, str] | None:
     """Return why MPI-IO cannot be used and the fix, or None where it can. Not collective."""
     h5py = import_h5py()

@@ -41,10 +41,27 @@ def opened(path: Path) -> Any:
         # Without a lock: read-only shared file systems refuse one, and nobody writes.
         return h5py.File(path, "r", locking=False)
     except (OSError, RuntimeError) as e:
-        raise _not_opened(path, e) from e
+        raise not_opened(path, e) from e
 
 
-def _not_opened(path: Path, e: Exception) -> FileError:
+def unreadable(path: Path) -> FileError | None:
+    """Return why a file cannot be opened, before all ranks open it together: one that fails there fails for ever.
+
+    Not collective.
+    """
+    try:
+        heal(path)
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except FileError as e:
+        return e
+    except OSError as e:
+        return not_opened(path, e)
+    return not_opened(path, OSError("another format")) if magic in _NETCDF3 else None
+
+
+def not_opened(path: Path, e: Exception) -> FileError:
+    """Return the error for a file that cannot be opened, with what is wrong with it. Not collective."""
     got, fix = f"{type(e).__name__}: {e}", "check that it is complete"
     if not os.path.exists(path):
         got, fix = "no such file", "check the path, and that every node sees it"

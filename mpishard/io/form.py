@@ -281,8 +281,8 @@ def _kept(file: Any, known: _Kept) -> tuple[dict[str, int], list[tuple[int, int]
             # of one that grows, a chunk with room for more steps is written again
             steps[name] = n // step * step if dataset.maxshape[0] is None else -(-n // step) * step
             rest = [range(0, extent, c) for extent, c in zip(dataset.shape[1:], dataset.chunks[1:])]
-            for start in product(range(known.steps.get(name, 0), steps[name], step), *rest):
-                chunk = dataset.id.get_chunk_info_by_coord(start)
+            for at in product(range(known.steps.get(name, 0), steps[name], step), *rest):
+                chunk = dataset.id.get_chunk_info_by_coord(at)
                 if chunk.byte_offset is not None:
                     spans.append((chunk.byte_offset, chunk.byte_offset + chunk.size))
     joined: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from mpishard.comm import guard
 from mpishard.comm.hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
-from mpishard.io.file import Path, empty, import_h5py
+from mpishard.io.file import Path, empty, import_h5py, not_opened
 from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
 from mpishard.io.journal import Journal, taken_back
@@ -134,26 +134,36 @@ def write_mpio(job: Job) -> str:
     return _told(modes)
 
 
-def read_mpio(path: Path, name: str, group: Group, block: Block) -> tuple[str, Exception | None]:
-    """Read every rank's part of a dataset in the same collective calls.
+@contextlib.contextmanager
+def opened_together(path: Path, group: Group) -> Iterator[Any]:
+    """Open a file for reading on all ranks at once, for the time of a ``with`` block.
 
-    Collective; the file must be one that every rank can open. Returns the mode in fact used, and this rank's
-    error.
+    Collective; the file must be one that every rank can open (see `unreadable`).
+
+    Raises
+    ------
+    FileError
+        It is damaged, or of another format.
+    """
+    try:
+        with guard.waiting("io.read", (), group.comm):
+            file = _opened(path, "r", group)
+    except FAILURES as e:
+        raise not_opened(path, e) from e
+    try:
+        yield file
+    finally:
+        _closed(file, group)
+
+
+def read_mpio(dataset: Any, group: Group, block: Block) -> tuple[str, Exception | None]:
+    """Read every rank's part of a dataset, of a file opened together, in the same collective calls.
+
+    Collective. Returns the mode in fact used, and this rank's error.
     """
     comm = group.comm
     modes: set[str] = set()
     error: Exception | None = None
-    file: Any = None
-    try:
-        with guard.waiting("io.read", (), comm):
-            file = _opened(path, "r", group)
-            dataset = file[name]
-    except FAILURES as e:
-        error = e
-    if comm.allreduce(int(error is not None)):
-        if file:
-            _closed(file, group)
-        return "", error
     count = max(comm.allgather(len(block.pieces)))
     dxpl = _collective()
     steps = block.read(dataset, dxpl)
@@ -167,10 +177,8 @@ def read_mpio(path: Path, name: str, group: Group, block: Block) -> tuple[str, E
             except FAILURES as e:
                 error = error or e
             modes.add(_mode(dxpl))
-    # the generator holds the dataset
     steps.close()
-    del steps, dataset
-    return _told(modes), _closed(file, group) or error
+    return _told(modes), error
 
 
 def _opened(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MpishardError, described
-from mpishard.io.backend import choose_reading, tell
+from mpishard.io.backend import Choice, choose_reading, tell
 from mpishard.io.block import Block
 from mpishard.io.decode import Decoding, decoding_of
 from mpishard.io.dtype import torch_dtype
-from mpishard.io.file import Path, check_sources, damaged, found, opened
-from mpishard.io.mpio import read_mpio
+from mpishard.io.file import Path, check_sources, damaged, found, opened, unreadable
+from mpishard.io.mpio import opened_together, read_mpio
 from mpishard.io.select import Axis, selected
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
 from mpishard.tensor import wrap
@@ -109,11 +109,25 @@ def read(
     """
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
+    choice: Choice | None = None
+    try:
+        disjoint = not halo and _is_sharded(placements)
+        choice = choose_reading(mesh, backend, virtual=False, disjoint=disjoint)
+        if choice.name == "mpio":
+            error = unreadable(path)
+    except MpishardError as e:
+        error = e
+    guard.agree(group.comm, error, f"io.read {name} by {choice}")
+    assert choice is not None
     signature = f"io.read {name}"
     with contextlib.ExitStack() as files:
         try:
-            file = files.enter_context(opened(path))
+            file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
             dataset = found(file, path, name)
+            if dataset.is_virtual and choice.name == "mpio":
+                choice = choose_reading(mesh, backend, virtual=True)
+                files.close()
+                dataset = found(files.enter_context(opened(path)), path, name)
             part = part_of(
                 dataset,
                 name,
@@ -126,9 +140,7 @@ def read(
                 decode=decode,
             )
             plan = part.window(mesh, halo, mode)
-            disjoint = not halo and all(p.is_shard() for p in part.layout.placements)
-            choice = choose_reading(mesh, backend, dataset.is_virtual, disjoint)
-            signature += f" {part!r} {plan.told} by {choice.name}"
+            signature += f" {part!r} {plan.told}"
             out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
             block = part.block(plan, out)
             if block.pieces:
@@ -140,8 +152,7 @@ def read(
         tell(mesh, choice, "read")
         failure: Exception | None = None
         if choice.name == "mpio":
-            file.close()
-            _, failure = read_mpio(path, name, group, block)
+            _, failure = read_mpio(dataset, group, block)
         else:
             try:
                 for _ in block.read(dataset):
@@ -150,6 +161,11 @@ def read(
                 failure = e
     guard.agree(group.comm, None if failure is None else damaged(path, name, failure))
     return wrap(out, part.layout, mesh) if halo is None else out
+
+
+def _is_sharded(placements: Any) -> bool:
+    each = placements if isinstance(placements, Iterable) else (placements,)
+    return all(p.is_shard() for p in each if hasattr(p, "is_shard"))
 
 
 class Window(NamedTuple):

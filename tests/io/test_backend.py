@@ -301,8 +301,10 @@ def test_two_mpi_libraries_are_refused(monkeypatch):
         "/soft/libmpich.so.12",
     ]
     monkeypatch.setattr(backend, "_maps", lambda: both)
+    backend.mpio_obstacle.cache_clear()
     if h5py.get_config().mpi:
         assert "two MPI libraries" in backend.mpio_obstacle()[0]
+    backend.mpio_obstacle.cache_clear()
     assert len(backend.mpi_libraries(Path("/proc/self/maps").read_text())) == 1
 
 
