@@ -9,10 +9,10 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
+from mpishard.comm.buffer import address, pieces
 from mpishard.comm.mesh import Group
 
 TAG = 7
-MESSAGE_NBYTES = 1 << 30  # below every MPI's count limit; larger payloads travel as several messages
 _ALIGN = 64
 
 Parts = Sequence["tuple[int, Sequence[torch.Size | tuple[int, ...]]]"]
@@ -22,8 +22,7 @@ class Exchange:
     """One message to and from each peer of a group, reversible.
 
     Forward, it sends ``sends`` and receives ``recvs``; in the adjoint direction the same buffers travel the
-    other way. Buffers lie in host memory: for tensors on a GPU they are pinned, and `start` waits for the
-    copies into them.
+    other way. For tensors in host memory.
 
     Parameters
     ----------
@@ -31,7 +30,7 @@ class Exchange:
         Ranks that take part; peers are ranks of its communicator.
     sends, recvs
         Per peer, the shapes of the blocks in its message, in order.
-    dtype, device
+    dtype
         Of the tensors that are packed.
     op
         Name for counters and the watchdog.
@@ -44,7 +43,6 @@ class Exchange:
 
     __slots__ = (
         "_backward",
-        "_cuda",
         "_forward",
         "_group",
         "_nbytes",
@@ -52,19 +50,17 @@ class Exchange:
         "_peers",
         "_storage",
         "busy",
-        "device",
         "dtype",
         "recvs",
         "sends",
     )
 
-    def __init__(
-        self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, device: torch.device, op: str
-    ) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, op: str) -> None:
         self._group = group
         self._op = op
-        self._cuda = device.type == "cuda"
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
         self.busy = False
         # made in inference mode, they would serve no other
         with torch.inference_mode(False):
@@ -88,23 +84,18 @@ class Exchange:
         storage, views, messages = [], [], []
         for peer, shapes in parts:
             sizes = [int(torch.Size(s).numel()) * dtype.itemsize for s in shapes]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._cuda)
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             storage.append(buffer)
             at, own = 0, []
             for shape, nbytes in zip(shapes, sizes):
                 own.append(buffer[at : at + nbytes].view(dtype).view(tuple(shape)))
                 at += nbytes
             views.append(own)
-            messages += [
-                (peer, MPI.buffer.fromaddress(buffer.data_ptr() + a, min(MESSAGE_NBYTES, at - a)))
-                for a in range(0, at, MESSAGE_NBYTES)
-            ]
+            messages += [(peer, address(buffer.data_ptr() + a, n)) for a, n in pieces(at) if n]
         return storage, views, messages
 
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; the buffers to send are packed. Neighborwise collective."""
-        if self._cuda:
-            torch.cuda.current_stream(self.device).synchronize()
         if counter.active:
             counter.record(self._op, *self._nbytes[adjoint])
         requests = self._backward if adjoint else self._forward
@@ -121,9 +112,6 @@ class Exchange:
 
     def release(self) -> None:
         """Give the buffers back: what was received is unpacked. Not collective."""
-        if self._cuda:
-            # the copies out of the pinned buffers may still run
-            torch.cuda.current_stream(self.device).synchronize()
         self.busy = False
 
     def free(self) -> None:

@@ -18,11 +18,14 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.device_refresh import DeviceRefresh
+from mpishard.comm.driver import driver_of
 from mpishard.comm.field import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.refresh import Refresh, Sweep, plan_sweep
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
 
+_HOST = torch.device("cpu")
 _KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
 
 Width = int | Sequence[int]
@@ -60,8 +63,10 @@ class HaloExchanger:
     Notes
     -----
     Periodic dims wrap. At a non-periodic edge the cells beyond the domain are never written, corners included.
-    Fields are numpy arrays, torch tensors, or objects with ``__cuda_array_interface__``; GPU fields travel
-    through pinned host memory. A field is known by its address: reallocate it, and it is a new field.
+    Fields are numpy arrays, torch tensors, or objects with ``__cuda_array_interface__``; on all ranks in host
+    memory, or on all on a GPU. Fields of torch on a GPU are refreshed in the order of torch's current stream; for
+    those of others the host waits until all streams are done, before and after. A field is known by its address:
+    reallocate it, and it is a new field.
 
     Between `start` and `finish` a field's interior may be read, but not written, and its halo neither.
 
@@ -260,7 +265,20 @@ class HaloExchanger:
                 )
             )
         foreign = any(b.device and not isinstance(f, torch.Tensor) for b, f in zip(blocks, fields))
-        return Refresh(self._channel.comm, self._sweeps, blocks, slot * 2 * len(self.shape), self._reversed, foreign)
+        comm, tag = self._channel.comm, slot * 2 * len(self.shape)
+        driver = driver_of(blocks[0].device or _HOST)
+        if driver is None:
+            return Refresh(comm, self._sweeps, blocks, tag, self._reversed)
+        return DeviceRefresh(
+            comm,
+            self._sweeps,
+            blocks,
+            tag,
+            self._reversed,
+            foreign=foreign,
+            driver=driver,
+            aware=self.mesh.gpu_aware,
+        )
 
     def _check(self, fields: tuple[Any, ...]) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import aware, guard
 from mpishard.comm.lifetime import Holding
 from mpishard.errors import MeshError, MpishardError, described
 
@@ -47,7 +47,9 @@ class CartMesh:
     local_rank : int
         This rank's position among the mesh's ranks on its node.
     device : torch.device
-        The GPU at that position, or the CPU.
+        The GPU at that position, or the CPU; several ranks share a GPU where there are more ranks than GPUs.
+    gpu_aware : bool
+        Whether messages go from GPU memory to GPU memory; else they go through pinned host memory.
     comm : mpi4py.MPI.Cartcomm
         The private communicator.
     """
@@ -70,6 +72,7 @@ class CartMesh:
         self._holding = Holding(cart)
         self.local_rank = _local_rank(cart)
         self.device = _local_device(self.local_rank) if device is None else device
+        self.gpu_aware = aware.agreed(cart, self.device)
         # all sub-communicators now: making them is collective over the whole mesh, and an operation on a
         # sub-mesh must not depend on ranks outside it
         every = tuple(range(self.ndim))
@@ -211,7 +214,7 @@ class CartMesh:
         child.periodic = tuple(self.periodic[m] for m in dims)
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
-        child.local_rank, child.device = self.local_rank, self.device
+        child.local_rank, child.device, child.gpu_aware = self.local_rank, self.device, self.gpu_aware
         child.plans, child._children, child._freed, child._holding = {}, {}, False, self._holding
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {

@@ -17,7 +17,7 @@ from mpishard.comm.buffer import pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.strip import Block, Strip, copy_views, plan_strips
 
-_OP = "halo_refresh"
+OP = "halo_refresh"
 # Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
 _PATIENCE_S = 1.0
 _ALIGN = 16  # of every part of a message: the largest item
@@ -95,13 +95,11 @@ class Refresh:
     sweeps
         In the order in which they run.
     fields
-        All in the host's memory, or all in that of one GPU.
+        In the host's memory.
     tag
         Added to the tags of the messages.
     reverse
         Whether messages hold the first dim fastest.
-    foreign
-        Whether other streams than torch's current one may still write the fields.
     """
 
     def __init__(
@@ -111,12 +109,9 @@ class Refresh:
         fields: Sequence[Block],
         tag: int,
         reverse: bool = False,
-        foreign: bool = False,
     ) -> None:
         self.addresses = frozenset(f.address for f in fields if f.nbytes)  # empty arrays share addresses
-        self._comm, self._fields, self._tag, self._reverse, self._foreign = comm, fields, tag, reverse, foreign
-        self._device = fields[0].device
-        self._copy = np.copyto if self._device is None else _copy_async
+        self._comm, self._fields, self._tag, self._reverse = comm, fields, tag, reverse
         self._buffers: list[Any] = []
         self._messages = self._nbytes = 0
         self._at = 0
@@ -125,7 +120,7 @@ class Refresh:
     def run(self) -> None:
         """Refresh. Neighborwise collective."""
         if counter.active:
-            counter.record(_OP, self._messages, self._nbytes)
+            counter.record(OP, self._messages, self._nbytes)
         for step in self._steps:
             self._begin(step)
             self._wait(step)
@@ -134,7 +129,7 @@ class Refresh:
     def start(self) -> None:
         """Start to refresh. Neighborwise collective."""
         if counter.active:
-            counter.record(_OP, self._messages, self._nbytes)
+            counter.record(OP, self._messages, self._nbytes)
         self._at = 0
         if self._steps:
             self._begin(self._steps[0])
@@ -144,7 +139,7 @@ class Refresh:
         """Go as far as messages have arrived; return whether that is the end. Not collective."""
         while self._at < len(self._steps):
             step = self._steps[self._at]
-            if step.requests and not MPI.Request.Testall(step.requests):
+            if not self._arrived(step):
                 return False
             self._advance(step)
         return True
@@ -167,29 +162,24 @@ class Refresh:
         self._steps = []
 
     def _begin(self, step: _Step) -> None:
-        copy = self._copy
-        if self._device is not None and self._foreign:
-            torch.cuda.synchronize(self._device)
         for dst, src in step.packs:
-            copy(dst, src)
-        if self._device is not None:
-            _synchronize(self._device)  # MPI reads what the copies wrote
+            np.copyto(dst, src)
         if step.requests:
             MPI.Prequest.Startall(step.requests)
         for dst, src in step.local:
-            copy(dst, src)
+            np.copyto(dst, src)
+
+    def _arrived(self, step: _Step) -> bool:
+        return not step.requests or MPI.Request.Testall(step.requests)
 
     def _wait(self, step: _Step) -> None:
         if step.requests:
-            with guard.waiting(_OP, step.peers, self._comm):
+            with guard.waiting(OP, step.peers, self._comm):
                 MPI.Request.Waitall(step.requests)
 
     def _unpack(self, step: _Step) -> None:
-        copy = self._copy
         for dst, src in step.unpacks:
-            copy(dst, src)
-        if self._device is not None:
-            _synchronize(self._device)  # the next messages may overwrite the buffers, on any stream
+            np.copyto(dst, src)
 
     def _advance(self, step: _Step) -> None:
         self._unpack(step)
@@ -218,15 +208,12 @@ class Refresh:
 
     def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:
         """Return the memory of a message, and note the copies between it and the fields."""
-        blocks = [self._ordered(field.box(box)) for field in self._fields for box in message.boxes]
-        if len(blocks) == 1 and blocks[0].is_dense and self._device is None:
+        blocks = self._blocks(message)
+        if len(blocks) == 1 and blocks[0].is_dense:
             address, nbytes = blocks[0].address, blocks[0].nbytes
         else:
-            starts = [0]
-            for block in blocks:
-                starts.append(starts[-1] + math.ceil(block.nbytes / _ALIGN) * _ALIGN)
-            nbytes = starts[-2] + blocks[-1].nbytes
-            buffer = _host_buffer(nbytes, pinned=self._device is not None)
+            starts, nbytes = placed(blocks)
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
             self._buffers.append(buffer)
             address = buffer.data_ptr()
             for block, start in zip(blocks, starts):
@@ -234,17 +221,17 @@ class Refresh:
                 copies.append(copy_views(packed, block) if sending else copy_views(block, packed))
         return [MPI.buffer.fromaddress(address + at, n) for at, n in pieces(nbytes)]
 
+    def _blocks(self, message: Message) -> list[Block]:
+        """Return what travels in a message, dims in the order of the sender's and the receiver's buffers."""
+        return [self._ordered(field.box(box)) for field in self._fields for box in message.boxes]
+
     def _ordered(self, block: Block) -> Block:
         return block._replace(shape=block.shape[::-1], strides=block.strides[::-1]) if self._reverse else block
 
 
-def _host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def _copy_async(dst: torch.Tensor, src: torch.Tensor) -> None:
-    dst.copy_(src, non_blocking=True)
-
-
-def _synchronize(device: torch.device) -> None:
-    torch.cuda.current_stream(device).synchronize()
+def placed(blocks: Sequence[Block]) -> tuple[list[int], int]:
+    """Return where the blocks of a message begin in it, and its length. Not collective."""
+    starts = [0]
+    for block in blocks:
+        starts.append(starts[-1] + math.ceil(block.nbytes / _ALIGN) * _ALIGN)
+    return starts[:-1], starts[-2] + blocks[-1].nbytes

@@ -174,6 +174,6 @@ _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
 
 def _torch_view(block: Block) -> torch.Tensor:
-    if block.device is not None:
+    if block.device is not None and block.device.type == "cuda":
         return torch.as_tensor(DeviceMemory(block), device=block.device)
     return torch.from_numpy(_host_view(block, _TYPESTR[block.itemsize]))

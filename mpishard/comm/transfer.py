@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import counter, guard
-from mpishard.comm.exchange import MESSAGE_NBYTES
+from mpishard.comm.buffer import address, pieces
+from mpishard.comm.driver import Driver, driver_of
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.relay import Envelope, Relay
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
@@ -51,38 +54,62 @@ def run_transfer(
     out = x.new_zeros(tuple(shape)) if accumulate else x.new_empty(tuple(shape))
     put = Tensor.add_ if accumulate else Tensor.copy_
     if not plan.sends and not plan.recvs:
-        if plan.local is not None:
-            put(_narrow(out, plan.local[1]), _narrow(x, plan.local[0]))
+        _move(out, x, plan.local, put)
         return out
-    cuda = x.is_cuda
+    driver = driver_of(x.device)
+    if driver is not None:
+        _run_on_device(mesh, driver, plan, x, out, op, put)
+        return out
     comm = mesh.comm
     incoming = []
     requests: list[MPI.Request] = []
     for peer, box in plan.recvs:
-        buffer = _host_buffer([hi - lo for lo, hi in box], x.dtype, cuda)
+        buffer = torch.empty([hi - lo for lo, hi in box], dtype=x.dtype)
         incoming.append((box, buffer))
         requests += [comm.Irecv(part, peer, TAG) for part in byte_parts(buffer)]
-    outgoing = []
-    for _, box in plan.sends:
-        block = _narrow(x, box)
-        if cuda or not block.is_contiguous():
-            buffer = _host_buffer(block.shape, x.dtype, cuda)
-            buffer.copy_(block, non_blocking=cuda)
-            block = buffer
-        outgoing.append(block.resolve_conj().resolve_neg())
-    if cuda:
-        torch.cuda.current_stream(x.device).synchronize()
+    outgoing = [_narrow(x, box).contiguous().resolve_conj().resolve_neg() for _, box in plan.sends]
     for (peer, _), block in zip(plan.sends, outgoing):
         requests += [comm.Isend(part, peer, TAG) for part in byte_parts(block)]
     if counter.active:
         counter.record(op, len(plan.sends), sum(b.nbytes for b in outgoing))
-    if plan.local is not None:
-        put(_narrow(out, plan.local[1]), _narrow(x, plan.local[0]))
+    _move(out, x, plan.local, put)
     with guard.waiting(op, [p for p, _ in plan.recvs], comm):
         MPI.Request.Waitall(requests)
     for box, buffer in incoming:
-        put(_narrow(out, box), buffer.to(x.device) if accumulate else buffer)
+        put(_narrow(out, box), buffer)
     return out
+
+
+def _run_on_device(
+    mesh: CartMesh, driver: Driver, plan: Transfer, x: Tensor, out: Tensor, op: str, put: Callable[..., Any]
+) -> None:
+    """Run a plan on blocks in a GPU's memory. Collective over the ranks that exchange boxes."""
+    sides = [[(peer, box, _numel(box) * x.itemsize) for peer, box in side] for side in (plan.sends, plan.recvs)]
+    sends, recvs = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in sides)
+    relay = Relay(mesh.comm, driver, sends, recvs, op, mesh.gpu_aware)
+    try:
+        for (_, box, nbytes), at in zip(sides[0], relay.out_starts):
+            block = _narrow(x, box)
+            relay.out.tensor[at : at + nbytes].view(x.dtype).view(block.shape).copy_(block)
+        relay.start()
+        _move(out, x, plan.local, put)
+        relay.finish()
+        for (_, box, nbytes), at in zip(sides[1], relay.into_starts):
+            block = _narrow(out, box)
+            put(block, relay.into.tensor[at : at + nbytes].view(x.dtype).view(block.shape))
+        relay.release()
+    finally:
+        relay.free()
+
+
+def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any]) -> None:
+    """Put what stays on this rank: the (source, target) boxes, if any."""
+    if local is not None:
+        put(_narrow(out, local[1]), _narrow(x, local[0]))
+
+
+def _numel(box: Sequence[tuple[int, int]]) -> int:
+    return math.prod(hi - lo for lo, hi in box)
 
 
 def scatter_blocks(
@@ -113,8 +140,8 @@ def scatter_blocks(
     """
     comm = mesh.comm
     if x is None:
-        cuda = mesh.device.type == "cuda"
-        block = _host_buffer([hi - lo for lo, hi in boxes[mesh.rank]], dtype, cuda)
+        shape = [hi - lo for lo, hi in boxes[mesh.rank]]
+        block = torch.empty(shape, dtype=dtype, pin_memory=mesh.device.type == "cuda")
         with guard.waiting(op, (src,), comm):
             for part in byte_parts(block):
                 comm.Recv(part, src, TAG)
@@ -136,14 +163,8 @@ def scatter_blocks(
 
 def byte_parts(block: Tensor) -> list[MPI.buffer]:
     """Return a contiguous tensor's memory as byte buffers that MPI can count. Not collective."""
-    start, nbytes = block.data_ptr(), block.nbytes
-    return [
-        MPI.buffer.fromaddress(start + at, min(MESSAGE_NBYTES, nbytes - at)) for at in range(0, nbytes, MESSAGE_NBYTES)
-    ]
-
-
-def _host_buffer(shape: Sequence[int], dtype: torch.dtype, cuda: bool) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=cuda)
+    start = block.data_ptr()
+    return [address(start + at, n) for at, n in pieces(block.nbytes) if n]
 
 
 def _narrow(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:

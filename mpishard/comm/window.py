@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.device_exchange import DeviceExchange
+from mpishard.comm.driver import driver_of
 from mpishard.comm.exchange import Exchange
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.segment import Box
 
 if TYPE_CHECKING:
-    from mpishard.layout import Stage
+    from mpishard.layout import Piece, Stage
 
 
 class StageRun:
@@ -33,75 +36,122 @@ class StageRun:
     def __init__(self, mesh: CartMesh, stage: Stage, shape: Sequence[int], dtype: torch.dtype, op: str) -> None:
         self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, tuple(shape), dtype, op
         self.dim = stage.dim
-        self._pool: list[Exchange] = []
+        self._pool: list[Exchange | DeviceExchange] = []
 
-    def _exchange(self, device: torch.device) -> Exchange | None:
+    def _exchange(self, device: torch.device) -> Exchange | DeviceExchange | None:
         """Return an exchange that is not in flight, or None where nothing travels."""
         stage = self.stage
         if not stage.sends and not stage.recvs:
             return None
         for exchange in self._pool:
             if not exchange.busy and exchange.device == device:
+                if isinstance(exchange, DeviceExchange):
+                    exchange.acquire()
                 return exchange
         d = stage.dim
         sends, recvs = (
             [(peer, [(*self.shape[:d], p.wire_count, *self.shape[d + 1 :]) for p in pieces]) for peer, pieces in side]
             for side in (stage.sends, stage.recvs)
         )
-        exchange = Exchange(self.mesh.group(stage.mesh_dims), sends, recvs, self.dtype, device, self.op)
-        self.mesh.own(exchange.free)
-        self._pool.append(exchange)
-        return exchange
+        group, driver = self.mesh.group(stage.mesh_dims), driver_of(device)
+        made: Exchange | DeviceExchange
+        if driver is None:
+            made = Exchange(group, sends, recvs, self.dtype, self.op)
+        else:
+            made = DeviceExchange(group, sends, recvs, self.dtype, driver, self.op, self.mesh.gpu_aware)
+        self.mesh.own(made.free)
+        self._pool.append(made)
+        return made
 
     def _check(self, op: str) -> None:
         # also on ranks to which nothing comes
         if self.stage.mesh_dims:
             guard.check(self.mesh.group(self.stage.mesh_dims).comm, op, None, self.dtype)
 
-    def start(self, x: Tensor, at: int = 0) -> Exchange | None:
+    def _boxes(self, offsets: Sequence[Sequence[int]], x: Tensor, at: int | None) -> Iterator[Box]:
+        """Yield what one kernel moves: the cells to send of a block at ``at``, or those that arrive (None)."""
+        dim, size = self.dim, x.itemsize
+        strides = [s * size for s in x.stride()]
+        side = self.stage.recvs if at is None else self.stage.sends
+        for (_, pieces), places in zip(side, offsets):
+            for p, packed in zip(pieces, places):
+                if at is None and _repeats(p):
+                    continue
+                first, step = (p.dst, 1) if at is None else (p.src + at, p.step)
+                yield Box(
+                    first * strides[dim],
+                    (*x.shape[:dim], p.count if at is None else p.wire_count, *x.shape[dim + 1 :]),
+                    (*strides[:dim], strides[dim] * step, *strides[dim + 1 :]),
+                    size,
+                    packed,
+                )
+
+    def start(self, x: Tensor, at: int = 0) -> Exchange | DeviceExchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
         if guard.DEBUG:
             self._check(self.op)
         exchange = self._exchange(x.device)
-        if exchange is not None:
+        kernel = _kernel(exchange, x)
+        if kernel is not None:
+            kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
+            kernel.start()
+        elif exchange is not None:
             for (_, pieces), views in zip(self.stage.sends, exchange.sends):
                 for p, view in zip(pieces, views):
                     view.copy_(_cells(x, self.dim, p.src + at, p.count, p.step))
             exchange.start()
         return exchange
 
-    def finish(self, exchange: Exchange | None, out: Tensor, value: float = 0.0) -> None:
+    def finish(self, exchange: Exchange | DeviceExchange | None, out: Tensor, value: float = 0.0) -> None:
         """Fill ``out`` with what arrives, and with ``value`` beyond the domain. Neighborwise collective."""
         for lo, hi in self.stage.fill:
             out.narrow(self.dim, lo, hi - lo).fill_(value)
         if exchange is not None:
             exchange.finish()
+            kernel = _kernel(exchange, out)
+            if kernel is not None:
+                kernel.unpack(out, "into", lambda: self._boxes(kernel.recv_offsets, out, None))
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    out.narrow(self.dim, p.dst, p.count).copy_(view)
+                    if kernel is None or _repeats(p):
+                        out.narrow(self.dim, p.dst, p.count).copy_(view)
             exchange.release()
 
-    def start_adjoint(self, g: Tensor) -> Exchange | None:
+    def start_adjoint(self, g: Tensor) -> Exchange | DeviceExchange | None:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
         if guard.DEBUG:
             self._check(f"adjoint of {self.op}")
         exchange = self._exchange(g.device)
         if exchange is not None:
+            kernel = _kernel(exchange, g)
+            if kernel is not None:
+                kernel.pack(g, "into", lambda: self._boxes(kernel.recv_offsets, g, None), adjoint=True)
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    values = g.narrow(self.dim, p.dst, p.count)
-                    view.copy_(values.sum(self.dim, keepdim=True) if p.step == 0 and p.count > 1 else values)
+                    if kernel is None or _repeats(p):
+                        values = g.narrow(self.dim, p.dst, p.count)
+                        view.copy_(values.sum(self.dim, keepdim=True) if _repeats(p) else values)
             exchange.start(adjoint=True)
         return exchange
 
-    def finish_adjoint(self, exchange: Exchange | None, own: Tensor) -> None:
+    def finish_adjoint(self, exchange: Exchange | DeviceExchange | None, own: Tensor) -> None:
         """Add what comes back to the block's cotangent ``own``, in place. Neighborwise collective."""
         if exchange is not None:
             exchange.finish(adjoint=True)
             for (_, pieces), views in zip(self.stage.sends, exchange.sends):
                 for p, view in zip(pieces, views):
-                    _add_cells(own, self.dim, p.src, p.count, p.step, view.to(own.device))
+                    _add_cells(own, self.dim, p.src, p.count, p.step, view)
             exchange.release()
+
+
+def _kernel(exchange: Exchange | DeviceExchange | None, x: Tensor) -> DeviceExchange | None:
+    """Return the exchange where one kernel can move its cells of ``x``."""
+    return exchange if isinstance(exchange, DeviceExchange) and exchange.kernel_serves(x) else None
+
+
+def _repeats(p: Piece) -> bool:
+    """Whether one cell travels for several of the window."""
+    return p.step == 0 and p.count > 1
 
 
 def _cells(x: Tensor, dim: int, src: int, count: int, step: int) -> Tensor:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import refresh, strip
 from mpishard.comm.counter import comm_counter
 from mpishard.comm.halo import HaloExchanger
 from mpishard.comm.mesh import init_mesh
@@ -403,50 +402,6 @@ def test_inference_tensors(make_mesh):
         u = torch.full((6,), float(mesh.rank))
         HaloExchanger(mesh, (6,), 1, torch.float32)(u)
         assert u[0] == (mesh.rank - 1) % SIZE
-
-
-class OnDevice:
-    """Runs the path of GPU fields on host memory: packed by torch into buffers, never sent from the field."""
-
-    def __init__(self, monkeypatch):
-        self.synchronized = 0
-        view = strip._torch_view
-        monkeypatch.setattr(strip, "_torch_view", lambda b: view(b._replace(device=None)))
-        monkeypatch.setattr(refresh, "_synchronize", self._synchronize)
-        monkeypatch.setattr(refresh, "_host_buffer", lambda nbytes, pinned: torch.empty(nbytes, dtype=torch.uint8))
-
-    def _synchronize(self, device):
-        assert device.type == "cuda"
-        self.synchronized += 1
-
-
-@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "float64", "complex128"])
-def test_staged_path_of_gpu_fields(make_mesh, monkeypatch, dtype):
-    staged = OnDevice(monkeypatch)
-    mesh = make_mesh((SIZE, 1), (True, True))
-    case = Case(mesh, [blocks(3 * SIZE + 1, SIZE), (5,)], [(2, 1), (1, 2)])
-    h = case.exchanger(getattr(torch, dtype))
-    fields = [case.field(dtype, k, order, backend="torch") for k, order in enumerate("CF")]
-    blocks_ = [
-        strip.Block(
-            f.data_ptr(),
-            case.shape,
-            tuple(s * f.element_size() for s in f.stride()),
-            f.element_size(),
-            torch.device("cuda"),
-        )
-        for f, _, _ in fields
-    ]
-    for _ in range(2):
-        one = refresh.Refresh(h._channel.comm, h._sweeps, blocks_, 0)
-        one.run()
-        one.start()
-        one.finish()
-        one.free()
-    # before messages start, and before their buffers may be used again
-    assert staged.synchronized == 2 * 2 * 2 * len(h._sweeps)
-    for _, memory, expected in fields:
-        assert_same(memory, expected)
 
 
 def test_repr_names_the_geometry(make_mesh):

@@ -1,0 +1,135 @@
+"""`mpishard.comm.refresh` for fields in a GPU's memory: per sweep, one kernel packs all fields, one unpacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpishard.comm.driver import Driver, Memory
+from mpishard.comm.refresh import OP, Message, Refresh, Sweep, placed
+from mpishard.comm.relay import Envelope, Relay
+from mpishard.comm.segment import Box, plan_table
+from mpishard.comm.strip import Block, copy_views
+
+
+class _DeviceStep:
+    """One sweep on given fields: its messages, and what is packed and unpacked around them."""
+
+    __slots__ = ("local", "pack", "packs", "relay", "unpack", "unpacks")
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.pack: Any = None
+        self.unpack: Any = None
+        self.packs: list[tuple[Any, Any]] = []
+        self.unpacks: list[tuple[Any, Any]] = []
+        self.local: list[tuple[Any, Any]] = []
+
+
+class DeviceRefresh(Refresh):
+    """Refreshes the halos of fields at fixed addresses of one GPU.
+
+    Parameters
+    ----------
+    comm, sweeps, fields, tag, reverse
+        As for `Refresh`.
+    foreign
+        Whether other streams than torch's current one may still write the fields.
+    driver
+        The device.
+    aware
+        Whether MPI may be given device memory; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        sweeps: Sequence[Sweep],
+        fields: Sequence[Block],
+        tag: int,
+        reverse: bool,
+        *,
+        foreign: bool,
+        driver: Driver,
+        aware: bool,
+    ) -> None:
+        self._driver, self._aware, self._foreign = driver, aware, foreign
+        super().__init__(comm, sweeps, [f._replace(device=driver.device) for f in fields], tag, reverse)
+
+    def free(self) -> None:
+        """Free the persistent requests and the buffers. Not collective."""
+        steps: list[Any] = self._steps
+        for step in steps:
+            step.relay.free()
+        self._steps = []
+
+    def _step(self, sweep: Sweep) -> Any:
+        driver = self._driver
+        sends, recvs = ([self._envelope(m) for m in side] for side in (sweep.sends, sweep.recvs))
+        self._messages += len(sends)
+        self._nbytes += sum(m.nbytes for m in sends)
+        # the refresh is counted as one
+        relay = Relay(self._comm, driver, sends, recvs, OP, self._aware, counted=False)
+        step = _DeviceStep(relay)
+        step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
+        if driver.has_kernel:
+            # at address 0, every offset is an address
+            step.pack, step.unpack = (
+                driver.table(plan_table(_box(block, at) for block, at in self._places(messages, starts)))
+                for messages, starts in ((sweep.sends, relay.out_starts), (sweep.recvs, relay.into_starts))
+            )
+        else:
+            for block, at in self._places(sweep.sends, relay.out_starts):
+                step.packs.append(copy_views(_packed(relay.out, block, at), block))
+            for block, at in self._places(sweep.recvs, relay.into_starts):
+                step.unpacks.append(copy_views(block, _packed(relay.into, block, at)))
+        return step
+
+    def _envelope(self, message: Message) -> Envelope:
+        return Envelope(message.peer, self._tag + message.tag, placed(self._blocks(message))[1])
+
+    def _places(self, messages: Sequence[Message], starts: Sequence[int]) -> Iterator[tuple[Block, int]]:
+        """Yield every block that travels and where it lies in the buffer of all messages."""
+        for message, start in zip(messages, starts):
+            blocks = self._blocks(message)
+            for block, at in zip(blocks, placed(blocks)[0]):
+                yield block, start + at
+
+    def _begin(self, step: Any) -> None:
+        if self._foreign:
+            self._driver.wait_all()
+        step.relay.acquire()
+        if step.pack is not None:
+            self._driver.pack(step.pack, 0, step.relay.out)
+        for dst, src in step.packs:
+            dst.copy_(src)
+        step.relay.start()
+        for dst, src in step.local:
+            dst.copy_(src)
+
+    def _arrived(self, step: Any) -> bool:
+        return step.relay.poke()
+
+    def _wait(self, step: Any) -> None:
+        pass  # `_unpack` does, for it also brings what arrived to the device
+
+    def _unpack(self, step: Any) -> None:
+        step.relay.finish()
+        if step.unpack is not None:
+            self._driver.unpack(step.unpack, 0, step.relay.into)
+        for dst, src in step.unpacks:
+            dst.copy_(src)
+        step.relay.release()
+        if self._foreign:
+            # whoever reads the fields next knows nothing of torch's stream
+            self._driver.wait(self._driver.mark())
+
+
+def _box(block: Block, packed: int) -> Box:
+    return Box(block.address, block.shape, block.strides, block.itemsize, packed)
+
+
+def _packed(memory: Memory, block: Block, at: int) -> Block:
+    return block.dense(memory.address + at)._replace(device=memory.tensor.device)

@@ -1,0 +1,254 @@
+"""What mpishard asks of a GPU, in one place: memory of its own, copies, events, and the copy kernel.
+
+Everything is queued on torch's current stream, so it follows the work that made the data and precedes the
+work that uses it. MPI knows nothing of streams. Hence the rule of every exchange: queue the copies that fill
+what MPI will read, `mark`, `wait` for that mark on the host, and only then start sends and receives.
+
+The rest of the package sees a `Driver`; `driver_of` says which one serves a device. Host memory has none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.kernel import NAMES, SOURCE, THREADS
+from mpishard.comm.segment import Table
+from mpishard.comm.strip import Block, DeviceMemory
+from mpishard.errors import MpishardError, UnsupportedOperationError, described
+
+
+class Memory(Protocol):
+    """Device memory that MPI may read and write: ours, not torch's.
+
+    Attributes
+    ----------
+    address, nbytes : int
+    tensor : torch.Tensor
+        Its bytes.
+    """
+
+    address: int
+    nbytes: int
+    tensor: Tensor
+
+    def free(self) -> None:
+        """Free it; nothing queued may use it any more. Not collective."""
+
+
+class Driver(Protocol):
+    """One device. Nothing here communicates; everything but `wait` returns before the device is done."""
+
+    device: torch.device
+    has_kernel: bool
+    """Whether `pack` and `unpack` work; else torch copies box by box."""
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return new memory of the device."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Return bytes of host memory that copies from and to the device do not wait for."""
+
+    def mark(self) -> Any:
+        """Return an event behind everything queued on the current stream."""
+
+    def wait(self, event: Any) -> None:
+        """Wait on the host until the device has passed ``event``."""
+
+    def wait_all(self) -> None:
+        """Wait on the host for every stream: for data that others than torch have written."""
+
+    def download(self, host: Tensor, memory: Tensor) -> None:
+        """Queue a copy to pinned host memory."""
+
+    def upload(self, memory: Tensor, host: Tensor) -> None:
+        """Queue a copy from pinned host memory."""
+
+    def table(self, table: Table) -> Any:
+        """Return a segment table in the device's memory."""
+
+    def pack(self, table: Any, base: int, memory: Memory) -> None:
+        """Queue the copy of a table's segments of the array at ``base`` to packed memory."""
+
+    def unpack(self, table: Any, base: int, memory: Memory) -> None:
+        """Queue the copy of packed memory to a table's segments of the array at ``base``."""
+
+    def lend(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Note that MPI reads and writes this memory, until `take_back`."""
+
+    def take_back(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Note that MPI is done with this memory."""
+
+
+_drivers: dict[torch.device, Driver] = {}
+
+
+def driver_of(device: torch.device) -> Driver | None:
+    """Return the driver of a device, None for the host. Not collective."""
+    driver = _drivers.get(device)
+    if driver is None and device.type == "cuda":
+        own = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        driver = _drivers[device] = _drivers.get(own) or CudaDriver(own)
+        _drivers[own] = driver
+    return driver
+
+
+class CudaDriver:
+    """A GPU through torch, the CUDA run-time library, and cupy where it is installed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kernels = _kernels(device)
+        self.has_kernel = self._kernels is not None
+
+    def allocate(self, nbytes: int) -> CudaMemory:
+        """Return new memory of the device, by ``cudaMalloc``: torch's pools may be of a kind MPI cannot map."""
+        return CudaMemory(nbytes, self.device)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Return pinned bytes of the host."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event behind everything queued on the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedOperationError(
+                described(
+                    "communication inside the capture of a CUDA graph",
+                    expected="a stream that runs what is queued",
+                    got="torch.cuda.graph(...) around it",
+                    fix="capture the parts between the exchanges: MPI waits on the host, which no graph can replay",
+                )
+            )
+        return stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait on the host until the device has passed ``event``."""
+        event.synchronize()
+
+    def wait_all(self) -> None:
+        """Wait on the host for every stream of the device."""
+        torch.cuda.synchronize(self.device)
+
+    def download(self, host: Tensor, memory: Tensor) -> None:
+        """Queue a copy to pinned host memory."""
+        host.copy_(memory, non_blocking=True)
+
+    def upload(self, memory: Tensor, host: Tensor) -> None:
+        """Queue a copy from pinned host memory."""
+        memory.copy_(host, non_blocking=True)
+
+    def table(self, table: Table) -> Any:
+        """Return a segment table in the device's memory."""
+        rows = torch.tensor(table.rows(), dtype=torch.int64).view(-1)
+        # the host's copy is done when this returns: the table may serve any stream
+        return table, rows.to(self.device)
+
+    def pack(self, table: Any, base: int, memory: Memory) -> None:
+        """Queue the kernel that packs."""
+        self._launch("pack", table, base, memory)
+
+    def unpack(self, table: Any, base: int, memory: Memory) -> None:
+        """Queue the kernel that unpacks."""
+        self._launch("unpack", table, base, memory)
+
+    def _launch(self, way: str, table: Any, base: int, memory: Memory) -> None:
+        import cupy
+        import numpy as np
+
+        planned, rows = table
+        if not planned.segments:
+            return
+        assert self._kernels is not None
+        arguments = (
+            np.uint64(base),
+            np.uint64(memory.address),
+            np.uint64(rows.data_ptr()),
+            np.int32(len(planned.segments)),
+        )
+        stream = torch.cuda.current_stream(self.device)
+        with cupy.cuda.Device(self.device.index), cupy.cuda.ExternalStream(stream.cuda_stream, self.device.index):
+            self._kernels[f"{way}_{planned.unit}"]((planned.first_tiles[-1],), (THREADS,), arguments)
+
+    def lend(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Do nothing: MPI's use of memory is this driver's caller's to order."""
+
+    def take_back(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Do nothing."""
+
+
+class CudaMemory:
+    """Memory by ``cudaMalloc``, freed with the object at the latest."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.address = 0
+        runtime = _runtime()
+        pointer = ctypes.c_void_p()
+        if nbytes:
+            with torch.cuda.device(device):
+                torch.cuda.current_stream(device)  # torch's context, before the run-time library makes another
+                code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+            if code:
+                raise MpishardError(
+                    described(
+                        "no GPU memory for a message buffer",
+                        expected=f"{nbytes} bytes on {device}",
+                        got=f"cudaMalloc's error {code}",
+                        fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
+                    )
+                )
+            self.address = pointer.value or 0
+            self.tensor = torch.as_tensor(DeviceMemory(Block(self.address, (nbytes,), (1,), 1)), device=device)
+        else:
+            self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
+        self._free = weakref.finalize(self, _cuda_free, runtime, self.address)
+        # the driver takes all memory back at the end, when calls into it no longer work
+        self._free.atexit = False
+
+    def free(self) -> None:
+        """Free the memory. Not collective."""
+        self._free()
+
+
+def _cuda_free(runtime: ctypes.CDLL, address: int) -> None:
+    if address:
+        runtime.cudaFree(ctypes.c_void_p(address))
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """Return the CUDA run-time library that torch has loaded."""
+    torch.cuda.init()
+    with open("/proc/self/maps") as maps:
+        loaded = sorted({line.split()[-1] for line in maps if "libcudart" in line})
+    if not loaded:
+        raise MpishardError(
+            described(
+                "torch's CUDA run-time library is not to be found",
+                expected="libcudart among the libraries of this process",
+                got="none (a torch that links it statically)",
+                fix="install torch from its own wheels or conda-forge",
+            )
+        )
+    return ctypes.CDLL(loaded[0])
+
+
+@cache
+def _kernels(device: torch.device) -> dict[str, Any] | None:
+    """Return the compiled kernels by name, None without cupy."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return None
+    with cupy.cuda.Device(device.index):
+        module = cupy.RawModule(code=SOURCE)
+        return {name: module.get_function(name) for name in NAMES}

@@ -1,0 +1,185 @@
+"""Messages between buffers in a GPU's memory and other ranks, by either of two routes.
+
+Where MPI knows device memory, it reads and writes the buffers themselves. Elsewhere they travel through
+pinned host memory in pieces: a piece is sent when it has arrived on the host, while the next one is on its
+way there, and goes up to the device when it has arrived from its sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpishard.comm import buffer, counter, guard
+from mpishard.comm.buffer import address
+from mpishard.comm.driver import Driver, Memory
+
+ALIGN = 64  # of every message in its buffer
+STAGED_NBYTES = 4 << 20  # a piece that travels through the host
+
+
+class Envelope(NamedTuple):
+    """A message to or from ``peer``."""
+
+    peer: int
+    tag: int
+    nbytes: int
+
+
+class _Side:
+    """The buffer of all messages in one direction, and the pieces in which it travels."""
+
+    def __init__(self, driver: Driver, messages: Sequence[Envelope], aware: bool) -> None:
+        self.starts: list[int] = []
+        at = 0
+        for message in messages:
+            self.starts.append(at)
+            at += -(-message.nbytes // ALIGN) * ALIGN
+        self.memory: Memory = driver.allocate(at)
+        self.host: Tensor | None = None if aware else driver.pinned(at)
+        most = buffer.MESSAGE_NBYTES if aware else min(STAGED_NBYTES, buffer.MESSAGE_NBYTES)
+        # (peer, tag, start, stop)
+        self.pieces = [
+            (m.peer, m.tag, start + a, start + min(a + most, m.nbytes))
+            for m, start in zip(messages, self.starts)
+            for a in range(0, m.nbytes, most)
+        ]
+        self.count, self.nbytes = len(messages), sum(m.nbytes for m in messages)
+
+    def parts(self) -> list[tuple[int, int, MPI.buffer]]:
+        """Return (peer, tag, memory) of every piece."""
+        origin = self.memory.address if self.host is None else self.host.data_ptr()
+        return [(peer, tag, address(origin + a, b - a)) for peer, tag, a, b in self.pieces]
+
+
+class Relay:
+    """Messages to and from device buffers of our own, reversible: the same buffers serve both directions.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the peers.
+    driver
+        The device.
+    sends, recvs
+        The messages of the forward direction.
+    op
+        Name for counters and the watchdog.
+    aware
+        Whether MPI may be given device memory; the same on all ranks.
+    counted
+        Whether `mpishard.comm_counter` counts the messages; else the caller does.
+
+    Attributes
+    ----------
+    out, into : Memory
+        What the forward direction sends from and receives to; message k begins at ``out_starts[k]``,
+        ``into_starts[k]``.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        driver: Driver,
+        sends: Sequence[Envelope],
+        recvs: Sequence[Envelope],
+        op: str,
+        aware: bool,
+        *,
+        counted: bool = True,
+    ) -> None:
+        self._comm, self._driver, self._op, self._counted = comm, driver, op, counted
+        self._sides = (_Side(driver, sends, aware), _Side(driver, recvs, aware))
+        self.out, self.into = (side.memory for side in self._sides)
+        self.out_starts, self.into_starts = (side.starts for side in self._sides)
+        self._requests = tuple(
+            [comm.Recv_init(part, peer, tag) for peer, tag, part in there.parts()]
+            + [comm.Send_init(part, peer, tag) for peer, tag, part in here.parts()]
+            for here, there in (self._sides, self._sides[::-1])
+        )
+        self._peers = tuple(
+            guard.unfinished(requests, [peer for side in (there, here) for peer, *_ in side.pieces])
+            for requests, (here, there) in zip(self._requests, (self._sides, self._sides[::-1]))
+        )
+        self._released: Any = None
+
+    def acquire(self) -> None:
+        """Wait until the device is done with the buffers' last use, on whatever stream. Not collective."""
+        if self._released is not None:
+            self._driver.wait(self._released)
+            self._released = None
+
+    def start(self, adjoint: bool = False) -> None:
+        """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
+        driver, requests = self._driver, self._requests[adjoint]
+        here, there = self._sides[::-1] if adjoint else self._sides
+        if self._counted and counter.active:
+            counter.record(self._op, here.count, here.nbytes)
+        if here.host is None:
+            driver.wait(driver.mark())
+            driver.lend([here.memory.tensor], [there.memory.tensor])
+            if requests:
+                MPI.Prequest.Startall(requests)
+            return
+        n = len(there.pieces)
+        assert there.host is not None
+        marks = []
+        for _, _, a, b in here.pieces:
+            driver.download(here.host[a:b], here.memory.tensor[a:b])
+            marks.append(driver.mark())
+        driver.lend([], [there.host])
+        if n:
+            MPI.Prequest.Startall(requests[:n])
+        for (_, _, a, b), mark, request in zip(here.pieces, marks, requests[n:]):
+            driver.wait(mark)
+            driver.lend([here.host[a:b]], [])
+            request.Start()
+
+    def poke(self, adjoint: bool = False) -> bool:
+        """Let messages progress; return whether all have arrived. Not collective."""
+        requests = self._requests[adjoint]
+        return not requests or MPI.Request.Testall(requests)
+
+    def finish(self, adjoint: bool = False) -> None:
+        """Wait for the messages, and queue what brings them to the device. Neighborwise collective."""
+        driver, requests = self._driver, self._requests[adjoint]
+        here, there = self._sides[::-1] if adjoint else self._sides
+        with guard.waiting(self._op, self._peers[adjoint], self._comm):
+            if here.host is None or there.host is None:
+                if requests:
+                    MPI.Request.Waitall(requests)
+                driver.take_back([here.memory.tensor], [there.memory.tensor])
+                return
+            uploaded = set()
+
+            def upload(k: int) -> None:
+                a, b = there.pieces[k][2:]
+                driver.take_back([], [there.host[a:b]])  # type: ignore[index]
+                driver.upload(there.memory.tensor[a:b], there.host[a:b])  # type: ignore[index]
+                uploaded.add(k)
+
+            while (arrived := MPI.Request.Waitsome(requests)) is not None:
+                for k in arrived:
+                    if k < len(there.pieces):
+                        upload(k)
+            for k in range(len(there.pieces)):
+                if k not in uploaded:  # `poke` had completed it
+                    upload(k)
+            driver.take_back([here.host], [there.host])
+
+    def release(self) -> None:
+        """Give the buffers back: what reads them is queued. Not collective."""
+        self._released = self._driver.mark()
+
+    def free(self) -> None:
+        """Free requests and memory. Not collective."""
+        self.acquire()
+        for request in self._requests[0] + self._requests[1]:
+            request.Free()
+        self._requests = ([], [])
+        for side in self._sides:
+            side.memory.free()
+            side.host = None
