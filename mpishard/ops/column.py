@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpishard.ops.moments import BLOCK, chan
+from mpishard.ops.moments import BLOCK, chan, is_large
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # columns that fill vector registers; fewer are summed several rows at a time
@@ -48,16 +48,19 @@ def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     c, width = x.shape[1], wide.shape[1]
     starts, step = _starts(wide)
     means, squares = (wide.new_empty((len(starts), width)) for _ in range(2))
+    beside = torch.zeros_like(means)
     buffer = wide.new_empty((min(step, wide.shape[0]), width))
     cells = []
     for i, a in enumerate(starts):
         block = wide[a : a + step]
         centre = torch.mean(block, 0, out=means[i])
         deviation = torch.sub(block, centre, out=buffer[: len(block)])
-        torch.sum(torch.mul(deviation, deviation, out=deviation), 0, out=squares[i])
+        square = torch.sum(torch.mul(deviation, deviation, out=deviation), 0, out=squares[i])
+        if wide.dtype == torch.float32 and is_large(centre, square / len(block)).any():
+            torch.mean(torch.sub(block, centre, out=deviation), 0, out=beside[i])
         cells += [len(block)] * k
     # all that belongs to a channel in one row
-    every = [t.view(-1, k, c).flatten(0, 1).double() for t in (means, squares)]
+    every = [t.view(-1, k, c).flatten(0, 1).double() for t in (means.double() + beside, squares)]
     if len(rest):
         centre = rest.double().mean(0, keepdim=True)
         left = (centre, (rest.double() - centre).square().sum(0, keepdim=True))

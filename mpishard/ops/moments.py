@@ -11,6 +11,7 @@ from mpishard.comm import collective
 from mpishard.comm.mesh import Group
 
 BLOCK = 1 << 15  # cells that are read twice from cache
+_OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
 _GATHERED_NBYTES = 1 << 16  # statistics of all ranks together
 
 
@@ -26,10 +27,15 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         return zeros, zeros.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not v.is_cpu or n < BLOCK // 4:
-        var, mean = torch.var_mean(v.to(wide), 1, correction=0)
-        return mean.double(), var.double() * n
+        own = v.to(wide)
+        var, mean = torch.var_mean(own, 1, correction=0)
+        exact = mean.double()
+        if wide == torch.float32 and is_large(mean, var).any():
+            exact += (own - mean.unsqueeze(1)).mean(1)
+        return exact, var.double() * n
     starts = range(0, n, BLOCK)
     means = torch.empty((rows, len(starts)), dtype=wide)
+    rest = torch.zeros((rows, len(starts)), dtype=wide)
     squares = torch.empty((rows, len(starts)), dtype=wide)
     buffer = torch.empty(BLOCK, dtype=wide)
     for row in range(rows):
@@ -37,10 +43,17 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
             block = v[row, a : a + BLOCK].to(wide)
             centre = torch.mean(block, 0, out=means[row, i])
             deviation = torch.sub(block, centre, out=buffer[: block.numel()])
-            torch.dot(deviation, deviation, out=squares[row, i])
+            square = torch.dot(deviation, deviation, out=squares[row, i])
+            if wide == torch.float32 and is_large(centre, square / block.numel()):
+                torch.mean(deviation, 0, out=rest[row, i])
     cells = torch.full((len(starts),), BLOCK, dtype=torch.float64)
     cells[-1] = n - (len(starts) - 1) * BLOCK
-    return chan(means.double(), squares.double(), cells)
+    return chan(means.double() + rest, squares.double(), cells)
+
+
+def is_large(mean: Tensor, var: Tensor) -> Tensor:
+    """Tell which means are so large that float32 would round them by a visible part of the deviation."""
+    return mean.square() > _OFFSET * _OFFSET * var
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:

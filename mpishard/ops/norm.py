@@ -11,16 +11,17 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
-from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import collective
+from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import bounds
+from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
-from mpishard.tensor.operand import mesh_of, moved, resolved
+from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -150,25 +151,15 @@ def _update(running: Tensor | None, value: Tensor, momentum: float, x: ShardTens
         return
     value = value.detach()
     if x._layout.sizes[1] is not None:
-        for m in reversed(x._layout.shard_dims[1]):
-            value = _whole_channels(value, x, m)
+        value = _whole_channels(value, x._layout, x._mesh)
     running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-def _whole_channels(value: Tensor, x: ShardTensor, mesh_dim: int) -> Tensor:
-    dims = x._layout.shard_dims[1]
-    if len(dims) > 1:
-        raise UnsupportedOperationError(
-            described(
-                "running statistics of channels that several mesh dims shard",
-                expected="channels sharded by one mesh dim at most",
-                got=list(x._layout.placements),
-                fix="redistribute the input",
-            )
-        )
-    sizes = x._layout.sizes[1]
-    assert sizes is not None
-    return collective.all_gather(value, x._mesh.group((mesh_dim,)), 0, sizes)
+def _whole_channels(value: Tensor, layout: Layout, mesh: CartMesh) -> Tensor:
+    """Return a number per channel of all ranks. Collective over the mesh dims that shard the channels."""
+    placements = [Shard(0) if p == Shard(1) else Replicate() for p in layout.placements]
+    source = layout_of(mesh.shape, placements, (layout.shape[1],), (layout.sizes[1],))
+    return redistribute(value, mesh, source, replicated_layout(mesh, source.shape))
 
 
 @implements(torch.batch_norm)
@@ -257,7 +248,11 @@ def instance_norm(
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if not rows.over and running_mean is None and running_var is None and rows.c:
-        return wrap(torch.group_norm(x._local, rows.groups, weight, bias, eps), x._layout, mesh)
+        if x._local.numel():
+            y = torch.instance_norm(x._local, weight, bias, None, None, True, 0.0, eps, False)
+        else:  # of which torch would say that it has too few values
+            y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
+        return wrap(y, x._layout, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
     _update(running_mean, _over_samples(mean, x, rows), momentum, x)

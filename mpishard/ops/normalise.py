@@ -18,7 +18,7 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.ops.column import add_columns_scaled, are_columns, column_dots, column_moments, columns_scaled, in_columns
-from mpishard.ops.moments import chan, dots, global_moments, row_moments
+from mpishard.ops.moments import chan, dots, global_moments, is_large, row_moments
 from mpishard.ops.reduction import HALVES
 
 
@@ -80,6 +80,15 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return centre, m2.sum(0) + length * (mean - centre).square().sum(0)
 
 
+def _centred(x: Tensor, mean: Tensor, rstd: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return a block less a number near its means, and their means then, where products with them would round."""
+    if x.dtype != torch.float32 or not x.numel() or not is_large(mean * rstd, torch.ones_like(mean)).any():
+        return x, mean
+    near = mean.float()
+    per_row = rows.spread(near).reshape(rows.n, rows.c, *[1] * (x.ndim - 2))
+    return x - per_row, mean - near
+
+
 def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return x * scale + shift per row, in one pass and in the dtype of ``x``."""
     if not x.numel():
@@ -106,14 +115,15 @@ class Normalise(Function):
         x = x if are_columns(x) else x.contiguous()
         mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
         rstd = (var + eps).rsqrt()
-        scale, offset = rows.spread(rstd), rows.spread(-mean * rstd)
+        near, beside = _centred(x, mean, rstd, rows)
+        scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
         if weight is not None:
             w = weight.to(scale.dtype)
             scale, offset = scale * w, offset * w
         if bias is not None:
             offset = offset + bias.to(scale.dtype)
         wide = torch.float32 if x.dtype in HALVES else x.dtype
-        y = _scaled(x, scale.to(wide), offset.to(wide))
+        y = _scaled(near, scale.to(wide), offset.to(wide))
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
         ctx.mark_non_differentiable(mean, var)
@@ -133,6 +143,7 @@ class Normalise(Function):
             y = recorded(x, weight, bias, rows, mesh, ctx.eps)
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
+        x, mean = _centred(x, mean, rstd, rows)
         if are_columns(x):
             dy = in_columns(dy)
             both = column_dots(dy, x)

@@ -90,9 +90,10 @@ def test_channels_last(shape):
 @pytest.mark.parametrize("track", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_running_statistics(track):
     module = track(6, track_running_stats=True, affine=True).double()
-    for placements in ([ms.Shard(2)], [ms.Shard(0)], [ms.Shard(1)]):
+    one, two = mesh_of((WORLD.size,)), mesh_of((2, WORLD.size // 2))
+    cases = [(one, [ms.Shard(2)]), (one, [ms.Shard(0)]), (one, [ms.Shard(1)]), (two, [ms.Shard(1), ms.Shard(1)])]
+    for mesh, placements in cases:
         here, there = copy.deepcopy(module), copy.deepcopy(module)
-        mesh = mesh_of((WORLD.size,))
         for step in range(3):
             x = values(4, 6, 9, 5) * (step + 1) + step
             torch.testing.assert_close(gathered(there(shard(x, mesh, placements))), here(x), rtol=1e-10, atol=1e-11)
@@ -202,3 +203,37 @@ def test_errors_as_torch():
         F.group_norm(x, 4)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         F.layer_norm(x, (5,))
+
+
+OFFSET = {
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+    "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "layer": lambda x, w, b: F.layer_norm(x, (8, 6)),
+    "var": lambda x, w, b: x.var((2, 3), keepdim=True) + x.std((1, 2, 3), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("op", OFFSET)
+@pytest.mark.parametrize("last", [False, True])
+def test_offset_of_10000_deviations_in_float32(op, last):
+    def f(x, w, b):
+        return OFFSET[op](x.movedim(-1, 1) if last else x, w, b)
+
+    x = (values(1, 8, 6, 4) if last else values(1, 4, 8, 6)) + 1e4
+    # float32 holds the mean of none of these better than to a thousandth of the deviation
+    exact = [x.float().double().requires_grad_(), *(values(4).requires_grad_() for _ in range(2))]
+    y = f(*exact)
+    cotangent = values(*y.shape)
+    expected = torch.autograd.grad(y, exact, cotangent, allow_unused=True)
+    for mesh, placements, sizes in layouts(x.shape, (1, 2) if last else (2, 3), 2):
+        if not any(p.is_shard() and mesh.shape[m] > 1 for m, p in enumerate(placements)):
+            continue  # torch's own kernels
+        leaves = [t.detach().float().requires_grad_() for t in exact]
+        leaves[0] = shard(leaves[0], mesh, placements, sizes, True)
+        out = f(*leaves)
+        torch.testing.assert_close(gathered(out).double(), y.detach(), rtol=1e-5, atol=1e-5)
+        got = torch.autograd.grad((out * cotangent.float()).sum(), leaves, allow_unused=True)
+        for e, g in zip(expected, got):
+            if e is not None:
+                torch.testing.assert_close(gathered(g).double(), e, rtol=1e-4, atol=1e-4)

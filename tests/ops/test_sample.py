@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, layouts, mesh_of
+from tests.compare import WORLD, compare, layouts, mesh_of, skew
 from tests.ops.windows import check, field, refused_alike, sampled
 
 KINDS = list(itertools.product(("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (True, False)))
@@ -107,6 +107,15 @@ def test_windows_of_a_volume(case):
             lambda a, b: F.grid_sample(a, b, mode, padding, corners),
             [(x, mesh, placements, sizes), (g, mesh, None, None)],
             what=f"{mode} {padding} {corners} {placements} {sizes}",
+        )
+
+
+def test_overlapping_windows_add_up():
+    mesh = mesh_of((WORLD.size,))
+    grid = F.affine_grid(torch.eye(2, 3, dtype=torch.float64)[None] * 0.9, [1, 1, 20, 2], False)
+    for sizes in (None, {2: skew(31, WORLD.size)}):
+        compare(
+            lambda x: F.grid_sample(x, grid, align_corners=False), [(field(1, 1, 31, 2), mesh, (ms.Shard(2),), sizes)]
         )
 
 
