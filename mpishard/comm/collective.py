@@ -1,11 +1,13 @@
 """Blocking collectives on torch tensors: by buffer address, without autograd.
 
 Reductions are typed; everything else moves bytes. Every function returns a fresh contiguous tensor on the
-device of its argument, unless it works in place; tensors on a GPU travel through pinned host memory.
+device of its argument, unless it works in place. Tensors on a GPU travel by NCCL where it serves the group and
+they are large, else through pinned host memory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections.abc import Sequence
@@ -15,9 +17,10 @@ from zlib import crc32
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import buffer, counter, guard
+from mpishard.comm import buffer, counter, guard, nccl, staging
 from mpishard.comm.arithmetic import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans, to_host
+from mpishard.comm.driver import driver_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
 
@@ -33,7 +36,7 @@ def world() -> Group:
 
 def group_of(comm: MPI.Intracomm) -> Group:
     """Return the ranks of a communicator as a group. Not collective."""
-    return Group(comm, comm.Get_rank(), comm.Get_size())
+    return Group(comm, comm.Get_rank(), comm.Get_size(), {})
 
 
 def all_reduce(
@@ -69,8 +72,8 @@ def all_reduce(
     """
     rule = rule_of(op, x.dtype)
     if not x.is_cpu:
-        host = all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True)
-        return x.copy_(host) if in_place else host.to(x.device)
+        y = _device_all_reduce(x, group, op, rule, deterministic)
+        return x.copy_(y) if in_place else y
     if guard.DEBUG:
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
@@ -89,6 +92,21 @@ def all_reduce(
         result = torch.empty_like(source) if y is None else y
         _allreduce(source, result, group, rule)
     return x.copy_(result) if in_place and result is not x else result
+
+
+def _device_all_reduce(x: torch.Tensor, group: Group, op: str, rule: Rule, deterministic: bool | None) -> torch.Tensor:
+    driver = driver_of(x.device)
+    if driver is None or rule.keyed or group.size == 1 or (rule.ordered and in_order(deterministic)):
+        return all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True).to(x.device)
+    if guard.DEBUG:
+        guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
+    work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
+    link = nccl.link_of(group, work, work.nbytes)
+    if link is not None and link.serves(work.dtype, op):
+        y = link.all_reduce(work, op)
+    else:
+        y = staging.reduced(work, driver, lambda piece: _allreduce(piece, piece, group, rule))
+    return y.to(x.dtype)
 
 
 def in_order(deterministic: bool | None) -> bool:
@@ -147,10 +165,15 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     torch.Tensor
         The same on every rank.
     """
-    if not x.is_cpu:
-        return all_gather(to_host(x), group, dim, sizes).to(x.device)
     shape, total = x.shape, sum(sizes)
     full = (*shape[:dim], total, *shape[dim + 1 :])
+    row = math.prod(full) // max(total, 1)
+    if not x.is_cpu:
+        link = nccl.link_of(group, x, total * row * x.itemsize)
+        if link is None:
+            return all_gather(to_host(x), group, dim, sizes).to(x.device)
+        flat = link.all_gather(dense(x), [s * row for s in sizes])
+        return _joined(flat, [s * row for s in sizes], shape, dim, sizes)
     if guard.DEBUG:
         guard.check(group.comm, "all_gather", full, x.dtype)
     x = dense(x)
@@ -162,7 +185,6 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     # blocks that follow each other in the result are received in place
     direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
     flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
-    row = whole.numel() // total
     counts = [s * row * x.itemsize for s in sizes]
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
@@ -173,11 +195,20 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
             group.comm.Allgather(as_bytes(x), as_bytes(flat))
         else:
             group.comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
-    if not direct:
-        blocks = flat.split([s * row for s in sizes])
-        shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
-        torch.cat([b.view(s) for b, s in zip(blocks, shapes)], dim, out=whole)
-    return whole
+    return whole if direct else _joined(flat, [s * row for s in sizes], shape, dim, sizes, whole)
+
+
+def _joined(
+    flat: torch.Tensor,
+    lengths: Sequence[int],
+    shape: Sequence[int],
+    dim: int,
+    sizes: Sequence[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return blocks that lie one after the other in ``flat`` as one tensor, joined along ``dim``."""
+    shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
+    return torch.cat([b.view(s) for b, s in zip(flat.split(list(lengths)), shapes)], dim, out=out)
 
 
 def reduce_scatter(
@@ -267,6 +298,11 @@ def all_to_all(
     """
     if not blocks[0].is_cpu:
         device = blocks[0].device
+        link = nccl.link_of(group, blocks[0], bound_nbytes)
+        if link is not None:
+            lengths = [torch.Size(s).numel() for s in shapes]
+            whole = link.all_to_all([dense(b) for b in blocks], lengths)
+            return [b.view(s) for b, s in zip(whole.split(lengths), shapes)]
         hosts = all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes)
         return [b.to(device) for b in hosts]
     if guard.DEBUG:
@@ -311,6 +347,10 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     """
     at_root = group.rank == root
     if not x.is_cpu:
+        link = nccl.link_of(group, x, x.nbytes)
+        if link is not None:
+            y = link.broadcast(dense(x), root)
+            return x.copy_(y) if in_place else y
         host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype)
         host = broadcast(host, group, root, in_place=True)
         return x.copy_(host) if in_place else host.to(x.device)

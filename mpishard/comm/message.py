@@ -80,7 +80,7 @@ def start_messages(
     group: Group,
 ) -> list[MPI.Request]:
     """Start the messages of an all-to-all that no count could hold; spans are in bytes. Collective."""
-    comm, rank, size = group
+    comm, rank, size = group.comm, group.rank, group.size
     out, into = x.data_ptr(), y.data_ptr()
     requests = []
     for step in range(size):

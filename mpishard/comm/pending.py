@@ -13,6 +13,7 @@ from mpishard.comm.buffer import address, as_bytes, pieces, spans, to_host
 from mpishard.comm.collective import all_gather, even, in_order
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
+from mpishard.comm.nccl import link_of
 
 
 class PendingReduction:
@@ -66,6 +67,11 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
         guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
         return PendingReduction([], lambda: x, group)
+    if not x.is_cpu and rule.carrier is None and not (rule.ordered and in_order(deterministic)):
+        link = link_of(group, x, x.nbytes)
+        if link is not None and link.serves(x.dtype):
+            y = link.all_reduce(x, "sum")
+            return PendingReduction([], lambda: x.copy_(y), group)
     work = x if x.is_cpu else to_host(x)
     if rule.ordered and in_order(deterministic):
         return _start_ordered(x, work, group)

@@ -10,8 +10,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter, guard
-from mpishard.comm.buffer import address, pieces
+from mpishard.comm import counter, guard, nccl
+from mpishard.comm.buffer import address, dense, pieces
 from mpishard.comm.driver import Driver, driver_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.relay import Envelope, Relay
@@ -53,6 +53,8 @@ def run_transfer(
         guard.check(mesh.comm, op, None, x.dtype)
     out = x.new_zeros(tuple(shape)) if accumulate else x.new_empty(tuple(shape))
     put = Tensor.add_ if accumulate else Tensor.copy_
+    if x.is_cuda:
+        nccl.connect(mesh.group(tuple(range(mesh.ndim))), x.device)
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
@@ -84,19 +86,33 @@ def _run_on_device(
     mesh: CartMesh, driver: Driver, plan: Transfer, x: Tensor, out: Tensor, op: str, put: Callable[..., Any]
 ) -> None:
     """Run a plan on blocks in a GPU's memory. Collective over the ranks that exchange boxes."""
+    link = mesh.group(tuple(range(mesh.ndim))).links.get("nccl")
+    # both ends know a message's size: so both take the same way
+    large = nccl.LEAST_NBYTES if link is not None else math.inf
     sides = [[(peer, box, _numel(box) * x.itemsize) for peer, box in side] for side in (plan.sends, plan.recvs)]
-    sends, recvs = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in sides)
-    relay = Relay(mesh.comm, driver, sends, recvs, op, mesh.gpu_aware)
+    small = [[m for m in side if m[2] < large] for side in sides]
+    envelopes = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in small)
+    relay = Relay(mesh.comm, driver, *envelopes, op, mesh.gpu_aware, counted=False)
+    if counter.active:
+        counter.record(op, len(sides[0]), sum(nbytes for *_, nbytes in sides[0]))
     try:
-        for (_, box, nbytes), at in zip(sides[0], relay.out_starts):
+        for (_, box, nbytes), at in zip(small[0], relay.out_starts):
             block = _narrow(x, box)
             relay.out.tensor[at : at + nbytes].view(x.dtype).view(block.shape).copy_(block)
+        arrived = []
+        if link is not None:
+            arrived = [(b, x.new_empty([hi - lo for lo, hi in b]), p) for p, b, nbytes in sides[1] if nbytes >= large]
+            sends = [(peer, dense(_narrow(x, box))) for peer, box, nbytes in sides[0] if nbytes >= large]
+            link.exchange(sends, [(peer, block) for _, block, peer in arrived])
         relay.start()
         _move(out, x, plan.local, put)
         relay.finish()
-        for (_, box, nbytes), at in zip(sides[1], relay.into_starts):
-            block = _narrow(out, box)
-            put(block, relay.into.tensor[at : at + nbytes].view(x.dtype).view(block.shape))
+        found = {(peer, box): block for box, block, peer in arrived}
+        for (peer, box, nbytes), at in zip(small[1], relay.into_starts):
+            found[peer, box] = relay.into.tensor[at : at + nbytes].view(x.dtype).view(_narrow(out, box).shape)
+        # in the order of the plan: sums are the same in every run
+        for peer, box in plan.recvs:
+            put(_narrow(out, box), found[peer, box])
         relay.release()
     finally:
         relay.free()
