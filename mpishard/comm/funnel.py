@@ -46,7 +46,7 @@ def funnel(
     op
         Name for counters and the watchdog.
     """
-    comm, rank, _ = group
+    comm, rank = group.comm, group.rank
     if rank:
         for box in slabs[rank]:
             part = _host(_slab(x, offset, box))
