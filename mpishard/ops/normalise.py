@@ -50,7 +50,9 @@ class Rows(NamedTuple):
 
     def shared(self, rows: Tensor) -> Tensor:
         """Sum per-row numbers (n, c) over the rows that share a statistic."""
-        return rows.view(self.n, self.groups, -1).sum(2).view(-1) if self.groups else rows.view(self.n, self.c).sum(0)
+        if not self.groups:
+            return rows.view(self.n, self.c).sum(0)
+        return rows.view(self.n, self.groups, self.c // self.groups).sum(2).view(-1)
 
     def spread(self, stats: Tensor) -> Tensor:
         """Give every row (n, c) the number of its statistic."""

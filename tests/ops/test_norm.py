@@ -105,6 +105,15 @@ def test_running_statistics(track):
         torch.testing.assert_close(gathered(there(shard(x, mesh, placements))), here(x), rtol=1e-10, atol=1e-11)
 
 
+def test_running_statistics_where_a_rank_has_no_samples():
+    def f(x):
+        mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+        return F.instance_norm(x, mean, var, W, B, momentum=0.3), mean, var
+
+    for mesh, placements, sizes in layouts((4, 6, 9), (0, 1), 2):
+        compare(f, [(values(4, 6, 9), mesh, placements, sizes)], [W, B], what=f"{placements} {sizes}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_statistics(dtype):
     x = (values(2, 4, 40, 30) * 3 + 20).to(dtype)
