@@ -56,6 +56,7 @@ class _Buckets:
 
 
 _active: list[_Buckets] = []
+_abandoned: list[_Buckets] = []
 
 
 @contextmanager
@@ -69,6 +70,10 @@ def bucketed() -> Iterator[None]:
     try:
         yield
         buckets.finish()
+    except BaseException:
+        # MPI still writes into the sums that are under way
+        _abandoned.append(buckets)
+        raise
     finally:
         _active.remove(buckets)
 

@@ -132,13 +132,24 @@ def _scatter_rule(name: str) -> Any:
     return rule
 
 
+def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
+    """Return a tensor that every rank holds whole in the layout of an index, but for ``dim``. Not collective."""
+    layout, whole = index._layout, wrapped(dim, x.ndim)
+    if layout.ndim != x.ndim:
+        return x
+    dims = [d for d in layout.shard_dims if d != whole and layout.shape[d] == x._layout.shape[d]]
+    placements = [p if type(p) is Shard and p.dim in dims else Replicate() for p in layout.placements]
+    sizes = [s if d in dims else None for d, s in enumerate(layout.sizes)]
+    return moved(x, layout_of(layout.mesh_shape, placements, x._layout.shape, sizes))
+
+
 def _out_of_place(name: str, in_place: Any) -> Any:
     def rule(input: Any, dim: int, index: Any, *args: Any, out: Any = None, **kwargs: Any) -> ShardTensor:
         if out is not None:
             raise no_out(getattr(torch, name))
         if not isinstance(input, ShardTensor):
-            mesh = mesh_of((index, *args, *kwargs.values()))
-            input = on_mesh(input, mesh)
+            others = [a for a in (index, *args, *kwargs.values()) if isinstance(a, ShardTensor)]
+            input = _cut_as(on_mesh(input, mesh_of(others)), others[0], dim)
         return in_place(input.clone(), dim, index, *args, **kwargs)  # type: ignore[no-any-return]
 
     return rule

@@ -21,7 +21,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
 from mpishard.ops.dim import into_plain, require_writable, settled, viewed, wrapped
-from mpishard.ops.index import fitted_shape, indexed, plan_index
+from mpishard.ops.index import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.mask import picked_where
 from mpishard.ops.pointwise import broadcast_of
 from mpishard.tensor.operand import fitted, on_mesh, replicated_layout, resolved
@@ -162,13 +162,23 @@ def _result(layout: Layout, points: Points, index: Layout, dims: Sequence[int] =
     return layout_of(layout.mesh_shape, placements, shape, sizes)
 
 
+def _sole(index: Any) -> Any:
+    return index[0] if type(index) is tuple and len(index) == 1 else index
+
+
+def _is_boolean(index: Any) -> bool:
+    """Tell whether an index is one boolean, which picks all or nothing along a new dim."""
+    return isinstance(index, (bool, np.bool_)) or (isinstance(index, Tensor) and not index.ndim and _is_mask(index))
+
+
 def picked(x: Any, index: Any) -> ShardTensor:
     """Return ``x[index]`` with tensors in the index. Collective where they index a sharded dim."""
+    if _is_boolean(alone := _sole(index)):
+        return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
     if not isinstance(x, ShardTensor):
         mesh = next(i._mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
         x = on_mesh(x, mesh)
     x = settled(x)
-    alone = index[0] if type(index) is tuple and len(index) == 1 else index
     if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
         return picked_where(x, alone)
     basic, per_dim = _split(x, index)
@@ -297,20 +307,25 @@ def _travelled(
 def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> None:
     """Write ``x[index] = value`` (or add), with tensors in the index. Collective where the value must travel."""
     require_writable(x, "x[index] = value")
+    if _is_boolean(alone := _sole(index)):
+        if bool(alone):
+            write_at(x, (Ellipsis,), value)
+        return
     x = settled(x)
     mesh = x._mesh
     basic, per_dim = _split(x, index)
     plan = plan_index(x._layout, basic, mesh.coords)
-    if plan.drop:
-        raise UnsupportedOperationError(
-            described(
-                "x[index] = value: one cell of a sharded dim, and a tensor",
-                expected="integers on whole dims beside tensors in an index",
-                got=list(x._layout.placements),
-                fix="write through a slice of one cell: x[i : i + 1, indices] = value",
-            )
-        )
-    y = viewed(x, x._local[plan.local], plan.out)
+    if plan.drop:  # its owner broadcasts the one cell of a sharded dim
+        y: Any = indexed(x, basic).clone()
+        _put_at(y, per_dim, value, accumulate)
+        write_at(x, basic, y)
+    else:
+        _put_at(viewed(x, x._local[plan.local], plan.out), per_dim, value, accumulate)
+
+
+def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:
+    """Write at the tensors of an index. Collective where the value must travel."""
+    mesh = y._mesh
     masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
     if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
         mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
@@ -329,14 +344,14 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         value = fitted_shape(resolved(value) if isinstance(value, ShardTensor) else value, out.shape)
         if owned is not None:
             value = value.expand(out.shape)
-        value = fitted(value, mesh, out).to(x.dtype)
+        value = fitted(value, mesh, out).to(y.dtype)
         if owned is not None:
             value = use(value, mesh, owned.mesh_dims)
             end = points.at + len(shape)
             value = value.reshape(*value.shape[: points.at], math.prod(shape), *value.shape[end:])
             value = value.index_select(points.at, owned.mine)
     else:
-        value = torch.tensor(value, dtype=x.dtype, device=x.device)
+        value = torch.tensor(value, dtype=y.dtype, device=y.device)
     items: list[Tensor | None] = [None] * y.ndim
     for d, i in zip(points.dims, indices if owned is None else owned.local):
         items[d] = i

@@ -174,16 +174,22 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     try:
         local = x._local.view(shape)
     except RuntimeError:
-        # the block is cut out of a larger array, where torch's own result would be contiguous: make it so
-        # first, so that the view shares memory with its base
-        if not (x._local.is_leaf and x._local.requires_grad):
-            with torch.enable_grad():
-                block = x._local.contiguous()
-            if self._local is x._local:
-                self._local = block
-            x._local = block
+        _joined_up(self, x)
         local = x._local.reshape(shape)
     return viewed(x, local, out)
+
+
+def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
+    """Make the block of ``x``, and of ``self`` if it is the same, contiguous, so that views share its memory.
+
+    It is cut out of a larger array, where torch's own tensor would be contiguous. Not collective.
+    """
+    if not (x._local.is_leaf and x._local.requires_grad):
+        with torch.enable_grad():
+            block = x._local.contiguous()
+        if self._local is x._local:
+            self._local = block
+        x._local = block
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
@@ -193,13 +199,18 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     sizes = x._layout.sizes[last] if x.ndim else None
     if sizes is not None and any(n * old % new for n in sizes):
         x, sizes = whole_along(x, (last,)), None
-    local = x._local.view(dtype)
     if not x.ndim:
-        return viewed(x, local, x._layout)
-    n = x._layout.shape[last] * old // new if sizes is not None else local.shape[last]
-    return viewed(
-        x, local, resized(x._layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
-    )
+        return viewed(x, x._local.view(dtype), x._layout)
+    layout = x._layout
+    if old != new:
+        _joined_up(self, x)
+        n = layout.shape[last] * old // new
+        layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
+    if x._local.numel() or not self.numel():
+        local = x._local.view(dtype)
+    else:  # torch finds fault with the strides of no cells
+        local = x._local.new_empty(layout.local_shape(x._mesh.coords), dtype=dtype)
+    return viewed(x, local, layout)
 
 
 @implements(torch.Tensor.view_as)

@@ -36,6 +36,8 @@ READS = [
     lambda x: torch.take_along_dim(x, torch.arange(4)),
     lambda x: x.masked_fill(WHERE, 2.0),
     lambda x: torch.where(WHERE, x, -x),
+    lambda x: x[True] + x[torch.tensor(True)],
+    lambda x: x[False],
 ]
 
 
@@ -71,6 +73,11 @@ ASSIGNMENTS = [
     (lambda x, v: x.__setitem__((slice(None), torch.tensor([4, 0, 6])), v), (5, 3, 6)),
     (lambda x, v: x.__setitem__(WHERE, 7.0), ()),
     (lambda x, v: x.__setitem__((0, 0, 0), 1.5), ()),
+    (lambda x, v: x.__setitem__((2, [6, 0, 3]), v), (3, 6)),
+    (lambda x, v: x.__setitem__(([3, 0], slice(1, 5), -1), v), (2, 4)),
+    (lambda x, v: x.__setitem__((slice(None), 5, torch.tensor([4, 0])), 2.5), ()),
+    (lambda x, v: x.__setitem__(True, v), (7, 6)),
+    (lambda x, v: x.__setitem__(False, v), (7, 6)),
 ]
 
 
@@ -98,6 +105,16 @@ def test_a_sharded_value_is_assigned():
 
         x = (field(*SHAPE), mesh, (ms.Shard(1),), None)
         compare(written, [x, (field(3, 4, 6), mesh, (placement,), None)])
+
+
+def test_a_plain_tensor_is_scattered_into_where_the_index_lies():
+    mesh = mesh_of((WORLD.size,))
+    index = torch.arange(24).reshape(6, 4) * 7 % 5
+    zeros = torch.zeros(6, 5, dtype=torch.float64)
+    for own in (ms.Shard(0), ms.Shard(1)):
+        i = (index, mesh, (own,), None)
+        for f in (lambda i: zeros.scatter(1, i, 2.0), lambda i: zeros.scatter_add(1, i, torch.ones(6, 4).double())):
+            assert compare(f, [i]).placements == ((ms.Shard(0),) if own.dim == 0 else (ms.Replicate(),))
 
 
 def test_sharded_indices():

@@ -378,6 +378,8 @@ def test_view_as_another_dtype():
     for dim in (0, 1):
         part = shard(x, mesh, (ms.Shard(dim),))
         assert gathered(part.view(torch.int64)).equal(x.view(torch.int64))
+    for mesh, placements, sizes in layouts((6, 4), (0, 1)):
+        part = shard(x, mesh, placements, sizes)
         for dtype in (torch.float32, torch.complex128, torch.uint8):
             assert gathered(part.view(dtype)).equal(x.view(dtype))
 
