@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import mpishard as ms
+from tests.compare import WORLD, mesh_of
 from tests.models.convolutional import ConvNeXtBlock
 from tests.models.twin import data, twins
 
@@ -189,10 +191,13 @@ class StochasticDepth(nn.Module):
         self.blocks = nn.ModuleList([ConvNeXtBlock(4, drop_path=0.5) for _ in range(3)])
 
     def forward(self, x):
-        torch.manual_seed(5)  # as every rank and the one process
+        torch.manual_seed(5)
+        whole = not isinstance(x, ms.ShardTensor)
+        if whole:  # the one process drops what any mesh does, which is not what torch's generator says
+            x = ms.distribute_tensor(x, mesh_of((WORLD.size,)), (ms.Replicate(),))
         for block in self.blocks:
             x = block(x)
-        return x
+        return x.full_tensor() if whole else x
 
 
 def test_stochastic_depth():
