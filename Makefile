@@ -4,6 +4,7 @@
 #   make demo           the main job on 4 ranks (2 x 2); ARGS="--help" lists its options
 #   make test           all tests on the MPICH wheel and serial HDF5
 #   make test-cluster   the same tests on Debian's Open MPI and parallel HDF5, and jobs under Slurm
+#   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter
 
 SHELL = bash
@@ -34,7 +35,7 @@ guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 # less than everything, read the counts.
 none_selected = if [ "$(TESTS)" != tests ] && [ $$rc -eq 5 ]; then rc=0; fi
 
-.PHONY: demo test test-cluster lint clean
+.PHONY: demo test test-cluster test-gpu lint clean
 
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
@@ -54,6 +55,18 @@ test-cluster: .venv-cluster/.ready
 	    rc=0; $(guarded) $(MPIEXEC) -n $$ranks .venv-cluster/bin/python -m pytest $(TESTS) --ranks $$ranks $(PYTEST_ARGS) || rc=$$?; \
 	    $(none_selected); [ $$rc -eq 0 ] || exit $$rc; \
 	done
+
+# No set-up of its own: torch with CUDA, cupy and a launcher are the machine's. One rank, then several on
+# whatever GPUs there are; compute-sanitizer where it is installed.
+test-gpu: export MPIEXEC ?= mpiexec
+test-gpu:
+	$(PYTHON) -m mpishard info
+	if command -v compute-sanitizer; then PYTHONPATH=. compute-sanitizer --error-exitcode 1 $(PYTHON) tests/gpu/kernels.py; \
+	    else PYTHONPATH=. $(PYTHON) tests/gpu/kernels.py; fi
+	for ranks in 1 2 4; do \
+	    $(guarded) $(MPIEXEC) -n $$ranks $(PYTHON) -m pytest tests/gpu --ranks $$ranks -rs $(PYTEST_ARGS); done
+	$(MPIEXEC) -n 1 $(PYTHON) benchmarks/gpu.py
+	$(MPIEXEC) -n 2 $(PYTHON) benchmarks/gpu.py
 
 lint: .venv/.ready
 	.venv/bin/ruff check

@@ -1,4 +1,4 @@
-"""The command line: `mpishard ops`, also as `python -m mpishard ops`."""
+"""The command line: `mpishard info` and `mpishard ops`, also as `python -m mpishard ...`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from itertools import groupby
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status. Not collective."""
+    """Run a command; return the exit status. Collective for ``info``, else not."""
     parser = argparse.ArgumentParser(prog="mpishard", description="Domain parallelism for torch on plain MPI.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="describe the job: ranks, GPUs, MPI; under mpiexec or srun, of all ranks")
     ops = commands.add_parser("ops", help="list the torch functions that run on sharded tensors")
     ops.add_argument("family", nargs="?", help="only this family")
     ops.add_argument("--markdown", action="store_true", help="print the page docs/operations.md")
     ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
     given = parser.parse_args(arguments)
+    if given.command == "info":
+        from mpishard.comm.survey import survey
+
+        survey(lambda line: print(line, flush=True))
+        return 0
     return _ops(parser, given.family, given.markdown, given.missing)
 
 

@@ -141,7 +141,7 @@ def compare(
     for e, g in zip(flat(expected), flat(got), strict=True):
         assert e.requires_grad == g.requires_grad, f"{what}: requires_grad {g.requires_grad}"
         if e.requires_grad:
-            w = torch.randn(e.shape, dtype=e.dtype, generator=generator)
+            w = torch.randn(e.shape, dtype=e.dtype, generator=generator).to(e.device)
             whole_weights.append(w)
             if isinstance(g, ms.ShardTensor):
                 placements = [ms.Replicate() if p.is_partial() else p for p in g.placements]

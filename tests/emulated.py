@@ -119,6 +119,9 @@ class EmulatedDriver(TorchDispatchMode):
         self.allocated += nbytes
         return EmulatedMemory(self, nbytes)
 
+    def trim(self) -> None:
+        pass
+
     def pinned(self, nbytes: int) -> Tensor:
         memory = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
         self.own[memory.data_ptr()] = span(memory)

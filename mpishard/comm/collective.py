@@ -72,8 +72,8 @@ def all_reduce(
     """
     rule = rule_of(op, x.dtype)
     if not x.is_cpu:
-        y = _device_all_reduce(x, group, op, rule, deterministic)
-        return x.copy_(y) if in_place else y
+        reduced = _device_all_reduce(x, group, op, rule, deterministic)
+        return x.copy_(reduced) if in_place else reduced
     if guard.DEBUG:
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
@@ -349,8 +349,8 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     if not x.is_cpu:
         link = nccl.link_of(group, x, x.nbytes)
         if link is not None:
-            y = link.broadcast(dense(x), root)
-            return x.copy_(y) if in_place else y
+            sent = link.broadcast(dense(x), root)
+            return x.copy_(sent) if in_place else sent
         host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype)
         host = broadcast(host, group, root, in_place=True)
         return x.copy_(host) if in_place else host.to(x.device)

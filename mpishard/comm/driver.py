@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -53,6 +54,9 @@ class Driver(Protocol):
     def allocate(self, nbytes: int) -> Memory:
         """Return new memory of the device."""
 
+    def trim(self) -> None:
+        """Give memory that is kept for later use back to the device."""
+
     def pinned(self, nbytes: int) -> Tensor:
         """Return bytes of host memory that copies from and to the device do not wait for."""
 
@@ -87,7 +91,15 @@ class Driver(Protocol):
         """Note that MPI is done with this memory."""
 
 
+_GRAIN_NBYTES = 1 << 16
+
 _drivers: dict[torch.device, Driver] = {}
+
+
+def trim() -> None:
+    """Give device memory that is kept for later messages back. Not collective."""
+    for driver in _drivers.values():
+        driver.trim()
 
 
 def driver_of(device: torch.device) -> Driver | None:
@@ -107,10 +119,21 @@ class CudaDriver:
         self.device = device
         self._kernels = _kernels(device)
         self.has_kernel = self._kernels is not None
+        # freed, and kept for the next of the same size: cudaMalloc costs more than most messages
+        self._idle: dict[int, list[int]] = defaultdict(list)
 
     def allocate(self, nbytes: int) -> CudaMemory:
-        """Return new memory of the device, by ``cudaMalloc``: torch's pools may be of a kind MPI cannot map."""
-        return CudaMemory(nbytes, self.device)
+        """Return memory by ``cudaMalloc``: torch's pools may be of a kind that MPI cannot map."""
+        room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        idle = self._idle[room]
+        address = idle.pop() if idle else _cuda_malloc(room, self.device)
+        return CudaMemory(address, nbytes, self.device, lambda: self._idle[room].append(address))
+
+    def trim(self) -> None:
+        """Give memory that is kept for the next use back to the device."""
+        for addresses in self._idle.values():
+            while addresses:
+                _runtime().cudaFree(ctypes.c_void_p(addresses.pop() or None))
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return pinned bytes of the host."""
@@ -186,42 +209,41 @@ class CudaDriver:
 
 
 class CudaMemory:
-    """Memory by ``cudaMalloc``, freed with the object at the latest."""
+    """Memory that goes back to its driver with the object at the latest."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.address = 0
-        runtime = _runtime()
-        pointer = ctypes.c_void_p()
+    def __init__(self, address: int, nbytes: int, device: torch.device, give_back: Callable[[], None]) -> None:
+        self.address, self.nbytes = address, nbytes
         if nbytes:
-            with torch.cuda.device(device):
-                torch.cuda.current_stream(device)  # torch's context, before the run-time library makes another
-                code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-            if code:
-                raise MpishardError(
-                    described(
-                        "no GPU memory for a message buffer",
-                        expected=f"{nbytes} bytes on {device}",
-                        got=f"cudaMalloc's error {code}",
-                        fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
-                    )
-                )
-            self.address = pointer.value or 0
-            self.tensor = torch.as_tensor(DeviceMemory(Block(self.address, (nbytes,), (1,), 1)), device=device)
+            self.tensor = torch.as_tensor(DeviceMemory(Block(address, (nbytes,), (1,), 1)), device=device)
         else:
             self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
-        self._free = weakref.finalize(self, _cuda_free, runtime, self.address)
-        # the driver takes all memory back at the end, when calls into it no longer work
+        self._free = weakref.finalize(self, give_back)
+        # the CUDA driver takes all memory back at the end, when calls into it no longer work
         self._free.atexit = False
 
     def free(self) -> None:
-        """Free the memory. Not collective."""
+        """Let the driver use the memory again. Not collective."""
         self._free()
 
 
-def _cuda_free(runtime: ctypes.CDLL, address: int) -> None:
-    if address:
-        runtime.cudaFree(ctypes.c_void_p(address))
+def _cuda_malloc(nbytes: int, device: torch.device) -> int:
+    pointer = ctypes.c_void_p()
+    if not nbytes:
+        return 0
+    runtime = _runtime()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # torch's context, before the run-time library makes another
+        code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+    if code:
+        raise MpishardError(
+            described(
+                "no GPU memory for a message buffer",
+                expected=f"{nbytes} bytes on {device}",
+                got=f"cudaMalloc's error {code}",
+                fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
+            )
+        )
+    return pointer.value or 0
 
 
 @cache

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import driver, guard
 
 Members = tuple[int, ...]
 
@@ -89,6 +89,7 @@ def _free(comms: list[MPI.Comm]) -> None:
 def _release(releases: list[Callable[[], None]]) -> None:
     while releases:
         releases.pop()()
+    driver.trim()
 
 
 def _release_all() -> None:

@@ -91,8 +91,8 @@ def _run_on_device(
     large = nccl.LEAST_NBYTES if link is not None else math.inf
     sides = [[(peer, box, _numel(box) * x.itemsize) for peer, box in side] for side in (plan.sends, plan.recvs)]
     small = [[m for m in side if m[2] < large] for side in sides]
-    envelopes = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in small)
-    relay = Relay(mesh.comm, driver, *envelopes, op, mesh.gpu_aware, counted=False)
+    going, coming = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in small)
+    relay = Relay(mesh.comm, driver, going, coming, op, mesh.gpu_aware, counted=False)
     if counter.active:
         counter.record(op, len(sides[0]), sum(nbytes for *_, nbytes in sides[0]))
     try:

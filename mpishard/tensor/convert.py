@@ -37,7 +37,7 @@ def from_local(
     Parameters
     ----------
     local
-        This rank's block.
+        This rank's block: a tensor, or an array of numpy, cupy or another library that speaks DLPack.
     mesh
         Mesh that the tensor is spread over.
     placements
@@ -60,6 +60,8 @@ def from_local(
     --------
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
+    if not isinstance(local, Tensor):
+        local = torch.from_dlpack(local)  # shares the memory
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
         return wrap(local, _inferred(local, mesh, placements), mesh)
     own = as_placements(placements, mesh.ndim, local.ndim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,15 @@ def test_borders_on_multiples():
     x = ms.distribute_tensor(torch.zeros(1, 8 * mesh.size + 5), mesh, (ms.Shard(1),), multiple=8)
     assert x.layout.sizes[1] == balanced(8 * mesh.size + 5, mesh.size, 8)
     assert x.to_local().shape[1] == 8 + 5 * (mesh.rank == mesh.size - 1)
+
+
+def test_from_local_shares_the_memory_of_arrays():
+    mesh = mesh_of(mesh_shapes(1)[0])
+    block = np.full((2, 3), float(mesh.rank))
+    x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),))
+    block += 1
+    assert torch.equal(x.to_local(), torch.full((2, 3), mesh.rank + 1.0, dtype=torch.float64))
+    assert np.from_dlpack(x.to_local()).ctypes.data == block.ctypes.data
 
 
 def test_from_local_three_ways():

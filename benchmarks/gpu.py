@@ -1,0 +1,170 @@
+"""What a GPU's exchanges cost against the hardware's own path; needs a GPU.
+
+mpiexec -n 2 python benchmarks/gpu.py
+
+With one rank, that rank's operations against plain torch. Several ranks may share a GPU: they take turns on it,
+so say so beside any figure. Where MPI may not be given GPU memory, only the staged figures are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+from timing import WORLD, interleaved, options, ratio, say
+
+import mpishard as ms
+from mpishard.comm.buffer import as_bytes
+from mpishard.comm.driver import driver_of
+from mpishard.comm.relay import Envelope, Relay
+from mpishard.comm.segment import Box, plan_table
+
+
+def synchronous(call: Callable[[], object]) -> Callable[[], object]:
+    """Let a call last until the GPU is done."""
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def messages(args, mesh: ms.CartMesh) -> None:
+    """Compare a ring of contiguous messages with raw mpi4py on the same buffers, and with the parts of staging."""
+    driver = driver_of(mesh.device)
+    up, down = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    for nbytes in (4096, 1 << 20, 4 << 20, 64 << 20):
+        count = 5 if args.quick else 20 if nbytes > 1 << 20 else 200
+        host, other = driver.pinned(nbytes), driver.pinned(nbytes)
+        for aware in (True, False) if mesh.gpu_aware else (False,):
+            relay = Relay(mesh.comm, driver, [Envelope(up, 5, nbytes)], [Envelope(down, 5, nbytes)], "ring", aware)
+            mine = (relay.out.tensor, relay.into.tensor) if aware else (host, other)
+            raw = [mesh.comm.Recv_init(as_bytes(mine[1]), down, 6), mesh.comm.Send_init(as_bytes(mine[0]), up, 6)]
+
+            def exchange(relay=relay):
+                relay.acquire()
+                relay.start()
+                relay.finish()
+                relay.release()
+
+            def bare(raw=raw):
+                MPI.Prequest.Startall(raw)
+                MPI.Request.Waitall(raw)
+
+            def copies(relay=relay, host=host, other=other):
+                host.copy_(relay.out.tensor, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                relay.into.tensor.copy_(other, non_blocking=True)
+
+            calls = {"ours": synchronous(exchange), "raw": synchronous(bare)}
+            if not aware:
+                calls["copies"] = synchronous(copies)
+            times = interleaved(calls, count, args.rounds)
+            best = {name: min(t) for name, t in times.items()}
+            if aware:
+                say(
+                    f"message of {nbytes:>9} B, GPU to GPU: {best['ours'] * 1e6:9.1f} us, "
+                    f"{ratio(times, 'raw', 'ours'):.2f} of raw bandwidth (target 0.90 from 4 MiB), "
+                    f"{(best['ours'] - best['raw']) * 1e6:+.1f} us (target 30)"
+                )
+            else:
+                floor = best["raw"] + best["copies"]
+                say(
+                    f"message of {nbytes:>9} B, staged:     {best['ours'] * 1e6:9.1f} us, "
+                    f"{best['ours'] / floor:.2f}x of copy + host exchange + copy (target 1.2)"
+                )
+            for request in raw:
+                request.Free()
+            relay.free()
+
+
+def kernels(args, device: torch.device) -> None:
+    """Compare the copy kernel on the faces of a cube with a copy of as many bytes."""
+    driver = driver_of(device)
+    if not driver.has_kernel:
+        say("kernel: cupy is not installed")
+        return
+    for n in (64, 128, 256, 512):
+        cube = torch.zeros(n, n, n, device=device)
+        for dim in range(3):
+            shape = [n, n, n]
+            shape[dim] = 2
+            nbytes = 4 * 2 * n * n
+            memory = driver.allocate(nbytes)
+            box = Box(0, tuple(shape), tuple(4 * s for s in cube.stride()), 4, 0)
+            table = driver.table(plan_table([box]))
+            source, target = torch.empty(2, nbytes, dtype=torch.uint8, device=device)
+            calls = {
+                "kernel": lambda t=table, c=cube, m=memory: driver.pack(t, c.data_ptr(), m),
+                "copy": lambda s=source, t=target: t.copy_(s),
+                "torch": lambda c=cube, d=dim, m=memory, s=tuple(shape): (
+                    m.tensor.view(torch.float32).view(s).copy_(c.narrow(d, 0, 2))
+                ),
+            }
+            times = interleaved({k: repeated(v) for k, v in calls.items()}, 3 if args.quick else 20, args.rounds)
+            say(
+                f"pack the face of {n}^3 across dim {dim}: {min(times['kernel']) / 50 * 1e6:6.1f} us, "
+                f"{ratio(times, 'copy', 'kernel'):.2f} of a copy's bandwidth (target 0.80), "
+                f"{ratio(times, 'torch', 'kernel'):.2f}x torch's speed"
+            )
+            memory.free()
+
+
+def repeated(call: Callable[[], object], count: int = 50) -> Callable[[], object]:
+    """Queue a call many times, and wait once: what the GPU takes, not the launch."""
+
+    def run() -> None:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def one_rank(args, mesh: ms.CartMesh) -> None:
+    """Operations of one rank against plain torch: what the wrapper costs."""
+    device = mesh.device
+    x = torch.randn(1, 8, 1024, 1024, device=device, requires_grad=True)
+    sharded = ms.distribute_tensor(x.detach(), mesh, (ms.Shard(2),)).requires_grad_()
+    conv = torch.nn.Conv2d(8, 8, 3, padding=1).to(device)
+    layers = [torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.GroupNorm(2, 8), torch.nn.SiLU()]
+    network = torch.nn.Sequential(*layers, *layers, torch.nn.MaxPool2d(2), *layers).to(device)
+    for name, model in {"conv2d 3x3": conv, "nine layers": network}.items():
+
+        def step(t, model=model):
+            model.zero_grad()
+            model(t).mean().backward()
+
+        calls = {"ours": synchronous(lambda s=step: s(sharded)), "torch": synchronous(lambda s=step: s(x))}
+        times = interleaved(calls, 3 if args.quick else 20, args.rounds)
+        say(f"{name} forward+backward at 1024^2, one rank: {ratio(times, 'ours', 'torch'):.3f}x torch (target 1.03)")
+    small, plain = ms.ones(64, 64, mesh=mesh, placements=(ms.Shard(0),)), torch.ones(64, 64, device=device)
+    times = interleaved(
+        {"ours": lambda: small + 1, "torch": lambda: plain + 1}, 200 if args.quick else 2000, args.rounds
+    )
+    host = (min(times["ours"]) - min(times["torch"])) * 1e6
+    say(f"x + 1: {host:+.1f} us of the host above torch (target 8)")
+
+
+def main() -> None:
+    args = options(__doc__)
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu.py: torch finds no GPU")
+    mesh = ms.init_mesh((-1,), periodic=True)
+    torch.cuda.set_device(mesh.device)
+    say(
+        f"{torch.cuda.get_device_name(mesh.device)}, {WORLD.size} rank(s) on {torch.cuda.device_count()} GPU(s), "
+        f"messages {'from GPU to GPU' if mesh.gpu_aware else 'through the host'}"
+    )
+    if WORLD.size == 1:
+        one_rank(args, mesh)
+        kernels(args, mesh.device)
+    else:
+        messages(args, mesh)
+    mesh.free()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Tests that need a GPU: ``make test-gpu`` runs them all; elsewhere each is skipped, and says why.
+
+With ``MPISHARD_TEST_REHEARSAL=1`` those that need no more than its memory run over the emulated device: so the
+tests themselves are tried before a GPU is at hand.
+"""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+import mpishard as ms
+from mpishard.comm import aware, driver
+from tests.emulated import emulated
+
+REHEARSAL = os.environ.get("MPISHARD_TEST_REHEARSAL", "0") == "1"
+ROUTES = ["aware-kernel", "staged-kernel", "aware-torch", "staged-torch"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if REHEARSAL:
+            if "device" not in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(reason="a rehearsal has no CUDA"))
+        elif not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))
+
+
+@pytest.fixture
+def device():
+    """Where the tensors of a test lie."""
+    return torch.device("cpu" if REHEARSAL else "cuda")
+
+
+@pytest.fixture(params=ROUTES)
+def make_mesh(request, monkeypatch):
+    """Makes meshes whose messages take one of the routes."""
+    route, pack = request.param.split("-")
+    if not REHEARSAL and route == "aware" and not aware.decide(aware.findings())[0]:
+        pytest.skip("this MPI may not be given GPU memory (`mpishard info` says more)")
+    made = []
+
+    def make(shape, periodic=False):
+        mesh = ms.init_mesh(shape, periodic=periodic)
+        made.append(mesh)
+        mesh.gpu_aware = route == "aware"
+        own = driver.driver_of(mesh.device)
+        if pack == "kernel" and not own.has_kernel:
+            pytest.skip("cupy is not installed")
+        monkeypatch.setattr(own, "has_kernel", pack == "kernel")
+        if not REHEARSAL:
+            torch.cuda.set_device(mesh.device)
+        return mesh
+
+    with emulated(kernel=True) if REHEARSAL else contextlib.nullcontext():
+        yield make
+        for mesh in made:
+            mesh.free()
