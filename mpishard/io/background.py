@@ -4,7 +4,7 @@ A thread that waits in MPI would take a core from the program, and not every MPI
 ranks meet in the file system: each writes its blocks into a file of its own and then a note with its shares of the
 checksums; rank 0 waits for the notes, and finishes. ``tensors.h5`` shows the blocks as whole datasets (virtual ones).
 Large blocks are written past h5py, whose calls would keep the program's Python waiting: the place of a block in its
-file is known, and plain writes go on in parallel.
+file is known, and plain writes go on in parallel. The thread takes a sixteenth of a core, until the program waits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,34 @@ from mpishard.io.snapshot import Snapshot, gives
 from mpishard.tensor import wrap
 
 _DIRECT_NBYTES = 64 << 10  # smaller blocks go through h5py
-_WRITE_NBYTES = 16 << 20
+_WRITE_NBYTES = 2 << 20
+# of a core, while the program goes on: cores that compute and caches are shared, and Python's lock is
+_SHARE = 1 / 16
+_TURN_S = 1e-3
+_SIGN_S = 5.0  # how often a rank that writes for long shows that it is there
 _pending: dict[Path, Saving] = {}
+
+
+class _Pace:
+    """Keeps a thread at a small share of a core, until ``hurry`` is set: called often, it sleeps now and then.
+
+    Meanwhile it touches ``sign``, for others to see.
+    """
+
+    def __init__(self, hurry: threading.Event, sign: Path) -> None:
+        self._hurry, self._sign = hurry, sign
+        self._seen, self._signed = time.thread_time(), time.monotonic()
+
+    def __call__(self) -> None:
+        used = time.thread_time() - self._seen
+        if used <= _TURN_S:
+            return
+        if threading.main_thread().is_alive():
+            self._hurry.wait(used * (1 / _SHARE - 1))
+        if time.monotonic() - self._signed > _SIGN_S:
+            self._signed = time.monotonic()
+            self._sign.touch()
+        self._seen = time.thread_time()
 
 
 class Saving:
@@ -54,6 +80,7 @@ class Saving:
         self._error: MpishardError | None = None
         self._name = ""
         self._folder, self._partial = taken.folder, taken.partial
+        self._hurry = threading.Event()  # the program waits
         self._own = threading.Event()  # this rank's part is written, or failed
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,6 +106,7 @@ class Saving:
         """
         if self._thread is not None:
             comm = self._group.comm
+            self._hurry.set()
             self._own.wait()
             try:
                 guard.agree(comm, self._error)
@@ -108,9 +136,10 @@ class Saving:
         with contextlib.suppress(AttributeError, OSError):
             # this thread, not the process (Linux): the program goes first where cores are short
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        pace = _Pace(self._hurry, taken.partial / _sign(self._group.rank))
         try:
             try:
-                _write_part(taken, self._group.rank)
+                _write_part(taken, self._group.rank, pace)
             finally:
                 self._own.set()
             if first:
@@ -127,13 +156,16 @@ class Saving:
 
     def _sums(self, taken: Snapshot) -> Tensor | None:
         """Return the checksums, when every rank has written its part; None where one could not."""
-        total, since, pause = torch.zeros(0, dtype=torch.int64), time.monotonic(), 0.01
+        total, since, pause, seen = torch.zeros(0, dtype=torch.int64), time.monotonic(), 0.01, 0
         for rank in range(self._group.size):
             note = taken.partial / _note(rank)
             while not note.exists():
                 if self._abandoned.wait(pause):
                     return None
                 pause = min(2 * pause, 0.5)
+                with contextlib.suppress(OSError):
+                    changed = (taken.partial / _sign(rank)).stat().st_mtime_ns
+                    since, seen = (since if changed == seen else time.monotonic()), changed
                 if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
                     raise unwritable(taken.folder, TimeoutError(f"rank {rank} has written nothing for a long time"))
             since, pause = time.monotonic(), 0.01
@@ -178,21 +210,25 @@ def _note(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def _write_part(taken: Snapshot, rank: int) -> None:
+def _sign(rank: int) -> str:
+    return f".{_note(rank)}"
+
+
+def _write_part(taken: Snapshot, rank: int, pace: _Pace) -> None:
     """Write this rank's blocks and then its note, which holds the error if there is one."""
     try:
         sharded = {n: x for n, x in taken.tensors.items() if taken.info[n]["sharded"] is not None}
         own = {n: x._local for n, x in sharded.items() if gives(x._layout, taken.mesh.coords) and x._local.numel()}
         if own:
-            _write_blocks(taken.partial / f"part-{rank}.h5", own, None)
+            _write_blocks(taken.partial / f"part-{rank}.h5", own, None, pace)
         if rank == 0 and taken.tensors:
             whole = {n: x._local for n, x in taken.tensors.items() if n not in sharded}
-            _write_blocks(taken.partial / TENSORS, whole, taken)
-        told: dict[str, Any] = {"shares": taken.shares().tolist()}
+            _write_blocks(taken.partial / TENSORS, whole, taken, pace)
+        told: dict[str, Any] = {"shares": taken.shares(pace).tolist()}
     except (OSError, RuntimeError, TypeError, ValueError) as e:
         error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
         told = {"error": str(error)}
-    partial = taken.partial / f".{_note(rank)}"
+    partial = taken.partial / _sign(rank)
     try:
         partial.write_text(json.dumps(told))
         os.replace(partial, taken.partial / _note(rank))
@@ -203,7 +239,7 @@ def _write_part(taken: Snapshot, rank: int) -> None:
         raise FileError(told["error"])
 
 
-def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None) -> None:
+def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None, pace: _Pace) -> None:
     """Write tensors as datasets of a new file; where ``taken`` is given, also the virtual ones of the whole."""
     h5py = import_h5py()
     offsets: dict[str, int] = {}
@@ -230,6 +266,7 @@ def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None)
                 done = 0
                 while done < len(data):
                     done += os.pwrite(raw.fileno(), data[done:], offset + at + done)
+                pace()
     flush(path)
 
 

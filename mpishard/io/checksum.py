@@ -8,7 +8,7 @@ sum, and the parts of a tile that different ranks hold just add up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
 
@@ -44,10 +44,13 @@ def _words(dtype: torch.dtype) -> int:
     return max(1, dtype.itemsize // 4)
 
 
-def tile_sums(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
+def tile_sums(
+    local: Tensor, layout: Layout, coords: tuple[int, ...], pause: Callable[[], object] = lambda: None
+) -> Tensor:
     """Return this block's share of the checksum of every tile of the whole, as int64 in host memory.
 
-    Not collective: the checksums are the sums over the ranks that together hold the tensor once.
+    Not collective: the checksums are the sums over the ranks that together hold the tensor once. ``pause`` is called
+    now and then.
     """
     out = torch.zeros(tile_count(layout.shape, local.dtype), dtype=torch.int64)
     flat = dense(local.detach()).view(-1)
@@ -65,9 +68,11 @@ def tile_sums(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
             m = min(n - done, TILE - lo, _STEP)
             out[tile] += _dot(flat[at + done : at + done + m], keys[lo : lo + m])
             done += m
+            pause()
         if at + n == flat.numel():
             return out
     for at, index, start in runs(layout, coords):
+        pause()
         n = index.numel()
         position = (index + start).to(flat.device)
         terms = keys[position & (TILE - 1)].mul_(flat[at : at + n])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +62,10 @@ class Snapshot(NamedTuple):
         """Return what the ranks must have in common. Not collective."""
         return f"save_checkpoint {self.step} {self.folder} keep={self.keep} {self.info}"
 
-    def shares(self) -> Tensor:
+    def shares(self, pause: Callable[[], object] = lambda: None) -> Tensor:
         """Return this rank's shares of all checksums, one after the other. Not collective."""
         parts = [
-            tile_sums(x._local, x._layout, self.mesh.coords)
+            tile_sums(x._local, x._layout, self.mesh.coords, pause)
             if gives(x._layout, self.mesh.coords)
             else torch.zeros(len_of(x), dtype=torch.int64)
             for x in self.tensors.values()

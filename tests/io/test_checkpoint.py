@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import time
 import warnings
 from collections import Counter
 
@@ -18,6 +19,7 @@ import mpishard as ms
 from mpishard.errors import FileError, MpishardError
 from mpishard.io import checksum
 from mpishard.io import folder as folders
+from mpishard.io.snapshot import Snapshot
 from mpishard.layout import layout_of
 from tests.compare import layouts, mesh_of, mesh_shapes
 
@@ -540,6 +542,29 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
     monkeypatch.undo()
     ms.io.save_checkpoint(folder, 1, mesh=mesh)
     assert sorted(os.listdir(folder)) == ["latest", "step_0000000001"]
+
+
+def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
+    """A rank that writes for long shows that it is there."""
+    monkeypatch.setattr("mpishard.comm.guard.TIMEOUT_S", 0.8)
+    monkeypatch.setattr("mpishard.io.background.flush", lambda path: None)
+    monkeypatch.setattr("mpishard.io.background._SIGN_S", 0.05)
+    monkeypatch.setattr("mpishard.io.background._TURN_S", -1.0)
+    shares = Snapshot.shares
+
+    def slow(self, pause):
+        for _ in range(10 if WORLD.rank == SIZE - 1 else 0):
+            time.sleep(0.15)
+            pause()
+        return shares(self, pause)
+
+    monkeypatch.setattr(Snapshot, "shares", slow)
+    x = on(mesh, values((30, 40)), 0)
+    saving = ms.io.save_checkpoint(folder, 3, tensors={"x": x}, mesh=mesh, asynchronous=True)
+    while not saving.done():
+        time.sleep(0.1)
+    saving.wait()
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 3
 
 
 # -- checksums
