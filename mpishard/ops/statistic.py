@@ -264,6 +264,12 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
     return m2 / max(plan.count - correction, 0), mean
 
 
+def _deviation(var: Tensor) -> Tensor:
+    """Return the root, with torch's gradient of a standard deviation of zero: zero."""
+    zero = var == 0
+    return torch.where(zero, 0 * var, torch.where(zero, 1, var).sqrt())
+
+
 def _dim_and_correction(args: Any, kwargs: Any, func: Any) -> tuple[Any, Any, bool]:
     """Read both families of arguments: (unbiased), (dim, unbiased, keepdim) and (dim, *, correction, keepdim)."""
     args, kwargs = list(args), dict(kwargs)
@@ -302,9 +308,9 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
 
 
 RULES[torch.var] = RULES[torch.Tensor.var] = _variance_rule(torch.var, lambda var, _: var)
-RULES[torch.std] = RULES[torch.Tensor.std] = _variance_rule(torch.std, lambda var, _: var.sqrt())
+RULES[torch.std] = RULES[torch.Tensor.std] = _variance_rule(torch.std, lambda var, _: _deviation(var))
 RULES[torch.var_mean] = _variance_rule(torch.var_mean, lambda var, mean: (var, mean))
-RULES[torch.std_mean] = _variance_rule(torch.std_mean, lambda var, mean: (var.sqrt(), mean))
+RULES[torch.std_mean] = _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean))
 
 
 # -- counts and tests

@@ -76,6 +76,12 @@ def storage_offset(_self: ShardTensor) -> int:
     return 0
 
 
+@implements(torch.result_type)
+def result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
+    """Return the dtype that an operation on both gives. Not collective."""
+    return torch.result_type(*(t._local if isinstance(t, ShardTensor) else t for t in (tensor1, tensor2)))
+
+
 @implements(torch.is_same_size, torch.Tensor.is_same_size)
 def is_same_size(self: Any, other: Any) -> bool:
     """Tell whether the global shapes agree. Not collective."""

@@ -321,6 +321,7 @@ def test_conversions():
     assert x.type() == X.type()
     assert torch.arange(3).to(x).dtype == x.dtype
     assert x.cpu() is x
+    assert torch.result_type(x, 1) == torch.result_type(1.0, shard(I, mesh, (ms.Shard(1),)).double()) == torch.float64
     assert gathered(x.half()).dtype == torch.float16
     with pytest.raises(ms.UnsupportedOperationError, match="another device"):
         x.to("meta")

@@ -191,6 +191,22 @@ def test_variance_of_large_offset():
     torch.testing.assert_close(gathered(s.var(1)), exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dim", [0, 1, (0, 1)])
+def test_gradients_where_a_root_has_none(dim):
+    def f(x):
+        roots = [
+            x.std(dim, correction=0),
+            torch.std_mean(x, dim, correction=0)[0],
+            x.norm(dim=dim),
+            torch.linalg.vector_norm(x, 3, dim),
+        ]
+        return [*roots, torch.linalg.vector_norm(x, INF, dim), torch.nn.functional.normalize(x, dim=dim)]
+
+    for full in (torch.zeros(5, 4, dtype=torch.float64), torch.full((5, 1), 3.0, dtype=torch.float64)):
+        for mesh, placements, sizes in few(full.shape, (0, 1), 3):
+            compare(f, [(full, mesh, placements, sizes)], what=f"{placements} {sizes}")
+
+
 def test_nan_wins():
     x = values(3, 8)
     x[1, 5] = x[1, 6] = torch.nan
