@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mpishard.autograd.bucket import use
+from mpishard.comm import collective
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.contract import contract
 from mpishard.ops.dim import mapped, whole_along
@@ -28,13 +29,30 @@ def _refuse(option: str, why: str) -> UnsupportedOperationError:
     )
 
 
-def _check_options(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
-    if max_norm is not None:
-        raise _refuse("max_norm", "it would rescale rows on some ranks only")
-    if scale_grad_by_freq:
-        raise _refuse("scale_grad_by_freq", "it would count each rank's own indices")
+def _with_options(
+    weight: Any, input: Any, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool
+) -> Any:
+    """Return the weight for an embedding with options that look at the indices of all ranks. Collective with them."""
     if sparse:
         raise _refuse("sparse", "sparse gradients are not summed over ranks")
+    if max_norm is None and not scale_grad_by_freq:
+        return weight
+    if max_norm is not None and isinstance(weight, ShardTensor):
+        raise _refuse("max_norm", "a sharded weight, whose rows it would scale in place")
+    if isinstance(input, ShardTensor):
+        x = resolved(input)
+        counts = torch.bincount(x._local.reshape(-1), minlength=weight.shape[0])
+        if x._layout.sharded_mesh_dims:
+            counts = collective.all_reduce(counts, x._mesh.group(x._layout.sharded_mesh_dims))
+    else:
+        counts = torch.bincount(input.reshape(-1), minlength=weight.shape[0])
+    if max_norm is not None:
+        torch.embedding_renorm_(weight.detach(), counts.nonzero()[:, 0], max_norm, norm_type)
+    if scale_grad_by_freq and weight.requires_grad:
+        scaled = weight * (1 / counts.clamp(min=1).to(weight.dtype)).unsqueeze(1)
+        # the weight itself, with the gradient of the scaled one
+        return weight.detach() + (scaled - scaled.detach())
+    return weight
 
 
 @implements(F.embedding)
@@ -50,9 +68,10 @@ def embedding(
     """Look up rows. Not collective; the gradient of the weight is summed over the ranks.
 
     Indices of any layout look up in a plain weight; a weight sharded over its columns (dim 1) gives columns, one
-    sharded over its rows is gathered (collective).
+    sharded over its rows is gathered (collective). For ``max_norm`` and ``scale_grad_by_freq`` the indices of all ranks
+    are counted.
     """
-    _check_options(max_norm, scale_grad_by_freq, sparse)
+    weight = _with_options(weight, input, max_norm, norm_type, scale_grad_by_freq, sparse)
     if isinstance(weight, ShardTensor) and 0 in weight._layout.shard_dims:
         weight = whole_along(resolved(weight), (0,))
     if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
@@ -88,7 +107,9 @@ def embedding_bag(
 
     Collective where the weight, the dim of a bag, or indices with ``offsets`` are sharded: they are gathered.
     """
-    _check_options(max_norm, scale_grad_by_freq, sparse)
+    if scale_grad_by_freq:
+        raise _refuse("scale_grad_by_freq", "bags: torch divides by the frequencies of other indices")
+    weight = _with_options(weight, input, max_norm, norm_type, False, sparse)
     bags: tuple[Any, ...] = ("bag", None) if input.ndim == 2 else (None,)
     own = bags if per_sample_weights is not None else ()
     met = meet((input, weight, offsets, per_sample_weights), (bags, (None, None), (None,), own))

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.meet import Labels, Met, meet
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor
 
 
 def _filled(t: Tensor, dim: int) -> Tensor:
@@ -34,45 +35,91 @@ def _run(met: Met, dims: Sequence[int | None], func: Callable[..., Any], outs: S
 
 
 def _layer_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def rule(*args: Any) -> Any:
         """Run the layers over whole sequences.
 
-        Not collective where only the batch is sharded; a sharded sequence or feature dim is gathered (collective).
+        Not collective where only the batch is sharded; a sharded sequence or feature dim is gathered (collective),
+        and packed sequences are whole on every rank. Dropout between layers is that of `torch.nn.functional.dropout`.
         """
-        if kwargs or len(args) != 9 or not isinstance(args[4], int):
-            raise UnsupportedOperationError(
-                described(
-                    f"{func.__name__} of a PackedSequence of ShardTensors",
-                    expected="padded sequences in one tensor",
-                    got="a packed sequence",
-                    fix="give the padded tensor, and mask the results",
-                )
-            )
-        input, hx, params, biases, layers, dropout, train, bidirectional, batch_first = args
+        packed = isinstance(args[3], (list, tuple))
+        if packed:
+            input, batch_sizes, hx, params, biases, layers, dropout, train, bidirectional = args
+        else:
+            input, hx, params, biases, layers, dropout, train, bidirectional, batch_first = args
         if train and dropout and layers > 1:
-            raise UnsupportedOperationError(
-                described(
-                    f"{func.__name__} with dropout between its layers",
-                    expected="dropout=0, whose result does not depend on the mesh",
-                    got=f"dropout={dropout} in training",
-                    fix="use one module per layer, and F.dropout between them",
-                )
-            )
+            return _layer_by_layer(rule, args, dropout, states, packed)
         hidden = list(hx) if states > 1 else [hx]
-        sequence: Labels = ("batch", None, None) if batch_first else (None, "batch", None)
-        state: Labels = (None, "batch", None)
+        if packed:
+            sequence: Labels = (None, None)
+            state: Labels = (None, None, None)
+        else:
+            sequence = ("batch", None, None) if batch_first else (None, "batch", None)
+            state = (None, "batch", None)
         labels = [sequence, *(state,) * states, *((None,) * p.ndim for p in params)]
         met = meet((input, *hidden, *params), labels)
 
         def local(x: Tensor, *rest: Tensor) -> Any:
             first = list(rest[:states]) if states > 1 else rest[0]
             weights = list(rest[states:])
-            return func(x, first, weights, biases, layers, dropout, train, bidirectional, batch_first)
+            if packed:
+                return func(x, batch_sizes, first, weights, biases, layers, 0.0, train, bidirectional)
+            return func(x, first, weights, biases, layers, 0.0, train, bidirectional, batch_first)
 
-        dims = [sequence.index("batch"), *(1,) * states, *(None,) * len(params)]
+        dims = [None] * len(labels) if packed else [sequence.index("batch"), *(1,) * states, *(None,) * len(params)]
         return _run(met, dims, local, (sequence, *(state,) * states))
 
     return rule
+
+
+def _layer_by_layer(rule: Callable[..., Any], args: Any, dropout: float, states: int, packed: bool) -> Any:
+    """Run one layer after the other, with dropout between them. Collective."""
+    head = list(args[:2]) if packed else list(args[:1])
+    hx, params, biases, layers, _, train, bidirectional, *rest = args[len(head) :]
+    hidden = list(hx) if states > 1 else [hx]
+    count, rows = len(params) // layers, 2 if bidirectional else 1
+    ends: list[list[Any]] = [[] for _ in hidden]
+    for k in range(layers):
+        if k:
+            head[0] = F.dropout(head[0], dropout, True)
+        first = [h[k * rows : (k + 1) * rows] for h in hidden]
+        own = params[k * count : (k + 1) * count]
+        start = first if states > 1 else first[0]
+        head[0], *last = rule(*head, start, own, biases, 1, 0.0, train, bidirectional, *rest)
+        for end, h in zip(ends, last):
+            end.append(h)
+    return (head[0], *(torch.cat(end) for end in ends))
+
+
+@implements(torch._pack_padded_sequence)
+def pack_padded_sequence(input: ShardTensor, lengths: Any, batch_first: bool) -> Any:
+    """Pack sequences. Collective: they are gathered, since those of all ranks take turns in the packed rows."""
+    met = meet((input,), ((None,) * input.ndim,))
+    data, sizes = torch._pack_padded_sequence(met.locals[0], lengths, batch_first)
+    return met.wrapped(data, (None,) * data.ndim), sizes
+
+
+@implements(torch._pad_packed_sequence)
+def pad_packed_sequence(
+    input: ShardTensor, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
+) -> Any:
+    """Pad packed sequences, of which every rank has all. Not collective."""
+    met = meet((input,), ((None,) * input.ndim,))
+    data, lengths = torch._pad_packed_sequence(met.locals[0], batch_sizes, batch_first, padding_value, total_length)
+    return met.wrapped(data, (None,) * data.ndim), lengths
+
+
+@implements(torch._C._nn.pad_sequence)
+def pad_sequence(
+    sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Any:
+    """Stack sequences of several lengths. Neighborwise collective where their lengths are sharded."""
+    longest = max(s.shape[0] for s in sequences)
+
+    def padded(s: Any) -> Any:
+        extra = (0, longest - s.shape[0]) if padding_side == "right" else (longest - s.shape[0], 0)
+        return F.pad(s, (*(0,) * (2 * (s.ndim - 1)), *extra), value=padding_value)
+
+    return torch.stack([padded(s) for s in sequences], 0 if batch_first else 1)
 
 
 def _cell_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
-from tests.compare import compare, gathered, shard
+from tests.compare import WORLD, compare, gathered, mesh_of, shard
 from tests.ops.windows import field, sampled
 
 LAYERS = [
@@ -65,13 +65,66 @@ def test_cells(kind):
         compare(two_steps, [(field(6, 3), mesh, placements, sizes)], list(cell.parameters()))
 
 
-def test_refusals():
-    layer = nn.GRU(3, 4, num_layers=2, dropout=0.5)
-    mesh, placements, sizes = next(iter(sampled((5, 6, 3), (1,), 0, 2)))
-    x = shard(field(5, 6, 3).float(), mesh, placements, sizes)
-    with pytest.raises(ms.UnsupportedOperationError, match="dropout between its layers"):
-        layer(x)
-    assert layer.eval()(x)[0].shape == (5, 6, 4)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_does_not_depend_on_the_mesh(kind):
+    torch.manual_seed(3)
+    layer = kind(3, 4, num_layers=3, dropout=0.5, bidirectional=True).double()
+    mesh = mesh_of((WORLD.size,))
+    on_all = shard(field(5, 6, 3), mesh, (ms.Replicate(),))
+
+    def f(x):
+        whole = x if isinstance(x, ms.ShardTensor) else on_all + (x - x.detach())
+        torch.manual_seed(8)
+        found = flatten(layer(whole))
+        return found if isinstance(x, ms.ShardTensor) else [t.full_tensor() for t in found]
+
+    for _, placements, sizes in (l for l in sampled((5, 6, 3), (0, 1), 1, 8) if l[0] is mesh):
+        compare(f, [(field(5, 6, 3), mesh, placements, sizes)], list(layer.parameters()), what=f"{placements} {sizes}")
+    kept = layer(on_all)[0].to_local()
+    assert not torch.equal(kept, layer.eval()(on_all)[0].to_local())
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences(enforce_sorted):
+    torch.manual_seed(4)
+    lstm, gru = nn.LSTM(3, 4, 2, bidirectional=True).double(), nn.GRU(3, 4).double()
+    lengths = torch.tensor([5, 5, 4, 3, 3, 1] if enforce_sorted else [3, 5, 1, 5, 4, 3])
+
+    def f(x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=enforce_sorted)
+        a, state = lstm(packed)
+        b, last = gru(packed)
+        a, b = (nn.utils.rnn.pad_packed_sequence(t, total_length=6, padding_value=2.0) for t in (a, b))
+        return [a[0], b[0], *state, last]
+
+    for mesh, placements, sizes in sampled((5, 6, 3), (0, 1, 2), 1, 4):
+        compare(f, [(field(5, 6, 3), mesh, placements, sizes)], [*lstm.parameters(), *gru.parameters()])
+
+
+def test_pad_sequence():
+    def f(x):
+        return nn.utils.rnn.pad_sequence([x[:4], x, x[1:2]], padding_value=1.5), nn.utils.rnn.pad_sequence(
+            [x[:3], x], True, padding_side="left"
+        )
+
+    for mesh, placements, sizes in sampled((5, 6), (0, 1), 1, 4):
+        compare(f, [(field(5, 6), mesh, placements, sizes)])
+
+
+def test_options_that_look_at_all_indices():
+    index = (torch.arange(24) * 5 % 7).reshape(6, 4)
+    for mesh, placements, sizes in sampled((6, 4), (0, 1), 1, 4):
+        weight = field(9, 4).requires_grad_(True)
+        compare(
+            lambda i, w=weight: F.embedding(i, w, 2, scale_grad_by_freq=True),
+            [(index, mesh, placements, sizes)],
+            [weight],
+        )
+        tables = [field(9, 4) * 3 for _ in range(2)]
+        for table, i in zip(tables, (index, shard(index, mesh, placements, sizes))):
+            F.embedding(i, table, max_norm=1.5)
+        torch.testing.assert_close(*tables)
+        assert not torch.equal(tables[0], field(9, 4) * 3)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
