@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -55,6 +56,11 @@ class Job(NamedTuple):
     def parts(self) -> Path:
         """The folder of the ranks' files of a virtual dataset."""
         return self.path.with_name(f"{self.path.name}.parts-{self.token}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cells that are written as they are."""
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in self.form.variables if v.compression is None)
 
     def blocks(self) -> Iterator[tuple[str, Layout, Tensor]]:
         """Give every tensor's name, layout and local block, sums made. Collective over Partial dims."""

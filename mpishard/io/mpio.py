@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import math
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +20,7 @@ from mpishard.comm import guard
 from mpishard.comm.hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
-from mpishard.io.file import Path, empty, import_h5py, not_opened
+from mpishard.io.file import Path, empty, import_h5py, no_room, not_opened
 from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
 from mpishard.io.journal import Journal, taken_back
@@ -66,13 +63,13 @@ def write_mpio(job: Job) -> str:
     try:
         error: BaseException | None = None
         step: int | None = None
-        if job.group.rank == 0:
-            try:
-                error = _no_room(job)
-                if error is None and job.exists:
-                    journal = begun(job.path)
-            except FAILURES as e:
-                error = e
+        try:
+            # some MPI-IO never come back from a collective write to a full disk
+            error = no_room(job.path.parent, job.nbytes)
+            if job.group.rank == 0 and error is None and job.exists:
+                journal = begun(job.path)
+        except FAILURES as e:
+            error = e
         job.agree(error)
         try:
             with guard.waiting("io.write", (), comm):
@@ -268,19 +265,6 @@ def _stamp(file: Any, job: Job, name: str, step: int) -> Exception | None:
     except FAILURES as e:
         return e
     return None
-
-
-def _no_room(job: Job) -> Exception | None:
-    """Look for room before the file is made: some MPI-IO never come back from a collective write to a full disk."""
-    nbytes = sum(math.prod(v.shape) * v.dtype.itemsize for v in job.form.variables if v.compression is None)
-    try:
-        disk = os.statvfs(job.path.parent)
-    except OSError as e:
-        return e
-    free = disk.f_bavail * disk.f_frsize
-    if free >= nbytes:
-        return None
-    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write, {free} bytes free")
 
 
 def _too_short(job: Job) -> Exception | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.comm.funnel import funnel
-from mpishard.io.file import empty, import_h5py, shut
+from mpishard.io.file import empty, import_h5py, no_room, shut
 from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
 from mpishard.io.journal import Journal, taken_back
@@ -50,6 +50,8 @@ class _Target:
         job = self.job
         try:
             h5py = import_h5py()
+            if error := no_room(job.path.parent, job.nbytes):
+                raise error
             if job.exists:
                 self.journal = begun(job.path)
             self.file = h5py.File(job.partial, "r+" if job.exists else "w")

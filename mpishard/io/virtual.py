@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.file import empty, import_h5py, shut
+from mpishard.io.file import empty, import_h5py, no_room, shut
 from mpishard.io.form import Variable, create, dataset_in
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, is_dense, selection
 from mpishard.layout import Layout
@@ -83,9 +83,11 @@ class _Part:
             if local.ndim == 0:
                 self.scalars[name] = cells_of(local, (), ()).numpy()[()]
                 return
+            v = next(v for v in job.form.variables if v.name == name)
+            if v.compression is None and (error := no_room(self.path.parent, local.nbytes)):
+                raise error
             if self.file is None:
                 self.file = import_h5py().File(self.path, "w")
-            v = next(v for v in job.form.variables if v.name == name)
             dataset = dataset_in(self.file, v._replace(shape=tuple(local.shape)))
             offset = (0,) * local.ndim
             whole = tuple((0, n) for n in local.shape)

@@ -510,7 +510,8 @@ def test_a_folder_that_cannot_be_made(mesh, path, asynchronous):
 @ASYNCHRONOUS
 @pytest.mark.parametrize("who", ["first", "last"])
 def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
-    """As a full disk: on one rank, in the middle of a block."""
+    """As a full disk, on one rank: it alone writes, or each writes its own."""
+    backend = None if asynchronous else "root"
     two(folder, mesh)
     x = on(mesh, values((300, 400)), 0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -519,7 +520,7 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
     try:
         if who == "first" or asynchronous:
             with pytest.raises(FileError, match=r"cannot write|damaged") as e:
-                ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous).wait()
+                ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous, backend=backend).wait()
             same_on_all(e)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
