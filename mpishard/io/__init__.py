@@ -4,6 +4,7 @@ from mpishard.io.backend import Choice, choose_backend
 from mpishard.io.background import Saving
 from mpishard.io.checkpoint import load_checkpoint, save_checkpoint
 from mpishard.io.dataset import Dataset, Loader
+from mpishard.io.dcp import import_dcp
 from mpishard.io.journal import heal
 from mpishard.io.preemption import preemption
 from mpishard.io.read import read
@@ -21,6 +22,7 @@ __all__ = [
     "choose_backend",
     "export_safetensors",
     "heal",
+    "import_dcp",
     "load_checkpoint",
     "preemption",
     "read",

@@ -1,0 +1,117 @@
+"""Checkpoints of torch.distributed.checkpoint, read on a mesh; and those that would run code, refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+import mpishard as ms
+from mpishard.errors import FileError
+from tests.io.files import WORLD, same_on_all, sharded, values
+
+
+def save(folder, state):
+    if WORLD.rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=os.fspath(folder / "dcp"), no_dist=True)
+    WORLD.Barrier()
+    return folder / "dcp"
+
+
+def model():
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3))
+
+
+def test_a_model_and_fields(mesh, folder):
+    torch.manual_seed(0)
+    saved, full = model(), values((7, 9))
+    fields = {"x": full, "half": full.bfloat16(), "one": torch.tensor(3)}
+    at = save(folder, {"model": saved.state_dict(), "fields": fields, "step": 7})
+    torch.manual_seed(1)
+    other = ms.distribute_module(model(), mesh)
+    found = ms.io.import_dcp(at, other, prefix="model.", mesh=mesh)
+    assert sorted(found) == sorted(saved.state_dict())
+    for name, p in other.state_dict().items():
+        assert torch.equal(p, saved.state_dict()[name])
+    for placements in ((ms.Shard(0), ms.Shard(1)), (ms.Shard(1), ms.Replicate())):
+        like = {name: sharded(torch.zeros(7, 9), mesh, placements) for name in ("x", "half")}
+        back = ms.io.import_dcp(at, {**like, "one": torch.tensor(0)}, prefix="fields.")
+        assert back["x"].layout == like["x"].layout
+        assert torch.equal(back["x"].full_tensor(), full)
+        assert torch.equal(back["half"].full_tensor(), full.bfloat16())
+        assert back["one"] == 3
+
+
+@pytest.mark.ranks(2, 3)
+def test_pieces_of_several_processes(mesh, folder):
+    """As DTensor saves them: a piece per rank, uneven."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full = values((7, 10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=WORLD.rank, world_size=WORLD.size)
+        try:
+            ranks = init_device_mesh("cpu", (WORLD.size,))
+            state = {"x": distribute_tensor(full, ranks, [Shard(0)]), "y": distribute_tensor(full, ranks, [Shard(1)])}
+            dcp.save(state, checkpoint_id=os.fspath(folder / "dcp"))
+        finally:
+            dist.destroy_process_group()
+    WORLD.Barrier()
+    like = {"x": sharded(torch.zeros(7, 10), mesh), "y": torch.zeros(7, 10)}
+    back = ms.io.import_dcp(folder / "dcp", like)
+    assert torch.equal(back["x"].full_tensor(), full)
+    assert torch.equal(back["y"], full)
+
+
+class Trap:
+    def __reduce__(self):
+        return (os.mkdir, ("trapped",))
+
+
+def test_what_is_refused(mesh, folder):
+    at = save(folder, {"x": values((4, 6)), "object": {"a": 1}})
+    like = {"x": sharded(torch.zeros(4, 6), mesh)}
+
+    def refused(error, text, tensors=like, **options):
+        with pytest.raises(error, match=text) as e:
+            ms.io.import_dcp(at, tensors, mesh=mesh, **options)
+        same_on_all(e)
+        WORLD.Barrier()
+
+    refused(ms.LayoutError, "no such tensor", {"y": torch.zeros(3)})
+    refused(ms.LayoutError, "no such tensor", prefix="model.")
+    refused(ms.LayoutError, "shape", {"x": torch.zeros(3)})
+    assert ms.io.import_dcp(at, {"y": torch.zeros(3)}, strict=False, mesh=mesh) == {}
+    listed = (at / ".metadata").read_bytes()
+    (piece,) = at.glob("*.distcp")
+    cells = piece.read_bytes()
+    WORLD.Barrier()
+    for file, raw, text in (
+        (".metadata", pickle.dumps(Trap()), r"asks for posix\.mkdir, which could run code"),
+        (".metadata", listed[: len(listed) // 2], "check that it is complete"),
+        (".metadata", listed.replace(b"__0_0.distcp", b"../up.distcp"), "outside|No such file"),
+        (piece.name, cells[:100], "check that it is complete"),
+    ):
+        if WORLD.rank == 0:
+            (at / file).write_bytes(raw)
+        WORLD.Barrier()
+        refused(FileError, text)
+        if WORLD.rank == 0:
+            (at / ".metadata").write_bytes(listed)
+            piece.write_bytes(cells)
+        WORLD.Barrier()
+    assert not os.path.exists("trapped")
+    if WORLD.rank == 0:
+        (at / ".metadata").unlink()
+    WORLD.Barrier()
+    refused(FileError, "No such file")
