@@ -122,6 +122,9 @@ class EmulatedDriver(TorchDispatchMode):
     def trim(self) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
     def pinned(self, nbytes: int) -> Tensor:
         memory = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
         self.own[memory.data_ptr()] = span(memory)

@@ -54,6 +54,9 @@ class Driver(Protocol):
     def allocate(self, nbytes: int) -> Memory:
         """Return new memory of the device."""
 
+    def check(self) -> None:
+        """Raise where what is queued now does not run now."""
+
     def trim(self) -> None:
         """Give memory that is kept for later use back to the device."""
 
@@ -112,6 +115,18 @@ def driver_of(device: torch.device) -> Driver | None:
     return driver
 
 
+def captured() -> UnsupportedOperationError:
+    """Return the error of communication while a CUDA graph is captured. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            "communication inside the capture of a CUDA graph",
+            expected="a stream that runs what is queued",
+            got="torch.cuda.graph(...) around it",
+            fix="capture the parts between the exchanges: the host takes part in them, which no graph can replay",
+        )
+    )
+
+
 class CudaDriver:
     """A GPU through torch, the CUDA run-time library, and cupy where it is installed."""
 
@@ -129,6 +144,11 @@ class CudaDriver:
         address = idle.pop() if idle else _cuda_malloc(room, self.device)
         return CudaMemory(address, nbytes, self.device, lambda: self._idle[room].append(address))
 
+    def check(self) -> None:
+        """Raise where the current stream is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            raise captured()
+
     def trim(self) -> None:
         """Give memory that is kept for the next use back to the device."""
         for addresses in self._idle.values():
@@ -141,17 +161,7 @@ class CudaDriver:
 
     def mark(self) -> torch.cuda.Event:
         """Return an event behind everything queued on the current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedOperationError(
-                described(
-                    "communication inside the capture of a CUDA graph",
-                    expected="a stream that runs what is queued",
-                    got="torch.cuda.graph(...) around it",
-                    fix="capture the parts between the exchanges: MPI waits on the host, which no graph can replay",
-                )
-            )
-        return stream.record_event()
+        return torch.cuda.current_stream(self.device).record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait on the host until the device has passed ``event``."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import counter, guard
+from mpishard.comm.driver import captured
 from mpishard.comm.mesh import Group
-from mpishard.errors import MpishardError, UnsupportedOperationError, described
+from mpishard.errors import MpishardError, described
 
 LEAST_NBYTES = 1 << 16  # below it, the way through the host is as short
 
@@ -153,12 +154,5 @@ class Link:
 
     def _stream(self) -> int:
         if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedOperationError(
-                described(
-                    "communication inside the capture of a CUDA graph",
-                    expected="a stream that runs what is queued",
-                    got="torch.cuda.graph(...) around it",
-                    fix="capture the parts between the exchanges",
-                )
-            )
+            raise captured()
         return int(torch.cuda.current_stream(self._device).cuda_stream)

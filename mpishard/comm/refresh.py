@@ -15,11 +15,10 @@ from mpi4py import MPI
 from mpishard.comm import counter, guard
 from mpishard.comm.buffer import pieces
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.relay import PATIENCE_S
 from mpishard.comm.strip import Block, Strip, copy_views, plan_strips
 
 OP = "halo_refresh"
-# Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
-_PATIENCE_S = 1.0
 _ALIGN = 16  # of every part of a message: the largest item
 
 Box = tuple[tuple[int, int], ...]
@@ -153,7 +152,7 @@ class Refresh:
 
     def free(self) -> None:
         """Free the persistent requests. Not collective."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         for step in self._steps:
             while step.requests and not MPI.Request.Testall(step.requests) and time.monotonic() < deadline:
                 time.sleep(0.001)

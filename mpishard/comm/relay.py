@@ -7,6 +7,7 @@ way there, and goes up to the device when it has arrived from its sender.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from mpishard.comm.buffer import address
 from mpishard.comm.driver import Driver, Memory
 
 ALIGN = 64  # of every message in its buffer
+# Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
+PATIENCE_S = 1.0
 STAGED_NBYTES = 4 << 20  # a piece that travels through the host
 
 
@@ -91,6 +94,7 @@ class Relay:
         *,
         counted: bool = True,
     ) -> None:
+        driver.check()
         self._comm, self._driver, self._op, self._counted = comm, driver, op, counted
         self._sides = (_Side(driver, sends, aware), _Side(driver, recvs, aware))
         self.out, self.into = (side.memory for side in self._sides)
@@ -105,9 +109,11 @@ class Relay:
             for requests, (here, there) in zip(self._requests, (self._sides, self._sides[::-1]))
         )
         self._released: Any = None
+        self._flying: list[MPI.Prequest] = []
 
     def acquire(self) -> None:
         """Wait until the device is done with the buffers' last use, on whatever stream. Not collective."""
+        self._driver.check()
         if self._released is not None:
             self._driver.wait(self._released)
             self._released = None
@@ -116,6 +122,7 @@ class Relay:
         """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
         driver, requests = self._driver, self._requests[adjoint]
         here, there = self._sides[::-1] if adjoint else self._sides
+        self._flying = requests
         if self._counted and counter.active:
             counter.record(self._op, here.count, here.nbytes)
         if here.host is None:
@@ -173,10 +180,15 @@ class Relay:
     def release(self) -> None:
         """Give the buffers back: what reads them is queued. Not collective."""
         self._released = self._driver.mark()
+        self._flying = []
 
     def free(self) -> None:
         """Free requests and memory. Not collective."""
-        self.acquire()
+        if self._released is not None:
+            self._driver.wait(self._released)
+        deadline = time.monotonic() + PATIENCE_S
+        while self._flying and not MPI.Request.Testall(self._flying) and time.monotonic() < deadline:
+            time.sleep(0.001)
         for request in self._requests[0] + self._requests[1]:
             request.Free()
         self._requests = ([], [])
