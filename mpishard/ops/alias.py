@@ -46,3 +46,47 @@ def embedding(
 ) -> Any:
     """Look up rows. Not collective."""
     return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx, None, 2.0, scale_grad_by_freq, sparse)
+
+
+def _linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    weight: Any = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Any:
+    """Take the cross entropy of a linear map. Collective where it is reduced, or classes or features are sharded.
+
+    ``options``, which save memory on one device, are not used.
+    """
+    given, (classes, *more) = input.shape, linear_weight.shape[:-1] or (0,)
+    fits = input.ndim in (1, 2) and linear_weight.ndim > 1 and given[-1] == linear_weight.shape[-1]
+    if linear_bias is not None:
+        fits = fits and tuple(linear_bias.shape) == (classes, *more)
+    alike = tuple(target.shape) == (*given[:-1], classes, *more)
+    if not fits or (more and input.ndim == 1) or (alike and ignore_index is not None):  # torch says what is wrong
+        blank = [torch.zeros((), dtype=t.dtype).expand(t.shape) for t in (input, linear_weight, target)]
+        bias = None if linear_bias is None else torch.zeros(()).expand(linear_bias.shape)
+        return F.linear_cross_entropy(*blank, linear_bias=bias, ignore_index=ignore_index)
+    rows = linear_weight.reshape(-1, given[-1]) if more else linear_weight
+    bias = linear_bias.reshape(-1) if more and linear_bias is not None else linear_bias
+    scores = F.linear(input, rows, bias)
+    if more:
+        scores = scores.reshape(*given[:-1], classes, *more)
+    return F.cross_entropy(
+        scores,
+        target,
+        weight,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+if hasattr(F, "linear_cross_entropy"):  # new in torch 2.12
+    RULES[F.linear_cross_entropy] = _linear_cross_entropy

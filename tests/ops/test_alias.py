@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.ops.windows import check, field
+import mpishard as ms
+from tests.compare import compare
+from tests.ops.windows import check, field, refused_alike, sampled
 
 OTHER = field(6, 5).flip(0)
 SIGNS = (OTHER > 0).double() * 2 - 1
@@ -25,3 +28,24 @@ CASES = {
 def test_losses(name):
     for reduction in range(3):
         check(lambda x: CASES[name](x, reduction), field(6, 5), (0, 1), reduction + len(name), count=3)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="older torch")
+def test_linear_cross_entropy():
+    weight, bias = field(4, 5).requires_grad_(), field(4).requires_grad_()
+    wide, heights = field(4, 3, 5).requires_grad_(), field(4, 3).requires_grad_()
+    classes = torch.arange(6) % 4
+    cases = [
+        lambda x, t: F.linear_cross_entropy(x, weight, t, linear_bias=bias),
+        lambda x, t: F.linear_cross_entropy(x, weight, t, reduction="none", ignore_index=2, weight=bias.detach().abs()),
+        lambda x, t: F.linear_cross_entropy(
+            x, weight, (x.detach() @ weight.detach().T).softmax(1), label_smoothing=0.1
+        ),
+        lambda x, t: F.linear_cross_entropy(x, wide, t[:, None].expand(-1, 3), linear_bias=heights),
+    ]
+    for k, f in enumerate(cases):
+        for mesh, placements, sizes in sampled((6, 5), (0, 1), k, 4):
+            other = placements if all(p in (ms.Shard(0), ms.Replicate()) for p in placements) else None
+            operands = [(field(6, 5), mesh, placements, sizes), (classes, mesh, other, None)]
+            compare(f, operands, [[weight, bias], [weight], [weight], [wide, heights]][k], what=f"{k} {placements}")
+    refused_alike(lambda x: F.linear_cross_entropy(x, weight[:, :3], classes), field(6, 5))
