@@ -101,6 +101,11 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
     d = wrapped(dim, input.ndim)
+    if input.ndim != indices.ndim:
+        raise RuntimeError(
+            f"torch.take_along_dim(): input and indices should have the same number of dimensions, but got "
+            f"{input.ndim} dimensions for input, and {indices.ndim} dimensions for indices"
+        )
     shape = torch.broadcast_shapes(*[(*x.shape[:d], 1, *x.shape[d + 1 :]) for x in (input, indices)])
     sizes = [(*shape[:d], x.shape[d], *shape[d + 1 :]) for x in (input, indices)]
     return gather(input.expand(sizes[0]), d, indices.expand(sizes[1]))

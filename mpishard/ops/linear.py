@@ -70,6 +70,8 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
     """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
     if out is not None:
         raise no_out(torch.matmul)
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+        raise TypeError(f"matmul(): arguments must be Tensor, not {type(input).__name__} and {type(other).__name__}")
     if input.ndim == 0 or other.ndim == 0:
         raise RuntimeError("both arguments to matmul need to be at least 1D")
     labels, result = _matmul_labels(input.ndim, other.ndim)
@@ -220,6 +222,9 @@ def chain_matmul(*matrices: Any, out: Any = None) -> ShardTensor:
 @lru_cache(maxsize=1024)
 def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels, ...], Labels]:
     left, arrow, right = equation.replace(" ", "").partition("->")
+    wrong = [c for c in left + right if not (c.isascii() and c.isalpha()) and c not in ",."]
+    if wrong:
+        raise RuntimeError(f"einsum(): invalid subscript {wrong[0]!r} in {equation!r}, must be in [a-zA-Z]")
     terms = left.split(",")
     if len(terms) != len(ndims):
         raise RuntimeError(f"einsum(): {len(terms)} subscripts for {len(ndims)} operands")

@@ -365,6 +365,8 @@ def _along(dim: int, index: Any) -> tuple[Any, ...]:
 @implements(torch.index_select, torch.Tensor.index_select)
 def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
     """Pick cells along a dim. Collective where it is sharded."""
+    if index.ndim > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
     return picked(input, _along(wrapped(dim, input.ndim), index))
 
 

@@ -188,7 +188,13 @@ def rrelu(
 def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = None) -> ShardTensor:
     x = resolved(x)
     dtype = dtype or x._local.dtype
-    return wrap(_drawn(x, dtype, fill(dtype), generator).requires_grad_(requires_grad), x._layout, x._mesh)
+    if dtype.is_complex:
+        parts = [_drawn(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
+        # the parts of a standard normal number have half its variance
+        local = torch.complex(*parts) * (0.5**0.5 if fill is normal else 1)
+    else:
+        local = _drawn(x, dtype, fill(dtype), generator)
+    return wrap(local.requires_grad_(requires_grad), x._layout, x._mesh)
 
 
 @implements(torch.rand_like)
@@ -329,6 +335,8 @@ def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
 @implements(torch.Tensor.uniform_)
 def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with uniform numbers in [a, b). Collective."""
+    if a > b:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={a} > to={b}")
     dtype = self._local.dtype
     return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
 

@@ -129,6 +129,10 @@ def linalg_norm(
     """Vector norms, and the Frobenius norm of matrices. Collective where a reduced dim is sharded."""
     if out is not None:
         raise no_out(torch.linalg.norm)
+    if ord is not None and dim is None and A.ndim not in (1, 2):
+        raise RuntimeError(
+            f"linalg.norm: If dim is not specified but ord is, the input must be 1D or 2D. Got {A.ndim}D."
+        )
     vector = ord is None or (A.ndim == 1 if dim is None else isinstance(dim, int) or len(dim) == 1)
     if vector:
         return _norm(A, 2 if ord is None else ord, dim, keepdim, dtype)

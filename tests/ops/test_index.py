@@ -151,6 +151,13 @@ def test_what_a_mask_picks_stays_sharded():
 def test_out_of_range():
     for mesh, placements, sizes in sampled(SHAPE, [1], 0):
         x = shard(field(*SHAPE), mesh, placements, sizes)
-        for wrong in (lambda x=x: x[:, 7], lambda x=x: x[:, [0, -8]], lambda x=x: x[0, 0, 0, 0]):
+        for wrong in (
+            lambda x=x: x[:, 7],
+            lambda x=x: x[:, [0, -8]],
+            lambda x=x: x[0, 0, 0, 0],
+            lambda x=x: x.index_select(1, torch.tensor([[1]])),
+        ):
             with pytest.raises(IndexError):
                 wrong()
+        with pytest.raises(RuntimeError, match="same number of dimensions"):
+            torch.take_along_dim(x, torch.tensor([[1]]), 1)

@@ -97,7 +97,14 @@ def test_embeddings():
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda x: x @ W, lambda x: F.linear(x, field(5, 4)), lambda x: torch.einsum("abc,ab,cd->d", x, x, W)]
+    "wrong",
+    [
+        lambda x: x @ W,
+        lambda x: F.linear(x, field(5, 4)),
+        lambda x: torch.einsum("abc,ab,cd->d", x, x, W),
+        lambda x: torch.einsum("abc,c2->ab2", x, W),
+        torch.diag,
+    ],
 )
 def test_shapes_that_do_not_fit(wrong):
     for mesh, placements, sizes in sampled((4, 7, 6), [1], 0, 2):

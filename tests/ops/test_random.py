@@ -38,6 +38,7 @@ DRAWS = {
     "rand_like": torch.rand_like,
     "rand_like float16": lambda x: torch.rand_like(x, dtype=torch.float16),
     "randn_like": torch.randn_like,
+    "randn_like complex": lambda x: torch.view_as_real(torch.randn_like(x, dtype=torch.complex128)),
     "randint_like": lambda x: torch.randint_like(x, -3, 12, dtype=torch.int64),
     "normal": lambda x: torch.normal(x, 2.0),
     "normal_": lambda x: x.clone().normal_(1.0, 3.0),

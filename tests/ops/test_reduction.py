@@ -285,5 +285,7 @@ def test_errors_are_torch_errors():
         s.sum(2)
     with pytest.raises(RuntimeError):
         s.long().mean()
+    with pytest.raises(RuntimeError, match="must be 1D or 2D"):
+        torch.linalg.norm(s[None], 1)
     with pytest.raises(ms.UnsupportedOperationError, match="out="):
         torch.sum(s, 0, out=torch.empty(3))
