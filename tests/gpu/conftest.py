@@ -6,6 +6,7 @@ tests themselves are tried before a GPU is at hand.
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ import mpishard as ms
 from mpishard.comm import aware, driver
 from tests.emulated import emulated
 
+HERE = Path(__file__).parent
 REHEARSAL = os.environ.get("MPISHARD_TEST_REHEARSAL", "0") == "1"
 ROUTES = ["aware-kernel", "staged-kernel", "aware-torch", "staged-torch"]
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.parent != HERE:
+            continue  # the hook is shown the items of all folders
         if REHEARSAL:
             if "device" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="a rehearsal has no CUDA"))
