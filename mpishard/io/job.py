@@ -45,6 +45,7 @@ class Job(NamedTuple):
     exists: bool
     hints: Mapping[str, Any]
     alignment: tuple[int, int] | None
+    locking: bool | str | None
     lost: list[BaseException]
 
     @property

@@ -111,6 +111,10 @@ def write_mpio(job: Job) -> str:
         error = failed or error or (job.lost[0] if job.lost else None)
         if error is None and job.group.rank == 0:
             error = _too_short(job)
+        if comm.allreduce(int(error is not None)) and journal is not None:
+            # before the others learn of it
+            taken_back(journal, closed=closed)
+            journal = None
         job.agree(error)
         if job.group.rank == 0:
             try:

@@ -54,7 +54,7 @@ class _Target:
                 raise error
             if job.exists:
                 self.journal = begun(job.path)
-            self.file = h5py.File(job.partial, "r+" if job.exists else "w")
+            self.file = h5py.File(job.partial, "r+" if job.exists else "w", locking=job.locking)
             if not job.exists:
                 create(self.file, job.form)
             if job.form.append is not None:
@@ -91,6 +91,9 @@ class _Target:
                     self.journal = None
         except FAILURES as e:
             self._fail(e)
+        if self.error is not None:
+            # before the others learn of it
+            self.discard()
         return self.error
 
     def discard(self) -> None:
@@ -98,6 +101,7 @@ class _Target:
         self.job.discard()
         if self.journal is not None:
             taken_back(self.journal, closed=error is None)
+            self.journal = None
 
     def _make_room(self) -> None:
         empty(self.job.scrap)

@@ -87,7 +87,7 @@ class _Part:
             if v.compression is None and (error := no_room(self.path.parent, local.nbytes)):
                 raise error
             if self.file is None:
-                self.file = import_h5py().File(self.path, "w")
+                self.file = import_h5py().File(self.path, "w", locking=job.locking)
             dataset = dataset_in(self.file, v._replace(shape=tuple(local.shape)))
             offset = (0,) * local.ndim
             whole = tuple((0, n) for n in local.shape)
@@ -116,7 +116,7 @@ def _gives(layout: Layout, coords: tuple[int, ...]) -> bool:
 
 def _join(job: Job, layouts: dict[str, Layout], scalars: dict[str, Any]) -> None:
     h5py = import_h5py()
-    file = h5py.File(job.partial, "w")
+    file = h5py.File(job.partial, "w", locking=job.locking)
     try:
 
         def make(v: Variable) -> Any:

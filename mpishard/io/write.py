@@ -55,6 +55,7 @@ def write(
     vtkhdf: bool = False,
     hints: Mapping[str, Any] | None = None,
     alignment: tuple[int, int] | None = None,
+    locking: bool | str | None = None,
 ) -> Written:
     """Write ShardTensors as the datasets of an HDF5 file; one that is there is replaced, or appended to.
 
@@ -95,6 +96,10 @@ def write(
         Whether to write a companion, with the suffix ``.vtkhdf``, that ParaView opens: images of even spacing.
     hints, alignment
         For mpio: hints for MPI-IO, and (threshold, interval) in bytes of HDF5's objects in the file.
+    locking
+        For virtual and root: whether HDF5 locks the file, as of `h5py.File`: False where the file system has no
+        locks, ``"best-effort"`` where it may. None: what ``HDF5_USE_FILE_LOCKING`` says, else HDF5's own default.
+        (Through MPI-IO it takes no locks; this library reads without them.)
 
     Returns
     -------
@@ -156,7 +161,7 @@ def write(
     form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)
     tell(mesh, choice, "write")
     with noted() as lost:
-        job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, lost)
+        job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, locking, lost)
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
         error = _tidy(job, choice.name, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])

@@ -235,6 +235,27 @@ def test_a_part_that_is_damaged_is_no_fill_value(mesh, folder, harm):
     same_on_all(e)
 
 
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "mpio"])
+@pytest.mark.parametrize("locking", [None, False, True, "best-effort"])
+def test_locks_are_taken_as_asked(mesh, folder, backend, locking, monkeypatch):
+    asked, File = [], h5py.File
+
+    def look(path, mode, **options):
+        if mode != "r":
+            asked.append(options["locking"])
+        return File(path, mode, **options)
+
+    monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
+    monkeypatch.setattr(h5py, "File", look)
+    full = values((6, 5))
+    ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, backend=backend, locking=locking)
+    assert set(asked) <= {locking}
+    assert asked or WORLD.rank
+    assert "HDF5_USE_FILE_LOCKING" not in os.environ
+    x = ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(1), ms.Shard(0)))
+    assert torch.equal(x.full_tensor(), full)
+
+
 # choice
 
 

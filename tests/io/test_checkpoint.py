@@ -7,6 +7,7 @@ import resource
 import time
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -16,6 +17,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
 from mpishard.io import checksum
 from mpishard.io import folder as folders
@@ -547,7 +549,8 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
 
 def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
     """A rank that writes for long shows that it is there."""
-    monkeypatch.setattr("mpishard.comm.guard.TIMEOUT_S", 0.8)
+    # of the thread alone: the watchdog would end the job
+    monkeypatch.setattr("mpishard.io.background.guard", SimpleNamespace(TIMEOUT_S=0.8, agree=guard.agree))
     monkeypatch.setattr("mpishard.io.background.flush", lambda path: None)
     monkeypatch.setattr("mpishard.io.background._SIGN_S", 0.05)
     monkeypatch.setattr("mpishard.io.background._TURN_S", -1.0)
