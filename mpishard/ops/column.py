@@ -48,19 +48,22 @@ def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     c, width = x.shape[1], wide.shape[1]
     starts, step = _starts(wide)
     means, squares = (wide.new_empty((len(starts), width)) for _ in range(2))
-    beside = torch.zeros_like(means)
     buffer = wide.new_empty((min(step, wide.shape[0]), width))
     cells = []
     for i, a in enumerate(starts):
         block = wide[a : a + step]
         centre = torch.mean(block, 0, out=means[i])
         deviation = torch.sub(block, centre, out=buffer[: len(block)])
-        square = torch.sum(torch.mul(deviation, deviation, out=deviation), 0, out=squares[i])
-        if wide.dtype == torch.float32 and is_large(centre, square / len(block)).any():
-            torch.mean(torch.sub(block, centre, out=deviation), 0, out=beside[i])
+        torch.sum(torch.mul(deviation, deviation, out=deviation), 0, out=squares[i])
         cells += [len(block)] * k
+    exact = means.double()
+    if wide.dtype == torch.float32:
+        lengths = squares.new_tensor(cells[::k]).unsqueeze(1)
+        for i in is_large(means, squares / lengths).any(1).nonzero()[:, 0].tolist():
+            block = wide[starts[i] : starts[i] + step]
+            exact[i] += torch.sub(block, means[i], out=buffer[: len(block)]).mean(0)
     # all that belongs to a channel in one row
-    every = [t.view(-1, k, c).flatten(0, 1).double() for t in (means.double() + beside, squares)]
+    every = [t.view(-1, k, c).flatten(0, 1).double() for t in (exact, squares)]
     if len(rest):
         centre = rest.double().mean(0, keepdim=True)
         left = (centre, (rest.double() - centre).square().sum(0, keepdim=True))

@@ -35,7 +35,6 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         return exact, var.double() * n
     starts = range(0, n, BLOCK)
     means = torch.empty((rows, len(starts)), dtype=wide)
-    rest = torch.zeros((rows, len(starts)), dtype=wide)
     squares = torch.empty((rows, len(starts)), dtype=wide)
     buffer = torch.empty(BLOCK, dtype=wide)
     for row in range(rows):
@@ -43,12 +42,14 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
             block = v[row, a : a + BLOCK].to(wide)
             centre = torch.mean(block, 0, out=means[row, i])
             deviation = torch.sub(block, centre, out=buffer[: block.numel()])
-            square = torch.dot(deviation, deviation, out=squares[row, i])
-            if wide == torch.float32 and is_large(centre, square / block.numel()):
-                torch.mean(deviation, 0, out=rest[row, i])
+            torch.dot(deviation, deviation, out=squares[row, i])
     cells = torch.full((len(starts),), BLOCK, dtype=torch.float64)
     cells[-1] = n - (len(starts) - 1) * BLOCK
-    return chan(means.double() + rest, squares.double(), cells)
+    exact = means.double()
+    if wide == torch.float32:
+        for row, i in is_large(means, squares / cells.float()).nonzero().tolist():
+            exact[row, i] += (v[row, starts[i] : starts[i] + BLOCK].to(wide) - means[row, i]).mean()
+    return chan(exact, squares.double(), cells)
 
 
 def is_large(mean: Tensor, var: Tensor) -> Tensor:
