@@ -16,7 +16,7 @@ from mpishard.io.backend import Choice, choose_reading, tell
 from mpishard.io.block import Block
 from mpishard.io.decode import Decoding, decoding_of
 from mpishard.io.dtype import torch_dtype
-from mpishard.io.file import Path, check_sources, damaged, found, opened, unreadable
+from mpishard.io.file import Path, check_sources, damaged, found, import_h5py, opened, unreadable
 from mpishard.io.mpio import opened_together, read_mpio
 from mpishard.io.select import Axis, selected
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
@@ -111,6 +111,7 @@ def read(
     error: MpishardError | None = None
     choice: Choice | None = None
     try:
+        import_h5py()
         disjoint = not halo and _is_sharded(placements)
         choice = choose_reading(mesh, backend, virtual=False, disjoint=disjoint)
         if choice.name == "mpio":
