@@ -97,7 +97,8 @@ def all_reduce(
 def _device_all_reduce(x: torch.Tensor, group: Group, op: str, rule: Rule, deterministic: bool | None) -> torch.Tensor:
     driver = driver_of(x.device)
     if driver is None or rule.keyed or group.size == 1 or (rule.ordered and in_order(deterministic)):
-        return all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True).to(x.device)
+        host = all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True)
+        return host.to(x.device, non_blocking=True)
     if guard.DEBUG:
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
@@ -144,7 +145,7 @@ def even(n: int, count: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, n - i * step)) for i in range(count))
 
 
-def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *, pinned: bool = False) -> torch.Tensor:
     """Concatenate the ranks' tensors along ``dim``, in rank order.
 
     Collective over the group.
@@ -159,6 +160,8 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
         Dim to concatenate along, not negative.
     sizes
         Extent of every rank's block.
+    pinned
+        Whether the result lies in pinned memory, for a GPU to read.
 
     Returns
     -------
@@ -171,7 +174,7 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     if not x.is_cpu:
         link = nccl.link_of(group, x, total * row * x.itemsize)
         if link is None:
-            return all_gather(to_host(x), group, dim, sizes).to(x.device)
+            return all_gather(to_host(x), group, dim, sizes, pinned=True).to(x.device, non_blocking=True)
         flat = link.all_gather(dense(x), [s * row for s in sizes])
         return _joined(flat, [s * row for s in sizes], shape, dim, sizes)
     if guard.DEBUG:
@@ -179,7 +182,7 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     x = dense(x)
     if group.size == 1:
         return x.clone()
-    whole = x.new_empty(full)
+    whole = torch.empty(full, dtype=x.dtype, pin_memory=pinned)
     if not whole.numel():
         return whole
     # blocks that follow each other in the result are received in place
@@ -212,7 +215,13 @@ def _joined(
 
 
 def reduce_scatter(
-    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *, deterministic: bool | None = None
+    x: torch.Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    deterministic: bool | None = None,
+    pinned: bool = False,
 ) -> torch.Tensor:
     """Sum equal-shaped tensors over the ranks and return this rank's block of the sum along ``dim``.
 
@@ -230,6 +239,8 @@ def reduce_scatter(
         Extent of every rank's block.
     deterministic
         As in `all_reduce`.
+    pinned
+        As in `all_gather`.
 
     Returns
     -------
@@ -243,7 +254,8 @@ def reduce_scatter(
     """
     rule = rule_of("sum", x.dtype)
     if not x.is_cpu:
-        return reduce_scatter(to_host(x), group, dim, sizes, deterministic=deterministic).to(x.device)
+        host = reduce_scatter(to_host(x), group, dim, sizes, deterministic=deterministic, pinned=True)
+        return host.to(x.device, non_blocking=True)
     if guard.DEBUG:
         guard.check(group.comm, "reduce_scatter", tuple(x.shape), x.dtype)
     if group.size == 1:
@@ -256,7 +268,7 @@ def reduce_scatter(
         return ordered(all_to_all(blocks, [own] * group.size, group, x.nbytes), "sum")
     dtype = rule.carrier or x.dtype
     flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
-    result = torch.empty(own, dtype=dtype)
+    result = torch.empty(own, dtype=dtype, pin_memory=pinned)
     if counter.active:
         counter.record("reduce_scatter", 1, flat.nbytes)
     counts = [b.numel() for b in blocks]
@@ -274,7 +286,12 @@ def reduce_scatter(
 
 
 def all_to_all(
-    blocks: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: Group, bound_nbytes: int
+    blocks: Sequence[torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: Group,
+    bound_nbytes: int,
+    *,
+    pinned: bool = False,
 ) -> list[torch.Tensor]:
     """Send one block to every rank and receive one from each.
 
@@ -290,6 +307,8 @@ def all_to_all(
         Ranks that take part.
     bound_nbytes
         No rank sends or receives more than this; the same number on every rank.
+    pinned
+        As in `all_gather`.
 
     Returns
     -------
@@ -303,15 +322,15 @@ def all_to_all(
             lengths = [torch.Size(s).numel() for s in shapes]
             whole = link.all_to_all([dense(b) for b in blocks], lengths)
             return [b.view(s) for b, s in zip(whole.split(lengths), shapes)]
-        hosts = all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes)
-        return [b.to(device) for b in hosts]
+        hosts = all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes, pinned=True)
+        return [b.to(device, non_blocking=True) for b in hosts]
     if guard.DEBUG:
         guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
     if group.size == 1:
         return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
     flat = pack(blocks, blocks[0].dtype)
     counts = [torch.Size(s).numel() for s in shapes]
-    into = flat.new_empty(sum(counts))
+    into = torch.empty(sum(counts), dtype=flat.dtype, pin_memory=pinned)
     size = flat.itemsize
     sends, recvs = [b.numel() * size for b in blocks], [n * size for n in counts]
     if counter.active:
@@ -351,9 +370,9 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
         if link is not None:
             sent = link.broadcast(dense(x), root)
             return x.copy_(sent) if in_place else sent
-        host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype)
+        host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         host = broadcast(host, group, root, in_place=True)
-        return x.copy_(host) if in_place else host.to(x.device)
+        return x.copy_(host) if in_place else host.to(x.device, non_blocking=True)
     if guard.DEBUG:
         guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
     if in_place and x.is_contiguous():
