@@ -244,9 +244,8 @@ def _double(x: Tensor) -> Tensor:
 def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Return variance and mean over ranks, by Chan's combination of the ranks' own. Collective."""
     plan, local = reduced(x._layout, dim, keepdim), x._local
-    cells = math.prod(local.shape[d] for d in plan.dims)
     wide = _wide(local)
-    if cells:
+    if wide.numel():
         var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
         if is_large(mean.detach().abs(), var.detach()).any():
             # rounded to float32, the ranks' means would differ by more than they do
