@@ -59,8 +59,8 @@ EVERYWHERE = {
         ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],
     ),
     "operation without a rule": (
-        TENSOR + "torch.multinomial(x, 1)",
-        ["NoShardingRule: no sharding rule for torch.multinomial", "(1) register a rule"],
+        TENSOR + "torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)",
+        ["NoShardingRule: no sharding rule for torch.quantize_per_tensor", "(1) register a rule"],
     ),
 }
 
