@@ -69,10 +69,12 @@ def decide(found: Sequence[Finding]) -> tuple[bool, str]:
 
 def agreed(comm: MPI.Intracomm, device: torch.device) -> bool:
     """Return whether messages of all ranks may go from device to device: each has a GPU and says yes. Collective."""
+    with guard.waiting("gpu_aware", (), comm):
+        if not comm.allreduce(device.type == "cuda", MPI.LAND):
+            return False
     aware, error = False, None
     try:
-        if device.type == "cuda":
-            aware, _ = decide(findings())
+        aware, _ = decide(findings())
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "")

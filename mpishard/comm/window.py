@@ -91,14 +91,14 @@ class StageRun:
         if guard.DEBUG:
             self._check(self.op)
         exchange = self._exchange(x.device)
-        kernel = _kernel(exchange, x)
-        if kernel is not None:
-            kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
-            kernel.start()
-        elif exchange is not None:
-            for (_, pieces), views in zip(self.stage.sends, exchange.sends):
-                for p, view in zip(pieces, views):
-                    view.copy_(_cells(x, self.dim, p.src + at, p.count, p.step))
+        if exchange is not None:
+            kernel = _kernel(exchange, x)
+            if kernel is not None:
+                kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
+            else:
+                for (_, pieces), views in zip(self.stage.sends, exchange.sends):
+                    for p, view in zip(pieces, views):
+                        view.copy_(_cells(x, self.dim, p.src + at, p.count, p.step))
             exchange.start()
         return exchange
 
@@ -144,7 +144,7 @@ class StageRun:
             exchange.release()
 
 
-def _kernel(exchange: Exchange | DeviceExchange | None, x: Tensor) -> DeviceExchange | None:
+def _kernel(exchange: Exchange | DeviceExchange, x: Tensor) -> DeviceExchange | None:
     """Return the exchange where one kernel can move its cells of ``x``."""
     return exchange if isinstance(exchange, DeviceExchange) and exchange.kernel_serves(x) else None
 

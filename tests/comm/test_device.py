@@ -51,7 +51,6 @@ def test_halo_exchange_and_its_adjoint(device, mode):
         x = ms.distribute_tensor(full, mesh, placements).requires_grad_()
         padded = ms.halo_exchange(x, widths, mode=mode)
         (grad,) = torch.autograd.grad(padded, x, padded.detach())
-        starts = [sum(x.layout.sizes[d][: mesh.coords[m]]) for m, d in enumerate(widths)]
         whole = full.clone().requires_grad_()
         wide = whole[None]
         for d, (lo, hi) in widths.items():
@@ -70,7 +69,6 @@ def test_halo_exchange_and_its_adjoint(device, mode):
                 index[d] = slice(start, start + x.layout.sizes[d][coords[m]] + lo + hi)
             return t[tuple(index)]
 
-        assert starts is not None
         torch.testing.assert_close(padded.detach(), block(wide, mesh.coords).detach(), rtol=0, atol=0)
         every = [block(wide, coords) for coords in itertools.product(*map(range, mesh.shape))]
         (expected,) = torch.autograd.grad(every, whole, [t.detach() for t in every])
@@ -196,15 +194,13 @@ def test_exchanges_on_alternating_streams(device):
 
 
 def test_one_launch_packs_and_one_unpacks(device):
-    if not device.has_kernel:
-        return
     mesh = device.mesh((WORLD.size,), periodic=True)
     h = ms.HaloExchanger(mesh, (6, 5), ((1, 1), 0), torch.float32)
     fields = [torch.zeros(6, 5) for _ in range(3)]
     h(*fields)
     device.launches = 0
     h(*fields)
-    assert device.launches == 2
+    assert device.launches == (2 if device.has_kernel else 0)
 
 
 @pytest.mark.ranks(2, 3, 4)
