@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
+
+import pytest
+
+from tests.failure.killed import killed
 
 BODY = """
-import sys, time
 at = os.environ["AT"]
 mesh = ms.init_mesh((-1,), ("x",))
 
@@ -32,17 +32,18 @@ def append(step):
                 "gzip" if os.environ.get("ZIP") else None, vtkhdf=step % 3 == 0)
 """
 
-ZYGOTE = """
-import os, random, signal, sys, time
-import h5py, torch  # and no MPI: every child is an MPI job of its own
+# at points of the code that a random moment seldom meets
+ARMED = """
+import h5py, signal
+import mpishard.io.root as root
+from mpishard.io.journal import Journal
+
+POINTS = ["grown", "journal", "closed", "flushed"]
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def armed(where):
-    # at a point of the code, for what a random moment seldom meets
-    import mpishard.io.root as root
-    from mpishard.io.journal import Journal
+def arm(where):
     if where == "grown":
         grow = root.grow
         root.grow = lambda file, *a: (grow(file, *a), file.flush(), kill())
@@ -55,57 +56,24 @@ def armed(where):
         selection = root.selection
         root.selection = lambda *a: (h5py.h5f.flush(h5py.h5f.get_obj_ids(types=h5py.h5f.OBJ_FILE)[0]), kill())
 
-def child(ready, where):
-    exec(os.environ["PROGRAM"], globals())
-    first = steps()
-    os.write(ready, b"%d\\n" % first)
-    for step in range(first, 10**6):
-        if where is not None and step > first:
-            armed(where)
-        append(step)
-        os.write(ready, b"%d\\n" % (step + 1))
+def first(i):
+    space["begun"] = steps()
+    return space["begun"]
 
-random.seed(0)
-reached = 0
-POINTS = ["grown", "journal", "closed", "flushed"]
-for i in range(int(sys.argv[1])):
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(write, POINTS[i // 2 % 4] if i % 2 else None)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(write)
-    told = os.read(read, 20)
-    assert told, "the child ended by itself"
-    assert int(told.split()[0]) >= reached, "a step was lost"
-    if i % 2 == 0:
-        time.sleep(0.01 + 0.1 * random.random())
-        os.kill(pid, signal.SIGKILL)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    rest = told + os.read(read, 1 << 20)
-    os.close(read)
-    reached = int(rest.split()[-1])
-print("REACHED", reached)
+def work(step, i):
+    if i % 2 and step > space["begun"]:
+        arm(POINTS[i // 2 % 4])
+    append(step)
+
+space = {}
 """
 
 
-def test_killed_at_any_moment_of_a_step(tmp_path):
-    """Many times one process, at random moments and at the worst points: quick, because the imports are shared."""
-    program = "import mpishard as ms\nimport os, sys, torch\n" + BODY
-    for zipped, times, least in (("", 16, 20), ("1", 6, 4)):
-        at = tmp_path / f"a{zipped}.h5"
-        environment = {**os.environ, "AT": os.fspath(at), "PROGRAM": program, "ZIP": zipped}
-        environment["PYTHONPATH"] = os.fspath(Path(__file__).parents[2])
-        done = subprocess.run(
-            [sys.executable, "-c", ZYGOTE, str(times)], env=environment, capture_output=True, text=True, timeout=140
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert int(done.stdout.split()[-1]) > least, done.stdout
+@pytest.mark.parametrize(("zipped", "times"), [("", 16), ("1", 6)])
+def test_killed_at_any_moment_of_a_step(tmp_path, zipped, times):
+    """One process, in turn at random moments and at the worst points."""
+    program = "import mpishard as ms\nimport os, torch\n" + BODY + ARMED
+    assert killed(program, times, AT=os.fspath(tmp_path / "a.h5"), ZIP=zipped) >= times
 
 
 def test_a_rank_killed_at_any_moment_of_a_step(job, tmp_path):
