@@ -53,7 +53,7 @@ def steps_of(program: str, i: int) -> tuple[int, int]:
         try:
             os.close(read)
             child(program, write, i)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the end of the process, whatever it was
             traceback.print_exc()
         finally:
             os._exit(1)
