@@ -26,10 +26,10 @@ gammaln ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish h
 igamma igammac imag int isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal
 lgamma log log10 log1p log2 log_ndtr logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
 logsigmoid long lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative
-nextafter not_equal ones_like polygamma positive pow psi rad2deg real reciprocal relu relu6 remainder resolve_conj
+nextafter not_equal polygamma positive pow psi rad2deg real reciprocal relu relu6 remainder resolve_conj
 resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square
-sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeros_like zeta
-bfloat16 bool byte cdouble cfloat chalf char short complex polar full_like empty_like detach_copy
+sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta
+bfloat16 bool byte cdouble cfloat chalf char short complex polar detach_copy
 """.split()
 
 _DUNDERS = """
@@ -171,6 +171,14 @@ def in_place(*functions: Any) -> None:
         RULES[func] = _in_place_rule(func)
 
 
+def _like_rule(func: Any) -> Callable[..., ShardTensor]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        """Make a tensor laid out as ``input``; a Partial is not summed, as its values do not count. Not collective."""
+        return _made(input, func(input._local, *args, **kwargs), cotangent_layout(input._layout))
+
+    return rule
+
+
 def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
@@ -183,6 +191,8 @@ def _where_rule(func: Any) -> Callable[..., Any]:
 
 
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
+for _func in spellings("zeros_like", "ones_like", "full_like", "empty_like"):
+    RULES[_func] = _like_rule(_func)
 for _func in spellings("where"):
     RULES[_func] = _where_rule(_func)
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))

@@ -13,14 +13,14 @@ from torch.nn.modules._functions import BackwardHookFunction
 from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.hook import apply_backward_hook
-from mpishard.tensor.operand import fitted, moved, resolved
+from mpishard.tensor.operand import fitted, moved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 
 def _root(x: Any) -> Any:
-    """Return the local tensor that autograd starts from."""
-    return resolved(x)._local if isinstance(x, ShardTensor) else x
+    """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on."""
+    return x._local if isinstance(x, ShardTensor) else x
 
 
 def _root_gradient(x: Any, g: Any) -> Any:
@@ -31,7 +31,7 @@ def _root_gradient(x: Any, g: Any) -> Any:
         if x.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(x._local)
-    layout = resolved(x)._layout
+    layout = cotangent_layout(x._layout)
     return moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, x._mesh, layout)
 
 

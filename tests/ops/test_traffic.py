@@ -1,0 +1,210 @@
+"""What travels: messages and bytes of each family of operations, forward and backward, summed over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.ops import coverage
+from tests.compare import WORLD, mesh_of
+
+P = WORLD.size
+ROWS = 8 * P
+SHAPE = (2, 4, ROWS, 6)  # sharded along dim 2, 8 rows a rank
+ROW = 2 * 4 * 6 * 8  # bytes
+FIELD = ROWS * ROW
+BORDERS = P - 1
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+def values(*shape):
+    """Random numbers, the same on every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def halo(op, lo=1, hi=1):
+    """Rows from the ranks before and after, and none past the domain's ends."""
+    return {op: (BORDERS * ((lo > 0) + (hi > 0)), BORDERS * (lo + hi) * ROW)}
+
+
+def each(op, nbytes, calls=1):
+    """Collectives to which every rank brings ``nbytes`` altogether."""
+    return {op: (P * calls, P * nbytes)}
+
+
+def transposed(nbytes):
+    """Blocks that change to another sharded dim, and back: from each rank to every other, all but its own part."""
+    return {"redistribute": (2 * P * (P - 1), nbytes * (P - 1) // P)}
+
+
+KERNEL = values(4, 4, 3, 3)
+WEIGHT = values(4, 4, 3, 3).requires_grad_()
+TABLE = values(10, 3).requires_grad_()
+INDEX = torch.zeros(2, 4, 3, 6, dtype=torch.long)
+SAMPLES = torch.full((2, 4, 2), 0.5, dtype=torch.float64)
+
+
+# counted with what stays, as of every all_to_all
+PICKED = {"all_to_all": (P, 3 * ROW)}
+
+
+def lookup(x):
+    """Rows of a table that every rank has."""
+    return F.embedding(x.detach().abs().long(), TABLE)
+
+
+def shifted(x):
+    """The field half a row further down."""
+    grid = F.affine_grid(torch.eye(2, 3, dtype=x.dtype)[None].repeat(2, 1, 1), [2, 4, ROWS, 6], False)
+    return F.grid_sample(x, grid + torch.tensor([0, 1 / ROWS]), align_corners=False)
+
+
+def written(x):
+    """A row written by its owner."""
+    y = x.clone()
+    y[:, :, 0] = 1.0
+    return y
+
+
+NOTHING: dict[str, tuple[int, int]] = {}
+# family: what is called, what travels forward, and backward
+FAMILIES = {
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, (2 * P, 3)), NOTHING, NOTHING),
+    "adaptive, to one cell": (lambda x: F.adaptive_avg_pool2d(x, 1), each("all_reduce", 2 * 4 * 8), NOTHING),
+    "conv": (lambda x: F.conv2d(x, KERNEL, padding=1), halo("conv2d"), halo("conv2d")),
+    "conv, of a weight": (
+        lambda x: F.conv2d(x, WEIGHT, padding=1),
+        halo("conv2d"),
+        halo("conv2d") | each("all_reduce", 4 * 4 * 9 * 8),
+    ),
+    "conv, stride": (lambda x: F.conv2d(x, KERNEL, None, 2, 1), halo("conv2d", 1, 0), halo("conv2d", 1, 0)),
+    "conv, transposed": (
+        lambda x: F.conv_transpose2d(x, KERNEL, None, 2, 1),
+        halo("conv_transpose2d", 0, 1),
+        halo("conv_transpose2d", 0, 1),
+    ),
+    "gradient": (lambda x: torch.gradient(x, dim=2)[0], halo("gradient"), halo("gradient")),
+    "interpolate": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        halo("interpolate"),
+        halo("interpolate"),
+    ),
+    "interpolate, nearest": (lambda x: F.interpolate(x, scale_factor=2), NOTHING, NOTHING),
+    "pad": (lambda x: F.pad(x, (0, 0, 1, 1)), NOTHING, NOTHING),
+    # the two ends meet
+    "pad, circular": (
+        lambda x: F.pad(x, (0, 0, 1, 1), mode="circular"),
+        {"pad": (2, 2 * ROW)},
+        {"pad": (2, 2 * ROW)},
+    ),
+    "pool": (lambda x: F.max_pool2d(x, 3, 1, 1), halo("max_pool2d"), halo("max_pool2d")),
+    "pool, aligned": (lambda x: F.avg_pool2d(x, 2), NOTHING, NOTHING),
+    "roll": (lambda x: x.roll(1, 2), {"roll": (P, P * ROW)}, {"roll": (P, P * ROW)}),
+    "spectrogram": (
+        lambda x: torch.stft(x[0, 0, :, 0], 8, 4, window=SAMPLES.new_ones(8), return_complex=True).abs(),
+        {"unfold": (BORDERS, BORDERS * 4 * 8)},
+        {"unfold": (BORDERS, BORDERS * 4 * 8)},
+    ),
+    "unfold": (lambda x: F.unfold(x, 3, padding=1), halo("unfold"), halo("unfold")),
+    "unpool": (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), NOTHING, NOTHING),
+    "alias": (lambda x: torch.addmm(values(6, 6), x[0, 0].T, x[0, 0]), each("all_reduce", 36 * 8), NOTHING),
+    # the second one counts equal extrema, for the gradient
+    "extremum": (lambda x: x.amax(2), each("all_reduce", 2 * ROW, 2), NOTHING),
+    "histogram": (lambda x: torch.histc(x.detach(), 10, -3, 3), each("all_reduce", 10 * 8), NOTHING),
+    "linear": (lambda x: F.linear(x, values(5, 6)), NOTHING, NOTHING),
+    "linear, contraction": (lambda x: F.linear(x.mT, values(5, ROWS)), NOTHING, NOTHING),
+    "loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), each("all_reduce", 8), NOTHING),
+    "norm": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        each("all_gather", 4 * 2 * 8),
+        each("all_reduce", 4 * 2 * 8),
+    ),
+    "reduction": (lambda x: x.sum(), each("all_reduce", 8), NOTHING),
+    "reduction, local": (lambda x: x.sum(1), NOTHING, NOTHING),
+    "scan": (lambda x: x.cumsum(2), each("all_gather", ROW), each("all_reduce", P * ROW)),
+    "softmax": (lambda x: x.softmax(2), each("all_reduce", 2 * ROW, 2), each("all_reduce", ROW)),
+    "softmax, local": (lambda x: x.softmax(1), NOTHING, NOTHING),
+    "statistic": (lambda x: x.var(), each("all_gather", 2 * 8), NOTHING),
+    "vector": (lambda x: torch.cdist(x, values(5, 6)), NOTHING, NOTHING),
+    # real numbers there, complex ones back
+    "fourier": (lambda x: torch.fft.fft(x, dim=2).abs(), transposed(3 * FIELD), transposed(3 * FIELD)),
+    "fourier, local": (lambda x: torch.fft.fft(x, dim=3).abs(), NOTHING, NOTHING),
+    # half of each operand's rows are another rank's now, but for the first and the last rank
+    "join": (
+        lambda x: torch.cat([x, x], 2),
+        {"redistribute": (2 * BORDERS, BORDERS * 16 * ROW)},
+        {"redistribute": (2 * BORDERS, BORDERS * 16 * ROW)},
+    ),
+    "join, local": (lambda x: torch.cat([x, x], 1), NOTHING, NOTHING),
+    "join, a new dim": (lambda x: torch.stack([x, x], 2), NOTHING, NOTHING),
+    "pick": (lambda x: x.index_select(2, torch.tensor([0, 3, 5])), PICKED, PICKED),
+    "pixel": (lambda x: F.pixel_shuffle(x, 2), NOTHING, NOTHING),
+    "reshape": (lambda x: x.mT.flatten(2), each("all_to_all", 8 * ROW), each("all_to_all", 8 * ROW)),
+    "reshape, in order": (lambda x: x.flatten(2), NOTHING, NOTHING),
+    "write": (written, NOTHING, NOTHING),
+    "fractional": (
+        lambda x: F.fractional_max_pool2d(x, 2, output_size=(4, 3), _random_samples=SAMPLES),
+        each("all_gather", FIELD // P),
+        NOTHING,
+    ),
+    "gather": (lambda x: x.gather(2, INDEX), each("all_gather", FIELD // P), NOTHING),
+    "matrix": (torch.linalg.pinv, each("all_gather", FIELD // P), NOTHING),
+    "order": (lambda x: x.sort(2)[0], each("all_gather", FIELD // P), each("all_gather", FIELD // P)),
+    "order, the largest": (lambda x: x.topk(3, 2)[0], each("all_gather", 6 * ROW, 2), NOTHING),
+    # where the windows lie, then rows
+    "sample": (
+        shifted,
+        each("all_gather", 2 * 8) | halo("grid_sample", 0, 1),
+        halo("adjoint of grid_sample", 0, 1),
+    ),
+    "diagonal": (lambda x: torch.diagonal(x, dim1=0, dim2=1), NOTHING, NOTHING),
+    "embedding": (lookup, NOTHING, each("all_reduce", 10 * 3 * 8)),
+    "foreach": (lambda x: torch._foreach_mul([x], 2.0)[0], NOTHING, NOTHING),
+    "index": (lambda x: x[:, 1, :, ::2], NOTHING, NOTHING),
+    "index, a slice": (lambda x: x[:, :, 1:-1], NOTHING, NOTHING),
+    "mask": (lambda x: x.masked_fill(x > 0, 1.0), NOTHING, NOTHING),
+    "pointwise": (lambda x: torch.where(x > 0, x * x, 1 / x), NOTHING, NOTHING),
+    "pointwise, broadcast": (lambda x: x * x.amax(3, keepdim=True) + values(6), NOTHING, NOTHING),
+    # the seed
+    "random": (F.dropout, {"broadcast": (P, 8)}, NOTHING),
+    "repeat": (lambda x: x.repeat(1, 2, 1, 1), NOTHING, NOTHING),
+    "special": (lambda x: torch.special.logit(x.sigmoid()), NOTHING, NOTHING),
+    "twin": (lambda x: x.clone().exp_(), NOTHING, NOTHING),
+    "view": (lambda x: x.permute(2, 0, 1, 3).unsqueeze(1), NOTHING, NOTHING),
+}
+# these have a test of their own traffic beside their other tests
+ELSEWHERE = {"attention", "multihead", "neighbourhood"}
+# nothing in them computes, or no tensor is at hand
+WITHOUT = {"hook", "metadata", "recurrent"}
+
+
+def sent(count):
+    """What all ranks sent: operation -> (messages, bytes)."""
+    total: dict[str, tuple[int, int]] = {}
+    for part in WORLD.allgather({op: (c.messages, c.nbytes) for op, c in count.by_op.items()}):
+        for op, (messages, nbytes) in part.items():
+            before = total.get(op, (0, 0))
+            total[op] = (before[0] + messages, before[1] + nbytes)
+    return {op: both for op, both in total.items() if both != (0, 0)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_travels(family):
+    f, forward, backward = FAMILIES[family]
+    x = ms.distribute_tensor(values(*SHAPE), mesh_of((P,)), (ms.Shard(2),)).requires_grad_()
+    f(x)  # plans are made once; ranks agree on them
+    with ms.comm_counter() as count:
+        y = f(x)
+    assert sent(count) == forward
+    with ms.comm_counter() as count:
+        if y.requires_grad:
+            y.backward(torch.ones_like(y))
+    assert sent(count) == backward
+
+
+def test_every_family_is_here():
+    named = {name.partition(",")[0] for name in FAMILIES}
+    assert named | ELSEWHERE | WITHOUT == set(coverage._DEFAULT)
