@@ -43,6 +43,8 @@ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__
 __irshift__
 """.split()
 
+_LIKE = ["empty_like", "full_like", "ones_like", "zeros_like"]
+
 # in-place functions beside the trailing-underscore twin of every name above
 _IN_PLACE = ["copy_", "fill_", "zero_", "masked_fill_"]
 
@@ -191,7 +193,7 @@ def _where_rule(func: Any) -> Callable[..., Any]:
 
 
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
-for _func in spellings("zeros_like", "ones_like", "full_like", "empty_like"):
+for _func in spellings(*_LIKE):
     RULES[_func] = _like_rule(_func)
 for _func in spellings("where"):
     RULES[_func] = _where_rule(_func)

@@ -117,7 +117,7 @@ def test_function(name):
 
 
 def test_every_argument_list_is_used():
-    assert set(ARGUMENTS) <= set(pointwise._OUT_OF_PLACE)
+    assert set(ARGUMENTS) <= {*pointwise._OUT_OF_PLACE, *pointwise._LIKE}
 
 
 @pytest.mark.parametrize("name", [*pointwise._DUNDERS, *pointwise._IN_PLACE_DUNDERS])
