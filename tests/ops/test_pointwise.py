@@ -82,7 +82,7 @@ ARGUMENTS = {
     "round": [(X,)],
     "nan_to_num": [(X / (X > 0),)],
 }
-NAMES = [n for n in pointwise._OUT_OF_PLACE if n != "polygamma"]
+NAMES = [n for n in [*pointwise._OUT_OF_PLACE, *pointwise._LIKE] if n != "polygamma"]
 NO_DERIVATIVE = {"floor_divide", "igamma", "igammac", "zeta", "nextafter", "heaviside", "ldexp", "detach_copy"}
 
 
