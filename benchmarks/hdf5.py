@@ -9,7 +9,8 @@ Each line is a ratio of bandwidths, ours to theirs (1 is as fast):
 - read of every rank's slab, to ``read_direct`` into a buffer that is kept.
 
 Files are in the page cache: what is timed is the software, which a slow disk would hide. Give a folder on the
-file system that you mean to use.
+file system that you mean to use. Every write makes a new file: to replace one, the library renames (so that a kill
+costs nothing), and some file systems, such as ext4, then bring all data to the disk first.
 """
 
 from __future__ import annotations
@@ -43,8 +44,16 @@ def own_options() -> argparse.Namespace:
     return own
 
 
+def removed(path: Path) -> Path:
+    """Return a path at which there is no file any more."""
+    if WORLD.rank == 0:
+        path.unlink(missing_ok=True)
+    WORLD.Barrier()
+    return path
+
+
 def by_hand_write(path: Path, full_shape: tuple[int, ...], start: tuple[int, ...], block: np.ndarray) -> None:
-    """Write a dataset collectively, as low as h5py goes."""
+    """Write a dataset collectively, as low as h5py goes, and as safely: it is on disk when this returns."""
     with h5py.File(path, "w", driver="mpio", comm=WORLD) as file:
         dataset = file.create_dataset("x", full_shape, block.dtype)
         dxpl = h5py.h5p.create(h5py.h5p.DATASET_XFER)
@@ -52,6 +61,7 @@ def by_hand_write(path: Path, full_shape: tuple[int, ...], start: tuple[int, ...
         space = dataset.id.get_space()
         space.select_hyperslab(start, block.shape)
         dataset.id.write(h5py.h5s.create_simple(block.shape), space, block, dxpl=dxpl)
+        file.flush()
 
 
 def by_hand_read(path: Path, start: tuple[int, ...], block: np.ndarray) -> None:
@@ -102,7 +112,7 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
     timing.say(f"{what}: {nbytes / 2**20:.0f} MiB on {WORLD.size} ranks")
 
     def write(name: str) -> Callable[[], object]:
-        return lambda: ms.io.write(folder / f"{name}.h5", {"x": x}, backend=name)
+        return lambda: ms.io.write(removed(folder / f"{name}.h5"), {"x": x}, backend=name)
 
     report("virtual write / tofile per rank", write("virtual"), lambda: block.tofile(here), nbytes, rounds)
     report("root write / tofile per rank", write("root"), lambda: block.tofile(here), nbytes, rounds)
@@ -121,7 +131,7 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
         report(
             "mpio write / collective h5py by hand",
             write("mpio"),
-            lambda: by_hand_write(hand, tuple(x.layout.shape), start, block),
+            lambda: by_hand_write(removed(hand), tuple(x.layout.shape), start, block),
             nbytes,
             rounds,
         )
