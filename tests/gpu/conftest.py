@@ -31,6 +31,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Print how often each test passed, failed and was skipped, and how long it took."""
+    rows = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            path, _, name = report.nodeid.rpartition("::")
+            if Path(path).parent.name == HERE.name and (report.when == "call" or outcome != "passed"):
+                row = rows.setdefault(name.partition("[")[0], dict.fromkeys(("passed", "failed", "skipped"), 0))
+                row["failed" if outcome == "error" else outcome] += 1
+                row["seconds"] = row.get("seconds", 0) + report.duration
+    if any(row["passed"] or row["failed"] for row in rows.values()):
+        terminalreporter.section("on the GPU" if not REHEARSAL else "in rehearsal, on no GPU")
+        terminalreporter.write_line(f"{'test':44}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+        for name, row in rows.items():
+            counts = f"{row['passed']:8}{row['failed']:8}{row['skipped']:9}"
+            terminalreporter.write_line(f"{name:44}{counts}{row['seconds']:9.1f}")
+
+
 @pytest.fixture
 def device():
     """Where the tensors of a test lie."""
