@@ -19,7 +19,7 @@ def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
     if len(given) == 1 and not isinstance(given[0], int):
         given = given[0]
-    return tuple(int(n) for n in given)
+    return tuple(map(int, given))
 
 
 # -- order
