@@ -6,6 +6,7 @@ is made of, and cells are read by torch's own reader of weights only: other file
 
 from __future__ import annotations
 
+import enum
 import importlib
 import io
 import os
@@ -179,8 +180,15 @@ class _Careful(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return self._member  # so Python 3.11.0 to 3.11.3 write a member of an enumeration
         asked = f"a list of contents that asks for {module}.{name}, which could run code"
         raise _refused(self._path, asked, "ask who made it")
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
+            return kind.__members__[name]
+        raise _refused(self._path, "a list of contents that looks up an attribute", "ask who made it")
 
 
 def _refused(path: str | os.PathLike[str], got: str, fix: str) -> FileError:
