@@ -13,7 +13,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.hook import apply_backward_hook
-from mpishard.tensor.operand import fitted, moved
+from mpishard.tensor.operand import fitted, moved, use
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
@@ -32,7 +32,9 @@ def _root_gradient(x: Any, g: Any) -> Any:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(x._local)
     layout = cotangent_layout(x._layout)
-    return moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, x._mesh, layout)
+    local = moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, x._mesh, layout)
+    # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
+    return use(local, x._mesh, x._layout.partial_dims)
 
 
 def _as_list(x: Any) -> list[Any]:
