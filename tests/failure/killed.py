@@ -21,8 +21,9 @@ from pathlib import Path
 def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -> int:
     """Run the program and have it killed ``times`` times; return the step that it was at in the end.
 
-    Every process does at least two steps, then dies within two more, whatever a step takes here, or by its own
-    hand. Fails where one goes on with a step earlier than the last one begun by its predecessor less ``may_lose``.
+    Every process does at least two steps, then dies within about two more, whatever a step takes here, unless it
+    dies by its own hand before. Fails where one goes on with a step earlier than the last one begun by its
+    predecessor less ``may_lose``.
     """
     root = os.fspath(Path(__file__).parents[2])
     done = subprocess.run(

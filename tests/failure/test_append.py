@@ -61,9 +61,11 @@ def first(i):
     return space["begun"]
 
 def work(step, i):
-    if i % 2 and step > space["begun"]:
+    armed = i % 2 and step > space["begun"]
+    if armed:
         arm(POINTS[i // 2 % 4])
     append(step)
+    assert not armed, "it lived on"
 
 space = {}
 """
@@ -73,7 +75,7 @@ space = {}
 def test_killed_at_any_moment_of_a_step(tmp_path, zipped, times):
     """One process, in turn at random moments and at the worst points."""
     program = "import mpishard as ms\nimport os, torch\n" + BODY + ARMED
-    assert killed(program, times, AT=os.fspath(tmp_path / "a.h5"), ZIP=zipped) >= times
+    assert killed(program, times, AT=os.fspath(tmp_path / "a.h5"), ZIP=zipped) >= 3 * times // 2
 
 
 def test_a_rank_killed_at_any_moment_of_a_step(job, tmp_path):
