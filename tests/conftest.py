@@ -11,6 +11,7 @@ A test of the other part, or marked ``ranks`` for other sizes, is deselected, ne
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import shutil
@@ -114,6 +115,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    # what was imported stays: the many collections during the tests need not look at it again
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

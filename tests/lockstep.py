@@ -1,7 +1,7 @@
 """A pytest plugin that keeps the ranks of one MPI job in step, and ends the job where they cannot be.
 
-After every phase of every test the ranks agree on its outcome: a failure on one is a failure on all, so
-every rank runs the same phases and leaves with the same exit code. Rank 0 prints the one report, with the
+After the call and the tear-down of every test the ranks agree on its outcome: a failure on one is a failure
+on all, so every rank leaves with the same exit code. Rank 0 prints the one report, with the
 failing ranks' own texts in it. Where the ranks do not meet (one raised, the others wait for it in a
 collective; or all wait), every rank dumps its Python stacks and the job is aborted.
 """
@@ -78,7 +78,8 @@ class Lockstep:
         while not request.Test():
             # ranks share cores: leave them to those that are not here yet
             time.sleep(pause)
-            pause = min(2 * pause, 0.01)
+            # short, since every round of the exchange waits for the next look of each rank
+            pause = min(2 * pause, 1e-3)
             if failure is not None and time.monotonic() - start > GRACE_S:
                 self.out.write(f"\n[rank {self.comm.rank}] failed, {self.doing}:\n{failure}\n")
                 self.abort(f"this rank failed and the others did not follow within {GRACE_S} s")
@@ -100,6 +101,9 @@ class Lockstep:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         self.doing = f"{report.when} of {item.nodeid}"
+        if report.when == "setup" and report.passed:
+            # told with the call, where the ranks whose set-up failed, and who have no call, wait with that
+            return report
         text = report.longreprtext if report.failed else None
         outcomes = [OUTCOMES[code] for code in self.agree(OUTCOMES.index(report.outcome), text)]
         self.since = time.monotonic()

@@ -64,9 +64,13 @@ parallel_h5py() {
 if ! parallel_h5py; then
     # h5py states its licence in a way that the setuptools of an older venv cannot read
     "${pip[@]}" cython pkgconfig "setuptools>=77" wheel numpy mpi4py
+    # Most of the time goes to its compilation, on one core: on all of them, for speed to compile, not to run.
+    parallel=$(mktemp)
+    printf '[build_ext]\nparallel = %s\n' "$(nproc)" >"$parallel"
     # pip's cache may hold a serial build of the same version
-    HDF5_MPI=ON CC=mpicc HDF5_DIR=$(hdf5_dir) \
+    DIST_EXTRA_CONFIG=$parallel CFLAGS="-O1 -g0 -fwrapv" HDF5_MPI=ON CC=mpicc HDF5_DIR=$(hdf5_dir) \
         "${pip[@]}" --no-cache-dir --no-build-isolation --no-binary=h5py --force-reinstall --no-deps h5py
+    rm "$parallel"
 fi
 # No MPI library from a wheel here.
 "${pip[@]}" "${TORCH:-torch}" -e ".[examples,test,dev]"
