@@ -41,6 +41,19 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     return step  # type: ignore[no-any-return]
 
 
+def keep_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
+    """Return Replicate -> Partial over ``mesh_dims``, cached: the value stays on coordinate 0. Not collective.
+
+    The adjoint is the identity.
+    """
+    key = ("keep", mesh_dims)
+    step = mesh.plans.get(key)
+    if step is None:
+        first = all(mesh.coords[m] == 0 for m in mesh_dims)
+        step = mesh.plans[key] = pair(same if first else torch.zeros_like, same)
+    return step  # type: ignore[no-any-return]
+
+
 def sum_partial(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     """Sum what the ranks along ``mesh_dims`` hold (Partial -> Replicate). Collective over ``mesh_dims``.
 
@@ -102,8 +115,7 @@ def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
     if before != after:
         yield pair(mover(mesh, before, after), mover(mesh, after, before))
     if keep:
-        first = all(mesh.coords[m] == 0 for m in keep)
-        yield pair(same if first else torch.zeros_like, same)
+        yield keep_step(mesh, keep)
 
 
 def _also_sharded(now: Layout, target: Layout, dim: int, mesh_dim: int) -> bool:

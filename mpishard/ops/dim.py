@@ -13,7 +13,7 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
 CACHED = 65536
 R = TypeVar("R", bound=Callable[..., Any])
@@ -151,16 +151,26 @@ def settled(x: ShardTensor) -> ShardTensor:
     Collective over the Partial dims.
     """
     if x._layout.partial_dims:
-        if x._local.retains_grad:
-            # its gradient is read from the block that it has now
-            total = resolved(x)
-            total._gathered_view = True
-            return total
         # under no_grad too: what x holds from now on must keep its graph
         with torch.enable_grad():
             total = resolved(x)
-        x._local, x._layout = total._local, total._layout
+        if x._local.retains_grad and not x._local.is_leaf:  # also of what may be written into it
+            total._local.retain_grad()
+        rebind(x, total._local, total._layout)
     return x
+
+
+def settle(x: ShardTensor) -> None:
+    """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
+
+    Raises
+    ------
+    RuntimeError
+        It is a leaf, and autograd is on.
+    """
+    settled(x)
+    if x._root is not None and x.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def trivially_sharded(layout: Layout, dim: int) -> bool:

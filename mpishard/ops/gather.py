@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.dim import CACHED, into_plain, require_writable, settled, whole_along, wrapped
+from mpishard.ops.dim import CACHED, into_plain, require_writable, settle, whole_along, wrapped
 from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
@@ -119,7 +119,7 @@ def _scatter_rule(name: str) -> Any:
         """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
         require_writable(self, f"{name}_")
         d = wrapped(dim, self.ndim)
-        settled(self)
+        settle(self)
         mesh = mesh_of((self, index, *args, *kwargs.values()))
         x = whole_along(self, (d,))
         local_index = _block(index, mesh, _beside(x._layout, tuple(index.shape), d))

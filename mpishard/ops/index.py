@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
-from mpishard.ops.dim import CACHED, plain, require_writable, settled, unsharded, viewed, whole_along, wrapped
+from mpishard.ops.dim import CACHED, plain, require_writable, settle, settled, unsharded, viewed, whole_along, wrapped
 from mpishard.ops.view import without
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
@@ -167,11 +167,19 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     if x._origin is None:
         return False
     base, key = x._origin
-    y: Any = x.clone()
+    y: Any = _fresh(x).clone()
     write(y)
     write_at(base, key, y)
-    x._local, x._layout = y._local, y._layout
+    x._local, x._layout, x._root = y._local, y._layout, None
     return True
+
+
+def _fresh(x: ShardTensor) -> ShardTensor:
+    """Return a gathered view as it would be taken now. Collective as indexing is."""
+    if x._origin is None:
+        return x
+    base, key = x._origin
+    return indexed(_fresh(base), key)
 
 
 @implements(torch.Tensor.__getitem__)
@@ -209,11 +217,11 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
     if self._gathered_view and written_through(self, lambda y: write_at(y, key, value)):
         return
     require_writable(self, "x[index] = value")
-    x = settled(self)
-    plan = plan_index(x._layout, key, x._mesh.coords)
+    settle(self)
+    plan = plan_index(self._layout, key, self._mesh.coords)
     if isinstance(value, Tensor):
-        value = fitted(_value(value, plan), x._mesh, plan.kept)
-    x._local[plan.local] = value
+        value = fitted(_value(value, plan), self._mesh, plan.kept)
+    self._local[plan.local] = value
 
 
 def _value(value: Any, plan: Basic) -> Any:

@@ -20,7 +20,7 @@ from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
-from mpishard.ops.dim import into_plain, require_writable, settled, viewed, wrapped
+from mpishard.ops.dim import into_plain, require_writable, settle, settled, viewed, wrapped
 from mpishard.ops.index import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.mask import picked_where
 from mpishard.ops.pointwise import broadcast_of
@@ -311,7 +311,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         if bool(alone):
             write_at(x, (Ellipsis,), value)
         return
-    x = settled(x)
+    settle(x)
     mesh = x._mesh
     basic, per_dim = _split(x, index)
     plan = plan_index(x._layout, basic, mesh.coords)

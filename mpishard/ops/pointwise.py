@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
-from mpishard.ops.dim import plain, require_writable, settled
+from mpishard.ops.dim import plain, require_writable, settle, settled, viewed
 from mpishard.ops.index import written_through
 from mpishard.ops.view import ints
 from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, replicated_layout, resolved
@@ -20,16 +20,15 @@ from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
 atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
-clamp_max clamp_min clip clone conj conj_physical contiguous copysign cos cosh deg2rad detach digamma div divide
-double elu eq erf erfc erfcx erfinv exp exp2 expit expm1 fix float float_power floor floor_divide fmax fmin fmod frac
-gammaln ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e
-igamma igammac imag int isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal
-lgamma log log10 log1p log2 log_ndtr logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
-logsigmoid long lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative
-nextafter not_equal polygamma positive pow psi rad2deg real reciprocal relu relu6 remainder resolve_conj
-resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square
-sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta
-bfloat16 bool byte cdouble cfloat chalf char short complex polar detach_copy
+clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv
+exp exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal gt
+hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
+isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_ndtr logaddexp
+logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
+multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu
+relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
+square sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta complex polar
+detach_copy
 """.split()
 
 _DUNDERS = """
@@ -45,8 +44,14 @@ __irshift__
 
 _LIKE = ["empty_like", "full_like", "ones_like", "zeros_like"]
 
+# what returns its argument, or a view of it, where there is nothing to do
+_ALIASING = """
+bfloat16 bool byte cdouble cfloat chalf char conj detach double float half imag int long positive real resolve_conj
+resolve_neg short __pos__
+""".split()
+
 # in-place functions beside the trailing-underscore twin of every name above
-_IN_PLACE = ["copy_", "fill_", "zero_", "masked_fill_"]
+_IN_PLACE = ["copy_", "detach_", "fill_", "zero_", "masked_fill_"]
 
 _broadcasts: dict[tuple[Any, ...], Layout] = {}
 
@@ -81,7 +86,8 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> Shard
         raise no_out(func)
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
-    layout = settled(out)._layout
+    settle(out)
+    layout = out._layout
 
     def block(a: Any) -> Any:
         return fitted(resolved(a) if isinstance(a, ShardTensor) else a, mesh, layout)
@@ -132,7 +138,7 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
             if written_through(x, lambda y: rule(y, *args[1:], **kwargs)):
                 return x
             require_writable(x, name_of(func))
-        settled(x)
+        settle(x)
         others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
         named = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
         operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]
@@ -181,6 +187,39 @@ def _like_rule(func: Any) -> Callable[..., ShardTensor]:
     return rule
 
 
+def _alias_rule(func: Any) -> Callable[..., Any]:
+    plain = _rule(func)
+
+    def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        if type(x) is not ShardTensor:
+            return plain(*(() if x is None else (x,)), *rest, **kwargs)
+        x = settled(x)
+        out = plain(x, *rest, **kwargs)
+        if out._local is x._local:
+            return x
+        if x._gathered_view:  # it may be a view
+            out._gathered_view = True
+        return out
+
+    return rule
+
+
+@implements(torch.Tensor.contiguous)
+def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
+    """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
+    x = settled(input)
+    local = x._local.contiguous(memory_format=memory_format)
+    if local is not x._local:
+        return wrap(local, x._layout, x._mesh)
+    if x._gathered_view:
+        return viewed(x, local, x._layout)  # whether torch would copy depends on the tensor that it was taken from
+    row_major = memory_format is torch.contiguous_format
+    if row_major and 1 in local.shape and local.stride() != torch.empty(local.shape, device="meta").stride():
+        # contiguous only as a dim has one cell here: on other ranks this is a copy
+        return wrap(local.clone(memory_format=memory_format), x._layout, x._mesh)
+    return x
+
+
 def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
@@ -195,6 +234,8 @@ def _where_rule(func: Any) -> Callable[..., Any]:
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
 for _func in spellings(*_LIKE):
     RULES[_func] = _like_rule(_func)
+for _func in spellings(*_ALIASING):
+    RULES[_func] = _alias_rule(_func)
 for _func in spellings("where"):
     RULES[_func] = _where_rule(_func)
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
@@ -203,7 +244,7 @@ for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid
     RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
 for _attribute in ("real", "imag"):
     _get = getattr(torch.Tensor, _attribute).__get__
-    RULES[_get] = _rule(lambda x, _attribute=_attribute: getattr(x, _attribute))
+    RULES[_get] = _alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute))
 
 
 @implements(torch.Tensor.to)

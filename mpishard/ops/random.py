@@ -16,7 +16,7 @@ from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,
     chosen,
@@ -63,7 +63,8 @@ def _dropped(
     if not training or p == 0 or not math.prod(input.shape):
         return input
     x = resolved(input)
-    kept = _drawn(x, torch.bool, chosen(1 - p), layout=None if leading is None else _features(x._layout, leading))
+    layout = x._layout if leading is None else _features(x._layout, leading)
+    kept = _drawn(x, torch.bool, chosen(1 - p), layout=layout)
     local = x._local
     if alpha:
         limit = 1.7580993408473766  # minus the value that SELU tends to
@@ -71,15 +72,14 @@ def _dropped(
         noise = kept.to(local.dtype)
         shift = (noise - 1).mul_(limit * a).add_(limit * a * p)
         noise.mul_(a)
-        y = local.mul_(noise).add_(shift) if inplace else local * noise + shift
-    else:
-        scale = 0.0 if p == 1 else 1 / (1 - p)
-        # the boolean mask alone is kept for backward
-        y = local.mul_(kept).mul_(scale) if inplace else (local * kept).mul_(scale)
+        if inplace:
+            return input.mul_(wrap(noise, layout, x._mesh)).add_(wrap(shift, layout, x._mesh))
+        return wrap(local * noise + shift, x._layout, x._mesh)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    # the boolean mask alone is kept for backward
     if inplace:
-        input._local, input._layout = y, x._layout
-        return input
-    return wrap(y, x._layout, x._mesh)
+        return input.mul_(wrap(kept, layout, x._mesh)).mul_(scale)
+    return wrap((local * kept).mul_(scale), x._layout, x._mesh)
 
 
 @implements(F.dropout)
@@ -177,8 +177,7 @@ def rrelu(
     x = resolved(input)
     slopes = _drawn(x, x._local.dtype, uniform(x._local.dtype)).mul_(upper - lower).add_(lower)
     if inplace:
-        x._local.mul_(slopes.masked_fill_(x._local.detach() >= 0, 1))
-        return x
+        return input.mul_(wrap(slopes.masked_fill_(x._local.detach() >= 0, 1), x._layout, x._mesh))
     return wrap(torch.where(x._local >= 0, x._local, x._local * slopes), x._layout, x._mesh)
 
 
@@ -326,10 +325,7 @@ def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
 
 
 def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
-    x = resolved(self)
-    x._local.copy_(values)
-    self._local, self._layout = x._local, x._layout
-    return self
+    return self.copy_(wrap(values, cotangent_layout(self._layout), self._mesh))
 
 
 @implements(torch.Tensor.uniform_)

@@ -26,7 +26,7 @@ from mpishard.ops.dim import (
 from mpishard.ops.regroup import Group, cut_near, regrouped, spread
 from mpishard.ops.view import ints
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
 
 class Reshape(NamedTuple):
@@ -187,9 +187,9 @@ def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
     if not (x._local.is_leaf and x._local.requires_grad):
         with torch.enable_grad():
             block = x._local.contiguous()
-        if self._local is x._local:
-            self._local = block
-        x._local = block
+        if self is not x and self._local is x._local:
+            rebind(self, block, self._layout)
+        rebind(x, block, x._layout)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.ops.dim import into_plain, require_writable, resized, settled, whole_along, wrapped
+from mpishard.ops.dim import into_plain, require_writable, resized, settle, whole_along, wrapped
 from mpishard.ops.index import setitem
 from mpishard.ops.pick import picked, put
 from mpishard.ops.vector import gathered
@@ -81,17 +81,17 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
         raise RuntimeError("dimensions must larger than 1")
     if len(shape) > 2 and len(set(shape)) > 1:
         raise RuntimeError("all dimensions of input must be of equal length")
-    x = settled(self)
+    settle(self)
     cells = []
-    for d, (lo, hi) in enumerate(x._layout.box(x._mesh.coords)):
-        cells.append(torch.arange(lo, hi, device=x.device).view(-1, *(1,) * (x.ndim - 1 - d)))
+    for d, (lo, hi) in enumerate(self._layout.box(self._mesh.coords)):
+        cells.append(torch.arange(lo, hi, device=self.device).view(-1, *(1,) * (self.ndim - 1 - d)))
     if wrap and len(shape) == 2:
         mask = (cells[0] * shape[1] + cells[1]) % (shape[1] + 1) == 0
     else:
-        mask = torch.ones((), dtype=torch.bool, device=x.device)
+        mask = torch.ones((), dtype=torch.bool, device=self.device)
         for c in cells[1:]:
             mask = mask & (c == cells[0])
-    x._local.masked_fill_(mask, fill_value)
+    self._local.masked_fill_(mask, fill_value)
     return self
 
 
@@ -134,16 +134,16 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     Collective where mask or source are sharded: they are gathered, to know how many cells come before a block.
     """
     require_writable(self, "masked_scatter_")
-    x = settled(self)
+    settle(self)
     mask, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
-    mask = mask.expand(x._layout.shape)
+    mask = mask.expand(self._layout.shape)
     if int(mask.sum()) > source.numel():
         raise RuntimeError("masked_scatter_: expected self and source to have enough elements")
     position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
-    block = tuple(slice(lo, hi) for lo, hi in x._layout.box(x._mesh.coords))
-    values = use(source, x._mesh, x._layout.sharded_mesh_dims).reshape(-1)
+    block = tuple(slice(lo, hi) for lo, hi in self._layout.box(self._mesh.coords))
+    values = use(source, self._mesh, self._layout.sharded_mesh_dims).reshape(-1)
     if source.numel():
-        x._local.copy_(torch.where(mask[block], values[position[block]].to(x.dtype), x._local))
+        self._local.copy_(torch.where(mask[block], values[position[block]].to(self.dtype), self._local))
     return self
 
 

@@ -8,41 +8,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.tensor.hook import apply_backward_hook
-from mpishard.tensor.operand import fitted, moved, use
+from mpishard.tensor.hook import apply_backward_hook, local_cotangent
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of
 
 
-def _root(x: Any) -> Any:
+def _output(x: Any) -> Any:
     """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on."""
     return x._local if isinstance(x, ShardTensor) else x
 
 
-def _root_gradient(x: Any, g: Any) -> Any:
-    """Return the local gradient of a root; implicit ones where torch would create them."""
+def _output_gradient(x: Any, g: Any) -> Any:
+    """Return the local gradient of an output; implicit ones where torch would create them."""
     if not isinstance(x, ShardTensor):
         return g
     if g is None:
         if x.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(x._local)
-    layout = cotangent_layout(x._layout)
-    local = moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, x._mesh, layout)
-    # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
-    return use(local, x._mesh, x._layout.partial_dims)
+    return local_cotangent(g, x._layout, x._mesh)
 
 
 def _as_list(x: Any) -> list[Any]:
     return list(x) if isinstance(x, Sequence) and not isinstance(x, Tensor) else [x]
 
 
-def _leaf(x: Any) -> Any:
-    return x._local if isinstance(x, ShardTensor) else x
+def _input(x: Any) -> Any:
+    return root_of(x)[0] if isinstance(x, ShardTensor) else x
 
 
 @implements(torch.Tensor.backward)
@@ -73,11 +70,11 @@ def autograd_backward(
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
     with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(
-            [_root(t) for t in roots],
-            [_root_gradient(t, g) for t, g in zip(roots, grads)],
+            [_output(t) for t in roots],
+            [_output_gradient(t, g) for t, g in zip(roots, grads)],
             retain_graph,
             create_graph,
-            inputs=None if inputs is None else [_leaf(i) for i in _as_list(inputs)],
+            inputs=None if inputs is None else [_input(i) for i in _as_list(inputs)],
         )
 
 
@@ -87,14 +84,14 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     roots, leaves = _as_list(outputs), _as_list(inputs)
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
     out = torch.autograd.grad(
-        [_root(t) for t in roots],
-        [_leaf(i) for i in leaves],
-        [_root_gradient(t, g) for t, g in zip(roots, grads)],
+        [_output(t) for t in roots],
+        [_input(i) for i in leaves],
+        [_output_gradient(t, g) for t, g in zip(roots, grads)],
         *args,
         **kwargs,
     )
     return tuple(
-        wrap(g, cotangent_layout(i._layout), i._mesh) if isinstance(i, ShardTensor) and g is not None else g
+        global_cotangent(g, root_of(i)[1], i._mesh) if isinstance(i, ShardTensor) and g is not None else g
         for i, g in zip(leaves, out)
     )
 
@@ -102,13 +99,15 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 @implements(torch.Tensor.retain_grad)
 def retain_grad(self: ShardTensor) -> None:
     """Keep the gradient of a tensor that is not a leaf. Not collective."""
-    self._local.retain_grad()
+    root_of(self)[0].retain_grad()
 
 
 @implements(torch.Tensor.requires_grad_)
 def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor:
     """Set whether autograd records operations on this tensor. Not collective."""
-    self._local.requires_grad_(requires_grad)
+    root_of(self)[0].requires_grad_(requires_grad)
+    if not requires_grad and self._root is not None:
+        self._local, self._root = self._local.detach(), None
     return self
 
 
@@ -116,19 +115,18 @@ def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor
 def detach_(self: ShardTensor) -> ShardTensor:
     """Cut this tensor from its graph. Not collective."""
     self._local.detach_()
+    self._root = None
     return self
 
 
 # -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
-
-_plain_apply = torch.autograd.Function.apply
 
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(a, ShardTensor) for a in args) and not any(
         isinstance(a, ShardTensor) for a in kwargs.values()
     ):
-        return _plain_apply.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls.__name__ == "CheckpointFunction":
         raise UnsupportedOperationError(
@@ -152,4 +150,5 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-torch.autograd.Function.apply = classmethod(_guarded_apply)  # type: ignore[assignment, method-assign]
+# not Function.apply itself: many a program has its bound method, op = MyFunction.apply, from before this import
+_SingleLevelFunction.apply = classmethod(_guarded_apply)  # type: ignore[attr-defined]

@@ -11,29 +11,37 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
-from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
+from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, use
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, global_cotangent, root_of, wrap
 
 Gradients = tuple[Tensor | None, ...]
 
 
-def local_gradient(g: Any, layout: Layout, mesh: CartMesh) -> Any:
-    """Return the block of a gradient that a hook returns, or None. Collective where it is laid out differently."""
-    return moved(g, layout)._local if isinstance(g, ShardTensor) else fitted(g, mesh, layout)
+def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
+    """Return what autograd takes as the cotangent of a block of ``layout``, or None.
+
+    Collective where it is laid out differently.
+    """
+    if g is None:
+        return None
+    whole = cotangent_layout(layout)
+    local = moved(g, whole)._local if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
+    # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
+    return use(local, mesh, layout.partial_dims)
 
 
 @implements(torch.Tensor.register_hook)
 def register_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook ShardTensors. Not collective."""
-    layout, mesh = cotangent_layout(self._layout), self._mesh
-    return self._local.register_hook(lambda g: local_gradient(hook(wrap(g, layout, mesh)), layout, mesh))
+    (block, layout), mesh = root_of(self), self._mesh
+    return block.register_hook(lambda g: local_cotangent(hook(global_cotangent(g, layout, mesh)), layout, mesh))
 
 
 @implements(torch.Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook the ShardTensor. Not collective."""
-    return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+    return root_of(self)[0].register_post_accumulate_grad_hook(lambda _: hook(self))
 
 
 class HookNode:
@@ -64,12 +72,12 @@ class HookNode:
 
     def _global(self, gradients: Gradients) -> Gradients:
         return tuple(
-            g if g is None or layout is None else wrap(g, layout, self._mesh)
+            g if g is None or layout is None else global_cotangent(g, layout, self._mesh)
             for g, layout in zip(gradients, self._layouts)
         )
 
     def _local(self, g: Any, layout: Layout | None) -> Any:
-        return g if layout is None else local_gradient(g, layout, self._mesh)
+        return g if layout is None else local_cotangent(g, layout, self._mesh)
 
 
 def apply_backward_hook(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -83,7 +91,7 @@ def apply_backward_hook(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for t in tensors
     ]
     locals_ = BackwardHookFunction.apply(*[p._local if isinstance(p, ShardTensor) else p for p in parts])
-    layouts = [cotangent_layout(p._layout) if isinstance(p, ShardTensor) else None for p in parts]
+    layouts = [p._layout if isinstance(p, ShardTensor) else None for p in parts]
     out: list[Tensor] = []
     for part, local in zip(parts, locals_):
         if isinstance(part, ShardTensor):

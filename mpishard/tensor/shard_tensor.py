@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
@@ -44,6 +46,9 @@ class ShardTensor(Tensor):
     _gathered_view: bool = False
     # of a gathered view: the tensor it was taken from, and the basic index
     _origin: tuple[ShardTensor, Any] | None = None
+    # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
+    # layout, and the version of the other up to which both are the same
+    _root: tuple[Tensor, Layout, int] | None = None
     # what stands for `grad_fn` where a module has full backward hooks
     _hook_node: Any = None
 
@@ -79,32 +84,32 @@ class ShardTensor(Tensor):
 
     # -- autograd lives on the local block
 
-    is_leaf = property(lambda self: self._local.is_leaf, doc="As of any tensor.")  # type: ignore[assignment]
-    retains_grad = property(lambda self: self._local.retains_grad, doc="As of any tensor.")  # type: ignore[assignment]
-    output_nr = property(lambda self: self._local.output_nr, doc="As of any tensor.")  # type: ignore[assignment]
+    is_leaf = property(lambda self: root_of(self)[0].is_leaf, doc="As of any tensor.")  # type: ignore[assignment]
+    retains_grad = property(lambda self: root_of(self)[0].retains_grad, doc="As of any tensor.")  # type: ignore[assignment]
+    output_nr = property(lambda self: root_of(self)[0].output_nr, doc="As of any tensor.")  # type: ignore[assignment]
     _version = property(lambda self: self._local._version, doc="As of any tensor.")  # type: ignore[assignment]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Node of the local block; while torch.nn registers a module's backward hooks, one that gives them shards."""
-        node = self._local.grad_fn
+        node = root_of(self)[0].grad_fn
         hooked = self._hook_node
         return hooked if hooked is not None and hooked.node is node else node
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether the local block takes part in autograd."""
-        return self._local.requires_grad
+        return root_of(self)[0].requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self._local.requires_grad = value
+        self.requires_grad_(value)
 
     @property  # type: ignore[override]
     def grad(self) -> ShardTensor | None:  # type: ignore[override]
         """Gradient, in the layout of the tensor (Replicate where that is Partial)."""
-        g = self._local.grad
-        return None if g is None else wrap(g, cotangent_layout(self._layout), self._mesh)
+        block, layout = root_of(self)
+        return None if block.grad is None else global_cotangent(block.grad, layout, self._mesh)
 
     @grad.setter
     def grad(self, value: ShardTensor | None) -> None:
@@ -118,12 +123,12 @@ class ShardTensor(Tensor):
                     fix="redistribute it first",
                 )
             )
-        self._local.grad = None if value is None else value._local
+        root_of(self)[0].grad = None if value is None else value._local
 
     @property  # type: ignore[override]
     def data(self) -> ShardTensor:  # type: ignore[override]
         """The same cells outside autograd."""
-        return wrap(self._local.data, self._layout, self._mesh)
+        return self._twin(self._local.data)
 
     @data.setter
     def data(self, value: ShardTensor) -> None:
@@ -186,7 +191,14 @@ class ShardTensor(Tensor):
         return out
 
     def __copy__(self) -> ShardTensor:
-        return wrap(self._local, self._layout, self._mesh)
+        return self._twin(self._local)
+
+    def _twin(self, local: Tensor) -> ShardTensor:
+        """Return another tensor of the same cells; a Partial is for reading: writing sums it, here alone."""
+        out = wrap(local, self._layout, self._mesh)
+        if self._gathered_view or self._layout.partial_dims:
+            out._gathered_view = True
+        return out
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedOperationError(
@@ -221,6 +233,35 @@ def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     self._layout = layout
     self._mesh = mesh
     return self
+
+
+def root_of(x: ShardTensor) -> tuple[Tensor, Layout]:
+    """Return the block that autograd knows ``x`` by, and its layout. Not collective."""
+    if x._root is not None:
+        block, layout, version = x._root
+        # what is written into is another value; a leaf stays one
+        if block.is_leaf or x._local._version == version:
+            return block, layout
+    return x._local, x._layout
+
+
+def rebind(x: ShardTensor, local: Tensor, layout: Layout) -> None:
+    """Hold the cells of ``x`` in another block, made from its own by recorded operations. Not collective."""
+    block, before = root_of(x)
+    x._root = (block, before, local._version) if block.requires_grad else None
+    x._local, x._layout = local, layout
+
+
+def global_cotangent(g: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
+    """Return the cotangent of a block of ``layout`` as users see it. Not collective.
+
+    Notes
+    -----
+    Every rank uses the cotangent of a Partial with its own part: as one tensor, it counts on coordinate 0.
+    """
+    if layout.partial_dims:
+        g = apply(keep_step(mesh, layout.partial_dims).adjoint, g)
+    return wrap(g, cotangent_layout(layout), mesh)
 
 
 def cotangent_layout(layout: Layout) -> Layout:

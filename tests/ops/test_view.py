@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -275,6 +277,29 @@ def test_writes_through_one_cell_of_a_sharded_dim_reach_it():
     assert gathered(leaf)[:, 0].eq(0).all()
 
 
+def test_writes_through_an_old_view_change_only_what_is_written():
+    def late(x):
+        y = x * 1
+        top, last = y[0], y[:, -1]
+        y.add_(10)
+        top[0] = 0
+        last[1:].mul_(2)
+        return y, top
+
+    def twice(x):
+        y = x * 1
+        p, q = y[0], y[0]
+        p.add_(1)
+        q.add_(1)
+        part = y[:, 0][1:]
+        y.zero_()
+        part += 1
+        return y
+
+    for f in (late, twice):
+        check(f, SHAPE, (0, 1, 2), f.__name__)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_writes_that_would_be_lost_are_refused():
     mesh = mesh_of((WORLD.size,))
@@ -284,12 +309,99 @@ def test_writes_that_would_be_lost_are_refused():
         x.unbind(1)[0].zero_,
         lambda: x[:, :1].squeeze(1).mul_(2),
         lambda: x.select(1, 2).unsqueeze(0).copy_(torch.zeros(5)),
+        x[:, 0].detach().zero_,
+        x[:, 0].data.zero_,
+        x[:, 0].contiguous().zero_,
+        copy.copy(x[:, 0]).zero_,
+        x.unbind(1)[0].double().zero_,
+        x.unbind(1)[0].uniform_,
+        lambda: torch.nn.functional.dropout(x.unbind(1)[0], inplace=True),
+        lambda: torch.nn.functional.rrelu(x.unbind(1)[0], training=True, inplace=True),
     ):
         with pytest.raises(ms.UnsupportedOperationError, match="would not reach"):
             write()
     x[:, 0].clone().fill_(1)
     y = x[:, 0] + 0
     y += 1
+    torch.testing.assert_close(gathered(x), values(5, 4))
+    x[:, 0].double().real.zero_()
+    x[:, 1].uniform_(2, 3)
+    torch.nn.functional.dropout(x[:, 2], 1.0, inplace=True)
+    torch.nn.functional.dropout(x[3], 1.0, inplace=True)
+    full = gathered(x)
+    assert full[:3, [0, 2]].eq(0).all()
+    assert full[3].eq(0).all()
+    assert full[:3, 1].ge(2).all()
+
+
+def test_writes_through_aliases_reach_the_tensor():
+    for cast in ("detach", "contiguous", "double", "resolve_conj", "positive"):
+
+        def f(x, cast=cast):
+            y = x * 2
+            getattr(y, cast)().detach()[1].mul_(3)
+            return y
+
+        check(f, SHAPE, (0, 1, 2), cast)
+    mesh = mesh_of((WORLD.size,))
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    for alias in (lambda x: x.detach(), lambda x: x.double(), lambda x: x.contiguous()):
+        x = ms.ShardTensor.from_local(ones.clone(), mesh, ms.Partial())
+        alias(x).add_(1)
+        torch.testing.assert_close(gathered(x), WORLD.size * ones + 1)
+    x = ms.ShardTensor.from_local(ones, mesh, ms.Partial())
+    for twin in (x.data, copy.copy(x)):
+        with pytest.raises(ms.UnsupportedOperationError, match="would not reach"):
+            twin.zero_()
+        torch.testing.assert_close(gathered(twin), WORLD.size * ones)
+
+
+def test_a_copy_is_a_copy_on_every_rank():
+    # one column a rank: its block is contiguous both ways
+    x = shard(values(WORLD.size, 2), mesh_of((WORLD.size,)), [ms.Shard(0)]).T
+    x.contiguous().zero_()
+    torch.testing.assert_close(gathered(x), values(WORLD.size, 2).T)
+
+
+WRITES = {
+    "add_": lambda y: y.add_(1),
+    "zero_": lambda y: y.zero_(),
+    "clamp_": lambda y: y.clamp_(max=0.5),
+    "out": lambda y: torch.mul(y.detach().clone(), 2, out=y),
+    "one row": lambda y: y.__setitem__(0, 5.0),
+    "rows": lambda y: y.__setitem__(torch.tensor([0, 1]), 5.0),
+    "a mask": lambda y: y.__setitem__(y > 0, 5.0),
+    "fill_diagonal_": lambda y: y.fill_diagonal_(2.0),
+    "masked_scatter_": lambda y: y.masked_scatter_(torch.eye(3, dtype=torch.bool), torch.arange(3.0).double()),
+    "index_fill_": lambda y: y.index_fill_(0, torch.tensor([1]), 2.0),
+    "scatter_": lambda y: y.scatter_(0, torch.tensor([[1, 0, 1]]), 2.0),
+    "dropout": lambda y: torch.nn.functional.dropout(y, 1.0, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("retain", [False, True])
+def test_writes_into_a_partial(name, retain):
+    """It is summed first; the gradient that it retains is that of what is written, as torch has it."""
+    a, b, cotangent = values(3, 4).requires_grad_(), values(4, 3).flip(0), values(3, 3)
+
+    def written(a, b):
+        y = a @ b
+        if retain:
+            y.retain_grad()
+        if name == "out":
+            with torch.no_grad():
+                WRITES[name](y)
+        else:
+            WRITES[name](y)
+        (y * cotangent).sum().backward()
+        return [y, a.grad, *([y.grad] if retain else [])]
+
+    mesh = mesh_of((WORLD.size,))
+    x = shard(a, mesh, [ms.Shard(1)], requires_grad=True)
+    assert WORLD.size == 1 or (x @ shard(b, mesh, [ms.Shard(0)])).layout.partial_dims
+    for got, expected in zip(written(x, shard(b, mesh, [ms.Shard(0)])), written(a, b), strict=True):
+        torch.testing.assert_close(gathered(got), gathered(expected))
 
 
 def test_views_of_a_partial_settle_it():
