@@ -62,9 +62,9 @@ def record(op: str, messages: int, nbytes: int) -> None:
 
 @contextmanager
 def comm_counter() -> Iterator[CommCounter]:
-    """Count what this rank sends while the block runs.
+    """Count what this rank sends of tensors while the block runs.
 
-    Not collective.
+    Not collective. Numbers about them (the extents that ranks tell each other, what they agree on) do not count.
 
     Yields
     ------

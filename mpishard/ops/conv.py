@@ -16,7 +16,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, layout_of, sizes_of
-from mpishard.ops.dim import whole_along
+from mpishard.ops.dim import plain, whole_along
 from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
 from mpishard.ops.overlap import Overlapped, OverlappedConv, plan_overlapped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
@@ -70,11 +70,7 @@ def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, Shard
             x = whole_along(x, (channel,))
     else:
         x = on_mesh(input, mesh)
-    if isinstance(weight, ShardTensor):
-        weight = weight.full_tensor()
-    if isinstance(bias, ShardTensor):
-        bias = bias.full_tensor()
-    return mesh, x, weight, bias
+    return mesh, x, plain(weight), plain(bias)
 
 
 def _check(x: ShardTensor, ndim: int, name: str) -> int:
