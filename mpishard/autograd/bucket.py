@@ -106,6 +106,7 @@ class _UseParameter(Function):
 
 
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
@@ -118,8 +119,12 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     Adjoint: the sum over the ranks along ``mesh_dims``. That of a marked parameter may be postponed to the end
     of the backward pass, where it is added to ``.grad``.
     """
-    if not mesh_dims or not x.requires_grad:
+    if not mesh_dims:
         return x
-    if hasattr(x, _MARK) and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
-        return _node(x, mesh, mesh_dims)
+    # a dual's primal, and a value made of what an outer transform differentiates, have requires_grad=False
+    if forward_ad._current_level < 0 and not _transforms_active():
+        if not x.requires_grad:
+            return x
+        if hasattr(x, _MARK):
+            return _node(x, mesh, mesh_dims)
     return apply(use_step(mesh, mesh_dims), x)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import Step, apply, pair
-from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.linear import Run, Step, apply, differentiated
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.pointwise import no_out
@@ -29,6 +28,24 @@ def worst(dtype: torch.dtype, largest: bool) -> Any:
         return -torch.inf if largest else torch.inf
     limits = torch.iinfo(dtype)
     return limits.min if largest else limits.max
+
+
+class _Found:
+    """A search as a linear op: given what it found, ``collect`` is its derivative and ``spread`` the adjoint."""
+
+    __slots__ = ("_collect", "_run", "_spread")
+
+    def __init__(self, run: Run, spread: Run, collect: Run) -> None:
+        self._run, self._spread, self._collect = run, spread, collect
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Communicate."""
+        return self._run(x)
+
+    @property
+    def adjoint(self) -> _Found:
+        """Operation of the cotangent, made when asked for: a pair, each knowing the other, would outlive its use."""
+        return _Found(self._spread, self._collect, self._spread)
 
 
 def _check_cells(x: ShardTensor, dims: tuple[int, ...], name: str) -> None:
@@ -54,26 +71,26 @@ def _local_extreme(local: Tensor, dims: tuple[int, ...], largest: bool) -> Tenso
 def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> ShardTensor:
     """Return the extreme over a sharded dim. Collective over ``plan.over``."""
     mesh, local = x._mesh, x._local
-    group = mesh.group(plan.over)
-    values = collective.all_reduce(
-        _local_extreme(local.detach(), plan.dims, largest), group, "max" if largest else "min"
-    )
-    if local.requires_grad:
-        mask = _same(local.detach(), values)
-        count = sum_partial(mask.sum(plan.dims, keepdim=True), mesh, plan.over)
-        weight = mask.to(values.dtype).div_(count)
+    group, wanted = mesh.group(plan.over), differentiated(local)
+    weight: Tensor
 
-        def spread(g: Tensor) -> Tensor:
-            return g * weight
+    def find(t: Tensor) -> Tensor:
+        nonlocal weight
+        values = collective.all_reduce(_local_extreme(t, plan.dims, largest), group, "max" if largest else "min")
+        if wanted:
+            mask = _same(t, values)
+            count = collective.all_reduce(mask.sum(plan.dims, keepdim=True), group)
+            weight = mask.to(values.dtype).div_(count)
+        return values
 
-        def collect(t: Tensor) -> Tensor:
-            return collective.all_reduce((t * weight).sum(plan.dims, keepdim=True), group)
+    def spread(g: Tensor) -> Tensor:
+        return g * weight
 
-        # given which cells are extreme it is linear: the derivative collects from those, the value is known
-        step = Step(lambda _: values)
-        step.adjoint = pair(spread, collect)
-        found = apply(step, local)
-        return wrap(found if keepdim else found.squeeze(plan.dims), plan.out, mesh)
+    def collect(t: Tensor) -> Tensor:
+        return collective.all_reduce((t * weight).sum(plan.dims, keepdim=True), group)
+
+    # given which cells are extreme it is linear: the derivative collects from those
+    values = apply(_Found(find, spread, collect), local)
     return wrap(values if keepdim else values.squeeze(plan.dims), plan.out, mesh)
 
 
@@ -107,13 +124,6 @@ def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False
 # -- values with positions: max(dim), min(dim), argmax, argmin
 
 
-def _take(local: Tensor, dim: int, index: Tensor, owned: Tensor) -> Tensor:
-    """Return the cells at ``index``, zeros where they are not ``owned``; with a graph also of an empty block."""
-    if local.shape[dim] == 0:
-        return local.sum(dim, keepdim=True)
-    return torch.where(owned, local.gather(dim, index.clamp(0, local.shape[dim] - 1)), 0)
-
-
 def first_of(
     values: Tensor, index: Tensor, mesh: CartMesh, over: tuple[int, ...], largest: bool
 ) -> tuple[Tensor, Tensor]:
@@ -124,19 +134,34 @@ def first_of(
 
 
 def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
-    mesh, local = x._mesh, x._local
+    mesh, shape = x._mesh, x._local.shape
     lo, hi = x._layout.interval(dim, mesh.coords)
-    kept = local.detach()
-    if hi > lo:
-        values, index = (torch.max if largest else torch.min)(kept, dim, keepdim=True)
-        index = index + lo
-    else:
-        shape = [1 if d == dim else n for d, n in enumerate(local.shape)]
-        values, index = kept.new_full(shape, worst(kept.dtype, largest)), torch.full(shape, _NOWHERE)
-    values, index = first_of(values, index.to(kept.device), mesh, plan.over, largest)
-    if local.requires_grad:
-        owned = (index >= lo) & (index < hi)
-        values = sum_partial(_take(local, dim, index - lo, owned), mesh, plan.over)
+    index: Tensor
+
+    def find(t: Tensor) -> Tensor:
+        nonlocal index
+        if hi > lo:
+            values, index = (torch.max if largest else torch.min)(t, dim, keepdim=True)
+            index = index + lo
+        else:
+            one = [1 if d == dim else n for d, n in enumerate(shape)]
+            values = t.new_full(one, worst(t.dtype, largest))
+            index = torch.full(one, _NOWHERE, device=t.device)
+        values, index = first_of(values, index, mesh, plan.over, largest)
+        return values
+
+    def own(t: Tensor) -> Tensor:
+        return torch.where((index >= lo) & (index < hi), t, 0)
+
+    def spread(g: Tensor) -> Tensor:
+        cells = g.new_zeros(shape)
+        return cells.scatter_(dim, (index - lo).clamp(0, hi - lo - 1), own(g)) if hi > lo else cells
+
+    def collect(t: Tensor) -> Tensor:
+        found = t.gather(dim, (index - lo).clamp(0, hi - lo - 1)) if hi > lo else t.sum(dim, keepdim=True)
+        return collective.all_reduce(own(found), mesh.group(plan.over))
+
+    values = apply(_Found(find, spread, collect), x._local)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
@@ -195,13 +220,17 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
         if dim is not None:
             dim = normal_dim(dim, x.ndim)
             return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x._mesh)
-        if x._local.numel():
-            at = func(x._local)
-            value, index = x._local.flatten()[at], _flat_position(x, at)
-        else:
-            value = x._local.new_full((), worst(x._local.dtype, largest))
-            index = torch.full((), _NOWHERE, device=value.device)
-        index = first_of(value, index, x._mesh, plan.over, largest)[1]
+
+        def find(t: Tensor) -> Tensor:
+            if t.numel():
+                at = func(t)
+                value, index = t.flatten()[at], _flat_position(x, at)
+            else:
+                value = t.new_full((), worst(t.dtype, largest))
+                index = torch.full((), _NOWHERE, device=value.device)
+            return first_of(value, index, x._mesh, plan.over, largest)[1]
+
+        index = apply(Step(find), x._local)
         return wrap(index.reshape(plan.out.shape), plan.out, x._mesh)
 
     return rule

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
@@ -74,16 +75,15 @@ def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTens
     if plan is None:
         plan = x._mesh.plan(key, lambda: _plan(x, dim, edge_order))
     cells = apply(plan.window, x._local)
-    if not plan.cells:
-        local = cells.narrow(dim, 0, 0) * 1
+    if isinstance(spacing, Tensor) and spacing.ndim:
+        spacing = use(spacing, x._mesh, x._layout.sharded_mesh_dims)
+        spacing = spacing[plan.first : plan.first + cells.shape[dim]]
+    if 0 in cells.shape:
+        # no cells, but made of the coordinates: their gradient is summed over all ranks
+        local = cells.narrow(dim, 0, plan.cells) / (spacing.sum(0, True) if isinstance(spacing, Tensor) else 1)
     else:
-        coordinates = isinstance(spacing, Tensor) and spacing.ndim
-        h = spacing[plan.first : plan.first + cells.shape[dim]] if coordinates else spacing
-        if 0 in cells.shape:
-            local = cells.narrow(dim, 0, plan.cells) * 1
-        else:
-            (every,) = torch.gradient(cells, spacing=[h], dim=[dim], edge_order=edge_order)
-            local = every.narrow(dim, plan.start, plan.cells)
+        (every,) = torch.gradient(cells, spacing=[spacing], dim=[dim], edge_order=edge_order)
+        local = every.narrow(dim, plan.start, plan.cells)
     return wrap(local, x._layout, x._mesh)
 
 

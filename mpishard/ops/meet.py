@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
@@ -178,7 +179,7 @@ def _spare(x: Tensor, core: int, count: int) -> Tensor:
         spare = torch.diag(steps)[: shape[-2], : shape[-1]].expand(shape)
     else:
         spare = steps[: shape[-1]].expand(shape) if core else steps[0].expand(shape)
-    return spare + 0 * x.sum() if x.requires_grad else spare
+    return spare + 0 * x.sum() if differentiated(x) else spare
 
 
 def mapped_results(found: Any, grow: Callable[[Tensor], Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.pointwise import no_out
@@ -115,11 +116,15 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         if kwargs.get("out") is not None:
             raise no_out(func)
         x, own = _whole(resolved(input), dim)
-        q = q.full_tensor() if isinstance(q, ShardTensor) else q
+        if isinstance(q, Tensor):
+            q = q.full_tensor() if isinstance(q, ShardTensor) else q
+            q = use(q, x._mesh, x._layout.sharded_mesh_dims)
         if own is not None and not x._local.numel() and x.shape[own]:
-            # torch refuses blocks without rows
+            # torch refuses blocks without rows; made of q, whose gradient is summed over all ranks
+            func(x._local.new_zeros(1), q, **kwargs)
             local = x._local.sum(own, keepdim=keepdim)
-            local = local.expand(len(q), *local.shape) if isinstance(q, Tensor) and q.ndim == 1 else local
+            if isinstance(q, Tensor):
+                local = local + q.reshape((*q.shape, *[1] * (q.ndim and local.ndim)))
         else:
             local = func(x._local, q, own, keepdim, **kwargs)
         out = reduced(x._layout, own, keepdim).out

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.ops.dim import whole_along
@@ -77,13 +78,13 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
         return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
     if p == 0:
         count = (x != 0).to(result).sum(plan.dims, keepdim)
-        if torch.is_grad_enabled() and x.requires_grad:  # a zero gradient, as in torch, also of what is not finite
+        if differentiated(x._local):  # a zero gradient, as in torch, also of what is not finite
             cells = x._local.real if x._local.is_complex() else x._local
             none = wrap(cells.masked_fill(torch.ones_like(cells, dtype=torch.bool), 0), x._layout, x._mesh)
             count = count + none.sum(plan.dims, keepdim, dtype=result)  # type: ignore[call-overload]
         return count  # type: ignore[no-any-return]
 
-    if torch.is_grad_enabled() and x.requires_grad:
+    if differentiated(x._local):
         return wrap(_differentiable_norm(x, p, plan, keepdim).to(result), plan.out, x._mesh)
 
     def part(t: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
@@ -230,8 +231,22 @@ def log_of_sum(x: ShardTensor, dim: Any, keepdim: bool) -> ShardTensor:
     plan = reduced(x._layout, dim, keepdim)
     if not plan.over:
         return wrap(torch.logsumexp(x._local, plan.dims, keepdim), plan.out, x._mesh)
-    y = _in_parts(wrap(_wide(x._local), x._layout, x._mesh), plan, keepdim, torch.logsumexp, torch.logsumexp)
+    y = _in_parts(wrap(_wide(x._local), x._layout, x._mesh), plan, keepdim, _log_of_block, torch.logsumexp)
     return wrap(y.to(x._local.dtype) if x._local.dtype in HALVES else y, plan.out, x._mesh)
+
+
+def _log_of_block(t: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Return the log-sum-exp of a block whose derivative is zero where its cells are all -inf: torch's is NaN."""
+    if not (t.is_floating_point() or t.is_complex()):
+        t = t.to(torch.get_default_dtype())
+    real = t.detach().real if t.is_complex() else t.detach()
+    top = real.sum(dims, True) if any(t.shape[d] == 0 for d in dims) else real.amax(dims, True)
+    top = torch.where(top.isfinite(), top, 0)
+    total = (t - top).exp().sum(dims, True)
+    nothing = total == 0
+    # nothing is masked: where the whole tensor is -inf the cotangent is NaN, as torch's gradient
+    y = (total + nothing).log() + torch.where(nothing, -torch.inf, top)
+    return y if keepdim else y.squeeze(dims)
 
 
 # -- variance

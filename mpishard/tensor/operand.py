@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import differentiated
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MeshError, described
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
@@ -118,7 +119,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         if source is out:
             return local
     elif isinstance(x, Tensor):
-        if x.ndim == 0 and not x.requires_grad:
+        if x.ndim == 0 and not differentiated(x):
             return x
         source, local = replicated_layout(mesh, x.shape), x
     else:

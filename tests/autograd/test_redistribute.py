@@ -128,3 +128,35 @@ def test_what_travels():
     with ms.comm_counter() as count:
         ms.distribute_tensor(torch.zeros(n, n), mesh, (ms.Replicate(),)).redistribute((ms.Shard(1),))
     assert count.messages == 0
+
+
+def total(y):
+    return y.sum().full_tensor() if isinstance(y, ms.ShardTensor) else y.sum()
+
+
+def gradient_of_jvp(x, w):
+    return torch.func.grad(
+        lambda w: torch.func.jvp(lambda w: total((x * (w * w)) ** 2), (w,), (torch.ones_like(w),))[1]
+    )(w)
+
+
+def gradient_in_a_gradient(x, w):
+    def inner(w):
+        # w * w is the outer transform's
+        return torch.func.grad(lambda z: (total(x * (w * w) + w[0] * w[1]) * z).sum())(torch.ones_like(w)).sum()
+
+    return torch.func.grad(inner)(w)
+
+
+def transposed_jvp(x, w):
+    v = w.clone().requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        y = total((x * torch.autograd.forward_ad.make_dual(w, v)) ** 2)
+        return torch.autograd.grad(torch.autograd.forward_ad.unpack_dual(y).tangent, v)[0]
+
+
+@pytest.mark.parametrize("f", [gradient_of_jvp, gradient_in_a_gradient, transposed_jvp])
+def test_use_sums_what_no_requires_grad_tells_of(f):
+    mesh = mesh_of((-1,))
+    full, w = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 5, torch.tensor([1.0, 2.0, 3.0]).double()
+    torch.testing.assert_close(f(ms.distribute_tensor(full, mesh, (ms.Shard(0),)), w), f(full, w))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.compare import WORLD, compare, layouts
-from tests.ops.windows import check, field, refused_alike
+import mpishard as ms
+from tests.compare import WORLD, compare, layouts, shard
+from tests.ops.windows import check, field, refused_alike, sampled
 
 CASES = [
     {},
@@ -39,3 +40,27 @@ def test_torchs_own_errors():
     refused_alike(lambda x: torch.gradient(x, dim=1, edge_order=2), field(6, 2))
     refused_alike(lambda x: torch.gradient(x, spacing=(1.0, 2.0, 3.0)), field(6, 4))
     refused_alike(lambda x: torch.gradient(x, edge_order=3), field(6, 4))
+
+
+@pytest.mark.parametrize("edge_order", [1, 2])
+def test_gradient_of_the_coordinates(edge_order):
+    x, where = field(5, 6), torch.tensor([0.0, 1.0, 3.0, 4.0, 7.0, 7.5]).double()
+    for mesh, placements, sizes in sampled(x.shape, (0, 1), 2, 6):
+        c = where.clone().requires_grad_()
+        compare(
+            lambda x, c=c: torch.gradient(x, spacing=(c,), dim=1, edge_order=edge_order),
+            [(x, mesh, placements, sizes)],
+            [c],
+        )
+        for own in (ms.Replicate(), ms.Shard(0)):
+            given = (where, mesh, [own] + [ms.Replicate()] * (mesh.ndim - 1), None)
+            compare(
+                lambda x, c: torch.gradient(x, spacing=(c,), dim=1, edge_order=edge_order),
+                [(x, mesh, placements, sizes), given],
+            )
+
+
+def test_dtype_of_a_block_without_cells():
+    for mesh, placements, sizes in sampled((6,), (0,), 0):
+        x = shard(torch.arange(6.0), mesh, placements, sizes)
+        assert torch.gradient(x, spacing=(torch.arange(6.0).double(),))[0].dtype == torch.float64

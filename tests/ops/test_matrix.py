@@ -7,7 +7,7 @@ import torch
 from torch import linalg
 
 import mpishard as ms
-from tests.compare import compare
+from tests.compare import compare, shard
 from tests.ops.windows import check, field, sampled
 
 SQUARE = {
@@ -125,3 +125,16 @@ def test_complex_matrices():
     a = torch.complex(matrices(4, 3, 3), field(4, 3, 3))
     check(linalg.inv, a, (0, 1, 2), 0, rtol=1e-8)
     check(lambda x: linalg.eigvalsh(x + x.mH), a, (0, 1, 2), 1, rtol=1e-8)
+
+
+def test_forward_mode():
+    a, v = matrices(5, 3, 3), field(5, 3, 3)
+    fwd = torch.autograd.forward_ad
+    for mesh, placements, sizes in sampled(a.shape, (0, 1), 1):
+        # whoever has no matrices takes part in the sum of the tangents
+        s, t = (shard(full, mesh, placements, sizes) for full in (a, v))
+        with fwd.dual_level():
+            expected = fwd.unpack_dual(linalg.det(fwd.make_dual(a, v)).sum()).tangent
+            dual = ms.ShardTensor.from_local(fwd.make_dual(s.to_local(), t.to_local()), mesh, placements)
+            tangent = fwd.unpack_dual(linalg.det(dual).sum().to_local()).tangent
+        torch.testing.assert_close(tangent, expected)

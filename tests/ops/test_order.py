@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from tests.compare import WORLD, compare, mesh_of, shard
-from tests.ops.windows import check, field
+from tests.ops.windows import check, field, sampled
 
 SHAPE = (5, 7, 6)
 
@@ -68,3 +68,16 @@ def test_rows_of_a_sharded_table():
     mesh = mesh_of((WORLD.size,))
     for own in (ms.Shard(0), ms.Shard(1)):
         compare(F.embedding, [(index, mesh, (ms.Shard(1),), None), (field(11, 3), mesh, (own,), None)])
+
+
+@pytest.mark.parametrize("f", [torch.quantile, torch.nanquantile])
+def test_gradient_of_the_fraction(f):
+    one = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    two = torch.tensor([0.15, 0.8], dtype=torch.float64, requires_grad=True)
+    x = field(4, 6)
+    for case, (mesh, placements, sizes) in enumerate(sampled(x.shape, (0, 1), 3, 6)):
+        q = (one, two)[case % 2]
+        compare(lambda x, q=q: f(x, q, 1, keepdim=q is two), [(x, mesh, placements, sizes)], [q])
+        for own in (ms.Replicate(), ms.Shard(0)):
+            given = (two.detach(), mesh, [own] + [ms.Replicate()] * (mesh.ndim - 1), None)
+            compare(lambda x, q: f(x, q, 1), [(x, mesh, placements, sizes), given])

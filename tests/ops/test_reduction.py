@@ -289,3 +289,87 @@ def test_errors_are_torch_errors():
         torch.linalg.norm(s[None], 1)
     with pytest.raises(ms.UnsupportedOperationError, match="out="):
         torch.sum(s, 0, out=torch.empty(3))
+
+
+FORWARD = {
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(1, True),
+    "max": torch.max,
+    "max along": lambda x: x.max(0).values,
+    "min along": lambda x: x.min(1, True).values,
+    "aminmax": lambda x: torch.aminmax(x, dim=0).max,
+    "norm": lambda x: torch.linalg.vector_norm(x, 3, 0),
+    "norm, largest": lambda x: torch.linalg.vector_norm(x, INF, 0),
+    "matrix norm, columns": lambda x: torch.linalg.matrix_norm(x, 1),
+    "matrix norm, rows": lambda x: torch.linalg.matrix_norm(x, INF),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "std": lambda x: x.std(0),
+    "prod": lambda x: x.prod(1),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode(name):
+    f, x, v = FORWARD[name], ties(5, 4), values(5, 4)
+    fwd = torch.autograd.forward_ad
+    for mesh, placements, sizes in few(x.shape, (0, 1), 2):
+        s, t = (shard(full, mesh, placements, sizes) for full in (x, v))
+        with fwd.dual_level():
+            expected = fwd.unpack_dual(f(fwd.make_dual(x, v))).tangent
+            dual = fwd.make_dual(s.to_local(), t.to_local())
+            y = f(ms.ShardTensor.from_local(dual, mesh, placements))
+            tangent = ms.ShardTensor.from_local(fwd.unpack_dual(y.to_local()).tangent, mesh, y.placements)
+        torch.testing.assert_close(gathered(tangent), expected, msg=lambda m: f"{placements} {sizes}: {m}")
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_function_transforms(name):
+    f, x = FORWARD[name], values(6, 3)
+    w = torch.tensor([1.0, -2.0, 0.5], dtype=x.dtype)
+
+    def derivatives(x):
+        def energy(w):
+            y = f(x * (w * w))
+            return (y.full_tensor() if isinstance(y, ms.ShardTensor) else y).square().sum()
+
+        def along(w):
+            return torch.func.jvp(energy, (w,), (w + 1,))[1]
+
+        return torch.func.grad(energy)(w), torch.func.grad(along)(w), torch.func.jvp(along, (w,), (w,))[1]
+
+    for mesh, placements, sizes in few(x.shape, (0,), 3):
+        torch.testing.assert_close(derivatives(shard(x, mesh, placements, sizes)), derivatives(x))
+
+
+def test_positions_inside_a_transform():
+    x = values(6, 3)
+
+    def f(w, x):
+        y = x * w
+        return tuple(gathered(t) for t in (y.argmax(), y.argmin(0), y.max(0).indices))
+
+    s = shard(x, mesh_of((WORLD.size,)), [ms.Shard(0)])
+    w = torch.ones(3, dtype=x.dtype)
+    expected = f(w, x)
+    found: list[torch.Tensor] = []
+
+    def energy(w):
+        found.extend(f(w, s))
+        return w.sum()
+
+    torch.func.grad(energy)(w)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(torch._C._functorch.get_unwrapped(a) if a is not b else a, b)
+
+
+def test_logsumexp_where_a_block_is_masked():
+    full = values(8, 4)
+    full[:5] = full[5, 1] = -INF
+    for mesh, placements, sizes in few(full.shape, (0, 1), 2):
+        for dim in (0, (0, 1)):
+            compare(lambda x, dim=dim: x.logsumexp(dim), [(full, mesh, placements, sizes)], what=f"{sizes}")
+    # of rows that are masked altogether torch's gradient is NaN
+    s, t = shard(full, mesh_of((WORLD.size,)), [ms.Shard(1)], requires_grad=True), full.clone().requires_grad_()
+    for x in (s, t):
+        x.logsumexp(1).sum().backward()
+    torch.testing.assert_close(gathered(s.grad), t.grad, equal_nan=True)

@@ -98,3 +98,18 @@ def test_integers_raise_as_torch():
     s = shard(torch.arange(12).view(3, 4), mesh_of((WORLD.size,)), [ms.Shard(1)])
     with pytest.raises(RuntimeError):
         s.softmax(1)
+
+
+@pytest.mark.parametrize("f", [torch.softmax, torch.log_softmax])
+def test_forward_mode_where_a_block_is_masked(f):
+    x, v = values(3, 8), values(3, 8).flip(0)
+    x[:, :6] = -torch.inf
+    mesh = mesh_of((WORLD.size,))
+    fwd = torch.autograd.forward_ad
+    s, t = shard(x, mesh, [ms.Shard(1)]), shard(v, mesh, [ms.Shard(1)])
+    with fwd.dual_level():
+        expected = fwd.unpack_dual(f(fwd.make_dual(x, v), 1)).tangent
+        dual = ms.ShardTensor.from_local(fwd.make_dual(s.to_local(), t.to_local()), mesh, [ms.Shard(1)])
+        tangent = fwd.unpack_dual(f(dual, 1).to_local()).tangent
+        got = ms.ShardTensor.from_local(tangent, mesh, [ms.Shard(1)]).full_tensor()
+    torch.testing.assert_close(got, expected)
