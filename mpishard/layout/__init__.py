@@ -1,6 +1,6 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
-from mpishard.layout.layout import Layout, layout_of
+from mpishard.layout.layout import Layout, by_dim, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
@@ -24,6 +24,7 @@ __all__ = [
     "as_placements",
     "balanced",
     "bounds",
+    "by_dim",
     "interval_runs",
     "layout_of",
     "owner",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral
+from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError, described
 from mpishard.layout.partition import balanced, bounds
-from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
+from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
 
 Sizes = tuple["tuple[int, ...] | None", ...]
+V = TypeVar("V")
 
 
-class Layout:
+class Layout(Frozen):
     """How a mesh holds a tensor: frozen, hashable, the same object on every rank of the mesh.
 
     Build one with `layout_of`, which normalises and interns.
@@ -44,22 +47,33 @@ class Layout:
         "sharded_mesh_dims",
         "sizes",
     )
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    sizes: Sizes
+    shard_dims: dict[int, tuple[int, ...]]
+    partial_dims: tuple[int, ...]
+    sharded_mesh_dims: tuple[int, ...]
+    _hash: int
 
     def __init__(
         self, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
     ) -> None:
-        self.mesh_shape = mesh_shape
-        self.placements = placements
-        self.shape = shape
-        self.sizes = sizes
+        set_once(self, "mesh_shape", mesh_shape)
+        set_once(self, "placements", placements)
+        set_once(self, "shape", shape)
+        set_once(self, "sizes", sizes)
         dims: dict[int, tuple[int, ...]] = {}
         for mesh_dim, p in enumerate(placements):
             if type(p) is Shard:
                 dims[p.dim] = (*dims.get(p.dim, ()), mesh_dim)
-        self.shard_dims = dims
-        self.partial_dims = tuple(m for m, p in enumerate(placements) if type(p) is Partial)
-        self.sharded_mesh_dims = tuple(m for m, p in enumerate(placements) if type(p) is Shard)
-        self._hash = hash((mesh_shape, placements, shape, sizes))
+        set_once(self, "shard_dims", dims)
+        set_once(self, "partial_dims", tuple(m for m, p in enumerate(placements) if type(p) is Partial))
+        set_once(self, "sharded_mesh_dims", tuple(m for m, p in enumerate(placements) if type(p) is Shard))
+        set_once(self, "_hash", hash((mesh_shape, placements, shape, sizes)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_of, (self.mesh_shape, self.placements, self.shape, self.sizes)
 
     def __hash__(self) -> int:
         return self._hash
@@ -160,7 +174,8 @@ def layout_of(
     shape
         Global shape.
     sizes
-        Block sizes per sharded tensor dim, as a mapping or one entry per dim; where absent, `balanced`.
+        Block sizes per sharded tensor dim, as a mapping or one entry per dim; where absent, `balanced`. What one
+        entry per dim says of a dim that is not sharded does not count; in a mapping it must fit.
     multiple
         Of which the borders between balanced blocks are multiples.
 
@@ -183,7 +198,17 @@ def layout_of(
     if sizes is None:
         given: dict[int, Sequence[int] | None] = {}
     elif isinstance(sizes, Mapping):
-        given = dict(sizes)
+        given = by_dim("sizes", sizes, len(shape))
+        for dim, cut in given.items():
+            if dim not in counts and cut is not None and tuple(cut) != (shape[dim],):
+                raise LayoutError(
+                    described(
+                        f"block sizes of dim {dim}, which is not sharded",
+                        expected=f"sizes of sharded dims, here {sorted(counts)}",
+                        got={dim: tuple(cut)},
+                        fix="leave them out, or shard the dim",
+                    )
+                )
     else:
         given = dict(enumerate(sizes))
     out: list[tuple[int, ...] | None] = [None] * len(shape)
@@ -204,6 +229,29 @@ def layout_of(
             )
         out[dim] = cut
     return _intern(mesh_shape, own, shape, tuple(out))
+
+
+def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
+    """Return what is given per tensor dim with the dims counted from the front.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        A dim that is not there, or one that is named twice.
+    """
+    out = {int(d) % ndim: v for d, v in given.items() if isinstance(d, Integral) and -ndim <= d < ndim}
+    if len(out) < len(given):
+        raise LayoutError(
+            described(
+                f"{what}: no such dim, or one named twice",
+                expected=f"different dims in [{-ndim}, {ndim})",
+                got=list(given),
+                fix="name every dim of the tensor at most once",
+            )
+        )
+    return out
 
 
 def numel(shape: Sequence[int]) -> int:

@@ -6,6 +6,8 @@ from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
 
+from mpishard.errors import LayoutError, described
+
 
 @lru_cache(maxsize=4096)
 def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
@@ -28,6 +30,10 @@ def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     >>> balanced(197, 2, multiple=8)
     (96, 101)
     """
+    if multiple < 1 or multiple != int(multiple):
+        raise LayoutError(
+            described("multiple of the borders of blocks", expected="an integer >= 1", got=multiple, fix="give one")
+        )
     units, over = divmod(n, multiple)
     base, rest = divmod(units, count)
     sizes = [multiple * (base + 1 if i < rest else base) for i in range(count)]

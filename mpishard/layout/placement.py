@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NoReturn
 
 from mpishard.errors import LayoutError, described
 
 
-class Shard:
+class Frozen:
+    """What is shared by all that name it, so that nobody may change it. Its slots are its arguments, in order."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            described(
+                f"{type(self).__name__}: {name} cannot be set",
+                expected="no change: it is shared",
+                got=f"{name} = {value!r}",
+                fix="make another one",
+            )
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, name) for name in self.__slots__)
+
+
+# past the refusal of Frozen
+set_once = object.__setattr__
+
+
+class Shard(Frozen):
     """The tensor dim ``dim`` is cut into one block per coordinate of the mesh dim.
 
     Parameters
@@ -17,9 +42,10 @@ class Shard:
     """
 
     __slots__ = ("dim",)
+    dim: int
 
     def __init__(self, dim: int) -> None:
-        self.dim = int(dim)
+        set_once(self, "dim", int(dim))
 
     def __eq__(self, other: object) -> bool:
         # torch's own Shard is accepted without importing it: that import costs half a second
@@ -45,7 +71,7 @@ class Shard:
         return False
 
 
-class Replicate:
+class Replicate(Frozen):
     """Every coordinate of the mesh dim holds the whole tensor."""
 
     __slots__ = ()
@@ -72,7 +98,7 @@ class Replicate:
         return False
 
 
-class Partial:
+class Partial(Frozen):
     """The tensor is the sum over the mesh dim of what its coordinates hold.
 
     Parameters
@@ -82,6 +108,7 @@ class Partial:
     """
 
     __slots__ = ("reduce_op",)
+    reduce_op: str
 
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op != "sum":
@@ -93,7 +120,7 @@ class Partial:
                     fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
                 )
             )
-        self.reduce_op = reduce_op
+        set_once(self, "reduce_op", reduce_op)
 
     def __eq__(self, other: object) -> bool:
         return type(other).__name__ == "Partial" and getattr(other, "reduce_op", None) == "sum"
@@ -118,6 +145,8 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
+
+_shard, _replicate = lru_cache(maxsize=64)(Shard), Replicate()
 
 
 def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
@@ -169,9 +198,9 @@ def _own(placement: object, ndim: int) -> Placement:
                     fix="shard a dim that the tensor has, or use Replicate()",
                 )
             )
-        return Shard(dim % ndim)
+        return _shard(dim % ndim)
     if kind == "Replicate":
-        return Replicate()
+        return _replicate
     if kind == "Partial":
         return Partial(str(placement.reduce_op))  # type: ignore[attr-defined]
     raise LayoutError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from itertools import product
 
 import numpy as np
@@ -90,3 +92,32 @@ def test_block_sizes_that_do_not_fit(sizes):
 def test_block_sizes_that_fit(sizes):
     layout = layout_of((3,), (Shard(1),), (2, sum(sizes)), {1: sizes})
     assert [layout.local_shape((i,)) for i in range(3)] == [(2, s) for s in sizes]
+
+
+def test_sizes_of_dims_counted_from_the_end():
+    layout = layout_of((3,), (Shard(1),), (2, 10), {-1: (5, 0, 5), 0: (2,)})
+    assert layout.sizes == (None, (5, 0, 5))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({2: (5, 0, 5)}, "no such dim"),
+        ({-3: (5, 0, 5)}, "no such dim"),
+        ({"x": (5, 0, 5)}, "no such dim"),
+        ({1: (5, 0, 5), -1: (5, 0, 5)}, "named twice"),
+        ({0: (1, 1)}, "dim 0, which is not sharded"),
+    ],
+)
+def test_sizes_that_say_nothing_are_refused(sizes, says):
+    with pytest.raises(LayoutError, match=says):
+        layout_of((3,), (Shard(1),), (2, 10), sizes)
+
+
+def test_a_layout_is_frozen_and_can_be_copied():
+    layout = layout_of((3,), (Shard(1),), (2, 10))
+    for name in ("shape", "sizes", "other"):
+        with pytest.raises(AttributeError, match="shared"):
+            setattr(layout, name, (1,))
+    assert layout.shape == (2, 10)
+    assert pickle.loads(pickle.dumps(layout)) is copy.deepcopy(layout) is layout

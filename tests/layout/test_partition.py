@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpishard.errors import LayoutError
 from mpishard.layout import balanced, bounds, owner, sizes_of, weighted
 
 sizes = st.lists(st.integers(0, 6), min_size=1, max_size=8).map(tuple)
@@ -63,3 +65,9 @@ def test_equal_weights_are_balanced(n, count, w):
 
 def test_no_weight_gets_no_cells():
     assert weighted(10, (0.0, 1.0, 0.0, 3.0)) == (0, 3, 0, 7) or weighted(10, (0.0, 1.0, 0.0, 3.0)) == (0, 2, 0, 8)
+
+
+@pytest.mark.parametrize("multiple", [0, -8, 1.5])
+def test_multiples_that_are_none(multiple):
+    with pytest.raises(LayoutError, match="an integer >= 1"):
+        balanced(10, 2, multiple)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch.distributed.tensor as dtensor
 
@@ -74,3 +77,13 @@ def test_placements_that_do_not_fit(placements, mesh_ndim, says):
 def test_partial_that_is_no_sum():
     with pytest.raises(LayoutError, match="all_reduce"):
         Partial("max")
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()], ids=repr)
+def test_placements_are_frozen_and_can_be_copied(placement):
+    for name in ("dim", "reduce_op", "other"):
+        with pytest.raises(AttributeError, match="shared"):
+            setattr(placement, name, 0)
+    for same in (pickle.loads(pickle.dumps(placement)), copy.deepcopy(placement)):
+        assert type(same) is type(placement)
+        assert same == placement
