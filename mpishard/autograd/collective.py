@@ -87,6 +87,8 @@ def all_reduce(
     """
     if type(x) is not Tensor:
         require_plain("all_reduce", x)
+    if type(mesh_dim) is list:
+        mesh_dim = tuple(mesh_dim)  # hashable
     key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
     run = mesh.plans.get(key)
     if run is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply, pair
 from mpishard.comm import guard
+from mpishard.comm.halo import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transfer import run_transfer
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Box, Layout, Runs, bounds, interval_runs, plan_fetch, plan_stage
+from mpishard.layout import Box, Layout, Runs, bounds, by_dim, interval_runs, plan_fetch, plan_stage
 
 
 class Wanted(NamedTuple):
@@ -112,7 +113,7 @@ def halo_exchange(
     local: Tensor,
     mesh: CartMesh,
     layout: Layout,
-    widths: Mapping[int, tuple[int, int]],
+    widths: Mapping[int, Width],
     mode: str | None = None,
 ) -> Tensor:
     """Return the local block with its halo on both sides of the given dims.
@@ -126,7 +127,7 @@ def halo_exchange(
     mesh, layout
         Of the tensor.
     widths
-        Tensor dim -> (lo, hi) width of the halo.
+        Tensor dim -> width of the halo, an int or (lo, hi).
     mode
         What fills the halo beyond the domain's edge: ``"zeros"``, ``"reflect"``, ``"replicate"`` or
         ``"circular"``. A dim that lies on a periodic mesh dim wraps whatever the mode. None: zeros, and a
@@ -150,18 +151,43 @@ def halo_exchange(
     --------
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
-    key = ("halo_exchange", layout, local.dtype, tuple(sorted(widths.items())), mode)
+    given = tuple((d, tuple(w) if isinstance(w, Iterable) else w) for d, w in widths.items())
+    key = ("halo_exchange", layout, local.dtype, given, mode)
     op = mesh.plans.get(key)
     if op is None:
         op = mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
     return apply(op, local)
 
 
+def halo_widths(what: str, widths: Mapping[int, Width], ndim: int) -> dict[int, tuple[int, int]]:
+    """Return the (lo, hi) of every dim, counted from the front.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        Unknown dims, one named twice, or what is no width.
+    """
+    given = by_dim(what, widths, ndim)
+    try:
+        return {dim: width_pair(width) for dim, width in given.items()}
+    except (TypeError, ValueError):
+        raise LayoutError(
+            described(
+                f"{what}: not a width",
+                expected="an integer or two, (lo, hi), per dim",
+                got=given,
+                fix="give {dim: (lo, hi)}",
+            )
+        ) from None
+
+
 def _halo_op(
-    mesh: CartMesh, layout: Layout, dtype: torch.dtype, widths: Mapping[int, tuple[int, int]], mode: str | None
+    mesh: CartMesh, layout: Layout, dtype: torch.dtype, widths: Mapping[int, Width], mode: str | None
 ) -> WindowOp:
     wanted = []
-    for dim, (lo, hi) in sorted(widths.items()):
+    for dim, (lo, hi) in sorted(halo_widths("halo_exchange", widths, layout.ndim).items()):
         n = layout.shape[dim]
         periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim, ()))
         if lo < 0 or hi < 0:

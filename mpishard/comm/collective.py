@@ -145,7 +145,7 @@ def even(n: int, count: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, n - i * step)) for i in range(count))
 
 
-def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *, pinned: bool = False) -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """Concatenate the ranks' tensors along ``dim``, in rank order.
 
     Collective over the group.
@@ -160,8 +160,6 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *,
         Dim to concatenate along, not negative.
     sizes
         Extent of every rank's block.
-    pinned
-        Whether the result lies in pinned memory, for a GPU to read.
 
     Returns
     -------
@@ -171,14 +169,21 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], *,
     shape, total = x.shape, sum(sizes)
     full = (*shape[:dim], total, *shape[dim + 1 :])
     row = math.prod(full) // max(total, 1)
-    if not x.is_cpu:
-        link = nccl.link_of(group, x, total * row * x.itemsize)
-        if link is None:
-            return all_gather(to_host(x), group, dim, sizes, pinned=True).to(x.device, non_blocking=True)
-        flat = link.all_gather(dense(x), [s * row for s in sizes])
-        return _joined(flat, [s * row for s in sizes], shape, dim, sizes)
     if guard.DEBUG:
         guard.check(group.comm, "all_gather", full, x.dtype)
+    if x.is_cpu:
+        return _host_all_gather(x, group, dim, sizes, full, row, pinned=False)
+    link = nccl.link_of(group, x, total * row * x.itemsize)
+    if link is None:
+        return _host_all_gather(to_host(x), group, dim, sizes, full, row, pinned=True).to(x.device, non_blocking=True)
+    flat = link.all_gather(dense(x), [s * row for s in sizes])
+    return _joined(flat, [s * row for s in sizes], shape, dim, sizes)
+
+
+def _host_all_gather(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], full: tuple[int, ...], row: int, *, pinned: bool
+) -> torch.Tensor:
+    shape, total = x.shape, full[dim]
     x = dense(x)
     if group.size == 1:
         return x.clone()
@@ -240,7 +245,7 @@ def reduce_scatter(
     deterministic
         As in `all_reduce`.
     pinned
-        As in `all_gather`.
+        Whether the result lies in pinned memory, for a GPU to read.
 
     Returns
     -------
@@ -290,8 +295,6 @@ def all_to_all(
     shapes: Sequence[tuple[int, ...]],
     group: Group,
     bound_nbytes: int,
-    *,
-    pinned: bool = False,
 ) -> list[torch.Tensor]:
     """Send one block to every rank and receive one from each.
 
@@ -307,25 +310,34 @@ def all_to_all(
         Ranks that take part.
     bound_nbytes
         No rank sends or receives more than this; the same number on every rank.
-    pinned
-        As in `all_gather`.
 
     Returns
     -------
     list of torch.Tensor
         What came, by rank; contiguous views of one buffer.
     """
-    if not blocks[0].is_cpu:
-        device = blocks[0].device
-        link = nccl.link_of(group, blocks[0], bound_nbytes)
-        if link is not None:
-            lengths = [torch.Size(s).numel() for s in shapes]
-            whole = link.all_to_all([dense(b) for b in blocks], lengths)
-            return [b.view(s) for b, s in zip(whole.split(lengths), shapes)]
-        hosts = all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes, pinned=True)
-        return [b.to(device, non_blocking=True) for b in hosts]
     if guard.DEBUG:
         guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
+    if blocks[0].is_cpu:
+        return _host_all_to_all(blocks, shapes, group, bound_nbytes, pinned=False)
+    device = blocks[0].device
+    link = nccl.link_of(group, blocks[0], bound_nbytes)
+    if link is None:
+        hosts = _host_all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes, pinned=True)
+        return [b.to(device, non_blocking=True) for b in hosts]
+    lengths = [torch.Size(s).numel() for s in shapes]
+    whole = link.all_to_all([dense(b) for b in blocks], lengths)
+    return [b.view(s) for b, s in zip(whole.split(lengths), shapes)]
+
+
+def _host_all_to_all(
+    blocks: Sequence[torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: Group,
+    bound_nbytes: int,
+    *,
+    pinned: bool,
+) -> list[torch.Tensor]:
     if group.size == 1:
         return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
     flat = pack(blocks, blocks[0].dtype)
@@ -364,17 +376,21 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     torch.Tensor
         The same on every rank.
     """
-    at_root = group.rank == root
-    if not x.is_cpu:
-        link = nccl.link_of(group, x, x.nbytes)
-        if link is not None:
-            sent = link.broadcast(dense(x), root)
-            return x.copy_(sent) if in_place else sent
-        host = to_host(x) if at_root else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host = broadcast(host, group, root, in_place=True)
-        return x.copy_(host) if in_place else host.to(x.device, non_blocking=True)
     if guard.DEBUG:
         guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
+    if x.is_cpu:
+        return _host_broadcast(x, group, root, in_place)
+    link = nccl.link_of(group, x, x.nbytes)
+    if link is not None:
+        sent = link.broadcast(dense(x), root)
+        return x.copy_(sent) if in_place else sent
+    host = to_host(x) if group.rank == root else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = _host_broadcast(host, group, root, True)
+    return x.copy_(host) if in_place else host.to(x.device, non_blocking=True)
+
+
+def _host_broadcast(x: torch.Tensor, group: Group, root: int, in_place: bool) -> torch.Tensor:
+    at_root = group.rank == root
     if in_place and x.is_contiguous():
         y = x
     elif at_root:

@@ -7,9 +7,10 @@ once (`mpishard.comm.refresh`) and kept.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -58,7 +59,9 @@ class HaloExchanger:
     Raises
     ------
     LayoutError, UnsupportedDtypeError
-        On every rank: the arguments do not fit each other, the mesh, or the other ranks' arguments.
+        On every rank: the arguments do not fit each other, the mesh, or the other ranks' shapes.
+    DesyncError
+        The ranks' halo widths, dtypes, dims or orders differ.
 
     Notes
     -----
@@ -345,16 +348,19 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None) 
     return dict(sorted(found.items()))
 
 
+def width_pair(width: Width) -> tuple[int, int]:
+    """Return a halo's width as (lo, hi); a TypeError or ValueError says that it is none. Not collective."""
+    lo, hi = width if isinstance(width, Iterable) else (width, width)
+    return operator.index(lo), operator.index(hi)
+
+
 def _widths(
     shape: tuple[int, ...], halo_width: int | Sequence[Width], mesh_dims: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    if isinstance(halo_width, int):
+    if not isinstance(halo_width, Iterable):
         halo_width = [halo_width if d in mesh_dims else 0 for d in range(len(shape))]
     try:
-        pairs = []
-        for width in halo_width:
-            lo, hi = width if isinstance(width, Sequence) else (width, width)
-            pairs.append((int(lo), int(hi)))
+        pairs = [width_pair(width) for width in halo_width]
     except (TypeError, ValueError):
         pairs = []
     if len(pairs) != len(shape) or any(lo < 0 or hi < 0 for lo, hi in pairs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,7 +137,7 @@ class CartMesh:
                 described(
                     "from_comm: not a Cartesian communicator",
                     expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
-                    got=repr(adopted),
+                    got=_kind(adopted),
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
@@ -164,7 +164,7 @@ class CartMesh:
                 described(
                     "mesh used after free()",
                     expected="a live mesh",
-                    got=repr(self),
+                    got=self.outline,
                     fix="free a mesh only when no tensor or exchanger on it is used any more",
                 )
             )
@@ -294,18 +294,23 @@ class CartMesh:
             self._holding.free()
         self._groups.clear()
 
-    def __repr__(self) -> str:
+    @property
+    def outline(self) -> str:
+        """What all ranks say alike of the mesh, for the texts of errors."""
         dims = ", ".join(
             f"{n}={s}{' periodic' if p else ''}" for n, s, p in zip(self.mesh_dim_names, self.shape, self.periodic)
         )
-        return f"CartMesh({dims}; rank {self.rank} at {self.coords}{', freed' if self.freed else ''})"
+        return f"CartMesh({dims}{', freed' if self.freed else ''})"
+
+    def __repr__(self) -> str:
+        return f"{self.outline[:-1]}; rank {self.rank} at {self.coords})"
 
     def __reduce__(self) -> Any:
         raise MeshError(
             described(
                 "a CartMesh cannot be pickled",
                 expected="a live MPI communicator",
-                got=repr(self),
+                got=self.outline,
                 fix="make the mesh again with init_mesh in the other process",
             )
         )
@@ -360,13 +365,13 @@ def init_mesh(
             described(
                 "init_mesh: not an intra-communicator",
                 expected="a communicator that this rank belongs to",
-                got=repr(comm),
+                got=_kind(comm),
                 fix="call init_mesh only on the ranks of the communicator",
             )
         )
     error = None
     try:
-        shape = (shape,) if isinstance(shape, int) else tuple(int(s) for s in shape)
+        shape = _checked_extents(shape)
         names = _checked_names(mesh_dim_names, len(shape), "init_mesh")
         periods = _checked_periods(periodic, len(shape))
         full = _infer(shape, comm.Get_size())
@@ -376,6 +381,20 @@ def init_mesh(
     with guard.waiting("init_mesh", (), comm):
         cart = comm.Create_cart(full, periods=periods, reorder=False)
         return CartMesh(cart, names, _as_device(device))
+
+
+def _kind(comm: MPI.Comm) -> str:
+    # not its repr, which holds an address
+    return "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"{type(comm).__name__} of {comm.Get_size()} ranks"
+
+
+def _checked_extents(shape: Sequence[int] | int) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise MeshError(
+            described("init_mesh: extents that are not integers", expected="integers", got=shape, fix="give integers")
+        ) from None
 
 
 def _infer(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -436,6 +455,18 @@ def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, w
         comm.Free()
         raise
     return names
+
+
+def two_meshes(one: CartMesh, other: CartMesh) -> MeshError:
+    """Return the error of operands that live on different meshes. Not collective."""
+    return MeshError(
+        described(
+            "operands live on different meshes",
+            expected=f"all on {one.outline}",
+            got=f"another one: {other.outline}",
+            fix="make every tensor of an operation on the same CartMesh object",
+        )
+    )
 
 
 def _as_device(device: torch.device | str | None) -> torch.device | None:

@@ -62,11 +62,13 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
     for finding in found:
         tell(f"  {finding.source}: {finding.says} ({finding.detail})")
     _, reason = aware.decide(found)
-    if mesh.device.type != "cuda":
-        tell("  there is no GPU that torch can use: messages are host memory's")
+    # all ranks leave here, or none: what follows is collective
+    have = mesh.comm.allgather(mesh.device.type == "cuda")
+    if not all(have):
+        tell(f"  {sum(have)} of {mesh.size} ranks have a GPU that torch can use: messages are host memory's")
         return
     tell(f"  messages go {'from GPU to GPU' if mesh.gpu_aware else 'through pinned host memory'}; {reason}")
-    if mesh.gpu_aware or any(f.says == "maybe" for f in found):
+    if mesh.comm.allreduce(mesh.gpu_aware or any(f.says == "maybe" for f in found), MPI.LOR):
         tell("  trying it; if the job crashes now, the answer is no: set MPISHARD_GPU_AWARE=0")
         works = _probe(mesh)
         tell(f"  it {'works' if works else 'gives wrong values: set MPISHARD_GPU_AWARE=0'}")

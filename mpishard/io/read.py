@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.window import halo_widths
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MpishardError, described
@@ -248,22 +249,21 @@ def part_of(
 
 def _widths(halo: Halo, layout: Layout, mesh: CartMesh, mode: str | None) -> dict[int, tuple[int, int]]:
     out: dict[int, tuple[int, int]] = {}
-    for dim, width in halo.items():
-        lo, hi = (width, width) if isinstance(width, int) else width
-        periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim % max(1, layout.ndim), ()))
-        n = layout.shape[dim] if -layout.ndim <= dim < layout.ndim else -1
+    for dim, (lo, hi) in halo_widths("read: halo", halo, layout.ndim).items():
+        periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim, ()))
+        n = layout.shape[dim]
         limit = n - 1 if mode == "reflect" and not periodic else n
-        if n < 0 or min(lo, hi) < 0 or (max(lo, hi) > limit and not periodic and mode in (None, "reflect")):
+        if min(lo, hi) < 0 or (max(lo, hi) > limit and not periodic and mode in (None, "reflect")):
             raise LayoutError(
                 described(
                     f"read: halo of dim {dim}",
-                    expected=f"a dim of {layout.shape} and widths from 0 to {max(limit, 0)} (wider ones with mode="
-                    "'zeros', 'replicate' or 'circular')",
+                    expected=f"widths from 0 to {max(limit, 0)} (wider ones with mode='zeros', 'replicate' or "
+                    "'circular')",
                     got=(lo, hi),
                     fix="give {dim: (lo, hi)}",
                 )
             )
-        out[dim % layout.ndim] = (lo, hi)
+        out[dim] = (lo, hi)
     return out
 
 

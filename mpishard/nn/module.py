@@ -38,7 +38,9 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
     Raises
     ------
     LayoutError
-        Parameters or buffers differ in name, shape or dtype between ranks, or are ShardTensors.
+        Parameters or buffers are ShardTensors.
+    DesyncError
+        They differ in name, shape or dtype between ranks.
 
     Examples
     --------

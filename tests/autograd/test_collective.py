@@ -314,7 +314,7 @@ def test_dtypes(mesh):
     [
         (lambda x, m: ms.all_reduce(x.bool(), m), ms.UnsupportedDtypeError, "no reduction 'sum' of torch.bool"),
         (lambda x, m: ms.all_reduce(x.int(), m, op="avg"), ms.UnsupportedDtypeError, "no reduction 'avg'"),
-        (lambda x, m: ms.all_reduce(x, m, op="mode"), ms.UnsupportedDtypeError, "sum, prod, max, min"),
+        (lambda x, m: ms.all_reduce(x, m, op="mode"), ms.UnsupportedDtypeError, "avg, sum, prod, max, min"),
         (lambda x, m: ms.all_reduce(x, m, "z"), ms.MeshError, "no such mesh dim"),
         (lambda x, m: ms.all_reduce(x, m, ("x", "x")), ms.MeshError, "out of order"),
         (lambda x, m: ms.all_reduce(1.0, m), ms.UnsupportedOperationError, "plain tensors"),
@@ -367,6 +367,13 @@ def test_mesh_after_free():
     for call in (ms.all_reduce, ms.all_gather, ms.broadcast):
         with pytest.raises(ms.MeshError, match="after free"):
             call(x, mesh)
+
+
+def test_mesh_dims_in_a_list():
+    mesh = ms.init_mesh((-1, 1), ("y", "x"))
+    x = torch.ones(3)
+    for dims in (["y", "x"], [0], []):
+        assert torch.equal(ms.all_reduce(x, mesh, dims), ms.all_reduce(x, mesh, tuple(dims)))
 
 
 def test_shard_tensors_are_refused(mesh):

@@ -175,6 +175,14 @@ def test_only_strips_travel():
     assert count.nbytes == 4 * 3 * 5 * (1 * lower + 2 * upper)
 
 
+def test_widths_of_any_integers():
+    mesh = mesh_of((-1,))
+    x = ms.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, (ms.Shard(1),))
+    expected = ms.halo_exchange(x, {1: (1, 1)})
+    for width in (1, np.int64(1), [1, 1], np.array([1, 1])):
+        assert torch.equal(ms.halo_exchange(x, {-1: width}), expected)
+
+
 def test_wrong_widths_and_modes_raise():
     mesh = mesh_of((-1,))
     x = ms.distribute_tensor(torch.zeros(3, 4 * mesh.size), mesh, (ms.Shard(1),))
@@ -183,6 +191,9 @@ def test_wrong_widths_and_modes_raise():
         ({1: (4 * mesh.size, 0)}, "reflect", "wider than the global extent"),
         ({1: (-1, 0)}, "zeros", "negative"),
         ({2: (1, 0)}, "zeros", "no such dim"),
+        ({1: 1, -1: 2}, "zeros", "named twice"),
+        ({1: 1.5}, "zeros", "not a width"),
+        ({1: (1, 1, 1)}, "zeros", "not a width"),
         ({1: (1, 0)}, "mirror", "unknown padding mode"),
     ):
         with pytest.raises(ms.LayoutError, match=text):

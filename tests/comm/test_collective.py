@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpishard.comm import buffer, collective, message, pending
+from mpishard.comm import buffer, collective, guard, message, nccl, pending
 from mpishard.comm.counter import comm_counter
 from mpishard.errors import DesyncError, UnsupportedDtypeError
 
@@ -267,3 +267,21 @@ def test_counters_see_the_bytes(group):
         "reduce_scatter": (1, x.nbytes),
         "broadcast": (1, x.nbytes if group.rank == 0 else 0),
     }
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, group: collective.all_gather(x, group, 0, (3,) * group.size),
+        lambda x, group: collective.all_to_all([x] * group.size, [(3,)] * group.size, group, 12 * group.size),
+        lambda x, group: collective.broadcast(x, group, 0),
+    ],
+    ids=["all_gather", "all_to_all", "broadcast"],
+)
+def test_calls_on_a_device_are_compared_before_anything_moves(group, monkeypatch, call):
+    monkeypatch.setattr(guard, "DEBUG", True)
+    monkeypatch.setattr(nccl, "link_of", lambda *_: pytest.fail("not compared"))
+    odd = torch.float64 if group.rank == 1 else torch.float32
+    with pytest.raises(DesyncError, match="rank 1"):
+        call(torch.empty(3, dtype=odd, device="meta"), group)

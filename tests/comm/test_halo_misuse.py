@@ -52,6 +52,8 @@ def raised_everywhere(kind, call):
         ((6, 6), (1, -1), "f4", {}, LayoutError),
         ((6, 6), (1, (1, 1, 1)), "f4", {}, LayoutError),
         ((6, 6), (1, "wide"), "f4", {}, LayoutError),
+        ((6, 6), (1, 1.5), "f4", {}, LayoutError),
+        ((6, 6), 1.0, "f4", {}, LayoutError),
         ((6, 6), (4, 4), "f4", {}, LayoutError),
         ((6, 6, 6), (1, 1, 1), "f4", {}, LayoutError),
         ((6, 6), (1, 1), object, {}, UnsupportedDtypeError),
@@ -66,6 +68,12 @@ def raised_everywhere(kind, call):
 def test_constructor_refuses(make_mesh, shape, width, dtype, options, kind):
     mesh = make_mesh((SIZE, 1))
     raised_everywhere(kind, lambda: HaloExchanger(mesh, shape, width, dtype, **options))
+
+
+def test_widths_of_any_integers(make_mesh):
+    mesh = make_mesh((SIZE, 1))
+    for width in (np.int64(1), np.array([1, 1]), [np.array([1, 1]), (1, 1)]):
+        assert HaloExchanger(mesh, (6, 6), width, "f4").halo_width == ((1, 1), (1, 1))
 
 
 def test_one_rank_with_an_error_is_enough(make_mesh):

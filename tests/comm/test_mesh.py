@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -52,6 +53,13 @@ def test_shape_that_does_not_fit(shape):
         init_mesh(shape)
     # what every rank says is one text
     assert len(set(WORLD.allgather(str(info.value)))) == 1
+
+
+@pytest.mark.parametrize("shape", [(1.5,), 1.0, ("2",)])
+def test_extents_that_are_no_integers(shape):
+    with pytest.raises(MeshError, match="not integers"):
+        init_mesh(shape)
+    assert init_mesh(np.int64(WORLD.size)).shape == (WORLD.size,)
 
 
 @pytest.mark.parametrize("names", [("y",), ("y", "y"), ("y", 1), "xyz"])
@@ -310,6 +318,20 @@ def test_freed_mesh_says_so():
             used.plan("key", lambda: "plan")
     with pytest.raises(MeshError, match="mesh used after free"):
         mesh["x"]
+
+
+def test_errors_have_one_text_on_all_ranks():
+    mesh, freed = init_mesh((-1,), ("y",)), init_mesh((-1,), ("y",))
+    freed.free()
+    for call in (
+        lambda: freed.group((0,)),
+        lambda: pickle.dumps(mesh),
+        lambda: CartMesh.from_comm(WORLD),
+        lambda: init_mesh((-1,), comm=MPI.COMM_NULL),
+    ):
+        with pytest.raises(MeshError) as info:
+            call()
+        assert len(set(WORLD.allgather(str(info.value)))) == 1
 
 
 def test_freed_sub_mesh_leaves_its_mesh():

@@ -1,8 +1,12 @@
 """`mpishard info`: what the job runs on, said once."""
 
+import pytest
+import torch
 from mpi4py import MPI
 
 from mpishard.cli import main
+from mpishard.comm import survey as survey_module
+from mpishard.comm.mesh import init_mesh
 from mpishard.comm.survey import survey
 
 WORLD = MPI.COMM_WORLD
@@ -34,3 +38,12 @@ def test_a_launcher_of_another_library_is_noticed(monkeypatch):
 def test_command(capsys):
     assert main(["info"]) == 0
     assert ("May MPI be given GPU memory?" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_nothing_is_tried_where_some_ranks_have_no_gpu():
+    mesh = init_mesh(WORLD.size)
+    mesh.device = torch.device("cpu" if WORLD.rank else "cuda")
+    lines = []
+    survey_module._tell_route(mesh, lines.append)
+    assert lines[-1].startswith(f"  1 of {WORLD.size} ranks have a GPU")
