@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
+from mpishard.autograd.argument import require_plain
 from mpishard.comm import guard
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.halo import Width
+from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.comm.transfer import scatter_blocks
-from mpishard.errors import LayoutError, MpishardError, described
-from mpishard.layout import Layout, as_placements, layout_of, weighted
+from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
+from mpishard.tensor.factory import asked, new_layout
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -62,23 +66,24 @@ def from_local(
     """
     if not isinstance(local, Tensor):
         local = torch.from_dlpack(local)  # shares the memory
+    require_plain("from_local", local)
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
         return wrap(local, _inferred(local, mesh, placements), mesh)
+    if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
+        raise LayoutError(
+            described(
+                "from_local: unknown sharding_shapes",
+                expected="'infer', 'chunk' or {mesh_dim: sizes}",
+                got=repr(sharding_shapes),
+                fix="use one of them",
+            )
+        )
     own = as_placements(placements, mesh.ndim, local.ndim)
     probe = layout_of(mesh.shape, own, (0,) * local.ndim)
     shape, sizes = list(local.shape), {}
     for dim, mesh_dims in probe.shard_dims.items():
         count = len(probe.sizes[dim] or ())
         if isinstance(sharding_shapes, str):
-            if sharding_shapes != "chunk":
-                raise LayoutError(
-                    described(
-                        "from_local: unknown sharding_shapes",
-                        expected="'infer', 'chunk' or {mesh_dim: sizes}",
-                        got=repr(sharding_shapes),
-                        fix="use one of them",
-                    )
-                )
             sizes[dim] = (local.shape[dim],) * count
         else:
             given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
@@ -172,7 +177,7 @@ def distribute_tensor(
     Parameters
     ----------
     tensor
-        The same full tensor on every rank.
+        The same full tensor on every rank; or a ShardTensor on ``mesh``, which is redistributed (collective).
     mesh, placements
         Where and how to shard it.
     sizes
@@ -196,22 +201,19 @@ def distribute_tensor(
     >>> x = ms.distribute_tensor(full, mesh, (ms.Shard(2), ms.Shard(3)))
     """
     if isinstance(tensor, ShardTensor):
-        return redistribute(tensor, placements)
-    sizes_key = None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
-    key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, tuple(_key(placements)), sizes_key, multiple)
+        if tensor._mesh is not mesh:
+            raise two_meshes(tensor._mesh, mesh)
+        if sizes is None and multiple == 1:
+            return redistribute(tensor, placements)
+    key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
     layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
+    if isinstance(tensor, ShardTensor):
+        return moved(tensor, layout)
     whole = replicated_layout(mesh, tensor.shape)
     local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)
     if local is tensor:
         local = tensor.clone()
     return wrap(local, layout, mesh)
-
-
-def _key(placements: Any) -> list[Any]:
-    try:
-        return [repr(p) for p in placements]
-    except TypeError:
-        return [repr(placements)]
 
 
 def scatter_tensor(
@@ -248,6 +250,15 @@ def scatter_tensor(
     -------
     ShardTensor
 
+    Raises
+    ------
+    LayoutError
+        There is nothing to scatter, or placements or sizes do not fit it; `Partial` is refused.
+    UnsupportedDtypeError
+        It shall require a gradient, and has a dtype that has none.
+    DesyncError
+        The ranks' arguments differ.
+
     Examples
     --------
     >>> full = load() if mesh.rank == 0 else None
@@ -275,12 +286,23 @@ def scatter_tensor(
                         fix="pass the full tensor on the source rank",
                     )
                 )
-            layout = layout_of(mesh.shape, placements, tensor.shape, sizes, multiple)
+            if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise UnsupportedDtypeError(
+                    described(
+                        "scatter_tensor: a dtype without gradients",
+                        expected="a floating or complex dtype, or requires_grad=False",
+                        got=tensor.dtype,
+                        fix="convert the tensor first",
+                    )
+                )
+            layout = new_layout("scatter_tensor", mesh, placements, tensor.shape, sizes, multiple)
             meta = (tuple(tensor.shape), tensor.dtype)
         except MpishardError as e:
             error = e
     comm = mesh.group(tuple(range(mesh.ndim))).comm
-    guard.agree(comm, error, "scatter_tensor")
+    told = (src, *asked(placements, sizes), multiple, requires_grad)
+    # what fits on the source fits everywhere: the others give the same
+    guard.agree(comm, error, f"scatter_tensor{told}")
     with guard.waiting("scatter_tensor", (src,), comm):
         shape, dtype = comm.bcast(meta, root=src)
     if layout is None:
@@ -323,7 +345,9 @@ def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
     --------
     >>> y = x.redistribute(placements=(ms.Shard(1), ms.Replicate()))
     """
-    return moved(x, x._layout.with_placements(placements))
+    layout = x._layout
+    key = ("placements", layout, *asked(placements))
+    return moved(x, x._mesh.plan(key, lambda: layout.with_placements(placements)))
 
 
 def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
@@ -347,10 +371,22 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
     --------
     >>> y = x.rebalance({2: [1.0, 2.0]})  # the second rank along dim 2 takes two thirds
     """
-    layout = x._layout
-    if weights_or_sizes is None:
-        return moved(x, layout_of(layout.mesh_shape, layout.placements, layout.shape))
-    given = weights_or_sizes
+    layout, given = x._layout, weights_or_sizes
+    if isinstance(given, Mapping):
+        given = {d: _numbers(v) for d, v in given.items()}
+    elif given is not None:
+        given = _numbers(given)
+    key = tuple(given.items()) if isinstance(given, dict) else given
+    return moved(x, x._mesh.plan(("rebalance", layout, key), lambda: _rebalanced(layout, given)))
+
+
+def _numbers(values: Any) -> tuple[Any, ...]:
+    return tuple(v.item() if hasattr(v, "item") else v for v in values)
+
+
+def _rebalanced(layout: Layout, given: Any) -> Layout:
+    if given is None:
+        return layout_of(layout.mesh_shape, layout.placements, layout.shape)
     if not isinstance(given, Mapping):
         if len(layout.shard_dims) != 1:
             raise LayoutError(
@@ -363,24 +399,23 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
             )
         given = {next(iter(layout.shard_dims)): given}
     sizes = list(layout.sizes)
-    for dim, numbers in given.items():
-        d = int(dim) % max(1, layout.ndim)
-        numbers = tuple(numbers)
-        if sizes[d] is None or len(numbers) != len(sizes[d]) or min(numbers) < 0 or sum(numbers) <= 0:  # type: ignore[arg-type]
+    for dim, numbers in by_dim("rebalance", given, layout.ndim).items():
+        count = len(sizes[dim] or ())
+        if not count or len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
             raise LayoutError(
                 described(
                     f"rebalance: numbers do not fit dim {dim}",
-                    expected=f"{len(sizes[d] or ())} numbers >= 0 for a sharded dim, one per block",
+                    expected=f"{count} numbers >= 0, not all 0, for a sharded dim, one per block",
                     got=numbers,
                     fix="give one weight or size per rank along the mesh dims that shard the dim",
                 )
             )
-        exact = all(isinstance(v, (int, np.integer)) for v in numbers) and sum(numbers) == layout.shape[d]
-        sizes[d] = numbers if exact else weighted(layout.shape[d], tuple(float(v) for v in numbers))
-    return moved(x, layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes))
+        exact = all(isinstance(v, int) for v in numbers) and sum(numbers) == layout.shape[dim]
+        sizes[dim] = numbers if exact else weighted(layout.shape[dim], tuple(float(v) for v in numbers))
+    return layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes)
 
 
-def halo_exchange(x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], mode: str | None = None) -> Tensor:
+def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None = None) -> Tensor:
     """Return this rank's block with its halo on both sides, corners filled.
 
     Neighborwise collective.
@@ -404,7 +439,7 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], m
     Raises
     ------
     LayoutError
-        Unknown dim or mode, negative width, or a halo wider than the extent with no mode to fill it.
+        Unknown dim or mode, no width or a negative one, or a halo wider than the extent with no mode to fill it.
 
     Notes
     -----
@@ -415,20 +450,7 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, int | tuple[int, int]], m
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
     x = resolved(x)
-    pairs = {}
-    for dim, width in widths.items():
-        if not -x.ndim <= dim < x.ndim:
-            raise LayoutError(
-                described(
-                    "halo_exchange: no such dim",
-                    expected=f"a dim in [{-x.ndim}, {x.ndim})",
-                    got=dim,
-                    fix="name a dim of the tensor",
-                )
-            )
-        lo, hi = (width, width) if isinstance(width, int) else width
-        pairs[dim % x.ndim] = (int(lo), int(hi))
-    return window.halo_exchange(x._local, x._mesh, x._layout, pairs, mode)
+    return window.halo_exchange(x._local, x._mesh, x._layout, widths, mode)
 
 
 ShardTensor.from_local = staticmethod(from_local)

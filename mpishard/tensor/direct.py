@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpishard.errors import MpishardError
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -31,6 +32,8 @@ def _operator(function: Any) -> Any:
     def operator(self: Any, other: Any) -> Any:
         try:
             return function(self, other) if _modes_active() else RULES[function](self, other)
+        except MpishardError:
+            raise  # one of ours may be a TypeError too
         except TypeError:
             return NotImplemented  # as torch does: the other operand may know how
 

@@ -18,24 +18,30 @@ from mpishard.tensor.stream import Fill, draw_seed, filled, normal, uniform
 Sizes = Mapping[int, Sequence[int]]
 
 
-def _layout(
-    name: str, mesh: CartMesh, placements: Any, shape: tuple[int, ...], sizes: Sizes | None, dtype: torch.dtype
-) -> Layout:
-    def build() -> Layout:
-        layout = layout_of(mesh.shape, placements, shape, sizes)
-        if layout.partial_dims:
-            raise LayoutError(
-                described(
-                    f"{name}: Partial placements",
-                    expected="Shard and Replicate",
-                    got=list(layout.placements),
-                    fix="use ShardTensor.from_local, which says what each rank contributes",
-                )
-            )
-        return layout
+def asked(placements: Any, sizes: Sizes | None = None) -> tuple[Any, ...]:
+    """Return arguments that say how to shard as a key, the same where ranks mean the same. Not collective."""
+    try:
+        told = tuple(map(repr, placements))
+    except TypeError:
+        told = (repr(placements),)
+    return told, None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
 
-    cut = None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
-    return mesh.plan((name, shape, tuple(map(repr, placements)), cut, dtype), build)
+
+def new_layout(
+    name: str, mesh: CartMesh, placements: Any, shape: Sequence[int], sizes: Sizes | None, multiple: int = 1
+) -> Layout:
+    """Return the layout of a tensor whose cells are known, so that none is a contribution. Not collective."""
+    layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
+    if layout.partial_dims:
+        raise LayoutError(
+            described(
+                f"{name}: Partial placements",
+                expected="Shard and Replicate",
+                got=list(layout.placements),
+                fix="use ShardTensor.from_local, which says what each rank contributes",
+            )
+        )
+    return layout
 
 
 def _make(
@@ -50,8 +56,9 @@ def _make(
 ) -> ShardTensor:
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
-    dtype = dtype or torch.get_default_dtype()
-    layout = _layout(name, mesh, placements, tuple(int(n) for n in shape), sizes, dtype)
+    dtype, extents = dtype or torch.get_default_dtype(), tuple(int(n) for n in shape)
+    key = (name, extents, *asked(placements, sizes), dtype)
+    layout = mesh.plan(key, lambda: new_layout(name, mesh, placements, extents, sizes))
     return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
 
 
@@ -143,8 +150,9 @@ def _random(
     name: str, fill: Callable[[torch.dtype], Fill], shape: Any, mesh: CartMesh, generator: Any, *rest: Any
 ) -> ShardTensor:
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
+        drawn = fill(dtype)  # refuses a dtype, before ranks communicate
         local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
-        return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill(dtype)).to(mesh.device)
+        return filled(local, layout, mesh.coords, draw_seed(mesh, generator), drawn).to(mesh.device)
 
     return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 

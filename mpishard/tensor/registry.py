@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -78,7 +78,7 @@ def spellings(*names: str) -> list[Any]:
 
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
     """Return the error for a torch function without a rule. Not collective."""
-    layouts = ", ".join(_operand(a) for a in [*args, *kwargs.values()] if isinstance(a, torch.Tensor))
+    layouts = ", ".join(map(outline, _tensors([*args, *kwargs.values()])))
     return NoShardingRule(
         described(
             f"no sharding rule for {name_of(function)}({layouts})",
@@ -96,7 +96,16 @@ def name_of(function: Any) -> str:
     return name or getattr(function, "__qualname__", None) or repr(function)
 
 
-def _operand(x: torch.Tensor) -> str:
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            yield a
+        elif isinstance(a, (list, tuple)):
+            yield from _tensors(a)
+
+
+def outline(x: torch.Tensor) -> str:
+    """Return what all ranks say alike of an operand, for the texts of errors. Not collective."""
     if hasattr(x, "placements"):
         return f"ShardTensor{tuple(x.shape)} {list(x.placements)}"
     return f"Tensor{tuple(x.shape)}"

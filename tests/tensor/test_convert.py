@@ -130,3 +130,103 @@ def test_torch_placements_are_accepted():
     x = ms.distribute_tensor(values(), mesh, (Shard(1),))
     assert x.placements == (Shard(1),)
     assert x.redistribute((Replicate(),)).placements == (ms.Replicate(),)
+
+
+def test_cells_that_are_known_are_not_a_partial():
+    mesh = mesh_of((-1,))
+    with pytest.raises(ms.LayoutError, match="scatter_tensor: Partial placements"):
+        ms.scatter_tensor(values(), 0, mesh, (ms.Partial(),))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_arguments_of_a_scatter_are_agreed():
+    mesh = mesh_of((-1,))
+    odd = mesh.rank == 1
+    skewed = skew(9, mesh.size)
+    for change in (
+        {"src": int(odd)},
+        {"placements": (ms.Shard(2 if odd else 1),)},
+        {"placements": (ms.Shard(7 if odd else 1),)},
+        {"sizes": {1: skewed[::-1] if odd else skewed}},
+        {"multiple": 1 + odd},
+    ):
+        given = {"src": 0, "placements": (ms.Shard(1),), "sizes": None, "multiple": 1, **change}
+        with pytest.raises(ms.DesyncError, match="scatter_tensor"):
+            ms.scatter_tensor(values(), mesh=mesh, **given)
+
+
+def test_integers_have_no_gradient_to_require():
+    mesh = mesh_of((-1,))
+    with pytest.raises(ms.UnsupportedDtypeError, match="without gradients"):
+        ms.scatter_tensor(values().long(), 0, mesh, (ms.Shard(1),), requires_grad=True)
+
+
+def test_distribute_of_a_sharded_tensor_honours_its_arguments():
+    mesh = mesh_of((-1,))
+    x = shard(values(), mesh, (ms.Shard(1),))
+    skewed = skew(9, mesh.size)
+    for given, sizes in (({}, balanced(9, mesh.size)), ({"sizes": {1: skewed}}, skewed)):
+        y = ms.distribute_tensor(x, mesh, (ms.Shard(1),), **given)
+        assert y.layout.sizes[1] == sizes
+        assert torch.equal(y.full_tensor(), values())
+    y = ms.distribute_tensor(x, mesh, (ms.Shard(1),), multiple=4)
+    assert y.layout.sizes[1] == balanced(9, mesh.size, 4)
+    with pytest.raises(ms.MeshError, match="different meshes"):
+        ms.distribute_tensor(x, ms.init_mesh((-1,)), (ms.Shard(1),))
+
+
+def test_from_local_takes_plain_tensors_only():
+    mesh = mesh_of((-1,))
+    x = shard(values(), mesh, (ms.Shard(1),))
+    with pytest.raises(ms.UnsupportedOperationError, match="from_local"):
+        ms.ShardTensor.from_local(x, mesh, (ms.Shard(1),))
+    for unknown in (5, None):
+        with pytest.raises(ms.LayoutError, match="unknown sharding_shapes"):
+            ms.ShardTensor.from_local(values(), mesh, (ms.Replicate(),), unknown)
+
+
+def test_one_placement_need_not_be_a_sequence():
+    mesh = mesh_of((-1,))
+    x = ms.zeros(5, mesh=mesh, placements=ms.Shard(0), sizes={-1: skew(5, mesh.size)})
+    assert x.placements == (ms.Shard(0),)
+    assert x.layout.sizes == (skew(5, mesh.size),)
+    with pytest.raises(ms.LayoutError, match="not sharded"):
+        ms.zeros(5, 2, mesh=mesh, placements=ms.Shard(0), sizes={1: (1, 1)})
+
+
+def test_a_refused_dtype_draws_no_seed():
+    mesh = mesh_of((-1,))
+    before = torch.get_rng_state()
+    for draw in (ms.rand, ms.randn):
+        with pytest.raises(ms.UnsupportedDtypeError, match="random numbers"):
+            draw(4, mesh=mesh, placements=ms.Shard(0), dtype=torch.int64)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rebalance_knows_its_dims():
+    mesh = mesh_of((-1,))
+    x = shard(values(), mesh, (ms.Shard(1),))
+    sizes = skew(9, mesh.size)
+    for numbers in (list(sizes), np.array(sizes), torch.tensor(sizes)):
+        assert x.rebalance({-2: numbers}).layout.sizes[1] == sizes
+    for dims in ({4: sizes}, {1: sizes, -2: sizes}):
+        with pytest.raises(ms.LayoutError, match="no such dim, or one named twice"):
+            x.rebalance(dims)
+    for numbers in ((0,) * mesh.size, (float("nan"),) * mesh.size):
+        with pytest.raises(ms.LayoutError, match="do not fit"):
+            x.rebalance(numbers)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_an_argument_that_one_rank_has_wrong_is_everybodys_error():
+    mesh = mesh_of((-1,))
+    x = shard(values(), mesh, (ms.Shard(1),))
+    odd = mesh.rank == 1
+    for call in (
+        lambda: x.redistribute((ms.Shard(5 if odd else 2),)),
+        lambda: x.rebalance({1 + 4 * odd: skew(9, mesh.size)}),
+        lambda: ms.halo_exchange(x, {1: -1 if odd else 1}),
+        lambda: ms.halo_exchange(x, {1 + 4 * odd: 1}),
+    ):
+        with pytest.raises(ms.LayoutError, match="raised on: rank 1 of"):
+            call()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mpishard as ms
+from mpishard.tensor.registry import no_rule
 from tests.compare import mesh_of, shard
 
 SHAPE = (3, 7, 4)
@@ -204,3 +205,14 @@ def test_a_freed_mesh_is_refused():
     mesh.free()
     with pytest.raises(ms.MeshError, match="free"):
         ms.halo_exchange(x, {1: 1}, mode="zeros")
+
+
+def test_an_operator_lets_our_own_errors_through(x):
+    contributions = ms.ShardTensor.from_local(torch.ones(3, dtype=torch.bool), x.mesh, (ms.Partial(),))
+    with pytest.raises(ms.UnsupportedDtypeError, match="no reduction"):
+        contributions & contributions
+
+
+def test_a_miss_names_the_layouts_in_lists(x):
+    text = str(no_rule(torch.block_diag, ([x, (torch.ones(2), 1)],), {}))
+    assert "block_diag(ShardTensor(3, 7, 4) [Shard(dim=1)], Tensor(2,))" in text
