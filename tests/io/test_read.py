@@ -100,7 +100,7 @@ def test_a_halo_wraps_on_a_periodic_mesh(folder):
     assert torch.equal(padded, ms.halo_exchange(sharded(full, mesh, (ms.Shard(1),)), {1: (2, 1)}))
 
 
-@pytest.mark.parametrize("halo", [{2: 1}, {0: (-1, 0)}, {0: 9}], ids=str)
+@pytest.mark.parametrize("halo", [{2: 1}, {0: (-1, 0)}, {0: 9}, {0: 1, -2: 1}, {1: 1.5}], ids=str)
 def test_halos_that_do_not_fit(mesh, folder, halo):
     store(folder / "a.h5", a=(np.zeros((4, 4)), {}))
     with pytest.raises(ms.LayoutError, match="halo") as e:
