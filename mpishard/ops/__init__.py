@@ -4,6 +4,7 @@ from mpishard.ops import (
     adaptive,
     alias,
     attention,
+    autocast,
     conv,
     diagonal,
     embedding,
@@ -49,4 +50,5 @@ from mpishard.ops import (
 )
 from mpishard.tensor import direct
 
+autocast.install()
 direct.install()

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.ops.contract import Label, Labels, contract
 from mpishard.ops.diagonal import diagonal
 from mpishard.ops.dim import into_plain
-from mpishard.ops.pointwise import no_out
+from mpishard.ops.pointwise import broadcast_of, no_out
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -36,15 +36,24 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     y = contract("linear", F.linear, (input, weight), labels, out)
     if bias is None:
         return y
+    if bias.dtype != y.dtype:  # autocast casts it; torch refuses it otherwise
+        F.linear(_tiny(input, 2), _tiny(weight, 2), _tiny(bias, 1))
     y = resolved(y)
-    return wrap(y._local + fitted(bias, y._mesh, y._layout), y._layout, y._mesh)
+    return wrap(y._local + fitted(bias, y._mesh, y._layout).to(y.dtype), y._layout, y._mesh)
+
+
+def _tiny(x: Tensor, ndim: int) -> Tensor:
+    """Return a tensor of one cell that tells which dtype an operation makes of that of ``x``, or why it refuses."""
+    return torch.zeros((1,) * ndim, dtype=x.dtype, device=x.device)
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
     if input1.numel() and input2.numel():
         return F.bilinear(input1, input2, weight)
     # torch's own fails on empty blocks
-    return torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    dtype = F.bilinear(_tiny(input1, 2), _tiny(input2, 2), _tiny(weight, 3)).dtype
+    with torch.autocast(input1.device.type, enabled=False):
+        return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
 
 
 @implements(F.bilinear, torch.bilinear)
@@ -140,11 +149,30 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         a, b = (*(x for x in (first, second) if x is not None), *named.values())
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
-        # like torch, which does not read `input` where beta is 0
+        dtype = y.dtype
+        if input.dtype != dtype or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
+            dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
+            y = y.to(dtype)
+        if tuple(input.shape) != tuple(y.shape):
+            torch.zeros(()).expand(input.shape).expand(y.shape)
         y = y if alpha == 1 else y * alpha
-        return y if beta == 0 else y + (input if beta == 1 else input * beta)
+        if beta == 0:  # like torch, which does not read `input` then
+            return y
+        input = resolved(input) if isinstance(input, ShardTensor) else input
+        mesh, out = broadcast_of([y, input])
+        other = fitted(input, mesh, out).to(dtype)
+        return wrap(fitted(y, mesh, out) + (other if beta == 1 else other * beta), out, mesh)
 
     return rule
+
+
+def _in_place_rule(rule: Any) -> Any:
+    def in_place(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+        # torch's autocast leaves writing operations as they are
+        with torch.autocast(self.device.type, enabled=False):
+            return self.copy_(rule(self, *args, **kwargs))
+
+    return in_place
 
 
 for _name, (_labels, _result, _product) in _ADDED.items():
@@ -152,9 +180,7 @@ for _name, (_labels, _result, _product) in _ADDED.items():
     for _func in spellings(_name):
         RULES[_func] = _rule
     for _func in spellings(f"{_name}_"):
-        RULES[_func] = into_plain(_func)(
-            lambda self, *args, _rule=_rule, **kwargs: self.copy_(_rule(self, *args, **kwargs))
-        )
+        RULES[_func] = into_plain(_func)(_in_place_rule(_rule))
 
 
 @implements(torch.inner, torch.Tensor.inner)
@@ -256,7 +282,17 @@ def einsum(*args: Any) -> ShardTensor:
     labels, out = _einsum_labels(equation, tuple(x.ndim for x in operands))
     if any(_on_diagonals(x, own) for x, own in zip(operands, labels)):
         return _of_diagonals(operands, labels, out)
-    return contract(f"einsum({equation!r})", lambda *x: torch.einsum(equation, *x), operands, labels, out)
+    dtype = None
+    if torch._C._is_any_autocast_enabled():
+        # where one cell is summed, torch multiplies in the dtype of the operands: blocks of one cell must not decide
+        cells = (torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands)
+        dtype = torch.einsum(equation, *cells).dtype
+
+    def product(*blocks: Tensor) -> Tensor:
+        y = torch.einsum(equation, *blocks)
+        return y if dtype is None else y.to(dtype)
+
+    return contract(f"einsum({equation!r})", product, operands, labels, out)
 
 
 def _on_diagonals(x: Any, labels: Labels) -> bool:

@@ -95,7 +95,10 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
             total = total / (
                 (named_shape[0] if named_shape else 1) if reduction == "batchmean" else math.prod(out.shape)
             )
-        return _scalar(total.to(dtype) if dtype in HALVES else total, mesh)
+        if dtype in HALVES:  # torch's own dtype, also under autocast
+            cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
+            total = total.to(func(**cells, reduction="sum").dtype)
+        return _scalar(total, mesh)
 
     return rule
 
@@ -121,7 +124,10 @@ def _weighted(func: Any) -> Callable[..., ShardTensor]:
             return _plain[func](**named, reduction=reduction)
         if tuple(weight.shape) != tuple(named["input"].shape):
             raise ValueError("Weights and input must have the same size.")
-        loss = _plain[func](**named, reduction="none") * weight
+        loss = _plain[func](**named, reduction="none")
+        if func is not F.huber_loss:  # torch composes these, so that autocast leaves their dtype
+            loss = loss.to(torch.promote_types(named["input"].dtype, named["target"].dtype))
+        loss = loss * weight
         if reduction == "mean" and func is not F.huber_loss:  # torch's huber_loss divides by the count instead
             return loss.sum() / weight.sum()  # type: ignore[no-any-return]
         return _reduce(loss, reduction)  # type: ignore[no-any-return]
@@ -204,7 +210,11 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         if reduction == "none":
             return wrap(call("none"), out, mesh)
         total = _local_sum(call, local.dtype)
-        dtype = local.dtype if local.dtype in HALVES else total.dtype
+        dtype = total.dtype
+        if local.dtype in HALVES:  # torch's own dtype, also under autocast
+            one = labels.new_zeros((1, 1) if shares else (1,))
+            scale = w if w is None else w.new_ones(1)
+            dtype = func(local.new_zeros(1, 1), one, scale, ignore_index=ignore, reduction="sum", **extra).dtype
         if reduction == "sum":
             return _scalar(_total(total, mesh, out).to(dtype), mesh)
         if shares:
@@ -243,11 +253,12 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         named["input"] = x._local
         if x.ndim == 1:
             return _scalar(func(**named, target=labels, reduction=reduction), mesh)
-        if not x._local.numel():
-            loss = wrap(x._local.sum(-1), out, mesh)  # torch refuses blocks without samples
-        else:
-            loss = wrap(func(**named, target=labels, reduction="none"), out, mesh)
-        return _reduce(loss, reduction)  # type: ignore[no-any-return]
+        empty = not len(x._local)
+        if empty:  # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
+            named["input"] = x._local.new_zeros(1, *x._local.shape[1:]) + x._local.sum()
+            labels = labels.new_zeros(1, *labels.shape[1:])
+        loss = func(**named, target=labels, reduction="none")
+        return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
 
     return rule
 
@@ -397,8 +408,10 @@ def ctc_loss(
     )
     met = meet((log_probs, targets, *lengths), labels)
     scores, symbols, *counts = met.locals
-    if batch is not None and not scores.shape[1]:  # torch refuses an empty batch
-        loss = scores.sum((0, 2))
+    if batch is not None and not scores.shape[1]:  # torch refuses an empty batch; one sample has the graph of none
+        one = scores.new_zeros(len(scores), 1, scores.shape[2]) + scores.sum()
+        lengths = [torch.tensor([n]) for n in (len(scores), 0)]
+        loss = F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
     else:
         loss = F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
     every = met.wrapped(loss, (batch,) if batched else ())

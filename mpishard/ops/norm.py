@@ -94,8 +94,8 @@ def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return x * weight + bias per channel: of a block without channels, where torch's kernels stop."""
     shape = (1, x.shape[1], *[1] * (x.ndim - 2))
-    x = x if weight is None else x * weight.view(shape)
-    return x if bias is None else x + bias.view(shape)
+    y = x if weight is None else x * weight.view(shape)
+    return (y if bias is None else y + bias.view(shape)).to(x.dtype)
 
 
 @implements(F.group_norm, torch.group_norm)
@@ -125,6 +125,7 @@ def group_norm(
     elif rows.c:
         y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
     else:
+        x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = _affine(x._local, weight, bias)
     return moved(wrap(y, x._layout, mesh), before)
 
@@ -318,7 +319,8 @@ def layer_norm(
     y = normalised(flat, None, None, rows, mesh, eps)[0].view(x._local.shape)
     out = wrap(y, x._layout, mesh)
     out = out if weight is None else out * weight
-    return out if bias is None else out + bias
+    out = out if bias is None else out + bias
+    return out if out.dtype == y.dtype else out.to(y.dtype)
 
 
 @implements(F.rms_norm, torch.rms_norm)
@@ -335,7 +337,8 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
     square = sum_partial((wide * wide).sum(dims, keepdim=True), mesh, plan.over) / plan.count
     scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     out = wrap((wide * use(scale, mesh, plan.over)).to(x._local.dtype), x._layout, mesh)
-    return out if weight is None else out * weight
+    out = out if weight is None else out * weight
+    return out if out.dtype == x._local.dtype else out.to(x._local.dtype)
 
 
 # -- local response

@@ -108,7 +108,8 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
                 values = torch.where(stays, values, best)
                 index = torch.where(stays, index, at)
             else:
-                values = values + totals.sum(0)
+                # the graph of the other ranks, and the dtype: a sum of integers is wider
+                values = values + totals.sum(0).to(values.dtype)
         return kind((wrap(values, x._layout, x._mesh), wrap(index, x._layout, x._mesh)))
 
     return rule

@@ -373,3 +373,18 @@ def test_logsumexp_where_a_block_is_masked():
     for x in (s, t):
         x.logsumexp(1).sum().backward()
     torch.testing.assert_close(gathered(s.grad), t.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.bool, torch.bfloat16])
+def test_scans_keep_torchs_dtype(dtype):
+    """The same on every rank, also on the first."""
+    mesh, x = mesh_of((WORLD.size,)), torch.tensor([1, 3, 0, 2, 5, 5, 4]).to(dtype)
+    scans = [lambda t: t.cummax(0), lambda t: t.cummin(0), lambda t: t.cumsum(0), lambda t: t.cumprod(0)]
+    scans += [lambda t, d=d: t.cumsum(0, dtype=d) for d in (torch.uint8, torch.int32, torch.float32)]
+    for sizes in (None, {0: (0,) * (WORLD.size - 1) + (7,)}):
+        for f in scans:
+            got, expected = f(shard(x, mesh, (ms.Shard(0),), sizes)), f(x)
+            pairs = zip(got, expected) if isinstance(expected, tuple) else [(got, expected)]
+            for g, e in pairs:
+                assert g.to_local().dtype == e.dtype
+                torch.testing.assert_close(gathered(g), e)

@@ -1,0 +1,106 @@
+"""Autocast for rules that do not call torch's own function on every block: tensors and results get torch's dtype.
+
+A rule that runs torch's function on blocks is cast by torch. One that moves cells, composes its result of other
+functions, or stands in for empty blocks, is not. What torch would do depends on device and version: a tensor of one
+cell tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.ops.reduction import HALVES
+from mpishard.tensor.registry import RULES, spellings
+
+_CAST = (*HALVES, torch.float32)
+# called with the tensors that autocast may cast, and with all arguments
+Probe = Callable[..., Tensor]
+
+
+def _cells(x: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=x.dtype, device=x.device)
+
+
+def _pad(
+    tensors: Sequence[Tensor], input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
+) -> Tensor:
+    return F.pad(_cells(input, *(1,) * input.ndim), (0,) * len(pad), mode)
+
+
+def _unpool(ndim: int) -> Probe:
+    def probe(tensors: Sequence[Tensor], *_args: Any, **_named: Any) -> Tensor:
+        x = _cells(tensors[0], *(1,) * (ndim + 2))
+        return getattr(F, f"max_unpool{ndim}d")(x, torch.zeros_like(x, dtype=torch.int64), 1)
+
+    return probe
+
+
+def _transform(name: str, ndim: int) -> Probe:
+    return lambda tensors, *_args, **_named: getattr(torch.fft, name)(_cells(tensors[0], *(2,) * ndim))
+
+
+_PROBES: dict[str, Probe] = {
+    "corrcoef": lambda t, *_, **__: torch.corrcoef(_cells(t[0], *(2,) * t[0].ndim)),
+    "cosine_embedding_loss": lambda t, *_, **__: F.cosine_embedding_loss(
+        _cells(t[0], 1, 1), _cells(t[1], 1, 1), torch.ones(1, device=t[0].device)
+    ),
+    "cosine_similarity": lambda t, *_, **__: F.cosine_similarity(_cells(t[0], 1), _cells(t[1], 1), 0),
+    "grid_sample": lambda t, *_, **__: F.grid_sample(
+        _cells(t[0], 1, 1, 1, 1), _cells(t[1], 1, 1, 1, 2), align_corners=False
+    ),
+    "index_copy": lambda t, *_, **__: torch.index_copy(
+        _cells(t[0], 1), 0, torch.zeros(1, dtype=torch.int64, device=t[0].device), _cells(t[-1], 1)
+    ),
+    "local_response_norm": lambda t, *_, **__: F.local_response_norm(_cells(t[0], *(1,) * t[0].ndim), 1),
+    "max_unpool1d": _unpool(1),
+    "max_unpool2d": _unpool(2),
+    "max_unpool3d": _unpool(3),
+    "pad": _pad,
+    "prelu": lambda t, *_, **__: torch.prelu(_cells(t[0], 1), _cells(t[1], 1)),
+    "trace": lambda t, *_, **__: torch.trace(_cells(t[0], 1, 1)),
+    "triplet_margin_loss": lambda t, *_, **__: F.triplet_margin_loss(*(_cells(x, 1, 1) for x in t)),
+    "vecdot": lambda t, *_, **__: torch.linalg.vecdot(_cells(t[0], 1), _cells(t[1], 1)),
+}
+for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
+    for _suffix, _ndim in (("", 1), ("2", 2), ("n", 1)):
+        _PROBES[_name + _suffix] = _transform(_name + _suffix, _ndim)
+
+
+def _in_autocast(rule: Callable[..., Any], probe: Probe) -> Callable[..., Any]:
+    @wraps(rule)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return rule(*args, **kwargs)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype in _CAST]
+        if not tensors or not torch.is_autocast_enabled(tensors[0].device.type):
+            return rule(*args, **kwargs)
+        with torch.no_grad():
+            dtype = probe(tensors, *args, **kwargs).dtype
+        dtype = dtype.to_real()
+        if dtype not in _CAST:
+            return rule(*args, **kwargs)
+        if dtype not in HALVES:
+            args = tuple(_to(a, dtype) for a in args)
+            kwargs = {k: _to(a, dtype) for k, a in kwargs.items()}
+        # what is narrowed is computed in the wider type
+        return _to(rule(*args, **kwargs), dtype)
+
+    return cast
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _CAST and x.dtype != dtype else x
+
+
+def install() -> None:
+    """Put the casts in front of the rules that need them. Not collective."""
+    for name, probe in _PROBES.items():
+        for function in spellings(name):
+            if function in RULES:
+                RULES[function] = _in_autocast(RULES[function], probe)
