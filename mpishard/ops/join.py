@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +123,16 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: A
     """
     if out is not None:
         raise no_out(torch.cat)
-    # torch skips the empty vectors that old code starts its lists with
-    tensors = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)
-    if not any(isinstance(t, ShardTensor) for t in tensors):
-        return torch.cat(tensors, dim)  # type: ignore[return-value]
-    dim = wrapped(dim if axis is None else axis, tensors[0].ndim)
-    blocks, layout, mesh = _aligned(tensors, dim, plan_cat)
+    # torch skips the empty vectors that old code starts its lists with, but for the dtype
+    cells = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)
+    if len(cells) < len(tensors):
+        dtype = reduce(torch.promote_types, (t.dtype for t in tensors))
+        cells = [t.to(dtype) for t in cells]
+    dim = dim if axis is None else axis
+    if not any(isinstance(t, ShardTensor) for t in cells):
+        return torch.cat(cells, dim)  # type: ignore[return-value]
+    dim = wrapped(dim, cells[0].ndim)
+    blocks, layout, mesh = _aligned(cells, dim, plan_cat)
     return wrap(torch.cat(blocks, dim), layout, mesh)
 
 

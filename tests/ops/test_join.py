@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, mesh_of, shard
 from tests.ops.windows import check, field, sampled
 
 SHAPE = (4, 7, 6)
@@ -71,3 +71,13 @@ def test_shapes_that_do_not_fit(wrong):
     for mesh, placements, sizes in sampled(SHAPE, [1], 0, 2):
         with pytest.raises((RuntimeError, ms.LayoutError)):
             wrong(shard(field(*SHAPE), mesh, placements, sizes))
+
+
+def test_empty_vectors_count_for_the_dtype():
+    numbers, mesh = torch.arange(7), mesh_of((WORLD.size,))
+    lists = [lambda x: [torch.empty(0), x], lambda x: [x, torch.empty(0).double(), x], lambda x: [x[:0], numbers.int()]]
+    for f in (*lists, lambda x: [torch.empty(0, dtype=torch.bool), x.view(7, 1)]):
+        expected = torch.cat(f(numbers))
+        got = torch.cat(f(shard(numbers, mesh, (ms.Shard(0),))))
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(gathered(got), expected)
