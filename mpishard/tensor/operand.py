@@ -12,8 +12,7 @@ from torch import Tensor
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import differentiated
-from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MeshError, described
+from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -32,14 +31,7 @@ def mesh_of(operands: Iterable[Any]) -> CartMesh:
             if mesh is None:
                 mesh = x._mesh
             elif x._mesh is not mesh:
-                raise MeshError(
-                    described(
-                        "operands live on different meshes",
-                        expected=f"all on {mesh}",
-                        got=repr(x._mesh),
-                        fix="make every tensor of an operation on the same CartMesh object",
-                    )
-                )
+                raise two_meshes(mesh, x._mesh)
     assert mesh is not None
     return mesh
 

@@ -14,7 +14,7 @@ from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
-from mpishard.tensor.registry import RULES, no_rule
+from mpishard.tensor.registry import RULES, no_rule, outline
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -132,6 +132,15 @@ class ShardTensor(Tensor):
 
     @data.setter
     def data(self, value: ShardTensor) -> None:
+        if not isinstance(value, ShardTensor):
+            raise UnsupportedOperationError(
+                described(
+                    "ShardTensor.data: assignment of what is no ShardTensor",
+                    expected="a ShardTensor",
+                    got=type(value).__name__,
+                    fix="shard it first, with distribute_tensor or ShardTensor.from_local",
+                )
+            )
         self._local.data = value._local
         self._layout, self._mesh = value._layout, value._mesh
 
@@ -205,7 +214,7 @@ class ShardTensor(Tensor):
             described(
                 "a ShardTensor cannot be pickled",
                 expected="data of one process",
-                got=repr(self),
+                got=outline(self),
                 fix="pickle x.to_local() and x.placements, x.full_tensor(), or write it with mpishard.io",
             )
         )
@@ -277,7 +286,7 @@ def _whole_needed(name: str, x: ShardTensor) -> UnsupportedOperationError:
         described(
             f"{name} of a ShardTensor",
             expected="a tensor that lies on one rank",
-            got=repr(x),
+            got=outline(x),
             fix="call it on x.to_local() (this rank's block) or x.full_tensor() (gathers on every rank)",
         )
     )

@@ -199,6 +199,21 @@ def test_meshes_do_not_mix(x):
         x + ms.distribute_tensor(values(), other, (ms.Shard(1),))
 
 
+def test_errors_have_one_text_on_all_ranks(x):
+    y = shard(values(), ms.init_mesh((-1,)), (ms.Shard(1),))
+    for call in (lambda: x + y, x.numpy, lambda: pickle.dumps(x)):
+        with pytest.raises(ms.MpishardError) as caught:
+            call()
+        assert len(set(x.mesh.comm.allgather(str(caught.value)))) == 1
+
+
+def test_data_is_that_of_a_shard_tensor(x):
+    with pytest.raises(ms.UnsupportedOperationError, match=r"ShardTensor\.data"):
+        x.data = values()
+    x.data = x.data * 2
+    torch.testing.assert_close(x.detach().full_tensor(), 2 * values())
+
+
 def test_a_freed_mesh_is_refused():
     mesh = ms.init_mesh((-1,))
     x = ms.distribute_tensor(values(), mesh, (ms.Shard(1),))
