@@ -91,11 +91,14 @@ def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
     return x if dtype == x._local.dtype else wrap(x._local.to(dtype), x._layout, x._mesh)
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x * weight + bias per channel: of a block without channels, where torch's kernels stop."""
-    shape = (1, x.shape[1], *[1] * (x.ndim - 2))
-    y = x if weight is None else x * weight.view(shape)
-    return (y if bias is None else y + bias.view(shape)).to(x.dtype)
+def _filled(x: Any, cells: int = 1) -> Any:
+    """Return a block with ``cells`` along dims that have none: torch's graph of such ends at the first gradient."""
+    return x.new_zeros([n or cells for n in x.shape]) + x.sum() if x is not None and 0 in x.shape else x
+
+
+def _emptied(y: Tensor, x: Tensor) -> Tensor:
+    """Return what belongs to a block that was filled."""
+    return y[tuple(slice(n) for n in x.shape)] if 0 in x.shape else y
 
 
 @implements(F.group_norm, torch.group_norm)
@@ -122,11 +125,9 @@ def group_norm(
     if rows.over:
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
-    elif rows.c:
-        y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
     else:
-        x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
-        y = _affine(x._local, weight, bias)
+        y = torch.group_norm(_filled(x._local), rows.groups or 1, _filled(weight), _filled(bias), eps)
+        y = _emptied(y, x._local)
     return moved(wrap(y, x._layout, mesh), before)
 
 
@@ -205,10 +206,9 @@ def batch_norm(
         _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
         return wrap(y, x._layout, mesh)
     lo, hi = x._layout.interval(1, mesh.coords)
-    if lo == hi:
-        return wrap(_affine(x._local, weight, bias), x._layout, mesh)
-    mean, var = running_mean[lo:hi], running_var[lo:hi]
-    return wrap(torch.batch_norm(x._local, weight, bias, mean, var, False, momentum, eps, False), x._layout, mesh)
+    weight, bias, mean, var = map(_filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
+    y = torch.batch_norm(_filled(x._local), weight, bias, mean, var, False, momentum, eps, False)
+    return wrap(_emptied(y, x._local), x._layout, mesh)
 
 
 @implements(torch.instance_norm)
@@ -248,12 +248,10 @@ def instance_norm(
     if rows.count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
-    if not rows.over and running_mean is None and running_var is None and rows.c:
-        if x._local.numel():
-            y = torch.instance_norm(x._local, weight, bias, None, None, True, 0.0, eps, False)
-        else:  # of which torch would say that it has too few values
-            y = torch.group_norm(x._local, rows.groups, weight, bias, eps)
-        return wrap(y, x._layout, mesh)
+    if not rows.over and running_mean is None and running_var is None:
+        weight, bias = _filled(weight, 2), _filled(bias, 2)
+        y = torch.instance_norm(_filled(x._local, 2), weight, bias, None, None, True, 0.0, eps, False)
+        return wrap(_emptied(y, x._local), x._layout, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
     _update(running_mean, _over_samples(mean, x, rows), momentum, x)

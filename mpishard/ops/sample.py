@@ -54,17 +54,19 @@ def grid_sample(
                 return found
     met = meet((input, grid), labels)
     cells, points = met.locals
-    if 0 in cells.shape[:2] or 0 in points.shape:
-        local = _nothing(cells, points)
-    else:
-        local = F.grid_sample(cells, points, mode, padding_mode, corners)
-    return met.wrapped(local, ("batch", "channel", *spatial))
+    local = F.grid_sample(_filled(cells), _filled(points), mode, padding_mode, corners)
+    return met.wrapped(_cropped(local, cells, points), ("batch", "channel", *spatial))
 
 
-def _nothing(cells: Tensor, points: Tensor) -> Tensor:
-    # torch refuses some blocks without cells; both stay in the graph
+def _filled(t: Tensor) -> Tensor:
+    """Return one cell along dims that have none: torch refuses those, and their graph ends at the first gradient."""
+    return t.new_zeros([max(n, 1) for n in t.shape]) + t.sum() if 0 in t.shape else t
+
+
+def _cropped(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
+    """Return the values of as many points and channels as there are."""
     shape = (points.shape[0], cells.shape[1], *points.shape[1:-1])
-    return (cells.sum() + points.sum()) * 0 + cells.new_zeros(shape)
+    return local[tuple(slice(n) for n in shape)] if 0 in shape else local
 
 
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
@@ -80,11 +82,11 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
         [*wanted.sizes[:2], *layout.sizes[2:]],
     )
     points = use(moved(grid, fit.targets[1])._local, mesh, fit.used[1])
-    flat = points.flatten(1, -2)
+    flat = _filled(points).flatten(1, -2)
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
     dims = [d for d in whole if layout.sizes[d] is not None]
-    reads = [taps[d - 2].interval() or (0, 1) for d in dims]
+    reads = [(0, 1) if 0 in points.shape else taps[d - 2].interval() or (0, 1) for d in dims]
     every = collective.all_gather(
         torch.tensor([reads], dtype=torch.int64), mesh.group(tuple(range(mesh.ndim))), 0, (1,) * mesh.size
     ).tolist()
@@ -100,12 +102,11 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     field = moved(x, source)
     used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
     cells = fetch_box(use(field._local, mesh, used), mesh, source, window, "grid_sample")
-    if 0 in cells.shape or 0 in points.shape:
-        local = _nothing(cells, points)
-    else:
-        origin = [lo for lo, _ in window(mesh.coords)[2:]]
-        local = weighted_sum(cells, taps, origin).unflatten(2, points.shape[1:-1])
-    return Met(mesh, (cells, points), fit).wrapped(local, ("batch", "channel", *labels[1][1:-1]))
+    origin = [lo for lo, _ in window(mesh.coords)[2:]]
+    local = weighted_sum(_filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
+    return Met(mesh, (cells, points), fit).wrapped(
+        _cropped(local, cells, points), ("batch", "channel", *labels[1][1:-1])
+    )
 
 
 def _fits(input: Any, grid: Any, mode: str, padding_mode: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,20 +52,31 @@ def _scan_rule(
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x._layout, dim).over
-        extra = {} if dtype is None else {"dtype": dtype}
+        extra, shape = {} if dtype is None else {"dtype": dtype}, x._layout.shape
         if not over:
-            return wrap(func(x._local, dim, **extra), x._layout, x._mesh)
+            return wrap(_scanned(func, x._local, dim, extra, shape), x._layout, x._mesh)
         if func is torch.logcumsumexp and torch.is_grad_enabled() and x.requires_grad:
             # its graph differs between the first rank and the others: gradients of gradients would not meet,
             # so the dim is gathered
             whole = whole_along(x, (dim,))
-            return moved(wrap(func(whole._local, dim, **extra), whole._layout, x._mesh), x._layout)
+            return moved(wrap(_scanned(func, whole._local, dim, extra, shape), whole._layout, x._mesh), x._layout)
         result = func(x._local.new_zeros(1), 0, **extra).dtype
         wide = x._local.to(torch.float32 if result in HALVES else result)
         before = _before(total_of(wide, dim), x, over)
-        return wrap(join(func(wide, dim), before).to(result), x._layout, x._mesh)
+        return wrap(join(_scanned(func, wide, dim, {}, shape), before).to(result), x._layout, x._mesh)
 
     return rule
+
+
+def _scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Scan a block of a tensor of ``shape``: torch's graph for one cell or none alone ends at the first gradient."""
+    if x.numel() > 1 or not (x.requires_grad and shape) or 1 in (math.prod(shape), shape[dim]):
+        return func(x, dim, **extra)
+    if x.numel():
+        more = torch.cat([x, torch.ones_like(x)], dim)
+    else:
+        more = x.new_ones([max(n, 1 + (d == dim)) for d, n in enumerate(x.shape)]) + x.sum()
+    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]
 
 
 RULES[torch.cumsum] = RULES[torch.Tensor.cumsum] = _scan_rule(

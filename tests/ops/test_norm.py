@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
-from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
+from tests.ops.windows import field
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -246,3 +247,21 @@ def test_offset_of_10000_deviations_in_float32(op, last):
         for e, g in zip(expected, got):
             if e is not None:
                 torch.testing.assert_close(gathered(g).double(), e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w, b: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), w, b),
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+    ],
+)
+def test_second_gradients_with_empty_blocks(f):
+    """Of a linear function of the result: every rank's depend on weight and input."""
+    mesh, x = mesh_of((WORLD.size,)), field(2, 4, 6, 5)
+    w, b = (field(4) + k for k in range(2))
+    for dim in range(4):
+        sizes = {dim: skew(x.shape[dim], WORLD.size)}
+        operands = [(x, mesh, (ms.Shard(dim),), sizes), (w, None, None, None), (b, None, None, None)]
+        compare(f, operands, second=True, rtol=1e-8, atol=1e-9, what=f"{dim} {sizes}")

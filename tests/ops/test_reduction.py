@@ -388,3 +388,16 @@ def test_scans_keep_torchs_dtype(dtype):
             for g, e in pairs:
                 assert g.to_local().dtype == e.dtype
                 torch.testing.assert_close(gathered(g), e)
+
+
+@pytest.mark.parametrize("name", ["cumprod", "logcumsumexp"])
+def test_second_gradients_of_scans_with_small_blocks(name):
+    """Of a linear function of the scan: torch's own for one cell or none would not depend on the cells."""
+    for full, dim in ((values(3, 5), 1), (values(3, 1), 0)):
+        for mesh, placements, sizes in few(full.shape, (0, 1), 1, 1):
+            compare(
+                lambda x, dim=dim: getattr(x, name)(dim),
+                [(full, mesh, placements, sizes)],
+                second=True,
+                what=f"{dim} {placements} {sizes}",
+            )

@@ -128,3 +128,17 @@ def test_a_window_travels_not_the_field():
         F.grid_sample(x, g, align_corners=False).sum().backward()
     if WORLD.size > 1:
         assert counted.nbytes < 64 * 4 * 8
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_second_gradients_where_a_rank_has_no_points(mode):
+    """Gradients of a linear function of the values: every rank's depend on field and grid."""
+    mesh, x, g = mesh_of((WORLD.size,)), field(1, 2, 32, 4), field(1, 3, 2, 2) * 0.05 - 0.85
+    for dims in ((2, 1), (3, 2), (1, 2)):
+        for sizes in (None, {dims[1]: skew(g.shape[dims[1]], WORLD.size)}):
+            compare(
+                lambda a, b: F.grid_sample(a, b, mode, align_corners=False),
+                [(x, mesh, (ms.Shard(dims[0]),), None), (g, mesh, (ms.Shard(dims[1]),), sizes)],
+                second=True,
+                what=f"{dims} {sizes}",
+            )
