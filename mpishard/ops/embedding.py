@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.comm import collective
@@ -78,15 +79,27 @@ def embedding(
         x = resolved(input)
         layout = mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, weight.shape[1]))
         rows = use(weight, x._mesh, layout.sharded_mesh_dims)
-        return wrap(F.embedding(x._local, rows, padding_idx), layout, x._mesh)
+        return wrap(_looked_up(x._local, rows, padding_idx), layout, x._mesh)
     labels = tuple(range(input.ndim))
     return contract(
         "embedding",
-        lambda i, w: F.embedding(i, w, padding_idx),
+        lambda i, w: _looked_up(i, w, padding_idx),
         (input, weight),
         (labels, ("rows", "columns")),
         (*labels, "columns"),
     )
+
+
+def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
+    """Look up rows of a block. Torch's gradient of the gradient fails where the result is empty: it gets cells."""
+    shape = (*index.shape, rows.shape[1])
+    if 0 not in shape or not len(rows) or not rows.requires_grad:
+        return F.embedding(index, rows, padding_idx)
+    if 0 in index.shape:
+        index = index.new_zeros([max(n, 1) for n in index.shape])
+    if not rows.shape[1]:
+        rows = rows.new_zeros(len(rows), 1) + rows.sum()
+    return F.embedding(index, rows, padding_idx)[tuple(slice(n) for n in shape)]
 
 
 @implements(F.embedding_bag)

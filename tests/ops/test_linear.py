@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard
+from tests.compare import WORLD, compare, mesh_of, shard, skew
 from tests.ops.windows import check, field, sampled
 
 W, B = field(5, 6), field(5)
@@ -94,6 +94,14 @@ def test_embeddings():
                 what=f"case {case}, dim {dim}",
             )
     compare(lambda i: F.one_hot(i, 11), [(index, mesh_of((WORLD.size,)), (ms.Shard(1),), None)])
+
+
+def test_second_gradients_of_embeddings_with_empty_blocks():
+    table, x, mesh = field(11, 3).requires_grad_(), field(7, 3), mesh_of((WORLD.size,))
+    index = torch.arange(7) % 5
+    for sizes in (None, {0: skew(7, WORLD.size)}):
+        operands = [(index, mesh, (ms.Shard(0),), sizes), (x, mesh, (ms.Shard(0),), sizes)]
+        compare(lambda i, x: F.embedding(i, table) * x, operands, [table], second=True)
 
 
 @pytest.mark.parametrize(
