@@ -47,6 +47,11 @@ class Step:
         return self.run(x)
 
 
+def apart(*operands: torch.Tensor | None) -> list[Any]:
+    """Return aliases of operands: a gradient with respect to one has no path through another. Not collective."""
+    return [None if t is None else t.view_as(t) for t in operands]
+
+
 def same(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``: the half of a pair that moves nothing. Not collective."""
     return x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apart, apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
@@ -130,6 +130,7 @@ class NeighbourhoodAttention(Function):
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             # create_graph: the same derivative, written so that it can be differentiated again
+            q, k, v = apart(q, k, v)
             inputs = [t for t, n in zip((q, k, v), needs) if n]
             again = composed(ctx.neighbours, ctx.scale, q, k, v)
             found = iter(torch.autograd.grad(again, inputs, grads[0], create_graph=True))

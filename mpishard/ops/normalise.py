@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apart
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
@@ -141,6 +142,7 @@ class Normalise(Function):
         if dy is None:
             dy = torch.zeros_like(x)
         if torch.is_grad_enabled():
+            x, weight, bias = apart(x, weight, bias)
             wanted = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad) if need]
             y = recorded(x, weight, bias, rows, mesh, ctx.eps)
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))

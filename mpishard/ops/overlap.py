@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mpishard.autograd.linear import apart
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import StageRun
 from mpishard.layout import Layout, Run, plan_stage
@@ -197,6 +198,7 @@ class OverlappedConv(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             # create_graph: the same derivative, written so that it can be differentiated again
+            x, weight, bias = apart(x, weight, bias)
             inputs = [t for t, n in zip((x, weight, bias), needs) if n]
             found = iter(torch.autograd.grad(ctx.padded(x, weight, bias), inputs, g, create_graph=True))
             return None, None, *[next(found) if n else None for n in needs]

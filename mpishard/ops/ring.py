@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apart
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm import guard, ring
 from mpishard.comm.mesh import CartMesh, Group
@@ -263,6 +264,7 @@ class RingAttention(Function):
         operands = (q, k, v, *masks)
         if torch.is_grad_enabled():
             # create_graph: the same derivative, written so that it can be differentiated again
+            operands = tuple(apart(*operands))
             inputs = [t for t, n in zip(operands, needs) if n]
             again = composed(plan, ctx.dropout, *operands)
             found = iter(torch.autograd.grad(again, inputs, g, create_graph=True))

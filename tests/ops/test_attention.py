@@ -331,3 +331,13 @@ def test_bad_arguments():
         for args in ((q, k, v), plain):
             with pytest.raises(RuntimeError):
                 change(*args)
+
+
+def test_first_gradients_that_keep_a_graph_where_operands_depend_on_each_other():
+    """Queries, keys and values of one leaf: no path is counted twice."""
+    mesh, scale = mesh_of((WORLD.size,)), field(6)
+    for f in (
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.scaled_dot_product_attention(x, x * scale, x * scale),
+    ):
+        compare(f, [(field(7, 6), mesh, (ms.Shard(0),), None)], second=True, rtol=1e-8, atol=1e-9)

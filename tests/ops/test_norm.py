@@ -265,3 +265,17 @@ def test_second_gradients_with_empty_blocks(f):
         sizes = {dim: skew(x.shape[dim], WORLD.size)}
         operands = [(x, mesh, (ms.Shard(dim),), sizes), (w, None, None, None), (b, None, None, None)]
         compare(f, operands, second=True, rtol=1e-8, atol=1e-9, what=f"{dim} {sizes}")
+
+
+def test_first_gradients_that_keep_a_graph_where_a_weight_depends_on_the_input():
+    mesh, x = mesh_of((WORLD.size,)), field(2, 4, 6, 5)
+    for dim in (2, 3):
+        compare(
+            lambda x: F.group_norm(
+                x, 2, x.sum((0, 2, 3)).full_tensor() if isinstance(x, ms.ShardTensor) else x.sum((0, 2, 3))
+            ),
+            [(x, mesh, (ms.Shard(dim),), None)],
+            second=True,
+            rtol=1e-8,
+            atol=1e-9,
+        )
