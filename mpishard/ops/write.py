@@ -123,6 +123,10 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
     flat = torch.where(index < 0, index + n, index).reshape(-1)
     if self.ndim:
         put(self, torch.unravel_index(flat, tuple(self.shape)), source.reshape(-1), accumulate)
+    elif len(flat):
+        require_writable(self, "put_")
+        settle(self)
+        put(self.view(1), (flat,), source.reshape(-1), accumulate)
     return self
 
 

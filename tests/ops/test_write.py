@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import compare, gathered, layouts, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 from tests.ops.windows import check, field, sampled
 
 
@@ -43,6 +43,20 @@ def test_flat_positions():
     both(lambda x, s: x.put(torch.tensor([3, -1, 17, 4]), s), field(6, 5), field(4), (0, 1), 1)
     both(lambda x, s: x.put(index, s, accumulate=True), field(6, 5), field(2, 2), (0, 1), 2)
     both(lambda x, s: (x * 1).put_(torch.tensor([3, 4]), s), field(6, 5), field(2), (0, 1), 3)
+
+
+def test_flat_positions_of_a_number():
+    for accumulate in (False, True):
+        expected = torch.tensor(3.0).put_(torch.tensor([[0], [-1]]), torch.tensor([[5.0], [5.0]]), accumulate)
+        x = shard(torch.tensor([1.0, 2.0]), mesh_of((WORLD.size,)), (ms.Shard(0),))
+        for y in (x.sum(), x @ torch.ones(2), torch.linalg.vector_norm(x, 1)):
+            assert y.put_(torch.tensor([[0], [-1]]), torch.tensor([[5.0], [5.0]]), accumulate) is y
+            torch.testing.assert_close(gathered(y), expected)
+    mesh = mesh_of((WORLD.size,))
+    compare(
+        lambda x, s: (x.sum() * 1).put(torch.tensor([0]), s, accumulate=True) * x,
+        [(field(6), mesh, (ms.Shard(0),), None), (field(1), None, None, None)],
+    )
 
 
 def test_masked_scatter():
