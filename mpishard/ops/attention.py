@@ -242,7 +242,7 @@ def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | No
     scores = q @ k.mT  # of nothing, with its graph
     if mask is not None and mask.is_floating_point():
         scores = scores + mask
-    return (scores @ v).to(q.dtype)
+    return (scores.softmax(-1) @ v).to(q.dtype)
 
 
 def _merged(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

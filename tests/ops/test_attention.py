@@ -341,3 +341,10 @@ def test_first_gradients_that_keep_a_graph_where_operands_depend_on_each_other()
         lambda x: F.scaled_dot_product_attention(x, x * scale, x * scale),
     ):
         compare(f, [(field(7, 6), mesh, (ms.Shard(0),), None)], second=True, rtol=1e-8, atol=1e-9)
+
+
+def test_second_gradients_with_empty_blocks():
+    mesh, x = mesh_of((WORLD.size,)), field(7, 6)
+    for f in (lambda t: F.scaled_dot_product_attention(t, x, x), lambda t: F.scaled_dot_product_attention(x, t, x)):
+        operand = (x + 1, mesh, (ms.Shard(0),), {0: skew(7, WORLD.size)})
+        compare(f, [operand], second=True, rtol=1e-8, atol=1e-9)
