@@ -316,8 +316,8 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
         elif x._local.numel() or not math.prod(x.shape):
             found = func(x._local, plan.dims, correction=correction, keepdim=keepdim)
         else:  # a result without cells, of which torch would say that it has too few
-            nothing = x._local.sum(plan.dims, keepdim)
-            found = pick(nothing.real if nothing.is_complex() else nothing, nothing)
+            squares = (x._local * x._local.conj()).real.sum(plan.dims, keepdim)
+            found = pick(squares, x._local.sum(plan.dims, keepdim))
         if isinstance(found, tuple):
             return tuple(wrap(t, plan.out, mesh) for t in found)
         return wrap(found, plan.out, mesh)

@@ -401,3 +401,10 @@ def test_second_gradients_of_scans_with_small_blocks(name):
                 second=True,
                 what=f"{dim} {placements} {sizes}",
             )
+
+
+@pytest.mark.parametrize("f", [torch.var, torch.std, torch.var_mean])
+def test_second_gradients_of_a_variance_with_empty_blocks(f):
+    for full, dim in ((values(3, 5), 1), (values(1, 5), 1), (values(5, 4), 0)):
+        for mesh, placements, sizes in few(full.shape, (0, 1), 1, 1):
+            compare(lambda x, dim=dim: f(x, dim), [(full, mesh, placements, sizes)], second=True, what=f"{dim} {sizes}")
