@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -58,7 +59,7 @@ def from_local(
     Raises
     ------
     LayoutError
-        Placements that do not fit, or local shapes or dtypes that disagree.
+        Placements that do not fit, or local shapes, dtypes or ``requires_grad`` that disagree.
 
     Examples
     --------
@@ -113,9 +114,9 @@ def from_local(
 
 
 def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
-    mine = np.full(_MAX_NDIM + 2, -1, np.int64)
-    mine[0], mine[1] = local.ndim, _DTYPES.index(local.dtype)
-    mine[2 : 2 + local.ndim] = local.shape
+    mine = np.full(_MAX_NDIM + 3, -1, np.int64)
+    mine[:3] = local.ndim, _DTYPES.index(local.dtype), local.requires_grad
+    mine[3 : 3 + local.ndim] = local.shape
     # placements are checked after this: a rank that fails earlier would leave the others waiting
     everyone = np.empty((mesh.size, len(mine)), np.int64)
     comm = mesh.group(tuple(range(mesh.ndim))).comm
@@ -123,43 +124,55 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
         guard.check(comm, "from_local", None, None)
     with guard.waiting("from_local", (), comm):
         comm.Allgather(mine, everyone)
+    given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
+    found = _layout_of_blocks(everyone.tobytes(), mesh.shape, given)
+    if isinstance(found, str):
+        raise guard.common(LayoutError(found), comm)
+    return found
 
-    def fail(rank: int, expected: object, got: object) -> LayoutError:
-        error = LayoutError(
-            described(
-                f"from_local: the block of rank {rank} does not fit the others",
-                expected=expected,
-                got=got,
-                fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
-            )
+
+# in a loop over time steps the same blocks come again, and to go through those of thousands of ranks takes a while
+@lru_cache(maxsize=256)
+def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> Layout | str:
+    """Return the layout of blocks, given ndim, dtype, requires_grad and shape of all, or what does not fit."""
+    count = math.prod(mesh_shape)
+    everyone = np.frombuffer(gathered, np.int64).reshape(count, -1)
+
+    def unfit(rank: int, expected: object, got: object) -> str:
+        return described(
+            f"from_local: the block of rank {rank} does not fit the others",
+            expected=expected,
+            got=got,
+            fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
         )
-        return guard.common(error, comm)
 
-    for rank, (ndim, dtype) in enumerate(everyone[:, :2]):
-        if (ndim, dtype) != (everyone[0, 0], everyone[0, 1]):
-            raise fail(
-                rank,
-                f"{everyone[0, 0]} dims of {_DTYPES[everyone[0, 1]]}, as rank 0 has",
-                f"{ndim} dims of {_DTYPES[dtype]}",
-            )
-    shapes = everyone[:, 2 : 2 + local.ndim]
-    own = as_placements(placements, mesh.ndim, local.ndim)
-    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    ndim = int(everyone[0, 0])
+
+    def kind(rank: int) -> str:
+        n, dtype, requires_grad = everyone[rank, :3]
+        return f"{n} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
+
+    for rank in range(count):
+        if (everyone[rank, :3] != everyone[0, :3]).any():
+            return unfit(rank, f"{kind(0)}, as rank 0 has", kind(rank))
+    shapes = everyone[:, 3 : 3 + ndim]
+    own = as_placements(placements, len(mesh_shape), ndim)
+    probe = layout_of(mesh_shape, own, (0,) * ndim)
     shape, sizes = [int(n) for n in shapes[0]], {}
-    coords = [np.unravel_index(r, mesh.shape) for r in range(mesh.size)]
-    for dim in range(local.ndim):
+    coords = [np.unravel_index(r, mesh_shape) for r in range(count)]
+    for dim in range(ndim):
         seen: dict[int, int] = {}
-        for rank in range(mesh.size):
+        for rank in range(count):
             position = probe.index(dim, [int(c) for c in coords[rank]])
             n = int(shapes[rank, dim])
             if seen.setdefault(position, n) != n:
-                raise fail(
+                return unfit(
                     rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}"
                 )
         if dim in probe.shard_dims:
             sizes[dim] = [seen[i] for i in range(len(seen))]
             shape[dim] = sum(sizes[dim])
-    return layout_of(mesh.shape, own, shape, sizes)
+    return layout_of(mesh_shape, own, shape, sizes)
 
 
 def distribute_tensor(

@@ -87,6 +87,7 @@ def test_blocks_that_disagree_raise_everywhere():
     odd = mesh.rank == mesh.size - 1
     for block, text in (
         (torch.zeros(2, 3 + odd), "does not fit the others"),
+        (torch.zeros(2, 3, requires_grad=bool(odd)), "with requires_grad"),
         (torch.zeros(2, 3, dtype=torch.float64 if odd else torch.float32), "float64"),
         (torch.zeros((2, 3, 1) if odd else (2, 3)), "3 dims"),
     ):
