@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.pending import PendingReduction, iall_reduce
@@ -106,7 +106,6 @@ class _UseParameter(Function):
 
 
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
@@ -122,7 +121,7 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     if not mesh_dims:
         return x
     # a dual's primal, and a value made of what an outer transform differentiates, have requires_grad=False
-    if forward_ad._current_level < 0 and not _transforms_active():
+    if not in_transform():
         if not x.requires_grad:
             return x
         if hasattr(x, _MARK):

@@ -129,13 +129,18 @@ class TransformedLinear(Function):
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
+def in_transform() -> bool:
+    """Tell whether a forward level or a ``torch.func`` transform is active. Not collective."""
+    return forward_ad._current_level >= 0 or _transforms_active()
+
+
 def differentiated(x: torch.Tensor) -> bool:
     """Tell whether a derivative through ``x`` may be asked for, in reverse or in forward mode. Not collective.
 
     Inside a forward level or a ``torch.func`` transform every tensor counts: a dual's primal, and a value made of
     what an outer transform differentiates, have ``requires_grad=False``.
     """
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or _transforms_active()
+    return (x.requires_grad and torch.is_grad_enabled()) or in_transform()
 
 
 # Function.apply only looks for functorch before it calls this, taken here before ShardTensor guards it

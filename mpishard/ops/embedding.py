@@ -14,6 +14,7 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.contract import contract
 from mpishard.ops.dim import mapped, whole_along
 from mpishard.ops.meet import meet
+from mpishard.ops.stand_in import cropped, filled
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -95,11 +96,7 @@ def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
     shape = (*index.shape, rows.shape[1])
     if 0 not in shape or not len(rows) or not rows.requires_grad:
         return F.embedding(index, rows, padding_idx)
-    if 0 in index.shape:
-        index = index.new_zeros([max(n, 1) for n in index.shape])
-    if not rows.shape[1]:
-        rows = rows.new_zeros(len(rows), 1) + rows.sum()
-    return F.embedding(index, rows, padding_idx)[tuple(slice(n) for n in shape)]
+    return cropped(F.embedding(filled(index), filled(rows), padding_idx), shape)
 
 
 @implements(F.embedding_bag)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from mpishard.autograd.linear import apart, apply
+from mpishard.autograd.linear import apart, apply, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
@@ -168,7 +168,7 @@ def composed(neighbours: Neighbours, scale: float, q: Tensor, k: Tensor, v: Tens
 
 
 def _attend(neighbours: Neighbours, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if in_transform():
         return composed(neighbours, scale, q, k, v)
     return NeighbourhoodAttention.apply(neighbours, scale, q, k, v)  # type: ignore[no-any-return,no-untyped-call]
 

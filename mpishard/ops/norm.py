@@ -21,6 +21,7 @@ from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
+from mpishard.ops.stand_in import cropped, filled
 from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -91,16 +92,6 @@ def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
     return x if dtype == x._local.dtype else wrap(x._local.to(dtype), x._layout, x._mesh)
 
 
-def _filled(x: Any, cells: int = 1) -> Any:
-    """Return a block with ``cells`` along dims that have none: torch's graph of such ends at the first gradient."""
-    return x.new_zeros([n or cells for n in x.shape]) + x.sum() if x is not None and 0 in x.shape else x
-
-
-def _emptied(y: Tensor, x: Tensor) -> Tensor:
-    """Return what belongs to a block that was filled."""
-    return y[tuple(slice(n) for n in x.shape)] if 0 in x.shape else y
-
-
 @implements(F.group_norm, torch.group_norm)
 def group_norm(
     input: Any,
@@ -126,8 +117,8 @@ def group_norm(
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
     else:
-        y = torch.group_norm(_filled(x._local), rows.groups or 1, _filled(weight), _filled(bias), eps)
-        y = _emptied(y, x._local)
+        y = torch.group_norm(filled(x._local), rows.groups or 1, filled(weight), filled(bias), eps)
+        y = cropped(y, x._local.shape)
     return moved(wrap(y, x._layout, mesh), before)
 
 
@@ -206,9 +197,9 @@ def batch_norm(
         _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
         return wrap(y, x._layout, mesh)
     lo, hi = x._layout.interval(1, mesh.coords)
-    weight, bias, mean, var = map(_filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
-    y = torch.batch_norm(_filled(x._local), weight, bias, mean, var, False, momentum, eps, False)
-    return wrap(_emptied(y, x._local), x._layout, mesh)
+    weight, bias, mean, var = map(filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
+    y = torch.batch_norm(filled(x._local), weight, bias, mean, var, False, momentum, eps, False)
+    return wrap(cropped(y, x._local.shape), x._layout, mesh)
 
 
 @implements(torch.instance_norm)
@@ -249,9 +240,9 @@ def instance_norm(
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if not rows.over and running_mean is None and running_var is None:
-        weight, bias = _filled(weight, 2), _filled(bias, 2)
-        y = torch.instance_norm(_filled(x._local, 2), weight, bias, None, None, True, 0.0, eps, False)
-        return wrap(_emptied(y, x._local), x._layout, mesh)
+        weight, bias = filled(weight, 2), filled(bias, 2)
+        y = torch.instance_norm(filled(x._local, 2), weight, bias, None, None, True, 0.0, eps, False)
+        return wrap(cropped(y, x._local.shape), x._layout, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
     _update(running_mean, _over_samples(mean, x, rows), momentum, x)
@@ -318,7 +309,7 @@ def layer_norm(
     out = wrap(y, x._layout, mesh)
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
-    return out if out.dtype == y.dtype else out.to(y.dtype)
+    return out.to(y.dtype)
 
 
 @implements(F.rms_norm, torch.rms_norm)
@@ -336,7 +327,7 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
     scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     out = wrap((wide * use(scale, mesh, plan.over)).to(x._local.dtype), x._layout, mesh)
     out = out if weight is None else out * weight
-    return out if out.dtype == x._local.dtype else out.to(x._local.dtype)
+    return out.to(x._local.dtype)
 
 
 # -- local response

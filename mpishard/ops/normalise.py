@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apart
+from mpishard.autograd.linear import apart, in_transform
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
@@ -223,7 +223,7 @@ def normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if in_transform():
         mean, var = global_moments(*local_moments(x.detach(), rows), rows.counts, rows.count, _group(mesh, rows))
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
     return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from mpishard.autograd.linear import apart
+from mpishard.autograd.linear import apart, in_transform
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import StageRun
 from mpishard.layout import Layout, Run, plan_stage
@@ -23,7 +22,6 @@ from mpishard.ops.geometry import Sliding
 
 _convolution = torch.ops.aten.convolution.default
 _convolution_backward = torch.ops.aten.convolution_backward.default
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class Side(NamedTuple):
@@ -171,7 +169,7 @@ class Overlapped:
 
     def applicable(self) -> bool:
         """Tell whether nothing is active that needs the padded form. Not collective."""
-        return forward_ad._current_level < 0 and not _transforms_active()
+        return not in_transform()
 
 
 class OverlappedConv(torch.autograd.Function):

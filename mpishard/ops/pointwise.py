@@ -192,7 +192,7 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
 
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:
-            return plain(*(() if x is None else (x,)), *rest, **kwargs)
+            return plain(x, *rest, **kwargs)
         x = settled(x)
         out = plain(x, *rest, **kwargs)
         if out._local is x._local:

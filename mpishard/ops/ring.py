@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apart
+from mpishard.autograd.linear import apart, in_transform
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm import guard, ring
 from mpishard.comm.mesh import CartMesh, Group
@@ -315,6 +315,6 @@ def composed(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: T
 def ring_attention(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
     """Return this rank's rows of the attention, given its blocks. Collective over the ring."""
     with torch.autocast(q.device.type, enabled=False):
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        if in_transform():
             return composed(plan, dropout, q, k, v, *masks)
         return RingAttention.apply(plan, dropout, q, k, v, *masks)  # type: ignore[no-any-return,no-untyped-call]

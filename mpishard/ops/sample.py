@@ -16,6 +16,7 @@ from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
 from mpishard.ops.dim import unsharded, whole_along
 from mpishard.ops.meet import Met, meet, plan_meeting
 from mpishard.ops.sample_tap import taps_of, weighted_sum
+from mpishard.ops.stand_in import cropped, filled
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -54,19 +55,13 @@ def grid_sample(
                 return found
     met = meet((input, grid), labels)
     cells, points = met.locals
-    local = F.grid_sample(_filled(cells), _filled(points), mode, padding_mode, corners)
-    return met.wrapped(_cropped(local, cells, points), ("batch", "channel", *spatial))
+    local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
+    return met.wrapped(_of_points(local, cells, points), ("batch", "channel", *spatial))
 
 
-def _filled(t: Tensor) -> Tensor:
-    """Return one cell along dims that have none: torch refuses those, and their graph ends at the first gradient."""
-    return t.new_zeros([max(n, 1) for n in t.shape]) + t.sum() if 0 in t.shape else t
-
-
-def _cropped(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
+def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
     """Return the values of as many points and channels as there are."""
-    shape = (points.shape[0], cells.shape[1], *points.shape[1:-1])
-    return local[tuple(slice(n) for n in shape)] if 0 in shape else local
+    return cropped(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
 
 
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
@@ -82,7 +77,7 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
         [*wanted.sizes[:2], *layout.sizes[2:]],
     )
     points = use(moved(grid, fit.targets[1])._local, mesh, fit.used[1])
-    flat = _filled(points).flatten(1, -2)
+    flat = filled(points).flatten(1, -2)
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
     dims = [d for d in whole if layout.sizes[d] is not None]
@@ -103,9 +98,9 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
     cells = fetch_box(use(field._local, mesh, used), mesh, source, window, "grid_sample")
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
-    local = weighted_sum(_filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
+    local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
     return Met(mesh, (cells, points), fit).wrapped(
-        _cropped(local, cells, points), ("batch", "channel", *labels[1][1:-1])
+        _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
     )
 
 

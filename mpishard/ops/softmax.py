@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import in_transform
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
@@ -62,7 +63,7 @@ class Softmax(Function):
 def soft(x: ShardTensor, dim: int, log: bool) -> ShardTensor:
     """Return the softmax along a sharded dim, or its logarithm. Collective."""
     plan, mesh = reduced(x._layout, dim, True), x._mesh
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if in_transform():
         y = x - log_of_sum(x, dim, True)
         return y if log else y.exp()
     return wrap(Softmax.apply(x._local, mesh, plan, log), x._layout, mesh)  # type: ignore[no-untyped-call]

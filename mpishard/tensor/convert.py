@@ -125,14 +125,15 @@ def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
     with guard.waiting("from_local", (), comm):
         comm.Allgather(mine, everyone)
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
-    found = _layout_of_blocks(everyone.tobytes(), mesh.shape, given)
+    found = _layout_of_blocks(everyone[:, : 3 + local.ndim].tobytes(), mesh.shape, given)
     if isinstance(found, str):
         raise guard.common(LayoutError(found), comm)
     return found
 
 
-# in a loop over time steps the same blocks come again, and to go through those of thousands of ranks takes a while
-@lru_cache(maxsize=256)
+# in a loop over time steps the same blocks come again, and to go through those of thousands of ranks takes a while;
+# few are kept: each is known by the shapes of all ranks
+@lru_cache(maxsize=32)
 def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> Layout | str:
     """Return the layout of blocks, given ndim, dtype, requires_grad and shape of all, or what does not fit."""
     count = math.prod(mesh_shape)
@@ -152,10 +153,10 @@ def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: 
         n, dtype, requires_grad = everyone[rank, :3]
         return f"{n} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
 
-    for rank in range(count):
-        if (everyone[rank, :3] != everyone[0, :3]).any():
-            return unfit(rank, f"{kind(0)}, as rank 0 has", kind(rank))
-    shapes = everyone[:, 3 : 3 + ndim]
+    odd = np.flatnonzero((everyone[:, :3] != everyone[0, :3]).any(1))
+    if len(odd):
+        return unfit(int(odd[0]), f"{kind(0)}, as rank 0 has", kind(odd[0]))
+    shapes = everyone[:, 3:]
     own = as_placements(placements, len(mesh_shape), ndim)
     probe = layout_of(mesh_shape, own, (0,) * ndim)
     shape, sizes = [int(n) for n in shapes[0]], {}
