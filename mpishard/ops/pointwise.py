@@ -111,19 +111,22 @@ def no_out(func: Any) -> UnsupportedOperationError:
 def _rule(func: Any) -> Callable[..., ShardTensor]:
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> ShardTensor:
         # the usual cases first: this is what every operation pays
-        if type(x) is ShardTensor and not kwargs:
+        if type(x) is ShardTensor:
             layout = x._layout
             if not layout.partial_dims:
-                if not rest:
-                    return wrap(func(x._local), layout, x._mesh)
-                if len(rest) == 1:
-                    y = rest[0]
-                    kind = type(y)
-                    if kind is ShardTensor:
-                        if y._layout is layout and y._mesh is x._mesh:
-                            return wrap(func(x._local, y._local), layout, x._mesh)
-                    elif kind is float or kind is int:
-                        return wrap(func(x._local, y), layout, x._mesh)
+                if not kwargs:
+                    if not rest:
+                        return wrap(func(x._local), layout, x._mesh)
+                    if len(rest) == 1:
+                        y = rest[0]
+                        kind = type(y)
+                        if kind is ShardTensor:
+                            if y._layout is layout and y._mesh is x._mesh:
+                                return wrap(func(x._local, y._local), layout, x._mesh)
+                        elif kind is float or kind is int:
+                            return wrap(func(x._local, y), layout, x._mesh)
+                if not any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
+                    return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
     return rule

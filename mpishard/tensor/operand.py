@@ -106,27 +106,30 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
     A plain tensor counts as Replicate: it is cut where ``out`` is sharded and the operand has the whole extent,
     and used (see `use`) where it has none. Collective where the operand has another layout.
     """
+    held: Layout | torch.Size
     if isinstance(x, ShardTensor):
-        source, local = x._layout, x._local
-        if source is out:
+        held, local = x._layout, x._local
+        if held is out:
             return local
     elif isinstance(x, Tensor):
         if x.ndim == 0 and not differentiated(x):
             return x
-        source, local = replicated_layout(mesh, x.shape), x
+        held, local = x.shape, x
     else:
         return x
-    target, used = _fit(source, out)
+    source, target, used = _fits.get((held, out)) or _fit(held, out)
     return use(autograd.redistribute(local, mesh, source, target), mesh, used)
 
 
-_fits: dict[tuple[Layout, Layout], tuple[Layout, tuple[int, ...]]] = {}
+_fits: dict[tuple[Layout | torch.Size, Layout], tuple[Layout, Layout, tuple[int, ...]]] = {}
 
 
-def _fit(source: Layout, out: Layout) -> tuple[Layout, tuple[int, ...]]:
-    """Return the layout in which an operand meets ``out``, and the mesh dims over which it is used."""
-    if (source, out) in _fits:
-        return _fits[source, out]
+def _fit(held: Layout | torch.Size, out: Layout) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """Return an operand's layout, that in which it meets ``out``, and the mesh dims over which it is used.
+
+    ``held`` is its layout, or the shape of a plain tensor.
+    """
+    source = held if isinstance(held, Layout) else layout_of(out.mesh_shape, (Replicate(),) * len(out.mesh_shape), held)
     shift = len(out.shape) - len(source.shape)
     placements: list[Placement] = []
     sizes: list[tuple[int, ...] | None] = [None] * len(source.shape)
@@ -140,8 +143,8 @@ def _fit(source: Layout, out: Layout) -> tuple[Layout, tuple[int, ...]]:
             placements.append(Replicate())
             if type(p) is Shard:
                 used.append(m)
-    fit = layout_of(out.mesh_shape, placements, source.shape, sizes), tuple(used)
+    fit = source, layout_of(out.mesh_shape, placements, source.shape, sizes), tuple(used)
     if len(_fits) > 65536:
         _fits.clear()
-    _fits[source, out] = fit
+    _fits[held, out] = fit
     return fit
