@@ -14,7 +14,7 @@ from mpishard.ops.dim import plain, require_writable, settle, settled, viewed
 from mpishard.ops.index import written_through
 from mpishard.ops.view import ints
 from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import RULES, implements, name_of, spellings
+from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 _OUT_OF_PLACE = """
@@ -174,6 +174,7 @@ def pointwise(*functions: Any) -> None:
     """Register functions whose result is the same function of the local blocks. Not collective."""
     for func in functions:
         RULES[func] = _rule(func)
+        BLOCKWISE.add(func)
 
 
 def in_place(*functions: Any) -> None:

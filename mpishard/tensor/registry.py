@@ -12,7 +12,18 @@ from mpishard.errors import NoShardingRule, described
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
-RULES: dict[Any, Rule] = {}
+
+class _Rules(dict[Any, Rule]):
+    def __setitem__(self, function: Any, rule: Rule) -> None:
+        BLOCKWISE.discard(function)
+        super().__setitem__(function, rule)
+
+
+RULES: dict[Any, Rule] = _Rules()
+
+# functions that, given one tensor without Partial dims alone, are the same function of its block: their rule need
+# not be asked
+BLOCKWISE: set[Any] = set()
 
 
 def implements(*functions: Any) -> Callable[[R], R]:

@@ -14,7 +14,7 @@ from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
-from mpishard.tensor.registry import RULES, no_rule, outline
+from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -62,6 +62,11 @@ class ShardTensor(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the sharding rule of ``func``."""
+        if func in BLOCKWISE and len(args) == 1 and not kwargs:
+            x = args[0]
+            layout = x._layout
+            if not layout.partial_dims:
+                return wrap(func(x._local), layout, x._mesh)
         rule = RULES.get(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})

@@ -192,6 +192,22 @@ def test_a_miss_is_loud_and_a_rule_can_be_added(x):
     torch.testing.assert_close(own(x).full_tensor(), values() + 7)
 
 
+def test_a_rule_can_be_replaced(x):
+    before = {f: ms.tensor.registry.RULES[f] for f in (torch.sin, torch.nn.functional.gelu)}
+    try:
+
+        @ms.implements(*before)
+        def rule(t):
+            return ms.ShardTensor.from_local(t.to_local() + 7, t.mesh, t.placements)
+
+        for function in before:
+            torch.testing.assert_close(function(x).full_tensor(), values() + 7)
+    finally:
+        for function, old in before.items():
+            ms.tensor.registry.RULES[function] = old
+    torch.testing.assert_close(torch.sin(x).full_tensor(), torch.sin(values()))
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_meshes_do_not_mix(x):
     other = ms.init_mesh((-1,))
