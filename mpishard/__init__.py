@@ -28,6 +28,7 @@ from mpishard.errors import (
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
 from mpishard.nn import distribute_module
+from mpishard.ops.array_module import einsum, tensordot, transpose
 from mpishard.ops.attention import attention_method
 from mpishard.ops.neighbourhood import neighborhood_attention
 from mpishard.tensor import (
@@ -76,6 +77,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "dot_test",
+    "einsum",
     "empty",
     "full",
     "halo_exchange",
@@ -89,6 +91,8 @@ __all__ = [
     "scatter_tensor",
     "send_recv",
     "shift",
+    "tensordot",
     "testing",
+    "transpose",
     "zeros",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,8 +199,22 @@ def batch_norm(
         return wrap(y, x._layout, mesh)
     lo, hi = x._layout.interval(1, mesh.coords)
     weight, bias, mean, var = map(filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
-    y = torch.batch_norm(filled(x._local), weight, bias, mean, var, False, momentum, eps, False)
+    block = filled(x._local)
+    y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
+    if y.requires_grad:
+        y.register_hook(_in_format_of(block))
     return wrap(cropped(y, x._local.shape), x._layout, mesh)
+
+
+def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a hook that gives a cotangent the memory format of ``x``.
+
+    Of one sample, torch's batch_norm backward (seen in 2.13) misreads a cotangent that came through
+    ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
+    """
+    columns = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
+    memory_format = torch.contiguous_format if x.is_contiguous() else columns
+    return lambda g: g.contiguous(memory_format=memory_format)
 
 
 @implements(torch.instance_norm)

@@ -115,6 +115,38 @@ def test_running_statistics_where_a_rank_has_no_samples():
         compare(f, [(values(4, 6, 9), mesh, placements, sizes)], [W, B], what=f"{placements} {sizes}")
 
 
+def as_tokens(x):
+    """One sample with channels last, and the batch stride that flatten(2).transpose(1, 2) leaves."""
+    return x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 6, 7), (1, 4, 3, 2, 5)])
+def test_batch_norm_of_one_sample_takes_any_strides(shape, training):
+    mesh, per_channel = mesh_of((WORLD.size,)), (1, 4, *[1] * (len(shape) - 2))
+    x, mean, var = field(*shape), field(4), field(4).square() + 0.5
+    last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    formats = (torch.clone, lambda t: t.contiguous(memory_format=last), as_tokens)
+    weight, bias, cotangent = (field(*s).requires_grad_() for s in ((4,), (4,), shape))
+    # torch's own batch_norm is wrong here: it is told by hand
+    whole, cells = x.clone().requires_grad_(), [d for d in range(x.ndim) if d != 1]
+    centre = whole.mean(cells) if training else mean
+    spread = whole.var(cells, unbiased=False) if training else var
+    y = (whole - centre.view(per_channel)) / (spread.view(per_channel) + 1e-5).sqrt()
+    y = y * weight.view(per_channel) + bias.view(per_channel)
+    wanted = torch.autograd.grad(y, [whole, weight, bias], cotangent.detach())
+    for of_x in formats:
+        for of_g in formats:
+            z = ms.ShardTensor.from_local(of_x(shard(x, mesh, ms.Shard(2)).to_local()), mesh, (ms.Shard(2),))
+            z.requires_grad_()
+            y = F.batch_norm(z, mean.clone(), var.clone(), weight, bias, training)
+            g = ms.ShardTensor.from_local(
+                of_g(shard(cotangent.detach(), mesh, ms.Shard(2)).to_local()), mesh, (ms.Shard(2),)
+            )
+            for got, want in zip(torch.autograd.grad(y, [z, weight, bias], g), wanted):
+                torch.testing.assert_close(gathered(got), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_statistics(dtype):
     x = (values(2, 4, 40, 30) * 3 + 20).to(dtype)
