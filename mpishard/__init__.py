@@ -27,7 +27,7 @@ from mpishard.errors import (
     UnsupportedOperationError,
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
-from mpishard.nn import distribute_module
+from mpishard.nn import compare_module, distribute_module
 from mpishard.ops.array_module import einsum, tensordot, transpose
 from mpishard.ops.attention import attention_method
 from mpishard.ops.neighbourhood import neighborhood_attention
@@ -74,6 +74,7 @@ __all__ = [
     "attention_method",
     "broadcast",
     "comm_counter",
+    "compare_module",
     "distribute_module",
     "distribute_tensor",
     "dot_test",

@@ -1,3 +1,4 @@
 """Models on meshes."""
 
+from mpishard.nn.compare import compare_module
 from mpishard.nn.module import distribute_module

@@ -1,0 +1,102 @@
+"""compare_module finds agreement, and every kind of difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mpishard as ms
+from tests.compare import WORLD, mesh_of
+
+
+class Net(nn.Module):
+    """With buffers, two inputs, a mapping of outputs, and a complex one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.unused = nn.Linear(2, 2)
+        self.steps = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x, t):
+        y = self.norm(self.conv(x)) + self.steps * t
+        return {"y": y, "more": [torch.fft.rfft(y), y.argmax(1)]}
+
+
+INPUTS = torch.randn(2, 2, 7, 6, generator=torch.Generator().manual_seed(3)).double(), torch.tensor([2.0]).double()
+COUNTS = ["output", "input gradient", "parameter gradient", "buffer"]
+
+
+@pytest.mark.parametrize("grid", [(WORLD.size,), (2, WORLD.size // 2)] if WORLD.size % 2 == 0 else [(WORLD.size,)])
+def test_agreement(grid):
+    mesh = mesh_of(grid)
+    torch.manual_seed(mesh.rank)  # another model on every rank: that of rank 0 counts
+    module = Net().double()
+    before = [p.clone() for p in module.parameters()]
+    found = ms.compare_module(module, *INPUTS, mesh=mesh, placements=[ms.Shard(2), ms.Shard(3)][: mesh.ndim])
+    assert list(found) == COUNTS
+    assert max(found.values()) < 1e-12, found
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(module.parameters(), before))
+
+
+class Wrong(nn.Module):
+    """Wrong on shards alone, in one respect."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.weight = what, nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        on_shards = isinstance(x, ms.ShardTensor)
+        y = x * self.weight.view(1, 2, 1, 1)
+        if not on_shards or self.what == "nothing":
+            return y
+        if self.what == "output":
+            return y + 1e-3
+        if self.what == "nan":
+            return y / torch.zeros_like(y) * 0
+        if self.what == "input gradient":
+            return y + x - x.detach()
+        if self.what == "parameter gradient":
+            return y + x.detach() * (2 * self.weight - 2 * self.weight.detach()).view(1, 2, 1, 1)
+        if self.what == "buffer":
+            self.seen += 1
+            return y
+        if self.what == "shape":
+            return y[:, :1]
+        return x.detach() * self.weight.view(1, 2, 1, 1)
+
+
+def compared(what):
+    mesh = mesh_of((WORLD.size,))
+    return ms.compare_module(Wrong(what), INPUTS[0], mesh=mesh, placements=[ms.Shard(2)])
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_a_difference_is_found(what):
+    found = compared(what)
+    assert found[what] > 1e-4, found
+    assert all(found[other] < 1e-12 for other in COUNTS if other != what), found
+
+
+def test_differences_that_have_no_size():
+    assert max(compared("nothing").values()) < 1e-12
+    assert compared("nan")["output"] == float("inf")
+    with pytest.raises(AssertionError, match="shapes of outputs"):
+        compared("shape")
+    with pytest.raises(AssertionError, match="what has a gradient"):
+        compared("no gradient")
+
+
+class Unruled(nn.Module):
+    """Calls what has no rule, and is right in one process."""
+
+    def forward(self, x):
+        return torch.as_strided(x, (2,), (1,))
+
+
+def test_a_function_without_a_rule_is_named():
+    with pytest.raises(ms.NoShardingRule, match="as_strided"):
+        ms.compare_module(Unruled(), INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])
