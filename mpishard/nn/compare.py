@@ -62,22 +62,24 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
     for x in (*shards, *whole):
         x.requires_grad_(x.is_floating_point() or x.is_complex())
     expected, got = _run(in_one, whole), _run(on_shards, shards)
-    _same([tuple(x.shape) for x in got], [tuple(x.shape) for x in expected], "shapes of outputs")
+    _agreed(mesh, "shapes of outputs", [tuple(x.shape) for x in got], [tuple(x.shape) for x in expected])
     names = [*(f"input {i}" for i in range(len(inputs))), *(name for name, _ in module.named_parameters())]
     ours, theirs = (
         [x.grad for x in (*shards, *on_shards.parameters())],
         [x.grad for x in (*whole, *in_one.parameters())],
     )
-    _same(_given(names, ours), _given(names, theirs), "what has a gradient")
+    _agreed(mesh, "what has a gradient", _given(names, ours), _given(names, theirs))
     pairs = [(g, h) for g, h in zip(ours, theirs) if g is not None and h is not None]
     own = sum(g is not None for g in ours[: len(inputs)])
     largest = max((_largest(h) for _, h in pairs[own:]), default=0.0)
-    return {
+    found = {
         "output": max(map(_apart, got, expected), default=0.0),
         "input gradient": max((_apart(g, h) for g, h in pairs[:own]), default=0.0),
         "parameter gradient": max((_apart(g, h, largest) for g, h in pairs[own:]), default=0.0),
         "buffer": max(map(_apart, on_shards.buffers(), in_one.buffers()), default=0.0),
     }
+    everywhere = mesh.comm.allgather(found)
+    return {name: max(here[name] for here in everywhere) for name in found}
 
 
 def _state(module: nn.Module) -> list[Tensor]:
@@ -101,9 +103,10 @@ def _run(module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     loss: Any = 0.0
     for y in out:
-        cotangent = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
         if y.requires_grad:
-            loss = loss + (y * cotangent).real.sum()
+            wide = torch.complex128 if y.is_complex() else torch.float64
+            cotangent = torch.randn(y.shape, generator=generator, dtype=wide)
+            loss = loss + (y * cotangent.to(y.device, y.dtype)).real.sum()
     if isinstance(loss, Tensor):
         loss.backward()
     return out
@@ -135,6 +138,9 @@ def _largest(x: Tensor) -> float:
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
-def _same(got: list[Any], expected: list[Any], what: str) -> None:
-    if got != expected:
-        raise AssertionError(f"compare_module: {what} differ: on shards {got}, in one process {expected}")
+def _agreed(mesh: CartMesh, what: str, got: list[Any], expected: list[Any]) -> None:
+    """Raise on every rank where on any rank they differ. Collective."""
+    own = None if got == expected else f"on shards {got}, in one process {expected}"
+    texts = [text for text in mesh.comm.allgather(own) if text]
+    if texts:
+        raise AssertionError(f"compare_module: {what} differ: {texts[0]}")

@@ -64,8 +64,13 @@ class Wrong(nn.Module):
         if self.what == "buffer":
             self.seen += 1
             return y
+        last = WORLD.rank == WORLD.size - 1
         if self.what == "shape":
             return y[:, :1]
+        if self.what == "shape of the last":
+            return y.full_tensor()[:, : 1 if last else 2]
+        if self.what == "plain of the last":
+            return y.full_tensor() + 1e-3 * last
         return x.detach() * self.weight.view(1, 2, 1, 1)
 
 
@@ -88,6 +93,12 @@ def test_differences_that_have_no_size():
         compared("shape")
     with pytest.raises(AssertionError, match="what has a gradient"):
         compared("no gradient")
+    with pytest.raises(AssertionError, match="shapes of outputs"):
+        compared("shape of the last")
+
+
+def test_plain_outputs_are_those_of_every_rank():
+    assert compared("plain of the last")["output"] > 1e-4
 
 
 class Unruled(nn.Module):
