@@ -8,9 +8,10 @@ Each line is a ratio of bandwidths, ours to theirs (1 is as fast):
 - virtual write, to ``numpy.tofile`` of one file per rank;
 - read of every rank's slab, to ``read_direct`` into a buffer that is kept.
 
-Files are in the page cache: what is timed is the software, which a slow disk would hide. Give a folder on the
-file system that you mean to use. Every write makes a new file: to replace one, the library renames (so that a kill
-costs nothing), and some file systems, such as ext4, then bring all data to the disk first.
+Files are in the page cache: what is timed is the software, which a slow disk would hide (/dev/shm shows it best). Give
+a folder on the file system that you mean to use. Every write makes a new file, and old ones are removed before: to
+replace one, the library renames (so that a kill costs nothing), and some file systems, such as ext4, then bring all
+data to the disk first.
 """
 
 from __future__ import annotations
@@ -44,14 +45,6 @@ def own_options() -> argparse.Namespace:
     return own
 
 
-def removed(path: Path) -> Path:
-    """Return a path at which there is no file any more."""
-    if WORLD.rank == 0:
-        path.unlink(missing_ok=True)
-    WORLD.Barrier()
-    return path
-
-
 def by_hand_write(path: Path, full_shape: tuple[int, ...], start: tuple[int, ...], block: np.ndarray) -> None:
     """Write a dataset collectively, as low as h5py goes, and as safely: it is on disk when this returns."""
     with h5py.File(path, "w", driver="mpio", comm=WORLD) as file:
@@ -75,9 +68,16 @@ def by_hand_read(path: Path, start: tuple[int, ...], block: np.ndarray) -> None:
         dataset.id.read(h5py.h5s.create_simple(block.shape), space, block, dxpl=dxpl)
 
 
-def report(what: str, ours: Callable[[], object], theirs: Callable[[], object], nbytes: int, rounds: int) -> None:
+def report(
+    what: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    nbytes: int,
+    rounds: int,
+    tidy: Callable[[], object] = lambda: None,
+) -> None:
     """Time two calls in turns, and print the ratio of their bandwidths."""
-    times = timing.interleaved({"ours": ours, "theirs": theirs}, 1, rounds)
+    times = timing.interleaved({"ours": ours, "theirs": theirs}, 1, rounds, tidy)
     speeds = {name: nbytes / statistics.median(each) / 2**20 for name, each in times.items()}
     timing.say(
         f"{what:42s} {timing.ratio(times, 'theirs', 'ours'):5.2f}x"
@@ -107,15 +107,34 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
     """Compare every back-end on one tensor."""
     mesh, block = x.mesh, x.to_local().numpy()
     start, nbytes = x.layout.offset(mesh.coords), 4 * x.layout.shape[0] * x.layout.shape[1]
-    here = str(folder / f"part{WORLD.rank}.bin")
+    here = folder / f"part{WORLD.rank}.bin"
     kept = torch.empty(block.shape)
     timing.say(f"{what}: {nbytes / 2**20:.0f} MiB on {WORLD.size} ranks")
 
-    def write(name: str) -> Callable[[], object]:
-        return lambda: ms.io.write(removed(folder / f"{name}.h5"), {"x": x}, backend=name)
+    hand = folder / "hand.h5"
 
-    report("virtual write / tofile per rank", write("virtual"), lambda: block.tofile(here), nbytes, rounds)
-    report("root write / tofile per rank", write("root"), lambda: block.tofile(here), nbytes, rounds)
+    def clear() -> None:
+        WORLD.Barrier()
+        if WORLD.rank == 0:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        WORLD.Barrier()
+
+    def write(name: str) -> Callable[[], object]:
+        return lambda: ms.io.write(folder / f"{name}.h5", {"x": x}, backend=name)
+
+    def tofile() -> None:
+        block.tofile(here)
+
+    def by_hand() -> None:
+        by_hand_write(hand, tuple(x.layout.shape), start, block)
+
+    report("virtual write / tofile per rank", write("virtual"), tofile, nbytes, rounds, clear)
+    report("root write / tofile per rank", write("root"), tofile, nbytes, rounds, clear)
+    if mpio_obstacle() is None:
+        report("mpio write / collective h5py by hand", write("mpio"), by_hand, nbytes, rounds, clear)
+    clear()
+    write("root")()
     with h5py.File(folder / "root.h5", "r", locking=False) as file:
         box = tuple(slice(lo, hi) for lo, hi in x.layout.box(mesh.coords))
 
@@ -127,21 +146,11 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
 
         report("own read / read_direct into a kept buffer", read("root"), direct, nbytes, rounds)
     if mpio_obstacle() is None:
-        hand = folder / "hand.h5"
-        report(
-            "mpio write / collective h5py by hand",
-            write("mpio"),
-            lambda: by_hand_write(removed(hand), tuple(x.layout.shape), start, block),
-            nbytes,
-            rounds,
-        )
-        report(
-            "mpio read / collective h5py by hand",
-            read("mpio"),
-            lambda: by_hand_read(folder / "root.h5", start, kept.numpy()),
-            nbytes,
-            rounds,
-        )
+
+        def by_hand_again() -> None:
+            by_hand_read(folder / "root.h5", start, kept.numpy())
+
+        report("mpio read / collective h5py by hand", read("mpio"), by_hand_again, nbytes, rounds)
 
 
 if __name__ == "__main__":

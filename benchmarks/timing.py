@@ -34,14 +34,18 @@ def seconds(call: Callable[[], object], count: int) -> float:
     return WORLD.allreduce((time.perf_counter() - start) / count, op=MPI.MAX)
 
 
-def interleaved(calls: Mapping[str, Callable[[], object]], count: int, rounds: int) -> dict[str, list[float]]:
-    """Time every call once per round, so that a busy moment of the machine meets all of them."""
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], count: int, rounds: int, tidy: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Time every call once per round, so that a busy moment of the machine meets all of them; ``tidy`` goes before."""
     for call in calls.values():
         for _ in range(max(2, count // 10)):
+            tidy()
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            tidy()
             times[name].append(seconds(call, count))
     return times
 
