@@ -11,21 +11,21 @@ from torch import Tensor
 
 from mpishard.ops.moments import BLOCK, chan, is_large
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # columns that fill vector registers; fewer are summed several rows at a time
 _WIDTH = 64
 
 
 def are_columns(x: Tensor) -> bool:
     """Tell whether a block of shape (1, C, ...) is to be worked on by columns. Not collective."""
-    if x.ndim not in _FORMATS or x.shape[0] != 1 or not x.is_cpu or x.is_contiguous() or not x.numel():
+    if x.ndim not in FORMATS or x.shape[0] != 1 or not x.is_cpu or x.is_contiguous() or not x.numel():
         return False
-    return x.dtype in (torch.float32, torch.float64) and x.is_contiguous(memory_format=_FORMATS[x.ndim])
+    return x.dtype in (torch.float32, torch.float64) and x.is_contiguous(memory_format=FORMATS[x.ndim])
 
 
 def in_columns(x: Tensor) -> Tensor:
     """Return ``x`` with its channels together in memory. Not collective."""
-    return x.contiguous(memory_format=_FORMATS[x.ndim])
+    return x.contiguous(memory_format=FORMATS[x.ndim])
 
 
 def _matrix(x: Tensor) -> tuple[Tensor, Tensor, int]:

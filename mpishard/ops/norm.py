@@ -19,6 +19,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
+from mpishard.ops.column import FORMATS
 from mpishard.ops.dim import whole_along
 from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
@@ -212,8 +213,8 @@ def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
     Of one sample, torch's batch_norm backward (seen in 2.13) misreads a cotangent that came through
     ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
     """
-    columns = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
-    memory_format = torch.contiguous_format if x.is_contiguous() else columns
+    row_major = torch.contiguous_format
+    memory_format = row_major if x.is_contiguous() else FORMATS.get(x.ndim, row_major)
     return lambda g: g.contiguous(memory_format=memory_format)
 
 

@@ -117,19 +117,19 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         held, local = x.shape, x
     else:
         return x
-    source, target, used = _fits.get((held, out)) or _fit(held, out)
+    source, target, used = _fits.get((held, out)) or _fit(held, out, mesh)
     return use(autograd.redistribute(local, mesh, source, target), mesh, used)
 
 
 _fits: dict[tuple[Layout | torch.Size, Layout], tuple[Layout, Layout, tuple[int, ...]]] = {}
 
 
-def _fit(held: Layout | torch.Size, out: Layout) -> tuple[Layout, Layout, tuple[int, ...]]:
+def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> tuple[Layout, Layout, tuple[int, ...]]:
     """Return an operand's layout, that in which it meets ``out``, and the mesh dims over which it is used.
 
     ``held`` is its layout, or the shape of a plain tensor.
     """
-    source = held if isinstance(held, Layout) else layout_of(out.mesh_shape, (Replicate(),) * len(out.mesh_shape), held)
+    source = held if isinstance(held, Layout) else replicated_layout(mesh, held)
     shift = len(out.shape) - len(source.shape)
     placements: list[Placement] = []
     sizes: list[tuple[int, ...] | None] = [None] * len(source.shape)
