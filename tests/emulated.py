@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpishard.comm import buffer, collective, message, ring
 from mpishard.comm import driver as drivers
 from mpishard.comm.kernel import SOURCE
 from mpishard.comm.segment import Table
@@ -83,7 +82,9 @@ class EmulatedMemory:
         if nbytes:
             driver.own[self.address] = span(self.tensor)
 
-    def free(self) -> None:
+    def free(self, after: tuple[int, int] | None = None) -> None:
+        if after is not None:
+            self.driver.wait(after)
         self.driver.free(self)
 
 
@@ -214,13 +215,11 @@ class EmulatedDriver(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._run(self.stream, self.number)
         touched = [
-            used
+            span_of_strided(x)
             for x in (*args, *(kwargs or {}).values())
             if isinstance(x, Tensor) and x.device == HOST and x.layout == torch.strided and x.numel()
-            for used in [span_of_strided(x)]
-            if any(used.meets(own) for own in self.own.values())
         ]
-        if touched and not func.is_view:
+        if not func.is_view:
             self._note([], touched)
         return func(*args, **(kwargs or {}))
 
@@ -232,6 +231,8 @@ class EmulatedDriver(TorchDispatchMode):
         self.number += 1
         for writing, spans in ((False, reads), (True, writes)):
             for own in spans:
+                if not any(own.meets(ours) for ours in self.own.values()):
+                    continue  # torch's, whose memory is another's when torch frees it
                 if any((wrote or writing) and used.meets(own) for wrote, used in self.lent):
                     raise OutOfOrder("the device uses memory that MPI has")
                 self.uses.append((self.stream, self.number, writing, own))
@@ -261,16 +262,10 @@ def _packed(table: Table, memory: EmulatedMemory) -> list[Span]:
 def emulated(*, kernel: bool) -> Iterator[EmulatedDriver]:
     """Let host memory be a device's."""
     driver = EmulatedDriver(kernel=kernel)
-    dense = buffer.dense
     assert HOST not in drivers._drivers
-    # what is collective takes host memory as it is; a device's would be copied to the host first, by torch
-    for module in (collective, message, ring):
-        module.dense = lambda x: dense(x.clone())
     drivers._drivers[HOST] = driver
     try:
         with driver:
             yield driver
     finally:
         del drivers._drivers[HOST]
-        for module in (collective, message, ring):
-            module.dense = dense

@@ -38,7 +38,7 @@ def pack(blocks: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the blocks' values one after the other. Not collective."""
     if all(b.is_contiguous() and b.dtype == dtype for b in blocks):
         return torch.cat([b.view(-1) for b in blocks]).resolve_conj().resolve_neg()
-    flat = torch.empty(sum(b.numel() for b in blocks), dtype=dtype)
+    flat = blocks[0].new_empty(sum(b.numel() for b in blocks), dtype=dtype)
     for b, (lo, hi) in zip(blocks, spans([b.numel() for b in blocks])):
         flat[lo:hi].view(b.shape).copy_(b)
     return flat

@@ -2,7 +2,7 @@
 
 Reductions are typed; everything else moves bytes. Every function returns a fresh contiguous tensor on the
 device of its argument, unless it works in place. Tensors on a GPU travel by NCCL where it serves the group and
-they are large, else through pinned host memory.
+they are large, else through pinned host memory in pieces; blocks for single ranks go as messages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from zlib import crc32
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import buffer, counter, guard, nccl, staging
+from mpishard.comm import buffer, counter, guard, nccl
 from mpishard.comm.arithmetic import Rule, from_keys, ordered, rule_of, to_keys
-from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans, to_host
-from mpishard.comm.driver import driver_of
+from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans
+from mpishard.comm.driver import driver_at
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
+from mpishard.comm.relay import relayed
+from mpishard.comm.staging import cut, cut_blocks, through_host
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -71,9 +73,6 @@ def all_reduce(
         The dtype has no such reduction.
     """
     rule = rule_of(op, x.dtype)
-    if not x.is_cpu:
-        reduced = _device_all_reduce(x, group, op, rule, deterministic)
-        return x.copy_(reduced) if in_place else reduced
     if guard.DEBUG:
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
@@ -86,28 +85,12 @@ def all_reduce(
         result = _ordered_all_reduce(source, group, op)
     elif rule.carrier is not None:
         work = to_keys(source, op) if rule.keyed else source.to(rule.carrier)
-        _allreduce(work, work, group, rule)
+        _all_reduce(work, work, group, rule, op)
         result = from_keys(work, source.dtype) if rule.keyed else work.to(source.dtype)
     else:
         result = torch.empty_like(source) if y is None else y
-        _allreduce(source, result, group, rule)
+        _all_reduce(source, result, group, rule, op)
     return x.copy_(result) if in_place and result is not x else result
-
-
-def _device_all_reduce(x: torch.Tensor, group: Group, op: str, rule: Rule, deterministic: bool | None) -> torch.Tensor:
-    driver = driver_of(x.device)
-    if driver is None or rule.keyed or group.size == 1 or (rule.ordered and in_order(deterministic)):
-        host = all_reduce(to_host(x), group, op, deterministic=deterministic, in_place=True)
-        return host.to(x.device, non_blocking=True)
-    if guard.DEBUG:
-        guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
-    work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
-    link = nccl.link_of(group, work, work.nbytes)
-    if link is not None and link.serves(work.dtype, op):
-        y = link.all_reduce(work, op)
-    else:
-        y = staging.reduced(work, driver, lambda piece: _allreduce(piece, piece, group, rule))
-    return y.to(x.dtype)
 
 
 def in_order(deterministic: bool | None) -> bool:
@@ -115,15 +98,29 @@ def in_order(deterministic: bool | None) -> bool:
     return DETERMINISTIC if deterministic is None else deterministic
 
 
-def _allreduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule) -> None:
+def _all_reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, op: str) -> None:
     comm, datatype, nbytes = group.comm, rule.datatype, x.nbytes
     if counter.active:
         counter.record("all_reduce", 1, nbytes)
-    at, to = x.data_ptr(), y.data_ptr()
-    with guard.waiting("all_reduce", (), comm):
-        for a, n in pieces(nbytes):
-            send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
-            comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
+    driver = driver_at(x)
+    if driver is None:
+        at, to = x.data_ptr(), y.data_ptr()
+        with guard.waiting("all_reduce", (), comm):
+            for a, n in pieces(nbytes):
+                send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
+                comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
+        return
+    link = nccl.link_of(group, x, nbytes)
+    if link is not None and link.serves(x.dtype, op):
+        link.all_reduce(x, y, op)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("all_reduce", (), comm):
+            comm.Allreduce((as_bytes(here), datatype), (as_bytes(there), datatype), rule.op)
+
+    parts = cut(nbytes, x.itemsize)
+    through_host(driver, x, parts, y, parts, move)
 
 
 def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
@@ -171,39 +168,47 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     row = math.prod(full) // max(total, 1)
     if guard.DEBUG:
         guard.check(group.comm, "all_gather", full, x.dtype)
-    if x.is_cpu:
-        return _host_all_gather(x, group, dim, sizes, full, row, pinned=False)
-    link = nccl.link_of(group, x, total * row * x.itemsize)
-    if link is None:
-        return _host_all_gather(to_host(x), group, dim, sizes, full, row, pinned=True).to(x.device, non_blocking=True)
-    flat = link.all_gather(dense(x), [s * row for s in sizes])
-    return _joined(flat, [s * row for s in sizes], shape, dim, sizes)
-
-
-def _host_all_gather(
-    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], full: tuple[int, ...], row: int, *, pinned: bool
-) -> torch.Tensor:
-    shape, total = x.shape, full[dim]
     x = dense(x)
     if group.size == 1:
         return x.clone()
-    whole = torch.empty(full, dtype=x.dtype, pin_memory=pinned)
+    whole = x.new_empty(full)
     if not whole.numel():
         return whole
     # blocks that follow each other in the result are received in place
     direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
     flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
-    counts = [s * row * x.itemsize for s in sizes]
+    lengths = [s * row for s in sizes]
+    _all_gather(x, flat, [n * x.itemsize for n in lengths], group)
+    return whole if direct else _joined(flat, lengths, shape, dim, sizes, whole)
+
+
+def _all_gather(x: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], group: Group) -> None:
+    comm = group.comm
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
-    with guard.waiting("all_gather", (), group.comm):
-        if flat.nbytes > buffer.MESSAGE_NBYTES:
-            MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * group.size, flat, spans(counts), group))
-        elif counts.count(counts[0]) == group.size:
-            group.comm.Allgather(as_bytes(x), as_bytes(flat))
-        else:
-            group.comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
-    return whole if direct else _joined(flat, [s * row for s in sizes], shape, dim, sizes, whole)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("all_gather", (), comm):
+            if flat.nbytes > buffer.MESSAGE_NBYTES:
+                MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * group.size, flat, spans(counts), group))
+            elif counts.count(counts[0]) == group.size:
+                comm.Allgather(as_bytes(x), as_bytes(flat))
+            else:
+                comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
+        return
+    link = nccl.link_of(group, x, flat.nbytes)
+    if link is not None:
+        link.all_gather(x, flat, [n // x.itemsize for n in counts])
+        return
+    parts = cut_blocks(counts)
+    start = spans(counts)[group.rank][0]
+
+    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("all_gather", (), comm):
+            comm.Allgatherv(as_bytes(here), [as_bytes(there), [b - a for a, b in parts[k]]])
+
+    own = [[(a - start, b - start) for a, b in part[group.rank : group.rank + 1]] for part in parts]
+    through_host(driver, x, own, flat, parts, move)
 
 
 def _joined(
@@ -226,7 +231,6 @@ def reduce_scatter(
     sizes: Sequence[int],
     *,
     deterministic: bool | None = None,
-    pinned: bool = False,
 ) -> torch.Tensor:
     """Sum equal-shaped tensors over the ranks and return this rank's block of the sum along ``dim``.
 
@@ -244,8 +248,6 @@ def reduce_scatter(
         Extent of every rank's block.
     deterministic
         As in `all_reduce`.
-    pinned
-        Whether the result lies in pinned memory, for a GPU to read.
 
     Returns
     -------
@@ -258,9 +260,6 @@ def reduce_scatter(
         The dtype has no sum.
     """
     rule = rule_of("sum", x.dtype)
-    if not x.is_cpu:
-        host = reduce_scatter(to_host(x), group, dim, sizes, deterministic=deterministic, pinned=True)
-        return host.to(x.device, non_blocking=True)
     if guard.DEBUG:
         guard.check(group.comm, "reduce_scatter", tuple(x.shape), x.dtype)
     if group.size == 1:
@@ -273,21 +272,38 @@ def reduce_scatter(
         return ordered(all_to_all(blocks, [own] * group.size, group, x.nbytes), "sum")
     dtype = rule.carrier or x.dtype
     flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
-    result = torch.empty(own, dtype=dtype, pin_memory=pinned)
+    result = flat.new_empty(own)
+    _reduce_scatter(flat, result, [b.numel() for b in blocks], group, rule)
+    return result.to(x.dtype)
+
+
+def _reduce_scatter(flat: torch.Tensor, result: torch.Tensor, counts: Sequence[int], group: Group, rule: Rule) -> None:
+    comm, datatype, size = group.comm, rule.datatype, flat.itemsize
     if counter.active:
         counter.record("reduce_scatter", 1, flat.nbytes)
-    counts = [b.numel() for b in blocks]
-    comm, datatype = group.comm, rule.datatype
-    with guard.waiting("reduce_scatter", (), comm):
-        if flat.nbytes <= buffer.MESSAGE_NBYTES:
-            comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
-        else:
-            for root, (lo, hi) in enumerate(spans([n * dtype.itemsize for n in counts])):
-                for a, n in pieces(hi - lo):
-                    send = (address(flat.data_ptr() + lo + a, n), datatype)
-                    recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
-                    comm.Reduce(send, recv, rule.op, root)
-    return result.to(x.dtype)
+    driver = driver_at(flat)
+    if driver is None:
+        with guard.waiting("reduce_scatter", (), comm):
+            if flat.nbytes <= buffer.MESSAGE_NBYTES:
+                comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
+            else:
+                for root, (lo, hi) in enumerate(spans([n * size for n in counts])):
+                    for a, n in pieces(hi - lo):
+                        send = (address(flat.data_ptr() + lo + a, n), datatype)
+                        recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
+                        comm.Reduce(send, recv, rule.op, root)
+        return
+    lengths = [n * size for n in counts]
+    parts = cut_blocks(lengths, size)
+    start = spans(lengths)[group.rank][0]
+
+    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        each = [(b - a) // size for a, b in parts[k]]
+        with guard.waiting("reduce_scatter", (), comm):
+            comm.Reduce_scatter((as_bytes(here), datatype), (as_bytes(there), datatype), each, rule.op)
+
+    own = [[(a - start, b - start) for a, b in part[group.rank : group.rank + 1]] for part in parts]
+    through_host(driver, flat, parts, result, own, move)
 
 
 def all_to_all(
@@ -318,40 +334,27 @@ def all_to_all(
     """
     if guard.DEBUG:
         guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
-    if blocks[0].is_cpu:
-        return _host_all_to_all(blocks, shapes, group, bound_nbytes, pinned=False)
-    device = blocks[0].device
-    link = nccl.link_of(group, blocks[0], bound_nbytes)
-    if link is None:
-        hosts = _host_all_to_all([to_host(b) for b in blocks], shapes, group, bound_nbytes, pinned=True)
-        return [b.to(device, non_blocking=True) for b in hosts]
-    lengths = [torch.Size(s).numel() for s in shapes]
-    whole = link.all_to_all([dense(b) for b in blocks], lengths)
-    return [b.view(s) for b, s in zip(whole.split(lengths), shapes)]
-
-
-def _host_all_to_all(
-    blocks: Sequence[torch.Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    group: Group,
-    bound_nbytes: int,
-    *,
-    pinned: bool,
-) -> list[torch.Tensor]:
     if group.size == 1:
         return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
     flat = pack(blocks, blocks[0].dtype)
     counts = [torch.Size(s).numel() for s in shapes]
-    into = torch.empty(sum(counts), dtype=flat.dtype, pin_memory=pinned)
+    into = flat.new_empty(sum(counts))
     size = flat.itemsize
-    sends, recvs = [b.numel() * size for b in blocks], [n * size for n in counts]
+    sends, recvs = spans([b.numel() * size for b in blocks]), spans([n * size for n in counts])
     if counter.active:
         counter.record("all_to_all", 1, flat.nbytes)
-    with guard.waiting("all_to_all", (), group.comm):
-        if bound_nbytes > buffer.MESSAGE_NBYTES:
-            MPI.Request.Waitall(start_messages(flat, spans(sends), into, spans(recvs), group))
-        else:
-            group.comm.Alltoallv([as_bytes(flat), sends], [as_bytes(into), recvs])
+    driver = driver_at(flat)
+    if driver is None:
+        with guard.waiting("all_to_all", (), group.comm):
+            if bound_nbytes > buffer.MESSAGE_NBYTES:
+                MPI.Request.Waitall(start_messages(flat, sends, into, recvs, group))
+            else:
+                out, back = ([b - a for a, b in side] for side in (sends, recvs))
+                group.comm.Alltoallv([as_bytes(flat), out], [as_bytes(into), back])
+    elif (link := nccl.link_of(group, flat, bound_nbytes)) is not None:
+        link.all_to_all(flat.split([b.numel() for b in blocks]), into.split(counts))
+    else:
+        relayed(driver, group, flat, list(enumerate(sends)), into, list(enumerate(recvs)), "all_to_all")
     return [b.view(s) for b, s in zip(into.split(counts), shapes)]
 
 
@@ -378,31 +381,38 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     """
     if guard.DEBUG:
         guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
-    if x.is_cpu:
-        return _host_broadcast(x, group, root, in_place)
-    link = nccl.link_of(group, x, x.nbytes)
-    if link is not None:
-        sent = link.broadcast(dense(x), root)
-        return x.copy_(sent) if in_place else sent
-    host = to_host(x) if group.rank == root else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host = _host_broadcast(host, group, root, True)
-    return x.copy_(host) if in_place else host.to(x.device, non_blocking=True)
-
-
-def _host_broadcast(x: torch.Tensor, group: Group, root: int, in_place: bool) -> torch.Tensor:
     at_root = group.rank == root
     if in_place and x.is_contiguous():
         y = x
     elif at_root:
         y = dense(x).clone(memory_format=torch.contiguous_format)
     else:
-        y = torch.empty(x.shape, dtype=x.dtype)
-    if counter.active:
-        counter.record("broadcast", 1, y.nbytes if at_root else 0)
-    with guard.waiting("broadcast", (), group.comm):
-        for a, n in pieces(y.nbytes):
-            group.comm.Bcast(address(y.data_ptr() + a, n), root)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _broadcast(y, group, root)
     return x.copy_(y) if in_place and y is not x else y
+
+
+def _broadcast(x: torch.Tensor, group: Group, root: int) -> None:
+    comm, at_root = group.comm, group.rank == root
+    if counter.active:
+        counter.record("broadcast", 1, x.nbytes if at_root else 0)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("broadcast", (), comm):
+            for a, n in pieces(x.nbytes):
+                comm.Bcast(address(x.data_ptr() + a, n), root)
+        return
+    link = nccl.link_of(group, x, x.nbytes)
+    if link is not None:
+        link.broadcast(x, root)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("broadcast", (), comm):
+            comm.Bcast(as_bytes(here if at_root else there), root)
+
+    parts, none = cut(x.nbytes), [()] * len(cut(x.nbytes))
+    through_host(driver, x, parts if at_root else none, x, none if at_root else parts, move)
 
 
 def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | None = None) -> torch.Tensor:
@@ -432,8 +442,6 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
         The dtype has no sum.
     """
     rule = rule_of("sum", x.dtype)
-    if not x.is_cpu:
-        return reduce(to_host(x), group, root, deterministic=deterministic).to(x.device)
     if rule.ordered and in_order(deterministic):
         result = all_reduce(x, group, deterministic=True)
         return result if group.rank == root else result.zero_()
@@ -441,13 +449,28 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
         guard.check(group.comm, "reduce", tuple(x.shape), x.dtype)
     work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
     result = torch.empty_like(work) if group.rank == root else torch.zeros_like(work)
-    if counter.active:
-        counter.record("reduce", 1, work.nbytes)
-    with guard.waiting("reduce", (), group.comm):
-        for a, n in pieces(work.nbytes):
-            into = (address(result.data_ptr() + a, n), rule.datatype) if group.rank == root else None
-            group.comm.Reduce((address(work.data_ptr() + a, n), rule.datatype), into, rule.op, root)
+    _reduce(work, result, group, rule, root)
     return result.to(x.dtype)
+
+
+def _reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, root: int) -> None:
+    comm, datatype, at_root = group.comm, rule.datatype, group.rank == root
+    if counter.active:
+        counter.record("reduce", 1, x.nbytes)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("reduce", (), comm):
+            for a, n in pieces(x.nbytes):
+                into = (address(y.data_ptr() + a, n), datatype) if at_root else None
+                comm.Reduce((address(x.data_ptr() + a, n), datatype), into, rule.op, root)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("reduce", (), comm):
+            comm.Reduce((as_bytes(here), datatype), (as_bytes(there), datatype) if at_root else None, rule.op, root)
+
+    parts = cut(x.nbytes, x.itemsize)
+    through_host(driver, x, parts, y, parts if at_root else [()] * len(parts), move)
 
 
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:

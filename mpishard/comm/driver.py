@@ -14,7 +14,7 @@ import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +40,8 @@ class Memory(Protocol):
     nbytes: int
     tensor: Tensor
 
-    def free(self) -> None:
-        """Free it; nothing queued may use it any more. Not collective."""
+    def free(self, after: Any = None) -> None:
+        """Free it: what uses it is queued before the mark ``after``, or done where there is none. Not collective."""
 
 
 class Driver(Protocol):
@@ -95,6 +95,7 @@ class Driver(Protocol):
 
 
 _GRAIN_NBYTES = 1 << 16
+_IDLE_NBYTES = 256 << 20  # more freed memory than this is not kept
 
 _drivers: dict[torch.device, Driver] = {}
 
@@ -113,6 +114,13 @@ def driver_of(device: torch.device) -> Driver | None:
         driver = _drivers[device] = _drivers.get(own) or CudaDriver(own)
         _drivers[own] = driver
     return driver
+
+
+def driver_at(x: Tensor) -> Driver | None:
+    """Return the driver of the device that a tensor lies on, None for the host. Not collective."""
+    if x.is_cpu and not _drivers:
+        return None  # at a tenth of the cost
+    return driver_of(x.device)
 
 
 def captured() -> UnsupportedOperationError:
@@ -135,14 +143,27 @@ class CudaDriver:
         self._kernels = _kernels(device)
         self.has_kernel = self._kernels is not None
         # freed, and kept for the next of the same size: cudaMalloc costs more than most messages
-        self._idle: dict[int, list[int]] = defaultdict(list)
+        self._idle: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+        self._idle_nbytes = 0
 
     def allocate(self, nbytes: int) -> CudaMemory:
         """Return memory by ``cudaMalloc``: torch's pools may be of a kind that MPI cannot map."""
         room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
         idle = self._idle[room]
-        address = idle.pop() if idle else _cuda_malloc(room, self.device)
-        return CudaMemory(address, nbytes, self.device, lambda: self._idle[room].append(address))
+        if idle:
+            address, after = idle.pop()
+            self._idle_nbytes -= room
+            if after is not None:
+                after.synchronize()
+        else:
+            address = _cuda_malloc(room, self.device)
+        return CudaMemory(address, nbytes, self.device, partial(self._keep, address, room))
+
+    def _keep(self, address: int, room: int, after: Any = None) -> None:
+        self._idle[room].append((address, after))
+        self._idle_nbytes += room
+        if self._idle_nbytes > _IDLE_NBYTES:
+            self.trim()
 
     def check(self) -> None:
         """Raise where the current stream is being captured."""
@@ -151,9 +172,13 @@ class CudaDriver:
 
     def trim(self) -> None:
         """Give memory that is kept for the next use back to the device."""
-        for addresses in self._idle.values():
-            while addresses:
-                _runtime().cudaFree(ctypes.c_void_p(addresses.pop() or None))
+        for idle in self._idle.values():
+            while idle:
+                address, after = idle.pop()
+                if after is not None:
+                    after.synchronize()
+                _runtime().cudaFree(ctypes.c_void_p(address or None))
+        self._idle_nbytes = 0
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return pinned bytes of the host."""
@@ -221,19 +246,21 @@ class CudaDriver:
 class CudaMemory:
     """Memory that goes back to its driver with the object at the latest."""
 
-    def __init__(self, address: int, nbytes: int, device: torch.device, give_back: Callable[[], None]) -> None:
+    def __init__(self, address: int, nbytes: int, device: torch.device, give_back: Callable[..., None]) -> None:
         self.address, self.nbytes = address, nbytes
         if nbytes:
             self.tensor = torch.as_tensor(DeviceMemory(Block(address, (nbytes,), (1,), 1)), device=device)
         else:
             self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
+        self._give_back = give_back
         self._free = weakref.finalize(self, give_back)
         # the CUDA driver takes all memory back at the end, when calls into it no longer work
         self._free.atexit = False
 
-    def free(self) -> None:
-        """Let the driver use the memory again. Not collective."""
-        self._free()
+    def free(self, after: Any = None) -> None:
+        """Let the driver use the memory again, once the device has passed ``after``. Not collective."""
+        if self._free.detach() is not None:
+            self._give_back(after)
 
 
 def _cuda_malloc(nbytes: int, device: torch.device) -> int:

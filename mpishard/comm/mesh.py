@@ -23,13 +23,15 @@ class Group(NamedTuple):
     """The ranks that share this rank's coordinates outside some mesh dims.
 
     ``rank`` is this rank's row-major position in those mesh dims, so a peer index of a plan is a rank of
-    ``comm``. ``links`` are other ways to the same ranks, kept by those who made them.
+    ``comm``. ``links`` are other ways to the same ranks, kept by those who made them. ``aware`` says whether
+    messages go from GPU memory to GPU memory.
     """
 
     comm: MPI.Intracomm
     rank: int
     size: int
     links: dict[str, Any]
+    aware: bool = False
 
 
 class CartMesh:
@@ -82,8 +84,8 @@ class CartMesh:
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
                 self._holding.comms.append(sub)
-                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {})
-        self._groups[every] = Group(cart, self.rank, self.size, {})
+                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, self.gpu_aware)
+        self._groups[every] = Group(cart, self.rank, self.size, {}, self.gpu_aware)
 
     @classmethod
     def from_comm(
@@ -210,7 +212,7 @@ class CartMesh:
 
     def _child(self, dims: tuple[int, ...]) -> CartMesh:
         child = object.__new__(CartMesh)
-        child.comm, child.rank, child.size, _ = self._groups[dims]
+        child.comm, child.rank, child.size, *_ = self._groups[dims]
         child.shape = tuple(self.shape[m] for m in dims)
         child.periodic = tuple(self.periodic[m] for m in dims)
         child.coords = tuple(self.coords[m] for m in dims)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import buffer, counter, guard
-from mpishard.comm.buffer import address, as_bytes, dense, pieces, to_host
+from mpishard.comm.buffer import address, as_bytes, dense, pieces
+from mpishard.comm.driver import driver_at
 from mpishard.comm.mesh import Group
+from mpishard.comm.relay import relayed
 from mpishard.errors import LayoutError, described
 
 TAG = 11  # another than the exchange's: a message here never meets a started exchange
@@ -43,16 +46,20 @@ def send_recv(
     LayoutError
         Less came than the shape needs.
     """
-    if not x.is_cpu:
-        return send_recv(to_host(x), group, dest, source, shape).to(x.device)
     x = dense(x)
     y = x.new_zeros(tuple(shape)) if source is None else x.new_empty(tuple(shape))
     to, of = (MPI.PROC_NULL if r is None else r for r in (dest, source))
     if counter.active:
         counter.record("send_recv", int(dest is not None), x.nbytes if dest is not None else 0)
+    driver = driver_at(x)
     status = MPI.Status()
     with guard.waiting("send_recv", [r for r in (source, dest) if r is not None], group.comm):
-        if max(x.nbytes, y.nbytes) <= buffer.MESSAGE_NBYTES:
+        if driver is not None:
+            # the pieces of messages of other lengths would wait for each other
+            going, coming = array("q", (x.nbytes,)), array("q", (y.nbytes,))
+            group.comm.Sendrecv((going, MPI.INT64_T), to, TAG, (coming, MPI.INT64_T), of, TAG)
+            came = coming[0]
+        elif max(x.nbytes, y.nbytes) <= buffer.MESSAGE_NBYTES:
             group.comm.Sendrecv(as_bytes(x), to, TAG, as_bytes(y), of, TAG, status)
             came = status.Get_count(MPI.BYTE) if source is not None else y.nbytes
         else:
@@ -69,6 +76,9 @@ def send_recv(
                 fix="give the shape and dtype that the source sends",
             )
         )
+    if driver is not None:
+        sends, recvs = ([] if r is None else [(r, (0, t.nbytes))] for r, t in ((dest, x), (source, y)))
+        relayed(driver, group, x, sends, y, recvs, "send_recv")
     return y
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm import counter, guard
+from mpishard.comm import guard
 from mpishard.comm.driver import captured
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError, described
 
 LEAST_NBYTES = 1 << 16  # below it, the way through the host is as short
 
-_OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD"}
+_OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 _DTYPES = {
     torch.int8: "NCCL_INT8",
     torch.uint8: "NCCL_UINT8",
@@ -94,51 +94,40 @@ def _library() -> Any:
         return None
 
 
-def _note(op: str, messages: int, nbytes: int) -> None:
-    if counter.active:
-        counter.record(op, messages, nbytes)
-
-
 class Link:
-    """NCCL's communicator of a group, on torch's current stream. Every method is collective over the group."""
+    """NCCL's communicator of a group, on torch's current stream.
+
+    Every method is collective over the group; the caller counts.
+    """
 
     def __init__(self, communicator: Any, group: Group, device: torch.device) -> None:
         self._communicator, self._group, self._device = communicator, group, device
 
     def serves(self, dtype: torch.dtype, op: str = "sum") -> bool:
-        """Whether NCCL reduces a dtype as mpishard does: extrema lose NaN there, and half types bits."""
-        return dtype in _DTYPES and op in _OPS
+        """Whether NCCL reduces a dtype as mpishard does: extrema of floats lose NaN there, sums of half types bits."""
+        return dtype in _DTYPES and (op in ("sum", "prod") or not dtype.is_floating_point)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """Return the reduction of contiguous tensors."""
-        _note("all_reduce", 1, x.nbytes)
-        y = torch.empty_like(x)
+    def all_reduce(self, x: Tensor, y: Tensor, op: str) -> None:
+        """Reduce contiguous tensors into ``y``, which may be ``x``."""
         self._communicator.allReduce(
             x.data_ptr(), y.data_ptr(), x.numel(), self._code(_DTYPES[x.dtype]), self._code(_OPS[op]), self._stream()
         )
-        return y
 
-    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the ranks' tensors one after the other, flat; ``sizes`` are their lengths."""
-        return self.all_to_all([x] * self._group.size, sizes, "all_gather")
+    def all_gather(self, x: Tensor, whole: Tensor, sizes: Sequence[int]) -> None:
+        """Fill ``whole``, 1-D, with the ranks' tensors one after the other; ``sizes`` are their lengths."""
+        self.all_to_all([x] * self._group.size, whole.split(list(sizes)))
 
-    def all_to_all(self, blocks: Sequence[Tensor], sizes: Sequence[int], op: str = "all_to_all") -> Tensor:
-        """Return what the ranks send to this one, one after the other, flat."""
-        _note(op, 1, blocks[0].nbytes if op == "all_gather" else sum(b.nbytes for b in blocks))
-        whole = blocks[0].new_empty(sum(sizes))
-        self.exchange(list(enumerate(blocks)), list(enumerate(whole.split(list(sizes)))))
-        return whole
+    def all_to_all(self, blocks: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Send every rank its block and receive one from each; dense."""
+        self.exchange(list(enumerate(blocks)), list(enumerate(into)))
 
-    def broadcast(self, x: Tensor, root: int) -> Tensor:
-        """Return the root's tensor, from a contiguous one of its shape."""
-        _note("broadcast", 1, x.nbytes if root == self._group.rank else 0)
-        y = torch.empty_like(x)
-        byte = self._code("NCCL_UINT8")
-        self._communicator.broadcast(x.data_ptr(), y.data_ptr(), x.nbytes, byte, root, self._stream())
-        return y
+    def broadcast(self, x: Tensor, root: int) -> None:
+        """Fill contiguous tensors with the root's."""
+        at, byte = x.data_ptr(), self._code("NCCL_UINT8")
+        self._communicator.broadcast(at, at, x.nbytes, byte, root, self._stream())
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive dense tensors, (peer, tensor) each; not counted. Neighborwise collective."""
+        """Send and receive dense tensors, (peer, tensor) each. Neighborwise collective."""
         byte, stream, nccl = self._code("NCCL_UINT8"), self._stream(), _library()
         nccl.groupStart()
         for peer, x in sends:

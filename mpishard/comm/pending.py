@@ -8,12 +8,14 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import buffer, counter, guard
-from mpishard.comm.arithmetic import ordered, rule_of
+from mpishard.comm.arithmetic import Rule, ordered, rule_of
 from mpishard.comm.buffer import address, as_bytes, pieces, spans, to_host
 from mpishard.comm.collective import all_gather, even, in_order
+from mpishard.comm.driver import Driver, driver_at
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
 from mpishard.comm.nccl import link_of
+from mpishard.comm.staging import cut
 
 
 class PendingReduction:
@@ -67,24 +69,45 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
         guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
         return PendingReduction([], lambda: x, group)
-    if not x.is_cpu and rule.carrier is None and not (rule.ordered and in_order(deterministic)):
-        link = link_of(group, x, x.nbytes)
-        if link is not None and link.serves(x.dtype):
-            y = link.all_reduce(x, "sum")
-            return PendingReduction([], lambda: x.copy_(y), group)
-    work = x if x.is_cpu else to_host(x)
+    driver = driver_at(x)
     if rule.ordered and in_order(deterministic):
-        return _start_ordered(x, work, group)
-    if rule.carrier is not None:
-        work = work.to(rule.carrier)
+        return _start_ordered(x, x if driver is None else to_host(x), group)
+    work = x if rule.carrier is None else x.to(rule.carrier)
     if counter.active:
         counter.record("all_reduce", 1, work.nbytes)
+    if driver is not None:
+        return _start_on_device(driver, x, work, group, rule)
     at = work.data_ptr()
     requests = [
         group.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
         for a, n in pieces(work.nbytes)
     ]
     return PendingReduction(requests, lambda: x if work is x else x.copy_(work), group)
+
+
+def _start_on_device(driver: Driver, x: torch.Tensor, work: torch.Tensor, group: Group, rule: Rule) -> PendingReduction:
+    """Start the sum of ``work``, which is ``x`` or carries it. A piece travels while the next one comes down."""
+    link = link_of(group, work, work.nbytes)
+    if link is not None and link.serves(work.dtype):
+        link.all_reduce(work, work, "sum")
+        return PendingReduction([], lambda: x if work is x else x.copy_(work), group)
+    memory, host = work.view(-1).view(torch.uint8), driver.pinned(work.nbytes)
+    parts = [(a, b) for ((a, b),) in cut(work.nbytes, work.itemsize)]
+    marks, requests = [], []
+    for a, b in parts:
+        driver.download(host[a:b], memory[a:b])
+        marks.append(driver.mark())
+    for (a, b), mark in zip(parts, marks):
+        driver.wait(mark)
+        driver.lend([], [host[a:b]])
+        requests.append(group.comm.Iallreduce(MPI.IN_PLACE, (as_bytes(host[a:b]), rule.datatype), rule.op))
+
+    def finish() -> torch.Tensor:
+        driver.take_back([], [host])
+        driver.upload(memory, host)
+        return x if work is x else x.copy_(work)
+
+    return PendingReduction(requests, finish, group)
 
 
 def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> PendingReduction:

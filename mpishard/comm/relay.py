@@ -11,13 +11,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import buffer, counter, guard
 from mpishard.comm.buffer import address
 from mpishard.comm.driver import Driver, Memory
+from mpishard.comm.mesh import Group
 
+TAG = 12
 ALIGN = 64  # of every message in its buffer
 # Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
 PATIENCE_S = 1.0
@@ -126,7 +129,8 @@ class Relay:
         if self._counted and counter.active:
             counter.record(self._op, here.count, here.nbytes)
         if here.host is None:
-            driver.wait(driver.mark())
+            if here.pieces:
+                driver.wait(driver.mark())
             driver.lend([here.memory.tensor], [there.memory.tensor])
             if requests:
                 MPI.Prequest.Startall(requests)
@@ -184,8 +188,6 @@ class Relay:
 
     def free(self) -> None:
         """Free requests and memory. Not collective."""
-        if self._released is not None:
-            self._driver.wait(self._released)
         deadline = time.monotonic() + PATIENCE_S
         while self._flying and not MPI.Request.Testall(self._flying) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -193,5 +195,48 @@ class Relay:
             request.Free()
         self._requests = ([], [])
         for side in self._sides:
-            side.memory.free()
+            side.memory.free(self._released)
             side.host = None
+
+
+def relayed(
+    driver: Driver,
+    group: Group,
+    source: Tensor,
+    sends: Sequence[tuple[int, tuple[int, int]]],
+    target: Tensor,
+    recvs: Sequence[tuple[int, tuple[int, int]]],
+    op: str,
+) -> None:
+    """Send parts of one tensor to other ranks and receive those of another, once. Neighborwise collective.
+
+    Parameters
+    ----------
+    driver, group
+        The device, and the ranks that take part.
+    source, target
+        Contiguous, in its memory.
+    sends, recvs
+        (rank, (start, stop)), in bytes: what goes there from ``source``, and what comes from there to
+        ``target``. What a rank sends to itself is copied.
+    op
+        Name for the watchdog; the caller counts.
+    """
+    outgoing, incoming = (x.view(-1).view(torch.uint8) for x in (source, target))
+    going, coming = ([(r, a, b) for r, (a, b) in side if r != group.rank and b > a] for side in (sends, recvs))
+    out, into = ([Envelope(r, TAG, b - a) for r, a, b in side] for side in (going, coming))
+    relay = Relay(group.comm, driver, out, into, op, group.aware, counted=False)
+    try:
+        relay.acquire()
+        for (_, a, b), at in zip(going, relay.out_starts):
+            relay.out.tensor[at : at + b - a].copy_(outgoing[a:b])
+        relay.start()
+        own = ([span for r, span in side if r == group.rank] for side in (sends, recvs))
+        for (a, b), (at, to) in zip(*own):
+            incoming[at:to].copy_(outgoing[a:b])
+        relay.finish()
+        for (_, a, b), at in zip(coming, relay.into_starts):
+            incoming[a:b].copy_(relay.into.tensor[at : at + b - a])
+        relay.release()
+    finally:
+        relay.free()

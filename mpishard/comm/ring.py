@@ -6,8 +6,10 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
-from mpishard.comm.buffer import address, dense, pieces, to_host
+from mpishard.comm.buffer import address, dense, pieces
+from mpishard.comm.driver import driver_at, driver_of
 from mpishard.comm.mesh import Group
+from mpishard.comm.relay import Envelope, Relay
 
 # others than those of exchanges and single messages: what travels there never meets a block
 ONWARD, SUMS, HOME = 21, 22, 23
@@ -16,41 +18,64 @@ ONWARD, SUMS, HOME = 21, 22, 23
 class Message:
     """A tensor on its way to or from one rank; it must not be touched before `wait` returns it."""
 
-    __slots__ = ("_device", "_group", "_op", "_requests", "_tensor")
+    __slots__ = ("_group", "_op", "_relay", "_requests", "_tensor")
 
     def __init__(
-        self, requests: list[MPI.Request], tensor: torch.Tensor, device: torch.device, group: Group, op: str
+        self, tensor: torch.Tensor, group: Group, op: str, requests: list[MPI.Request], relay: Relay | None = None
     ) -> None:
-        self._requests, self._tensor, self._device, self._group, self._op = requests, tensor, device, group, op
+        self._tensor, self._group, self._op, self._requests, self._relay = tensor, group, op, requests, relay
 
     def poke(self) -> None:
         """Let MPI make progress. Not collective."""
-        MPI.Request.Testall(self._requests)
+        if self._relay is not None:
+            self._relay.poke()
+        else:
+            MPI.Request.Testall(self._requests)
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, on its device. Neighborwise collective."""
+        """Return the tensor. Neighborwise collective."""
+        if self._relay is not None:
+            relay, self._relay = self._relay, None
+            relay.finish()
+            arrived = relay.into.tensor
+            if arrived.numel():
+                self._tensor.view(torch.uint8).copy_(arrived)
+            relay.release()
+            relay.free()
+            return self._tensor
         with guard.waiting(self._op, (), self._group.comm):
             MPI.Request.Waitall(self._requests)
         self._requests = []
-        return self._tensor.to(self._device)
+        return self._tensor
 
 
 def send(x: torch.Tensor, group: Group, dest: int, tag: int, op: str) -> Message:
     """Start to send ``x``, which may not be empty. Neighborwise collective."""
-    host = dense(x) if x.is_cpu else to_host(dense(x))
+    x = dense(x)
+    driver = driver_at(x)
+    if driver is not None:
+        relay = Relay(group.comm, driver, [Envelope(dest, tag, x.nbytes)], [], op, group.aware)
+        relay.acquire()
+        relay.out.tensor.copy_(x.view(-1).view(torch.uint8))
+        relay.start()
+        return Message(x, group, op, [], relay)
     if counter.active:
-        counter.record(op, 1, host.nbytes)
-    at = host.data_ptr()
-    return Message(
-        [group.comm.Isend(address(at + a, n), dest, tag) for a, n in pieces(host.nbytes)], host, x.device, group, op
-    )
+        counter.record(op, 1, x.nbytes)
+    at = x.data_ptr()
+    return Message(x, group, op, [group.comm.Isend(address(at + a, n), dest, tag) for a, n in pieces(x.nbytes)])
 
 
 def receive(
     numel: int, dtype: torch.dtype, device: torch.device, group: Group, source: int, tag: int, op: str
 ) -> Message:
     """Start to receive ``numel`` numbers, at least one. Neighborwise collective."""
-    host = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
-    at = host.data_ptr()
-    requests = [group.comm.Irecv(address(at + a, n), source, tag) for a, n in pieces(host.nbytes)]
-    return Message(requests, host, device, group, op)
+    x = torch.empty(numel, dtype=dtype, device=device)
+    driver = driver_of(device)
+    if driver is not None:
+        relay = Relay(group.comm, driver, [], [Envelope(source, tag, x.nbytes)], op, group.aware, counted=False)
+        relay.acquire()
+        relay.start()
+        return Message(x, group, op, [], relay)
+    at = x.data_ptr()
+    requests = [group.comm.Irecv(address(at + a, n), source, tag) for a, n in pieces(x.nbytes)]
+    return Message(x, group, op, requests)

@@ -1,58 +1,108 @@
-"""Reductions of tensors in a GPU's memory through pinned host memory, in pieces.
+"""Collectives on tensors in a GPU's memory through pinned host memory, in pieces.
 
-While MPI reduces one piece, the next one comes down from the device and the last one goes up. MPI never sees
-the device's memory: libraries that take it copy through pageable memory of their own, or crash.
+While MPI moves one piece, the next ones come down from the device and the last one goes up. MPI never sees the
+device's memory: libraries that take it copy through pageable memory of their own, or crash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from mpishard.comm import buffer
 from mpishard.comm.driver import Driver
 
 PIECE_NBYTES = 4 << 20
+_DEPTH = 3  # pieces in pinned memory: one comes down, one travels, one goes up
+
+# what one piece reads or writes on the device: (start, stop) in bytes
+Spans = Sequence[tuple[int, int]]
 
 
-def reduced(x: Tensor, driver: Driver, reduce: Callable[[Tensor], None]) -> Tensor:
-    """Return a contiguous tensor after ``reduce`` has changed every piece of it in place.
+def through_host(
+    driver: Driver,
+    source: Tensor | None,
+    sends: Sequence[Spans],
+    target: Tensor | None,
+    recvs: Sequence[Spans],
+    move: Callable[[int, Tensor, Tensor], None],
+) -> None:
+    """Run a collective piece by piece, from device memory to device memory.
 
-    Collective, if ``reduce`` is.
+    Collective, if ``move`` is.
 
     Parameters
     ----------
-    x
-        Contiguous, in the memory of the driver's device; stays as it is.
     driver
         The device.
-    reduce
-        Called with the pieces in order: 1-D tensors in host memory.
-
-    Returns
-    -------
-    torch.Tensor
-        On the device, complete in the order of the current stream.
+    source, target
+        Contiguous, in its memory; they may be the same. None where nothing is read or written.
+    sends, recvs
+        Per piece, what it reads of the source and writes of the target; equally many on every rank.
+    move
+        ``move(k, here, there)`` runs piece ``k``: ``here`` are its bytes of the source, one span after the other
+        in pinned host memory, and ``there`` those of the target, to be filled.
     """
-    result = torch.empty_like(x)
-    source, target = _bytes(x), _bytes(result)
-    host = driver.pinned(x.nbytes)
-    step = max(1, PIECE_NBYTES // x.itemsize) * x.itemsize
-    spans = [(a, min(a + step, x.nbytes)) for a in range(0, x.nbytes, step)]
-    marks = []
-    for a, b in spans:
-        driver.download(host[a:b], source[a:b])
-        marks.append(driver.mark())
-    for (a, b), mark in zip(spans, marks):
-        driver.wait(mark)
-        piece = host[a:b]
-        driver.lend([], [piece])
-        reduce(piece.view(x.dtype))
-        driver.take_back([], [piece])
-        driver.upload(target[a:b], piece)
-    return result
+    outgoing, incoming = (None if x is None else x.view(-1).view(torch.uint8) for x in (source, target))
+    depth = min(_DEPTH, len(sends))
+    slots = [[driver.pinned(max(map(_nbytes, side), default=0)) for side in (sends, recvs)] for _ in range(depth)]
+    marks = {}
+
+    def download(k: int) -> None:
+        at = 0
+        for a, b in sends[k]:
+            driver.download(slots[k % depth][0][at : at + b - a], outgoing[a:b])  # type: ignore[index]
+            at += b - a
+        # behind the upload that used this slot's other half before, too
+        marks[k] = driver.mark()
+
+    for k in range(depth):
+        download(k)
+    for k in range(len(sends)):
+        driver.wait(marks.pop(k))
+        here, there = (host[: _nbytes(side[k])] for host, side in zip(slots[k % depth], (sends, recvs)))
+        driver.lend([here], [there])
+        move(k, here, there)
+        driver.take_back([here], [there])
+        at = 0
+        for a, b in recvs[k]:
+            driver.upload(incoming[a:b], there[at : at + b - a])  # type: ignore[index]
+            at += b - a
+        if k + depth < len(sends):
+            download(k + depth)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+def cut(nbytes: int, itemsize: int = 1) -> list[Spans]:
+    """Cut a tensor of ``nbytes`` into pieces of one span each. Not collective."""
+    step = _step(1, itemsize)
+    return [((a, min(a + step, nbytes)),) for a in range(0, nbytes, step)]
+
+
+def cut_blocks(blocks: Sequence[int], itemsize: int = 1) -> list[Spans]:
+    """Cut blocks that lie one after the other into pieces that hold a span of every block. Not collective.
+
+    Parameters
+    ----------
+    blocks
+        Their lengths in bytes.
+    itemsize
+        What no span cuts through.
+
+    Examples
+    --------
+    >>> cut_blocks([4, 8])
+    [((0, 4), (4, 12))]
+    """
+    step = _step(len(blocks), itemsize)
+    borders = buffer.spans(blocks)
+    return [tuple((min(lo + a, hi), min(lo + a + step, hi)) for lo, hi in borders) for a in range(0, max(blocks), step)]
+
+
+def _step(blocks: int, itemsize: int) -> int:
+    return max(1, min(PIECE_NBYTES, buffer.MESSAGE_NBYTES) // (blocks * itemsize)) * itemsize
+
+
+def _nbytes(spans: Spans) -> int:
+    return sum(b - a for a, b in spans)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.comm import counter, guard, nccl
 from mpishard.comm.buffer import address, dense, pieces
-from mpishard.comm.driver import Driver, driver_of
+from mpishard.comm.driver import Driver, driver_at
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.relay import Envelope, Relay
 
@@ -58,7 +58,7 @@ def run_transfer(
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
-    driver = driver_of(x.device)
+    driver = driver_at(x)
     if driver is not None:
         _run_on_device(mesh, driver, plan, x, out, op, put)
         return out

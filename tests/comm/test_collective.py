@@ -9,6 +9,7 @@ import torch
 from mpishard.comm import buffer, collective, guard, message, nccl, pending
 from mpishard.comm.counter import comm_counter
 from mpishard.errors import DesyncError, UnsupportedDtypeError
+from tests.emulated import emulated
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -21,11 +22,26 @@ def group():
     return collective.world()
 
 
-@pytest.fixture(params=[None, 48], ids=["whole", "pieces"])
+@pytest.fixture(params=["whole", "pieces", "staged", "aware"])
 def pieces(request, monkeypatch):
-    """Payloads beyond MPI's counts, which no test machine holds: the limit comes down instead."""
-    if request.param:
-        monkeypatch.setattr(buffer, "MESSAGE_NBYTES", request.param)
+    """Payloads beyond MPI's counts, which no test machine holds: the limit comes down instead.
+
+    Also over the emulated device, through the host in pieces or as messages from device to device.
+    """
+    if request.param == "whole":
+        yield
+        return
+    monkeypatch.setattr(buffer, "MESSAGE_NBYTES", 48)
+    if request.param == "pieces":
+        yield
+        return
+    own = collective.world()._replace(aware=request.param == "aware")
+    monkeypatch.setattr(collective, "world", lambda: own)
+    with emulated(kernel=True) as driver:
+        yield
+        driver.wait_all()
+        assert not driver.lent
+        assert not driver.allocated
 
 
 def block(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

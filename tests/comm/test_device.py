@@ -7,7 +7,8 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm import relay
+from mpishard.comm import collective, relay, staging
+from mpishard.comm import mesh as mesh_module
 from mpishard.layout import layout_of
 from tests.compare import compare, mesh_shapes
 from tests.emulated import OutOfOrder, emulated
@@ -17,15 +18,15 @@ ROUTES = list(itertools.product((True, False), (True, False)))
 
 
 @pytest.fixture(params=ROUTES, ids=lambda p: f"{'aware' if p[0] else 'staged'}-{'kernel' if p[1] else 'torch'}")
-def device(request):
+def device(request, monkeypatch):
     """The emulated device, which makes meshes whose messages take one of the routes."""
     aware, kernel = request.param
+    monkeypatch.setattr(mesh_module.aware, "agreed", lambda comm, device: aware)
     made = []
     with emulated(kernel=kernel) as driver:
 
         def mesh(shape, periodic=False):
             made.append(ms.init_mesh(shape, periodic=periodic))
-            made[-1].gpu_aware = aware
             return made[-1]
 
         driver.mesh = mesh
@@ -205,11 +206,11 @@ def test_one_launch_packs_and_one_unpacks(device):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("aware", [True, False])
-def test_a_missing_wait_is_found(aware):
+def test_a_missing_wait_is_found(aware, monkeypatch):
     """The emulation is no rubber stamp: without the wait before the send, it says so."""
+    monkeypatch.setattr(mesh_module.aware, "agreed", lambda comm, device: aware)
     with emulated(kernel=True) as driver:
         mesh = ms.init_mesh((WORLD.size,), periodic=True)
-        mesh.gpu_aware = aware
         x = ms.distribute_tensor(values(8, 4), mesh, (ms.Shard(0),))
         ms.halo_exchange(x, {0: (1, 1)}, mode="circular").sum()  # torch's next operation runs what is queued
         wait, driver.wait = driver.wait, lambda event: None
@@ -219,3 +220,23 @@ def test_a_missing_wait_is_found(aware):
         driver.wait_all()
         driver.lent.clear()
         mesh.free()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("wait", ["the last download", "every download"])
+def test_a_missing_wait_of_a_collective_is_found(wait, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_NBYTES", 16)
+    with emulated(kernel=True) as driver:
+        every, waits = driver.wait, []
+
+        def forgetful(event):
+            waits.append(event)
+            if wait == "the last download" and len(waits) < 4:
+                every(event)
+
+        driver.wait = forgetful
+        with pytest.raises(OutOfOrder):
+            collective.all_reduce(values(8), collective.world())
+        driver.wait = every
+        driver.wait_all()
+        driver.lent.clear()

@@ -7,11 +7,11 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm import collective, nccl, staging
+from mpishard.comm import collective, nccl, pending
 from tests.emulated import emulated
 
 WORLD = MPI.COMM_WORLD
-BYTE, FLOAT64, INT64 = 1, 8, 4
+BYTE, FLOAT32, FLOAT64, INT64 = 1, 7, 8, 4
 
 
 class Communicator:
@@ -24,14 +24,14 @@ class Communicator:
         assert (size, rank, identity) == (WORLD.size, WORLD.rank, "the first rank's")
 
     def allReduce(self, source, target, count, dtype, op, stream):
-        kind = {FLOAT64: MPI.DOUBLE, INT64: MPI.INT64_T}[dtype]
-        send, recv = (MPI.buffer.fromaddress(a, count * 8) for a in (source, target))
-        WORLD.Allreduce((send, kind), (recv, kind), {0: MPI.SUM, 1: MPI.PROD}[op])
+        kind, size = {FLOAT64: (MPI.DOUBLE, 8), FLOAT32: (MPI.FLOAT, 4), INT64: (MPI.INT64_T, 8)}[dtype]
+        send, recv = (MPI.buffer.fromaddress(a, count * size) for a in (source, target))
+        give = MPI.IN_PLACE if source == target else (send, kind)
+        WORLD.Allreduce(give, (recv, kind), {0: MPI.SUM, 1: MPI.PROD, 2: MPI.MAX, 3: MPI.MIN}[op])
 
     def broadcast(self, source, target, count, dtype, root, stream):
         assert dtype == BYTE
-        if WORLD.rank == root:
-            MPI.buffer.fromaddress(target, count)[:] = MPI.buffer.fromaddress(source, count)
+        assert source == target
         WORLD.Bcast(MPI.buffer.fromaddress(target, count), root)
 
     def send(self, at, count, dtype, peer, stream):
@@ -65,10 +65,12 @@ def library(monkeypatch):
         NCCL_INT8=0,
         NCCL_INT32=2,
         NCCL_INT64=INT64,
-        NCCL_FLOAT32=7,
+        NCCL_FLOAT32=FLOAT32,
         NCCL_FLOAT64=FLOAT64,
         NCCL_SUM=0,
         NCCL_PROD=1,
+        NCCL_MAX=2,
+        NCCL_MIN=3,
     )
     monkeypatch.setattr(nccl, "_library", lambda: found)
     monkeypatch.setattr(nccl.Link, "_stream", lambda self: 0)
@@ -101,26 +103,64 @@ def mine(rank, n=5):
 
 def test_reductions(link):
     every = [mine(r) for r in range(WORLD.size)]
-    assert torch.equal(link.all_reduce(mine(WORLD.rank), "sum"), sum(every))
-    assert torch.equal(link.all_reduce(mine(WORLD.rank).long(), "prod"), torch.stack(every).long().prod(0))
+    x, y = mine(WORLD.rank), mine(0)
+    link.all_reduce(x, y, "sum")
+    assert torch.equal(y, sum(every))
+    x = x.long()
+    link.all_reduce(x, x, "prod")
+    assert torch.equal(x, torch.stack(every).long().prod(0))
+    x = mine(WORLD.rank).long()
+    link.all_reduce(x, x, "max")
+    assert torch.equal(x, every[-1].long())
     assert link.serves(torch.float64, "sum")
+    assert link.serves(torch.int32, "max")
     assert not link.serves(torch.float64, "max")
     assert not link.serves(torch.bfloat16)
 
 
 def test_what_moves(link):
     sizes = [r + 1 for r in range(WORLD.size)]
-    whole = link.all_gather(mine(WORLD.rank, WORLD.rank + 1), sizes)
+    whole = torch.empty(sum(sizes), dtype=torch.float64)
+    link.all_gather(mine(WORLD.rank, WORLD.rank + 1), whole, sizes)
     assert torch.equal(whole, torch.cat([mine(r, r + 1) for r in range(WORLD.size)]))
     blocks = [mine(WORLD.rank, to) for to in range(WORLD.size)]  # one of them empty
-    got = link.all_to_all(blocks, [WORLD.rank] * WORLD.size)
-    assert torch.equal(got, torch.cat([mine(r, WORLD.rank) for r in range(WORLD.size)]))
+    got = [torch.empty(WORLD.rank, dtype=torch.float64) for _ in range(WORLD.size)]
+    link.all_to_all(blocks, got)
+    assert torch.equal(torch.cat(got), torch.cat([mine(r, WORLD.rank) for r in range(WORLD.size)]))
     last = WORLD.size - 1
-    assert torch.equal(link.broadcast(mine(WORLD.rank), last), mine(last))
-    with ms.comm_counter() as count:
-        link.all_reduce(mine(0), "sum")
-        link.all_gather(mine(0), [5] * WORLD.size)
-    assert count.by_op["all_reduce"].nbytes == count.by_op["all_gather"].nbytes == 40
+    x = mine(WORLD.rank)
+    link.broadcast(x, last)
+    assert torch.equal(x, mine(last))
+
+
+def test_collectives_go_by_nccl_where_it_serves(link, monkeypatch):
+    """The same values as by MPI; a stand-in for NCCL is asked on an emulated device."""
+    monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: link)
+    group, size = collective.world(), WORLD.size
+    blocks = [mine(WORLD.rank, to) for to in range(size)]
+    shapes = [(WORLD.rank,)] * size
+
+    def results():
+        x = mine(WORLD.rank)
+        inside = x.clone()
+        return [
+            collective.all_reduce(x, group),
+            collective.all_reduce(x.bfloat16(), group),
+            collective.all_reduce(x.long(), group, "min"),
+            collective.all_reduce(x, group, "max"),
+            collective.all_gather(mine(WORLD.rank, WORLD.rank + 1)[None], group, 1, [r + 1 for r in range(size)]),
+            *collective.all_to_all(blocks, shapes, group, 4096),
+            collective.broadcast(x, group, size - 1),
+            pending.iall_reduce(inside, group).wait(),
+        ]
+
+    expected = results()
+    with emulated(kernel=True), ms.comm_counter() as count:
+        for got, want in zip(results(), expected, strict=True):
+            assert torch.equal(got, want)
+    if size > 1:
+        assert count.by_op["all_reduce"].messages == 5
+        assert count.by_op["all_gather"].nbytes == 8 * (WORLD.rank + 1)
 
 
 def test_ranks_that_share_a_gpu_do_without(library, monkeypatch):
@@ -145,23 +185,3 @@ def test_the_environment_turns_it_off(monkeypatch):
     monkeypatch.setenv("MPISHARD_NCCL", "0")
     assert not nccl.wanted()
     assert nccl._identity(torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize("nbytes", [1, 24, 1 << 20])
-def test_reductions_through_the_host_in_pieces(monkeypatch, nbytes):
-    monkeypatch.setattr(staging, "PIECE_NBYTES", nbytes)
-    with emulated(kernel=True) as driver:
-        for n in (0, 1, 7):
-            x = mine(WORLD.rank, n)
-            pieces = []
-
-            def reduce(piece, pieces=pieces):
-                pieces.append(piece.numel())
-                memory = MPI.buffer.fromaddress(piece.data_ptr(), piece.nbytes)
-                WORLD.Allreduce(MPI.IN_PLACE, (memory, MPI.DOUBLE))
-
-            y = staging.reduced(x, driver, reduce)
-            assert torch.equal(y, sum(mine(r, n) for r in range(WORLD.size)))
-            assert torch.equal(x, mine(WORLD.rank, n))
-            assert len(pieces) == -(-n * 8 // max(8, nbytes // 8 * 8))
-        assert not driver.lent

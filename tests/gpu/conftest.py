@@ -61,12 +61,12 @@ def make_mesh(request, monkeypatch):
     route, pack = request.param.split("-")
     if not REHEARSAL and route == "aware" and not aware.decide(aware.findings())[0]:
         pytest.skip("this MPI may not be given GPU memory (`mpishard info` says more)")
+    monkeypatch.setattr(aware, "agreed", lambda comm, device: route == "aware")
     made = []
 
     def make(shape, periodic=False):
         mesh = ms.init_mesh(shape, periodic=periodic)
         made.append(mesh)
-        mesh.gpu_aware = route == "aware"
         own = driver.driver_of(mesh.device)
         if pack == "kernel" and not own.has_kernel:
             pytest.skip("cupy is not installed")
