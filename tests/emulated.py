@@ -155,11 +155,11 @@ class EmulatedDriver(TorchDispatchMode):
         return table
 
     def pack(self, table: Table, base: int, memory: EmulatedMemory) -> None:
-        self.launches += 1
+        self.launches += bool(table.segments)
         self._queue("pack", [], _packed(table, memory), lambda: launch("pack", table, base, memory.address))
 
     def unpack(self, table: Table, base: int, memory: EmulatedMemory) -> None:
-        self.launches += 1
+        self.launches += bool(table.segments)
         self._queue("unpack", _packed(table, memory), [], lambda: launch("unpack", table, base, memory.address))
 
     def lend(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:

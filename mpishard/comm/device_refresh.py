@@ -1,4 +1,4 @@
-"""`mpishard.comm.refresh` for fields in a GPU's memory: per sweep, one kernel packs all fields, one unpacks."""
+"""`mpishard.comm.refresh` for fields in a GPU's memory: one kernel packs all strips of all fields, one unpacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpishard.comm.strip import Block, copy_views
 class _DeviceStep:
     """One sweep on given fields: its messages, and what is packed and unpacked around them."""
 
-    __slots__ = ("local", "pack", "packs", "relay", "unpack", "unpacks")
+    __slots__ = ("fold", "local", "pack", "packs", "relay", "unpack", "unpacks")
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -26,6 +26,8 @@ class _DeviceStep:
         self.packs: list[tuple[Any, Any]] = []
         self.unpacks: list[tuple[Any, Any]] = []
         self.local: list[tuple[Any, Any]] = []
+        # what stays on this rank: a table to pack it, one to unpack it, and the memory between
+        self.fold: tuple[Any, Any, Memory] | None = None
 
 
 class DeviceRefresh(Refresh):
@@ -63,6 +65,8 @@ class DeviceRefresh(Refresh):
         steps: list[Any] = self._steps
         for step in steps:
             step.relay.free()
+            if step.fold is not None:
+                step.fold[2].free(self._driver.mark())
         self._steps = []
 
     def _step(self, sweep: Sweep) -> Any:
@@ -73,19 +77,29 @@ class DeviceRefresh(Refresh):
         # the refresh is counted as one
         relay = Relay(self._comm, driver, sends, recvs, OP, self._aware, counted=False)
         step = _DeviceStep(relay)
-        step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
         if driver.has_kernel:
+            if sweep.local:
+                step.fold = self._fold(sweep.local)
             # at address 0, every offset is an address
             step.pack, step.unpack = (
                 driver.table(plan_table(_box(block, at) for block, at in self._places(messages, starts)))
                 for messages, starts in ((sweep.sends, relay.out_starts), (sweep.recvs, relay.into_starts))
             )
         else:
+            pairs = [(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
+            step.local = [copy_views(dst, src) for dst, src in pairs]
             for block, at in self._places(sweep.sends, relay.out_starts):
                 step.packs.append(copy_views(_packed(relay.out, block, at), block))
             for block, at in self._places(sweep.recvs, relay.into_starts):
                 step.unpacks.append(copy_views(block, _packed(relay.into, block, at)))
         return step
+
+    def _fold(self, local: Sequence[tuple[Any, Any]]) -> tuple[Any, Any, Memory]:
+        """Plan the copies within the fields as one launch that packs and one that unpacks."""
+        sides = [[field.box(pair[k]) for field in self._fields for pair in local] for k in (0, 1)]
+        starts, nbytes = placed(sides[0])
+        tables = (plan_table(map(_box, blocks, starts)) for blocks in sides)
+        return *map(self._driver.table, tables), self._driver.allocate(nbytes)  # type: ignore[return-value]
 
     def _envelope(self, message: Message) -> Envelope:
         return Envelope(message.peer, self._tag + message.tag, placed(self._blocks(message))[1])
@@ -106,6 +120,10 @@ class DeviceRefresh(Refresh):
         for dst, src in step.packs:
             dst.copy_(src)
         step.relay.start()
+        if step.fold is not None:
+            pack, unpack, memory = step.fold
+            self._driver.pack(pack, 0, memory)
+            self._driver.unpack(unpack, 0, memory)
         for dst, src in step.local:
             dst.copy_(src)
 

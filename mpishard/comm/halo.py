@@ -11,6 +11,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from mpishard.comm.device_refresh import DeviceRefresh
 from mpishard.comm.driver import driver_of
 from mpishard.comm.field import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.refresh import Refresh, Sweep, plan_sweep
+from mpishard.comm.refresh import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
 
 _HOST = torch.device("cpu")
@@ -198,13 +199,20 @@ class HaloExchanger:
     def __repr__(self) -> str:
         return f"HaloExchanger(shape {self.shape}, halo {self.halo_width}, {', '.join(self.dtypes)}, {self.mesh!r})"
 
+    @cached_property
+    def _at_once(self) -> Sweep:
+        """The exchange along all dims at once: on a GPU, a launch and a message cost more than their bytes."""
+        return plan_at_once(self.mesh, self.mesh_dims, self._sizes, self.halo_width, self._interior())
+
+    def _interior(self) -> list[tuple[int, int]]:
+        return [(lo, n - hi) for n, (lo, hi) in zip(self.shape, self.halo_width)]
+
     def _plan(self) -> list[Sweep]:
-        """Plan one sweep per exchanged dim, in the order in which they run."""
+        """Plan one sweep per exchanged dim, in the order in which they run: each carries the edges of the last."""
         mesh, sizes = self.mesh, self._sizes
         # cells of the domain in reach: those that a finished sweep has filled
-        filled, ranges = [], []
+        filled, ranges = [], self._interior()
         for d, (n, (lo, hi)) in enumerate(zip(self.shape, self.halo_width)):
-            ranges.append((lo, n - hi))
             m = self.mesh_dims.get(d)
             if m is None or mesh.periodic[m]:
                 filled.append((0, n))
@@ -274,7 +282,7 @@ class HaloExchanger:
             return Refresh(comm, self._sweeps, blocks, tag, self._reversed)
         return DeviceRefresh(
             comm,
-            self._sweeps,
+            [self._at_once],
             blocks,
             tag,
             self._reversed,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The exchange along one dim; ``local`` are (source, destination) boxes."""
+    """The exchange along one dim, or along all at once; ``local`` are (source, destination) boxes."""
 
     local: tuple[tuple[Box, Box], ...]
     sends: tuple[Message, ...]
@@ -66,6 +66,62 @@ def plan_sweep(
         return Sweep((), (), ())
     local = tuple((box(src, n), box(dst, n)) for src, dst, n in strips.local)
     return Sweep(local, messages(strips.sends), messages(strips.recvs))
+
+
+def plan_at_once(
+    mesh: CartMesh,
+    mesh_dims: Mapping[int, int],
+    sizes: Mapping[int, Sequence[int]],
+    widths: Sequence[tuple[int, int]],
+    ranges: Sequence[tuple[int, int]],
+) -> Sweep:
+    """Plan the exchange along all dims as one sweep: every cell comes straight from the rank that owns it.
+
+    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners.
+
+    Parameters
+    ----------
+    mesh
+        The mesh.
+    mesh_dims
+        Mesh dim of every exchanged array dim.
+    sizes
+        Interior extents of all positions along these.
+    widths, ranges
+        Halo and interior of every array dim.
+    """
+    coords = mesh.coords
+    # per array dim and position along its mesh dim: what goes there and what comes from there, in one order
+    ways: tuple[list[dict[int, list[tuple[int, int]]]], ...] = ([], [])
+    for d, (own, (lo, hi)) in enumerate(zip(ranges, widths)):
+        if d not in mesh_dims:
+            for way in ways:
+                way.append({0: [own]})
+            continue
+        m = mesh_dims[d]
+        strips = plan_strips(sizes[d], lo, hi, mesh.periodic[m], coords[m])
+        for k, (way, found) in enumerate(zip(ways, (strips.sends, strips.recvs))):
+            there = {coords[m]: [own, *((part[k], part[k] + part[2]) for part in strips.local)]}
+            for s in sorted(found, key=lambda s: s[:2]):  # stable: keeps their order
+                there.setdefault(s.peer, []).append((s.at, s.at + s.count))
+            way.append(there)
+    origin = tuple(coords[mesh_dims[d]] if d in mesh_dims else 0 for d in range(len(ranges)))
+    dims = {m: d for d, m in mesh_dims.items()}
+
+    def boxes(way: list[dict[int, list[tuple[int, int]]]], at: tuple[int, ...]) -> list[Box]:
+        return [b for b in product(*(w[c] for w, c in zip(way, at))) if all(hi > lo for lo, hi in b)]
+
+    def messages(way: list[dict[int, list[tuple[int, int]]]]) -> tuple[Message, ...]:
+        found = []
+        for at in product(*way):
+            there = boxes(way, at) if at != origin else []
+            if there:
+                peer = mesh.rank_at([at[dims[m]] if m in dims else c for m, c in enumerate(coords)])
+                found.append(Message(peer, 0, tuple(there)))
+        return tuple(sorted(found))
+
+    pairs = zip(boxes(ways[0], origin), boxes(ways[1], origin))
+    return Sweep(tuple((src, dst) for src, dst in pairs if src != dst), *map(messages, ways))
 
 
 class _Step:

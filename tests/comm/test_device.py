@@ -195,13 +195,17 @@ def test_exchanges_on_alternating_streams(device):
 
 
 def test_one_launch_packs_and_one_unpacks(device):
-    mesh = device.mesh((WORLD.size,), periodic=True)
-    h = ms.HaloExchanger(mesh, (6, 5), ((1, 1), 0), torch.float32)
-    fields = [torch.zeros(6, 5) for _ in range(3)]
-    h(*fields)
-    device.launches = 0
-    h(*fields)
-    assert device.launches == (2 if device.has_kernel else 0)
+    for shape in mesh_shapes(3):
+        mesh = device.mesh(shape, periodic=True)
+        h = ms.HaloExchanger(mesh, (6, 5, 4), 1, torch.float32, dims=dict(enumerate(range(len(shape)))))
+        fields = [torch.zeros(h.shape) for _ in range(3)]
+        h(*fields)
+        device.launches = 0
+        h(*fields)
+        # and as many for what a rank has from itself
+        kinds = (mesh.size > 1) + (1 in shape)
+        assert device.launches == (2 * kinds if device.has_kernel else 0)
+        device.wait_all()  # before the fields' memory goes
 
 
 @pytest.mark.ranks(2, 3, 4)
