@@ -76,7 +76,8 @@ def window_op(
         # calls are compared on all ranks, also where this one has nothing to do
         if guard.DEBUG or not (unchanged and not stage.sends and not stage.recvs):
             stages.append(stage)
-    return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, value=value, op=op)
+    rounds = sum(dim in layout.shard_dims for dim, _, _ in wanted)
+    return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, rounds=rounds, value=value, op=op)
 
 
 def fetch_box(

@@ -27,8 +27,6 @@ class DeviceExchange:
         As there.
     driver
         The device.
-    aware
-        Whether MPI may be given device memory; the same on all ranks.
 
     Attributes
     ----------
@@ -38,15 +36,13 @@ class DeviceExchange:
         Where these begin in the buffers, in bytes.
     """
 
-    def __init__(
-        self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, driver: Driver, op: str, aware: bool
-    ) -> None:
+    def __init__(self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, driver: Driver, op: str) -> None:
         self.driver, self.device, self.dtype = driver, driver.device, dtype
         self.busy = False
         (out, out_blocks), (into, into_blocks) = (_envelopes(parts, dtype) for parts in (sends, recvs))
         # made in inference mode, they would serve no other
         with torch.inference_mode(False):
-            self._relay = relay = Relay(group.comm, driver, out, into, op, aware)
+            self._relay = relay = Relay(group.comm, driver, out, into, op, group.aware)
             self.sends, self.send_offsets = _views(relay.out, relay.out_starts, sends, out_blocks, dtype)
             self.recvs, self.recv_offsets = _views(relay.into, relay.into_starts, recvs, into_blocks, dtype)
         self._tables: dict[Any, Any] = {}

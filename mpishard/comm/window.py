@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.at_once import AtOnce
+from mpishard.comm.cells import add_cells, cells, empty_as, repeats
 from mpishard.comm.device_exchange import DeviceExchange
-from mpishard.comm.driver import driver_of
+from mpishard.comm.driver import driver_at
 from mpishard.comm.exchange import Exchange
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.pool import ExchangePool, kernel_of
 from mpishard.comm.segment import Box
 
 if TYPE_CHECKING:
-    from mpishard.layout import Piece, Stage
+    from mpishard.layout import Stage
 
 
 class StageRun:
@@ -35,33 +38,12 @@ class StageRun:
 
     def __init__(self, mesh: CartMesh, stage: Stage, shape: Sequence[int], dtype: torch.dtype, op: str) -> None:
         self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, tuple(shape), dtype, op
-        self.dim = stage.dim
-        self._pool: list[Exchange | DeviceExchange] = []
-
-    def _exchange(self, device: torch.device) -> Exchange | DeviceExchange | None:
-        """Return an exchange that is not in flight, or None where nothing travels."""
-        stage = self.stage
-        if not stage.sends and not stage.recvs:
-            return None
-        for exchange in self._pool:
-            if not exchange.busy and exchange.device == device:
-                if isinstance(exchange, DeviceExchange):
-                    exchange.acquire()
-                return exchange
-        d = stage.dim
+        d = self.dim = stage.dim
         sends, recvs = (
             [(peer, [(*self.shape[:d], p.wire_count, *self.shape[d + 1 :]) for p in pieces]) for peer, pieces in side]
             for side in (stage.sends, stage.recvs)
         )
-        group, driver = self.mesh.group(stage.mesh_dims), driver_of(device)
-        made: Exchange | DeviceExchange
-        if driver is None:
-            made = Exchange(group, sends, recvs, self.dtype, self.op)
-        else:
-            made = DeviceExchange(group, sends, recvs, self.dtype, driver, self.op, self.mesh.gpu_aware)
-        self.mesh.own(made.free)
-        self._pool.append(made)
-        return made
+        self._pool = ExchangePool(mesh, stage.mesh_dims, sends, recvs, dtype, op)
 
     def _check(self, op: str) -> None:
         # also on ranks to which nothing comes
@@ -75,7 +57,7 @@ class StageRun:
         side = self.stage.recvs if at is None else self.stage.sends
         for (_, pieces), places in zip(side, offsets):
             for p, packed in zip(pieces, places):
-                if at is None and _repeats(p):
+                if at is None and repeats(p):
                     continue
                 first, step = (p.dst, 1) if at is None else (p.src + at, p.step)
                 yield Box(
@@ -90,15 +72,15 @@ class StageRun:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
         if guard.DEBUG:
             self._check(self.op)
-        exchange = self._exchange(x.device)
+        exchange = self._pool.take(x.device)
         if exchange is not None:
-            kernel = _kernel(exchange, x)
+            kernel = kernel_of(exchange, x)
             if kernel is not None:
                 kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
             else:
                 for (_, pieces), views in zip(self.stage.sends, exchange.sends):
                     for p, view in zip(pieces, views):
-                        view.copy_(_cells(x, self.dim, p.src + at, p.count, p.step))
+                        view.copy_(cells(x, self.dim, p.src + at, p.count, p.step))
             exchange.start()
         return exchange
 
@@ -108,12 +90,12 @@ class StageRun:
             out.narrow(self.dim, lo, hi - lo).fill_(value)
         if exchange is not None:
             exchange.finish()
-            kernel = _kernel(exchange, out)
+            kernel = kernel_of(exchange, out)
             if kernel is not None:
                 kernel.unpack(out, "into", lambda: self._boxes(kernel.recv_offsets, out, None))
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    if kernel is None or _repeats(p):
+                    if kernel is None or repeats(p):
                         out.narrow(self.dim, p.dst, p.count).copy_(view)
             exchange.release()
 
@@ -121,16 +103,16 @@ class StageRun:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
         if guard.DEBUG:
             self._check(f"adjoint of {self.op}")
-        exchange = self._exchange(g.device)
+        exchange = self._pool.take(g.device)
         if exchange is not None:
-            kernel = _kernel(exchange, g)
+            kernel = kernel_of(exchange, g)
             if kernel is not None:
                 kernel.pack(g, "into", lambda: self._boxes(kernel.recv_offsets, g, None), adjoint=True)
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    if kernel is None or _repeats(p):
+                    if kernel is None or repeats(p):
                         values = g.narrow(self.dim, p.dst, p.count)
-                        view.copy_(values.sum(self.dim, keepdim=True) if _repeats(p) else values)
+                        view.copy_(values.sum(self.dim, keepdim=True) if repeats(p) else values)
             exchange.start(adjoint=True)
         return exchange
 
@@ -140,50 +122,8 @@ class StageRun:
             exchange.finish(adjoint=True)
             for (_, pieces), views in zip(self.stage.sends, exchange.sends):
                 for p, view in zip(pieces, views):
-                    _add_cells(own, self.dim, p.src, p.count, p.step, view)
+                    add_cells(own, self.dim, p.src, p.count, p.step, view)
             exchange.release()
-
-
-def _kernel(exchange: Exchange | DeviceExchange, x: Tensor) -> DeviceExchange | None:
-    """Return the exchange where one kernel can move its cells of ``x``."""
-    return exchange if isinstance(exchange, DeviceExchange) and exchange.kernel_serves(x) else None
-
-
-def _repeats(p: Piece) -> bool:
-    """Whether one cell travels for several of the window."""
-    return p.step == 0 and p.count > 1
-
-
-def _cells(x: Tensor, dim: int, src: int, count: int, step: int) -> Tensor:
-    """Return ``count`` cells of ``x`` from ``src`` in steps (a repeated cell once)."""
-    if step == 1:
-        return x.narrow(dim, src, count)
-    if step == 0:
-        return x.narrow(dim, src, min(count, 1))
-    low = src if step > 0 else src + (count - 1) * step
-    stride = abs(step)
-    view = x.narrow(dim, low, (count - 1) * stride + 1)
-    if stride > 1:
-        view = view[(slice(None),) * dim + (slice(None, None, stride),)]
-    return view if step > 0 else view.flip(dim)
-
-
-def _add_cells(x: Tensor, dim: int, src: int, count: int, step: int, values: Tensor) -> None:
-    """Add ``values`` to the cells that `_cells` reads: its adjoint."""
-    if step == 0:
-        x.narrow(dim, src, 1).add_(values.sum(dim, keepdim=True) if values.shape[dim] != 1 else values)
-    elif step > 0:
-        _cells(x, dim, src, count, step).add_(values)
-    else:
-        _cells(x, dim, src + (count - 1) * step, count, -step).add_(values.flip(dim))
-
-
-def empty_as(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an empty tensor of ``shape`` in the memory format of ``x``. Not collective."""
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
-        return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)
-    return x.new_empty(tuple(shape))
 
 
 class WindowOp:
@@ -197,6 +137,9 @@ class WindowOp:
         One per tensor dim that changes, in the order in which they run.
     shape, dtype
         Of the local block.
+    rounds
+        Tensor dims along which messages travel, on this rank or any other. With several, on a GPU they travel
+        all at once.
     value
         What cells beyond the domain hold.
     op
@@ -215,10 +158,11 @@ class WindowOp:
         shape: Sequence[int],
         dtype: torch.dtype,
         *,
+        rounds: int = 1,
         value: float = 0.0,
         op: str = "window",
     ) -> None:
-        self.mesh, self.dtype, self.value, self.op = mesh, dtype, value, op
+        self.mesh, self.dtype, self.value, self.op, self._rounds = mesh, dtype, value, op, rounds
         self.in_shape = tuple(shape)
         self.runs: list[StageRun] = []
         now = list(shape)
@@ -231,6 +175,10 @@ class WindowOp:
         self.identity = not stages
 
     @cached_property
+    def _at_once(self) -> AtOnce:
+        return AtOnce(self.mesh, [run.stage for run in self.runs], self.in_shape, self.dtype, self.op)
+
+    @cached_property
     def adjoint(self) -> WindowAdjoint:
         """The adjoint map."""
         return WindowAdjoint(self)
@@ -240,12 +188,15 @@ class WindowOp:
         """The linear part: the same window with zeros beyond the domain."""
         if self.value == 0:
             return self
-        return WindowOp(self.mesh, [r.stage for r in self.runs], self.in_shape, self.dtype, op=self.op)
+        stages = [r.stage for r in self.runs]
+        return WindowOp(self.mesh, stages, self.in_shape, self.dtype, rounds=self._rounds, op=self.op)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fetch the window of the block ``x``. Neighborwise collective."""
         if self.identity:
             return x
+        if self._rounds > 1 and driver_at(x) is not None:
+            return self._at_once(x, empty_as(x, self.out_shape), self.value)
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
     def _in_one_array(self, x: Tensor) -> Tensor:
@@ -265,7 +216,7 @@ class WindowOp:
             else:
                 exchange = run.start(view, at)
             for p in run.stage.local:
-                view.narrow(run.dim, p.dst, p.count).copy_(_cells(view, run.dim, p.src + at, p.count, p.step))
+                view.narrow(run.dim, p.dst, p.count).copy_(cells(view, run.dim, p.src + at, p.count, p.step))
             run.finish(exchange, view, self.value)
         return window
 
@@ -279,7 +230,7 @@ class WindowOp:
             if stage.resident is not None:
                 out.narrow(run.dim, stage.resident, stage.n_in).copy_(x)
             for p in stage.local:
-                out.narrow(run.dim, p.dst, p.count).copy_(_cells(x, run.dim, p.src, p.count, p.step))
+                out.narrow(run.dim, p.dst, p.count).copy_(cells(x, run.dim, p.src, p.count, p.step))
             run.finish(exchange, out, self.value)
             x = out
         return x
@@ -311,7 +262,7 @@ class WindowAdjoint:
                 if not ours:
                     own = empty_as(g, own.shape).copy_(own)
             for p in stage.local:
-                _add_cells(own, run.dim, p.src, p.count, p.step, g.narrow(run.dim, p.dst, p.count))
+                add_cells(own, run.dim, p.src, p.count, p.step, g.narrow(run.dim, p.dst, p.count))
             run.finish_adjoint(exchange, own)
             g, ours = own, True
         return g

@@ -136,6 +136,11 @@ class Stage(NamedTuple):
     recvs: tuple[tuple[int, Pieces], ...]
     fill: tuple[tuple[int, int], ...]
 
+    @property
+    def own(self) -> Pieces:
+        """All cells that this rank already has, the resident block first."""
+        return self.local if self.resident is None else (Piece(0, self.n_in, 1, self.resident), *self.local)
+
 
 def plan_stage(
     dim: int,

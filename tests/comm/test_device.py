@@ -76,6 +76,40 @@ def test_halo_exchange_and_its_adjoint(device, mode):
         torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
+def reached(n, lo, hi, mode):
+    """Indices of the cells [lo, hi) of a dim of ``n``, -1 for none."""
+    cells = torch.arange(lo, hi)
+    if mode == "circular":
+        return cells % n
+    if mode == "replicate":
+        return cells.clamp(0, n - 1)
+    return torch.where((cells >= 0) & (cells < n), cells, torch.tensor(-1))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "circular"])
+def test_halos_of_several_dims_travel_at_once(device, mode):
+    """Blocks of any size, some of them narrower than the halo or empty: every cell comes from its owner."""
+    full = values(9, 2, 7)
+    for shape in mesh_shapes(2)[1:]:
+        mesh = device.mesh(shape)
+        sizes = {0: [9, *[0] * (shape[0] - 1)], 2: [7 - 2 * (shape[1] - 1), *[2] * (shape[1] - 1)]}
+        if shape[0] > 1:
+            sizes[0][:2] = [6, 3]
+        for widths in ({0: (1, 2), 2: (2, 1)}, {0: (4, 4), 2: (3, 0)}):
+            x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(2)), sizes=sizes)
+            device.launches = device.waits = 0
+            padded = ms.halo_exchange(x, widths, mode=mode)
+            assert device.launches <= 2
+            expected = full
+            for m, (d, (lo, hi)) in enumerate(widths.items()):
+                start = sum(sizes[d][: mesh.coords[m]])
+                cells = reached(full.shape[d], start - lo, start + sizes[d][mesh.coords[m]] + hi, mode)
+                expected = torch.cat((expected, torch.zeros_like(expected.narrow(d, 0, 1))), d).index_select(
+                    d, torch.where(cells < 0, torch.tensor(full.shape[d]), cells)
+                )
+            assert torch.equal(padded, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16])
 def test_exchanges_of_every_item_size(device, dtype):
     mesh = device.mesh((WORLD.size,), periodic=True)
