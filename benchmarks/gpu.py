@@ -15,6 +15,7 @@ from mpi4py import MPI
 from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from mpishard.comm import collective
 from mpishard.comm.buffer import as_bytes
 from mpishard.comm.driver import driver_of
 from mpishard.comm.relay import Envelope, Relay
@@ -78,6 +79,47 @@ def messages(args, mesh: ms.CartMesh) -> None:
             for request in raw:
                 request.Free()
             relay.free()
+
+
+def collectives(args, mesh: ms.CartMesh) -> None:
+    """Compare collectives through pinned memory with their parts: copy, host collective, copy."""
+    group = mesh.group((0,))
+    for nbytes in (64 << 10, 4 << 20, 64 << 20):
+        count = 5 if args.quick else 10 if nbytes > 4 << 20 else 100
+        n = nbytes // 4
+        x, host = torch.ones(n, device=mesh.device), torch.ones(n, pin_memory=mesh.device.type == "cuda")
+        sizes = collective.even(n, group.size)
+        own, own_host = (t[: sizes[group.rank]] for t in (x, host))
+        for name, ours, bare, down, up in (
+            (
+                "all-reduce",
+                lambda x=x: collective.all_reduce(x, group, deterministic=False),
+                lambda h=host: collective.all_reduce(h, group, deterministic=False, in_place=True),
+                (host, x),
+                (x, host),
+            ),
+            (
+                "all-gather",
+                lambda x=own, s=sizes: collective.all_gather(x, group, 0, s),
+                lambda h=own_host, s=sizes: collective.all_gather(h, group, 0, s),
+                (own_host, own),
+                (x, host),
+            ),
+        ):
+
+            def copies(down=down, up=up):
+                down[0].copy_(down[1], non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                up[0].copy_(up[1], non_blocking=True)
+
+            times = interleaved(
+                {"ours": synchronous(ours), "host": bare, "copies": synchronous(copies)}, count, args.rounds
+            )
+            best = {key: min(t) for key, t in times.items()}
+            say(
+                f"{name} of {nbytes:>9} B: {best['ours'] * 1e6:9.1f} us, "
+                f"{best['ours'] / (best['host'] + best['copies']):.2f}x of copy + host collective + copy (target 1.2)"
+            )
 
 
 def kernels(args, device: torch.device) -> None:
@@ -163,6 +205,7 @@ def main() -> None:
         kernels(args, mesh.device)
     else:
         messages(args, mesh)
+        collectives(args, mesh)
     mesh.free()
 
 

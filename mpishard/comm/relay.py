@@ -53,6 +53,10 @@ class _Side:
             for m, start in zip(messages, self.starts)
             for a in range(0, m.nbytes, most)
         ]
+        # (host, device) memory of every piece
+        self.copies = (
+            [] if self.host is None else [(self.host[a:b], self.memory.tensor[a:b]) for *_, a, b in self.pieces]
+        )
         self.count, self.nbytes = len(messages), sum(m.nbytes for m in messages)
 
     def parts(self) -> list[tuple[int, int, MPI.buffer]]:
@@ -138,15 +142,15 @@ class Relay:
         n = len(there.pieces)
         assert there.host is not None
         marks = []
-        for _, _, a, b in here.pieces:
-            driver.download(here.host[a:b], here.memory.tensor[a:b])
+        for host, memory in here.copies:
+            driver.download(host, memory)
             marks.append(driver.mark())
         driver.lend([], [there.host])
         if n:
             MPI.Prequest.Startall(requests[:n])
-        for (_, _, a, b), mark, request in zip(here.pieces, marks, requests[n:]):
+        for (host, _), mark, request in zip(here.copies, marks, requests[n:]):
             driver.wait(mark)
-            driver.lend([here.host[a:b]], [])
+            driver.lend([host], [])
             request.Start()
 
     def poke(self, adjoint: bool = False) -> bool:
@@ -167,9 +171,9 @@ class Relay:
             uploaded = set()
 
             def upload(k: int) -> None:
-                a, b = there.pieces[k][2:]
-                driver.take_back([], [there.host[a:b]])  # type: ignore[index]
-                driver.upload(there.memory.tensor[a:b], there.host[a:b])  # type: ignore[index]
+                host, memory = there.copies[k]
+                driver.take_back([], [host])
+                driver.upload(memory, host)
                 uploaded.add(k)
 
             while (arrived := MPI.Request.Waitsome(requests)) is not None:
@@ -196,7 +200,7 @@ class Relay:
         self._requests = ([], [])
         for side in self._sides:
             side.memory.free(self._released)
-            side.host = None
+            side.host, side.copies = None, []
 
 
 def relayed(
