@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -121,6 +122,14 @@ def driver_at(x: Tensor) -> Driver | None:
     if x.is_cpu and not _drivers:
         return None  # at a tenth of the cost
     return driver_of(x.device)
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor in host memory that is to travel to ``device``: pinned for a GPU. Not collective."""
+    driver = driver_of(device)
+    if driver is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return driver.pinned(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
 
 
 def captured() -> UnsupportedOperationError:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.comm.driver import host_tensor
 from mpishard.io.decode import Decoding
 from mpishard.io.dtype import NUMPY
 from mpishard.io.file import import_h5py
@@ -125,7 +126,8 @@ class Block:
             else:
                 count = math.prod(piece.counts)
                 if buffer.size < count:
-                    buffer = np.empty(count, self.stored)
+                    staging = host_tensor((count * self.stored.itemsize,), torch.uint8, self.out.device)
+                    buffer = staging.numpy().view(self.stored)
                 part = buffer[:count]
                 memory = h5s.create_simple((count,)) if piece.start else h5s.create(h5s.SCALAR)
                 dataset.id.read(memory, space, part, None, dxpl)

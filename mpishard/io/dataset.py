@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import data
 
 from mpishard.comm import guard
+from mpishard.comm.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
 from mpishard.io.block import Block
@@ -160,8 +161,7 @@ class Dataset(data.Dataset[Any]):
                         fix="use mpishard.io.Loader, which reads ahead in a thread",
                     )
                 )
-            pinned = self.device.type == "cuda"
-            out = torch.empty((len(indices), *self._local), dtype=self.dtype, pin_memory=pinned)
+            out = host_tensor((len(indices), *self._local), self.dtype, self.device)
             first, *rest = self._part.axes
             runs = self._window.runs[1:]
             for i, t in enumerate(indices):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from tests.emulated import emulated, span
 from tests.io.files import WORLD, same_on_all, store, values
 
 
@@ -59,6 +60,15 @@ def test_batches(stream):
     loader = ms.io.Loader(ds, batch_size=2, drop_last=True, transform=lambda x: x * 2)
     assert len(list(loader)) == len(loader) == 2
     assert torch.equal(next(iter(loader)).full_tensor(), 2 * full[:2])
+
+
+def test_samples_for_a_gpu_are_read_into_pinned_memory(stream):
+    ds, full = stream
+    with emulated(kernel=True) as driver:
+        x = next(iter(ms.io.Loader(ds, batch_size=2)))
+        local = x.to_local()
+        assert any(span(local).meets(span(pinned)) for pinned in driver.pins) or not local.numel()
+        assert torch.equal(x.full_tensor(), full[:2])
 
 
 def test_shuffled_alike_on_every_rank(stream):

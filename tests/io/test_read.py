@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 
 import h5py
@@ -9,6 +11,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
+from mpishard.io.block import Block
 from mpishard.io.select import selected
 from tests.io.files import BACKENDS, WORLD, block, same_on_all, sharded, store, values
 
@@ -119,6 +122,30 @@ def test_into_a_kept_buffer(mesh, folder):
     wrong = torch.zeros(7, 7) if WORLD.rank == 0 else kept
     with pytest.raises(ms.LayoutError, match="out does not fit"):
         ms.io.read(folder / "a.h5", "a", mesh, placements, out=wrong)
+
+
+@pytest.mark.parametrize("backend", READERS)
+@pytest.mark.parametrize("halo", [None, {0: 1, 1: (2, 1)}], ids=str)
+def test_into_pinned_memory(mesh, folder, halo, backend, monkeypatch):
+    """HDF5 writes to the pages themselves, which stay where they are: there is no second copy."""
+    full = values((6, 5))
+    store(folder / "a.h5", a=(full.numpy(), {}))
+    placements = (ms.Shard(0), ms.Shard(1))
+    plain = ms.io.read(folder / "a.h5", "a", mesh, placements, halo=halo, backend=backend)
+    local = plain if halo else plain.to_local()
+    with mmap.mmap(-1, mmap.PAGESIZE) as pages:
+        memory = torch.frombuffer(pages, dtype=torch.float32)
+        pinned = memory[: local.numel()].view(local.shape)
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(memory.data_ptr())
+        assert libc.mlock(address, ctypes.c_size_t(mmap.PAGESIZE)) == 0, os.strerror(ctypes.get_errno())
+        # what does not go straight passes through here
+        monkeypatch.setattr(Block, "_place", lambda *_: pytest.fail("read through another buffer"))
+        x = ms.io.read(folder / "a.h5", "a", mesh, placements, halo=halo, out=pinned, backend=backend)
+        assert (x if halo else x.to_local()).data_ptr() == memory.data_ptr()
+        assert torch.equal(pinned, local)
+        libc.munlock(address, ctypes.c_size_t(mmap.PAGESIZE))
+        del memory, pinned, x
 
 
 def test_device(mesh, folder):
