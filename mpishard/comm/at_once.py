@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.across import across
 from mpishard.comm.cells import cells, repeats
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.pool import ExchangePool, kernel_of
@@ -19,23 +19,8 @@ from mpishard.comm.segment import Box
 if TYPE_CHECKING:
     from mpishard.layout import Piece, Stage
 
-
-class Part(NamedTuple):
-    """A box of a window that has one owner: one piece of every stage."""
-
-    pieces: tuple[Piece, ...]
-
-    def shape(self, block: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
-        """Return its extents as it travels, in a block of which the pieces' ``dims`` are cut. Not collective."""
-        shape = list(block)
-        for dim, p in zip(dims, self.pieces):
-            shape[dim] = p.wire_count
-        return tuple(shape)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether some of its cells travel for several of the window."""
-        return any(map(repeats, self.pieces))
+    # a box of a window that has one owner: one piece of every stage
+    Part = tuple[Piece, ...]
 
 
 class AtOnce:
@@ -58,34 +43,21 @@ class AtOnce:
     ) -> None:
         self._mesh, self._stages, self._dtype, self._op = mesh, stages, dtype, op
         self._dims = [stage.dim for stage in stages]
-        # per stage and position along its mesh dims (None: this rank's own), in the same order on both ends
         own = [stage.own for stage in stages]
+        self._local: list[Part] = list(product(*own))
         self._sends, self._recvs = (
-            self._parts(mesh, stages, [{None: mine, **dict(side)} for mine, side in zip(own, sides)])
+            across(
+                mesh,
+                [stage.mesh_dims for stage in stages],
+                [{None: mine, **dict(side)} for mine, side in zip(own, sides)],
+            )
             for sides in ([s.sends for s in stages], [s.recvs for s in stages])
         )
-        self._local = [Part(pieces) for pieces in product(*own)]
         sends, recvs = (
-            [(peer, [part.shape(shape, self._dims) for part in parts]) for peer, parts in side]
+            [(peer, [self._extents(shape, part) for part in parts]) for peer, parts in side]
             for side in (self._sends, self._recvs)
         )
         self._pool = ExchangePool(mesh, tuple(range(mesh.ndim)), sends, recvs, dtype, op)
-
-    @staticmethod
-    def _parts(mesh: CartMesh, stages: Sequence[Stage], ways: Sequence[Any]) -> list[tuple[int, list[Part]]]:
-        """Return what goes to, or comes from, every peer."""
-        found = []
-        for places in product(*ways):
-            coords = list(mesh.coords)
-            for stage, place in zip(stages, places):
-                if place is not None:
-                    at = np.unravel_index(place, [mesh.shape[m] for m in stage.mesh_dims])
-                    for m, c in zip(stage.mesh_dims, at):
-                        coords[m] = int(c)
-            parts = [Part(pieces) for pieces in product(*(way[place] for way, place in zip(ways, places)))]
-            if any(place is not None for place in places) and parts:
-                found.append((mesh.rank_at(coords), parts))
-        return sorted(found)
 
     def __call__(self, x: Tensor, out: Tensor, value: float) -> Tensor:
         """Fill ``out`` with the window of the block ``x``. Neighborwise collective."""
@@ -117,18 +89,25 @@ class AtOnce:
                 kernel.unpack(out, "into", lambda: self._boxes(there, self._recvs, out, sending=False))
             for (_, parts), views in zip(self._recvs, exchange.recvs):
                 for part, view in zip(parts, views):
-                    if kernel is None or part.repeats:
+                    if kernel is None or any(map(repeats, part)):
                         self._target(out, part).copy_(view)
             exchange.release()
         return out
 
+    def _extents(self, block: Sequence[int], part: Part) -> tuple[int, ...]:
+        """Return the shape in which a part travels, of a block or a window."""
+        shape = list(block)
+        for dim, p in zip(self._dims, part):
+            shape[dim] = p.wire_count
+        return tuple(shape)
+
     def _source(self, x: Tensor, part: Part) -> Tensor:
-        for dim, p in zip(self._dims, part.pieces):
+        for dim, p in zip(self._dims, part):
             x = cells(x, dim, p.src, p.count, p.step)
         return x
 
     def _target(self, out: Tensor, part: Part) -> Tensor:
-        for dim, p in zip(self._dims, part.pieces):
+        for dim, p in zip(self._dims, part):
             out = out.narrow(dim, p.dst, p.count)
         return out
 
@@ -137,10 +116,10 @@ class AtOnce:
         size = x.itemsize
         for (_, parts), places in zip(side, offsets):
             for part, packed in zip(parts, places):
-                if part.repeats and not sending:
+                if any(map(repeats, part)) and not sending:
                     continue
                 offset, strides = 0, [s * size for s in x.stride()]
-                for dim, p in zip(self._dims, part.pieces):
+                for dim, p in zip(self._dims, part):
                     offset += (p.src if sending else p.dst) * strides[dim]
                     strides[dim] *= p.step if sending else 1
-                yield Box(offset, part.shape(x.shape, self._dims), tuple(strides), size, packed)
+                yield Box(offset, self._extents(x.shape, part), tuple(strides), size, packed)

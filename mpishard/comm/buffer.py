@@ -49,6 +49,11 @@ def as_bytes(x: torch.Tensor) -> MPI.buffer:
     return address(x.data_ptr(), x.nbytes)
 
 
+def byte_view(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, 1-D, outside autograd. Not collective."""
+    return x.detach().view(-1).view(torch.uint8)
+
+
 def pieces(nbytes: int) -> Sequence[tuple[int, int]]:
     """Cut a payload into messages: (offset, length) in bytes. Not collective."""
     if nbytes <= MESSAGE_NBYTES:

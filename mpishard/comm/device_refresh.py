@@ -64,9 +64,9 @@ class DeviceRefresh(Refresh):
         """Free the persistent requests and the buffers. Not collective."""
         steps: list[Any] = self._steps
         for step in steps:
-            step.relay.free()
             if step.fold is not None:
-                step.fold[2].free(self._driver.mark())
+                step.fold[2].free(step.relay.released)
+            step.relay.free()
         self._steps = []
 
     def _step(self, sweep: Sweep) -> Any:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpishard.comm import buffer, counter, guard
 from mpishard.comm.arithmetic import Rule, ordered, rule_of
-from mpishard.comm.buffer import address, as_bytes, pieces, spans, to_host
+from mpishard.comm.buffer import address, as_bytes, byte_view, pieces, spans, to_host
 from mpishard.comm.collective import all_gather, even, in_order
 from mpishard.comm.driver import Driver, driver_at
 from mpishard.comm.mesh import Group
@@ -91,7 +91,8 @@ def _start_on_device(driver: Driver, x: torch.Tensor, work: torch.Tensor, group:
     if link is not None and link.serves(work.dtype):
         link.all_reduce(work, work, "sum")
         return PendingReduction([], lambda: x if work is x else x.copy_(work), group)
-    memory, host = work.view(-1).view(torch.uint8), driver.pinned(work.nbytes)
+    driver.check()
+    memory, host = byte_view(work), driver.pinned(work.nbytes)
     parts = [(a, b) for ((a, b),) in cut(work.nbytes, work.itemsize)]
     marks, requests = [], []
     for a, b in parts:

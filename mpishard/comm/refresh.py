@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
+from mpishard.comm.across import Way, across
 from mpishard.comm.buffer import pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.relay import PATIENCE_S
-from mpishard.comm.strip import Block, Strip, copy_views, plan_strips
+from mpishard.comm.strip import Block, Strip, Strips, copy_views, plan_strips
 
 OP = "halo_refresh"
 _ALIGN = 16  # of every part of a message: the largest item
@@ -90,38 +91,27 @@ def plan_at_once(
     widths, ranges
         Halo and interior of every array dim.
     """
-    coords = mesh.coords
-    # per array dim and position along its mesh dim: what goes there and what comes from there, in one order
-    ways: tuple[list[dict[int, list[tuple[int, int]]]], ...] = ([], [])
+    ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
     for d, (own, (lo, hi)) in enumerate(zip(ranges, widths)):
-        if d not in mesh_dims:
-            for way in ways:
-                way.append({0: [own]})
-            continue
-        m = mesh_dims[d]
-        strips = plan_strips(sizes[d], lo, hi, mesh.periodic[m], coords[m])
+        m = mesh_dims.get(d)
+        strips = Strips((), (), ()) if m is None else plan_strips(sizes[d], lo, hi, mesh.periodic[m], mesh.coords[m])
         for k, (way, found) in enumerate(zip(ways, (strips.sends, strips.recvs))):
-            there = {coords[m]: [own, *((part[k], part[k] + part[2]) for part in strips.local)]}
+            by_place: dict[int | None, list[tuple[int, int]]] = {None: [own]}
+            by_place[None] += [(part[k], part[k] + part[2]) for part in strips.local]
             for s in sorted(found, key=lambda s: s[:2]):  # stable: keeps their order
-                there.setdefault(s.peer, []).append((s.at, s.at + s.count))
-            way.append(there)
-    origin = tuple(coords[mesh_dims[d]] if d in mesh_dims else 0 for d in range(len(ranges)))
-    dims = {m: d for d, m in mesh_dims.items()}
+                by_place.setdefault(s.peer, []).append((s.at, s.at + s.count))
+            way.append(by_place)
+    on_mesh = [(mesh_dims[d],) if d in mesh_dims else () for d in range(len(ranges))]
+    sends, recvs = (
+        tuple(Message(peer, 0, cells) for peer, boxes in across(mesh, on_mesh, way) if (cells := _filled(boxes)))
+        for way in ways
+    )
+    pairs = zip(*(_filled(product(*(by_place[None] for by_place in way))) for way in ways))
+    return Sweep(tuple((src, dst) for src, dst in pairs if src != dst), sends, recvs)
 
-    def boxes(way: list[dict[int, list[tuple[int, int]]]], at: tuple[int, ...]) -> list[Box]:
-        return [b for b in product(*(w[c] for w, c in zip(way, at))) if all(hi > lo for lo, hi in b)]
 
-    def messages(way: list[dict[int, list[tuple[int, int]]]]) -> tuple[Message, ...]:
-        found = []
-        for at in product(*way):
-            there = boxes(way, at) if at != origin else []
-            if there:
-                peer = mesh.rank_at([at[dims[m]] if m in dims else c for m, c in enumerate(coords)])
-                found.append(Message(peer, 0, tuple(there)))
-        return tuple(sorted(found))
-
-    pairs = zip(boxes(ways[0], origin), boxes(ways[1], origin))
-    return Sweep(tuple((src, dst) for src, dst in pairs if src != dst), *map(messages, ways))
+def _filled(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(box for box in boxes if all(stop > start for start, stop in box))
 
 
 class _Step:

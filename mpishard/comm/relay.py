@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import buffer, counter, guard
-from mpishard.comm.buffer import address
+from mpishard.comm.buffer import address, byte_view
 from mpishard.comm.driver import Driver, Memory
 from mpishard.comm.mesh import Group
 
@@ -88,6 +87,8 @@ class Relay:
     out, into : Memory
         What the forward direction sends from and receives to; message k begins at ``out_starts[k]``,
         ``into_starts[k]``.
+    released : object or None
+        The device's mark behind the last use of the buffers, by `release`.
     """
 
     def __init__(
@@ -115,15 +116,15 @@ class Relay:
             guard.unfinished(requests, [peer for side in (there, here) for peer, *_ in side.pieces])
             for requests, (here, there) in zip(self._requests, (self._sides, self._sides[::-1]))
         )
-        self._released: Any = None
+        self.released: Any = None
         self._flying: list[MPI.Prequest] = []
 
     def acquire(self) -> None:
         """Wait until the device is done with the buffers' last use, on whatever stream. Not collective."""
         self._driver.check()
-        if self._released is not None:
-            self._driver.wait(self._released)
-            self._released = None
+        if self.released is not None:
+            self._driver.wait(self.released)
+            self.released = None
 
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
@@ -187,7 +188,7 @@ class Relay:
 
     def release(self) -> None:
         """Give the buffers back: what reads them is queued. Not collective."""
-        self._released = self._driver.mark()
+        self.released = self._driver.mark()
         self._flying = []
 
     def free(self) -> None:
@@ -199,7 +200,7 @@ class Relay:
             request.Free()
         self._requests = ([], [])
         for side in self._sides:
-            side.memory.free(self._released)
+            side.memory.free(self.released)
             side.host, side.copies = None, []
 
 
@@ -226,7 +227,7 @@ def relayed(
     op
         Name for the watchdog; the caller counts.
     """
-    outgoing, incoming = (x.view(-1).view(torch.uint8) for x in (source, target))
+    outgoing, incoming = byte_view(source), byte_view(target)
     going, coming = ([(r, a, b) for r, (a, b) in side if r != group.rank and b > a] for side in (sends, recvs))
     out, into = ([Envelope(r, TAG, b - a) for r, a, b in side] for side in (going, coming))
     relay = Relay(group.comm, driver, out, into, op, group.aware, counted=False)

@@ -6,7 +6,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
-from mpishard.comm.buffer import address, dense, pieces
+from mpishard.comm.buffer import address, byte_view, dense, pieces
 from mpishard.comm.driver import driver_at, driver_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.relay import Envelope, Relay
@@ -39,7 +39,7 @@ class Message:
             relay.finish()
             arrived = relay.into.tensor
             if arrived.numel():
-                self._tensor.view(torch.uint8).copy_(arrived)
+                byte_view(self._tensor).copy_(arrived)
             relay.release()
             relay.free()
             return self._tensor
@@ -56,7 +56,7 @@ def send(x: torch.Tensor, group: Group, dest: int, tag: int, op: str) -> Message
     if driver is not None:
         relay = Relay(group.comm, driver, [Envelope(dest, tag, x.nbytes)], [], op, group.aware)
         relay.acquire()
-        relay.out.tensor.copy_(x.view(-1).view(torch.uint8))
+        relay.out.tensor.copy_(byte_view(x))
         relay.start()
         return Message(x, group, op, [], relay)
     if counter.active:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from mpishard.comm import buffer
+from mpishard.comm.buffer import byte_view
 from mpishard.comm.driver import Driver
 
 PIECE_NBYTES = 4 << 20
@@ -23,9 +23,9 @@ Spans = Sequence[tuple[int, int]]
 
 def through_host(
     driver: Driver,
-    source: Tensor | None,
+    source: Tensor,
     sends: Sequence[Spans],
-    target: Tensor | None,
+    target: Tensor,
     recvs: Sequence[Spans],
     move: Callable[[int, Tensor, Tensor], None],
 ) -> None:
@@ -38,14 +38,15 @@ def through_host(
     driver
         The device.
     source, target
-        Contiguous, in its memory; they may be the same. None where nothing is read or written.
+        Contiguous, in its memory; they may be the same.
     sends, recvs
         Per piece, what it reads of the source and writes of the target; equally many on every rank.
     move
         ``move(k, here, there)`` runs piece ``k``: ``here`` are its bytes of the source, one span after the other
         in pinned host memory, and ``there`` those of the target, to be filled.
     """
-    outgoing, incoming = (None if x is None else x.view(-1).view(torch.uint8) for x in (source, target))
+    driver.check()
+    outgoing, incoming = byte_view(source), byte_view(target)
     depth = min(_DEPTH, len(sends))
     slots = [[driver.pinned(max(map(_nbytes, side), default=0)) for side in (sends, recvs)] for _ in range(depth)]
     marks = {}
@@ -53,7 +54,7 @@ def through_host(
     def download(k: int) -> None:
         at = 0
         for a, b in sends[k]:
-            driver.download(slots[k % depth][0][at : at + b - a], outgoing[a:b])  # type: ignore[index]
+            driver.download(slots[k % depth][0][at : at + b - a], outgoing[a:b])
             at += b - a
         # behind the upload that used this slot's other half before, too
         marks[k] = driver.mark()
@@ -68,7 +69,7 @@ def through_host(
         driver.take_back([here], [there])
         at = 0
         for a, b in recvs[k]:
-            driver.upload(incoming[a:b], there[at : at + b - a])  # type: ignore[index]
+            driver.upload(incoming[a:b], there[at : at + b - a])
             at += b - a
         if k + depth < len(sends):
             download(k + depth)

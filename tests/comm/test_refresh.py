@@ -51,7 +51,10 @@ def test_every_halo_cell_comes_straight_from_its_owner(problem):
         arrays.append(np.full(array, -1))
         arrays[-1][own] = wanted[-1][own]
         mesh = SimpleNamespace(
-            coords=coords, periodic=periodic, rank_at=lambda c: int(np.ravel_multi_index(tuple(c), mesh_shape))
+            shape=mesh_shape,
+            coords=coords,
+            periodic=periodic,
+            rank_at=lambda c: int(np.ravel_multi_index(tuple(c), mesh_shape)),
         )
         sweeps.append(plan_at_once(mesh, mesh_dims, sizes, widths, interior))
 
