@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mpishard.comm import driver as drivers
 from mpishard.comm.kernel import SOURCE
@@ -83,9 +84,7 @@ class EmulatedMemory:
             driver.own[self.address] = span(self.tensor)
 
     def free(self, after: tuple[int, int] | None = None) -> None:
-        if after is not None:
-            self.driver.wait(after)
-        self.driver.free(self)
+        self.driver.free(self, after)
 
 
 class Queued(NamedTuple):
@@ -113,18 +112,26 @@ class EmulatedDriver(TorchDispatchMode):
         self.own: dict[int, Span] = {}
         self.pins: list[Tensor] = []
         self.launches = self.waits = self.allocated = 0
+        self.capturing = False
+        self.shelf: drivers.Shelf[EmulatedMemory] = drivers.Shelf(self)
 
     # what mpishard calls
 
     def allocate(self, nbytes: int) -> EmulatedMemory:
         self.allocated += nbytes
-        return EmulatedMemory(self, nbytes)
+        memory = self.shelf.take(nbytes) if nbytes else None
+        if memory is None:
+            return EmulatedMemory(self, nbytes)
+        self._check_unused(memory)
+        ctypes.memset(memory.address, 0xAB, nbytes)
+        return memory
 
     def trim(self) -> None:
         pass
 
     def check(self) -> None:
-        pass
+        if self.capturing:
+            raise drivers.captured()
 
     def pinned(self, nbytes: int) -> Tensor:
         memory = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
@@ -201,22 +208,26 @@ class EmulatedDriver(TorchDispatchMode):
         """Let the current stream wait for another, as ``torch.cuda.Stream.wait_stream`` does."""
         self._run(stream, self.number)
 
-    def free(self, memory: EmulatedMemory) -> None:
+    def free(self, memory: EmulatedMemory, after: tuple[int, int] | None) -> None:
         self.allocated -= memory.nbytes
         if not memory.nbytes:
             return
-        own = self.own.pop(memory.address)
-        if any(used.meets(own) for _, used in self.lent):
+        if any(used.meets(self.own[memory.address]) for _, used in self.lent):
             raise OutOfOrder("memory freed while MPI uses it")
+        if after is None:
+            self._check_unused(memory)
+        self.shelf.put(memory.nbytes, memory, after)
+
+    def _check_unused(self, memory: EmulatedMemory) -> None:
+        own = self.own[memory.address]
         if any(number > self.known[stream] and used.meets(own) for stream, number, _, used in self.uses):
             raise OutOfOrder("memory freed while a stream uses it")
-        self.uses = [use for use in self.uses if not use[3].meets(own)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._run(self.stream, self.number)
         touched = [
             span_of_strided(x)
-            for x in (*args, *(kwargs or {}).values())
+            for x in tree_leaves((args, kwargs))
             if isinstance(x, Tensor) and x.device == HOST and x.layout == torch.strided and x.numel()
         ]
         if not func.is_view:

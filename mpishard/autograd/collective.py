@@ -25,8 +25,8 @@ from mpishard.autograd.argument import (
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
-from mpishard.comm import collective
 from mpishard.comm.arithmetic import rule_of
+from mpishard.comm.extents import gather_extents
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import balanced
 
@@ -158,7 +158,7 @@ def all_gather(
     dim = tensor_dim("all_gather", x, dim)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if sizes is None:
-        every = collective.gather_extents("all_gather", x.shape, dim, call, group)
+        every = gather_extents("all_gather", x.shape, dim, call, group)
         key = ("all_gather", dims, every, *call)
         return apply(kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
     given = tuple(sizes)
@@ -299,7 +299,7 @@ def all_to_all(
     # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
     bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
     if concat_sizes is None:
-        extents = collective.gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
+        extents = gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
     else:
         extents = tuple(concat_sizes)
         bad = bad or not fits_group(extents, group, x.shape[concat_dim])

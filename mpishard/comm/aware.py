@@ -68,10 +68,28 @@ def decide(found: Sequence[Finding]) -> tuple[bool, str]:
 
 
 def agreed(comm: MPI.Intracomm, device: torch.device) -> bool:
-    """Return whether messages of all ranks may go from device to device: each has a GPU and says yes. Collective."""
+    """Return whether messages of all ranks may go from device to device: each has a GPU and says yes.
+
+    Collective.
+
+    Raises
+    ------
+    MeshError
+        On every rank, where some compute on a GPU and others do not: their messages are not alike.
+    """
     with guard.waiting("gpu_aware", (), comm):
-        if not comm.allreduce(device.type == "cuda", MPI.LAND):
-            return False
+        gpus = comm.allreduce(int(device.type == "cuda"))
+    if not gpus:
+        return False
+    if gpus < comm.Get_size():
+        raise MeshError(
+            described(
+                "a mesh of ranks with and without a GPU",
+                expected="one on every rank, or on none",
+                got=f"one on {gpus} of {comm.Get_size()} ranks",
+                fix="pass device='cpu' on all ranks, or start ranks on nodes with GPUs only",
+            )
+        )
     aware, error = False, None
     try:
         aware, _ = decide(findings())

@@ -24,9 +24,14 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether ``x`` is one block of memory that holds its values as they are. Not collective."""
+    return x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of ``x`` in host memory that MPI may read at once. Not collective."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     host.copy_(x, non_blocking=True)
     if x.is_cuda:
         # MPI reads the copy next, and knows nothing of streams

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import math
 import os
-from array import array
 from collections.abc import Sequence
-from functools import lru_cache
-from zlib import crc32
 
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import buffer, counter, guard, nccl
 from mpishard.comm.arithmetic import Rule, from_keys, ordered, rule_of, to_keys
-from mpishard.comm.buffer import address, as_bytes, dense, pack, pieces, spans
+from mpishard.comm.buffer import address, as_bytes, dense, is_dense, pack, pieces, spans
 from mpishard.comm.driver import driver_at
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
 from mpishard.comm.relay import relayed
-from mpishard.comm.staging import cut, cut_blocks, through_host
+from mpishard.comm.staging import Spans, cut, cut_blocks, through_host
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -77,7 +74,7 @@ def all_reduce(
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
         return x if in_place else dense(x).clone(memory_format=torch.contiguous_format)
-    if not (in_place and x.is_contiguous()):
+    if not (in_place and is_dense(x)):
         source, y = dense(x), None
     else:
         source = y = x
@@ -336,26 +333,25 @@ def all_to_all(
         guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
     if group.size == 1:
         return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
-    flat = pack(blocks, blocks[0].dtype)
     counts = [torch.Size(s).numel() for s in shapes]
-    into = flat.new_empty(sum(counts))
-    size = flat.itemsize
-    sends, recvs = spans([b.numel() * size for b in blocks]), spans([n * size for n in counts])
+    into = blocks[0].new_empty(sum(counts))
+    came = into.split(counts)
     if counter.active:
-        counter.record("all_to_all", 1, flat.nbytes)
-    driver = driver_at(flat)
+        counter.record("all_to_all", 1, sum(b.nbytes for b in blocks))
+    driver = driver_at(into)
     if driver is None:
+        flat, size = pack(blocks, into.dtype), into.itemsize
+        out, back = [b.numel() * size for b in blocks], [n * size for n in counts]
         with guard.waiting("all_to_all", (), group.comm):
             if bound_nbytes > buffer.MESSAGE_NBYTES:
-                MPI.Request.Waitall(start_messages(flat, sends, into, recvs, group))
+                MPI.Request.Waitall(start_messages(flat, spans(out), into, spans(back), group))
             else:
-                out, back = ([b - a for a, b in side] for side in (sends, recvs))
                 group.comm.Alltoallv([as_bytes(flat), out], [as_bytes(into), back])
-    elif (link := nccl.link_of(group, flat, bound_nbytes)) is not None:
-        link.all_to_all(flat.split([b.numel() for b in blocks]), into.split(counts))
+    elif (link := nccl.link_of(group, into, bound_nbytes)) is not None:
+        link.all_to_all([dense(b) for b in blocks], came)
     else:
-        relayed(driver, group, flat, list(enumerate(sends)), into, list(enumerate(recvs)), "all_to_all")
-    return [b.view(s) for b, s in zip(into.split(counts), shapes)]
+        relayed(driver, group, list(enumerate(blocks)), list(enumerate(came)), "all_to_all")
+    return [b.view(s) for b, s in zip(came, shapes)]
 
 
 def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
@@ -381,8 +377,10 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     """
     if guard.DEBUG:
         guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
+    if group.size == 1:
+        return x if in_place else dense(x).clone(memory_format=torch.contiguous_format)
     at_root = group.rank == root
-    if in_place and x.is_contiguous():
+    if in_place and is_dense(x):
         y = x
     elif at_root:
         y = dense(x).clone(memory_format=torch.contiguous_format)
@@ -411,7 +409,8 @@ def _broadcast(x: torch.Tensor, group: Group, root: int) -> None:
         with guard.waiting("broadcast", (), comm):
             comm.Bcast(as_bytes(here if at_root else there), root)
 
-    parts, none = cut(x.nbytes), [()] * len(cut(x.nbytes))
+    parts = cut(x.nbytes)
+    none: list[Spans] = [()] * len(parts)
     through_host(driver, x, parts if at_root else none, x, none if at_root else parts, move)
 
 
@@ -442,6 +441,8 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
         The dtype has no sum.
     """
     rule = rule_of("sum", x.dtype)
+    if group.size == 1:
+        return dense(x).clone(memory_format=torch.contiguous_format)
     if rule.ordered and in_order(deterministic):
         result = all_reduce(x, group, deterministic=True)
         return result if group.rank == root else result.zero_()
@@ -471,50 +472,3 @@ def _reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, root: in
 
     parts = cut(x.nbytes, x.itemsize)
     through_host(driver, x, parts, y, parts if at_root else [()] * len(parts), move)
-
-
-def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
-    """Return the ranks' extents along ``dim``, after checking that they agree on everything else.
-
-    Collective over the group.
-
-    Parameters
-    ----------
-    op
-        Name for the error.
-    shape
-        This rank's shape.
-    dim
-        The dim that may differ.
-    signature
-        What must agree besides the shape outside ``dim``.
-    group
-        Ranks that take part.
-
-    Returns
-    -------
-    tuple of int
-
-    Raises
-    ------
-    DesyncError
-        On every rank, where ranks disagree.
-    """
-    if group.size == 1:
-        return (shape[dim],)
-    rest = (*shape[:dim], -1, *shape[dim + 1 :])
-    if guard.DEBUG:
-        guard.check(group.comm, op, rest, signature)
-    mine = array("q", (shape[dim], _digest(rest, signature)))
-    every = array("q", bytes(16 * group.size))
-    with guard.waiting(op, (), group.comm):
-        group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
-    digests = every[1::2]
-    if digests.count(digests[0]) != group.size:
-        guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
-    return tuple(every[::2])
-
-
-@lru_cache(maxsize=4096)
-def _digest(*parts: object) -> int:
-    return crc32(repr(parts).encode())

@@ -17,7 +17,7 @@ from mpishard.comm.strip import Block, copy_views
 class _DeviceStep:
     """One sweep on given fields: its messages, and what is packed and unpacked around them."""
 
-    __slots__ = ("fold", "local", "pack", "packs", "relay", "unpack", "unpacks")
+    __slots__ = ("fold", "folded", "local", "pack", "packs", "relay", "unpack", "unpacks")
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -28,6 +28,7 @@ class _DeviceStep:
         self.local: list[tuple[Any, Any]] = []
         # what stays on this rank: a table to pack it, one to unpack it, and the memory between
         self.fold: tuple[Any, Any, Memory] | None = None
+        self.folded: Any = None  # the mark behind the last use of that memory
 
 
 class DeviceRefresh(Refresh):
@@ -65,7 +66,7 @@ class DeviceRefresh(Refresh):
         steps: list[Any] = self._steps
         for step in steps:
             if step.fold is not None:
-                step.fold[2].free(step.relay.released)
+                step.fold[2].free(step.folded)
             step.relay.free()
         self._steps = []
 
@@ -124,6 +125,7 @@ class DeviceRefresh(Refresh):
             pack, unpack, memory = step.fold
             self._driver.pack(pack, 0, memory)
             self._driver.unpack(unpack, 0, memory)
+            step.folded = self._driver.mark()
         for dst, src in step.local:
             dst.copy_(src)
 
@@ -135,6 +137,8 @@ class DeviceRefresh(Refresh):
 
     def _unpack(self, step: Any) -> None:
         step.relay.finish()
+        if step.folded is not None:
+            self._driver.wait(step.folded)  # it may have been queued on another stream
         if step.unpack is not None:
             self._driver.unpack(step.unpack, 0, step.relay.into)
         for dst, src in step.unpacks:

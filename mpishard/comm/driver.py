@@ -14,9 +14,9 @@ import importlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,8 +95,10 @@ class Driver(Protocol):
         """Note that MPI is done with this memory."""
 
 
+T = TypeVar("T")
+
 _GRAIN_NBYTES = 1 << 16
-_IDLE_NBYTES = 256 << 20  # more freed memory than this is not kept
+_KEPT_NBYTES = 256 << 20  # more freed memory than this goes back to the device
 
 _drivers: dict[torch.device, Driver] = {}
 
@@ -110,6 +112,15 @@ def trim() -> None:
 def driver_of(device: torch.device) -> Driver | None:
     """Return the driver of a device, None for the host. Not collective."""
     driver = _drivers.get(device)
+    if driver is None and device.type not in ("cpu", "cuda"):
+        raise UnsupportedOperationError(
+            described(
+                f"communication of tensors on {device}",
+                expected="tensors in host memory or on a CUDA device",
+                got=device,
+                fix="move them first",
+            )
+        )
     if driver is None and device.type == "cuda":
         own = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         driver = _drivers[device] = _drivers.get(own) or CudaDriver(own)
@@ -128,7 +139,7 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """Return an empty tensor in host memory that is to travel to ``device``: pinned for a GPU. Not collective."""
     driver = driver_of(device)
     if driver is None:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return driver.pinned(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
 
 
@@ -144,6 +155,43 @@ def captured() -> UnsupportedOperationError:
     )
 
 
+class Shelf(Generic[T]):
+    """Freed memory of a device, for the next of the same size: to allocate costs more than most messages.
+
+    Parameters
+    ----------
+    driver
+        The device, whose marks say when memory may be used again.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._kept: dict[int, list[tuple[T, Any]]] = defaultdict(list)
+        self._nbytes = 0
+
+    def put(self, nbytes: int, memory: T, after: Any) -> None:
+        """Keep memory that may be used once the device has passed ``after`` (None: at once). Not collective."""
+        self._kept[nbytes].append((memory, after))
+        self._nbytes += nbytes
+
+    def take(self, nbytes: int) -> T | None:
+        """Return memory of this size, None where there is none. Not collective."""
+        kept = self._kept[nbytes]
+        return self._ready(nbytes, *kept.pop(0)) if kept else None  # the oldest: the device has passed its mark
+
+    def surplus(self, limit: int = _KEPT_NBYTES) -> Iterator[T]:
+        """Yield memory to free until less than ``limit`` bytes are kept. Not collective."""
+        for nbytes, kept in self._kept.items():
+            while kept and self._nbytes > limit:
+                yield self._ready(nbytes, *kept.pop(0))
+
+    def _ready(self, nbytes: int, memory: T, after: Any) -> T:
+        self._nbytes -= nbytes
+        if after is not None:
+            self._driver.wait(after)
+        return memory
+
+
 class CudaDriver:
     """A GPU through torch, the CUDA run-time library, and cupy where it is installed."""
 
@@ -151,28 +199,22 @@ class CudaDriver:
         self.device = device
         self._kernels = _kernels(device)
         self.has_kernel = self._kernels is not None
-        # freed, and kept for the next of the same size: cudaMalloc costs more than most messages
-        self._idle: dict[int, list[tuple[int, Any]]] = defaultdict(list)
-        self._idle_nbytes = 0
+        self._shelf: Shelf[int] = Shelf(self)
+        # of memory that nobody freed: who still uses it is not known
+        self._lost: list[int] = []
 
     def allocate(self, nbytes: int) -> CudaMemory:
         """Return memory by ``cudaMalloc``: torch's pools may be of a kind that MPI cannot map."""
+        if not nbytes:
+            return CudaMemory(0, 0, self.device, lambda _: None, lambda: None)
         room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
-        idle = self._idle[room]
-        if idle:
-            address, after = idle.pop()
-            self._idle_nbytes -= room
-            if after is not None:
-                after.synchronize()
-        else:
-            address = _cuda_malloc(room, self.device)
-        return CudaMemory(address, nbytes, self.device, partial(self._keep, address, room))
-
-    def _keep(self, address: int, room: int, after: Any = None) -> None:
-        self._idle[room].append((address, after))
-        self._idle_nbytes += room
-        if self._idle_nbytes > _IDLE_NBYTES:
-            self.trim()
+        for address in self._shelf.surplus():
+            _cuda_free(address)
+        kept = self._shelf.take(room)
+        address = _cuda_malloc(room, self.device) if kept is None else kept
+        return CudaMemory(
+            address, nbytes, self.device, partial(self._shelf.put, room, address), partial(self._lost.append, address)
+        )
 
     def check(self) -> None:
         """Raise where the current stream is being captured."""
@@ -181,17 +223,15 @@ class CudaDriver:
 
     def trim(self) -> None:
         """Give memory that is kept for the next use back to the device."""
-        for idle in self._idle.values():
-            while idle:
-                address, after = idle.pop()
-                if after is not None:
-                    after.synchronize()
-                _runtime().cudaFree(ctypes.c_void_p(address or None))
-        self._idle_nbytes = 0
+        if self._lost:
+            self.wait_all()
+        for address in (*self._shelf.surplus(0), *self._lost):
+            _cuda_free(address)
+        self._lost.clear()
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return pinned bytes of the host."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event behind everything queued on the current stream."""
@@ -253,16 +293,23 @@ class CudaDriver:
 
 
 class CudaMemory:
-    """Memory that goes back to its driver with the object at the latest."""
+    """Memory that `free` gives back to its driver; with the object, without it, it is lost until the driver's trim."""
 
-    def __init__(self, address: int, nbytes: int, device: torch.device, give_back: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        device: torch.device,
+        give_back: Callable[[Any], None],
+        lose: Callable[[], None],
+    ) -> None:
         self.address, self.nbytes = address, nbytes
         if nbytes:
             self.tensor = torch.as_tensor(DeviceMemory(Block(address, (nbytes,), (1,), 1)), device=device)
         else:
             self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
         self._give_back = give_back
-        self._free = weakref.finalize(self, give_back)
+        self._free = weakref.finalize(self, lose)
         # the CUDA driver takes all memory back at the end, when calls into it no longer work
         self._free.atexit = False
 
@@ -272,10 +319,12 @@ class CudaMemory:
             self._give_back(after)
 
 
+def _cuda_free(address: int) -> None:
+    _runtime().cudaFree(ctypes.c_void_p(address))
+
+
 def _cuda_malloc(nbytes: int, device: torch.device) -> int:
     pointer = ctypes.c_void_p()
-    if not nbytes:
-        return 0
     runtime = _runtime()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # torch's context, before the run-time library makes another

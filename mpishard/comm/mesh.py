@@ -51,8 +51,6 @@ class CartMesh:
         This rank's position among the mesh's ranks on its node.
     device : torch.device
         The GPU at that position, or the CPU; several ranks share a GPU where there are more ranks than GPUs.
-    gpu_aware : bool
-        Whether messages go from GPU memory to GPU memory; else they go through pinned host memory.
     comm : mpi4py.MPI.Cartcomm
         The private communicator.
     """
@@ -75,7 +73,7 @@ class CartMesh:
         self._holding = Holding(cart)
         self.local_rank = _local_rank(cart)
         self.device = _local_device(self.local_rank) if device is None else device
-        self.gpu_aware = aware.agreed(cart, self.device)
+        gpu_aware = aware.agreed(cart, self.device)
         # all sub-communicators now: making them is collective over the whole mesh, and an operation on a
         # sub-mesh must not depend on ranks outside it
         every = tuple(range(self.ndim))
@@ -84,8 +82,8 @@ class CartMesh:
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
                 self._holding.comms.append(sub)
-                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, self.gpu_aware)
-        self._groups[every] = Group(cart, self.rank, self.size, {}, self.gpu_aware)
+                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
+        self._groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
 
     @classmethod
     def from_comm(
@@ -159,6 +157,11 @@ class CartMesh:
         """Number of mesh dims."""
         return len(self.shape)
 
+    @property
+    def gpu_aware(self) -> bool:
+        """Whether messages go from GPU memory to GPU memory; else they go through pinned host memory."""
+        return self._groups[tuple(range(self.ndim))].aware
+
     def group(self, mesh_dims: tuple[int, ...]) -> Group:
         """Return the group of ranks along ``mesh_dims`` (ascending). Not collective."""
         if self._freed or self._holding.freed:
@@ -217,7 +220,7 @@ class CartMesh:
         child.periodic = tuple(self.periodic[m] for m in dims)
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
-        child.local_rank, child.device, child.gpu_aware = self.local_rank, self.device, self.gpu_aware
+        child.local_rank, child.device = self.local_rank, self.device
         child.plans, child._children, child._freed, child._holding = {}, {}, False, self._holding
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {

@@ -67,6 +67,11 @@ def send_recv(
             requests += [group.comm.Isend(address(x.data_ptr() + a, n), to, TAG) for a, n in pieces(x.nbytes)]
             MPI.Request.Waitall(requests)
             came = y.nbytes
+    if driver is not None:
+        sends = [] if dest is None else [(dest, x)]
+        # also what does not fit: another message would meet it
+        into = y if came == y.nbytes else x.new_empty(came, dtype=torch.uint8)
+        relayed(driver, group, sends, [] if source is None else [(source, into)], "send_recv")
     if came != y.nbytes:
         raise LayoutError(
             described(
@@ -76,9 +81,6 @@ def send_recv(
                 fix="give the shape and dtype that the source sends",
             )
         )
-    if driver is not None:
-        sends, recvs = ([] if r is None else [(r, (0, t.nbytes))] for r, t in ((dest, x), (source, y)))
-        relayed(driver, group, x, sends, y, recvs, "send_recv")
     return y
 
 

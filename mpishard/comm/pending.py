@@ -70,6 +70,8 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
     if group.size == 1 or not x.numel():
         return PendingReduction([], lambda: x, group)
     driver = driver_at(x)
+    if driver is not None:
+        driver.check()
     if rule.ordered and in_order(deterministic):
         return _start_ordered(x, x if driver is None else to_host(x), group)
     work = x if rule.carrier is None else x.to(rule.carrier)
@@ -91,7 +93,6 @@ def _start_on_device(driver: Driver, x: torch.Tensor, work: torch.Tensor, group:
     if link is not None and link.serves(work.dtype):
         link.all_reduce(work, work, "sum")
         return PendingReduction([], lambda: x if work is x else x.copy_(work), group)
-    driver.check()
     memory, host = byte_view(work), driver.pinned(work.nbytes)
     parts = [(a, b) for ((a, b),) in cut(work.nbytes, work.itemsize)]
     marks, requests = [], []

@@ -8,14 +8,14 @@ way there, and goes up to the device when it has arrived from its sender.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import buffer, counter, guard
-from mpishard.comm.buffer import address, byte_view
+from mpishard.comm import buffer, counter, guard, staging
+from mpishard.comm.buffer import address, byte_view, dense
 from mpishard.comm.driver import Driver, Memory
 from mpishard.comm.mesh import Group
 
@@ -23,7 +23,6 @@ TAG = 12
 ALIGN = 64  # of every message in its buffer
 # Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
 PATIENCE_S = 1.0
-STAGED_NBYTES = 4 << 20  # a piece that travels through the host
 
 
 class Envelope(NamedTuple):
@@ -35,17 +34,22 @@ class Envelope(NamedTuple):
 
 
 class _Side:
-    """The buffer of all messages in one direction, and the pieces in which it travels."""
+    """The buffer of all messages in one direction, and the pieces in which it travels.
 
-    def __init__(self, driver: Driver, messages: Sequence[Envelope], aware: bool) -> None:
+    ``tensors``, one contiguous tensor per message, serve instead of a buffer where MPI sees only the host's memory.
+    """
+
+    def __init__(
+        self, driver: Driver, messages: Sequence[Envelope], aware: bool, tensors: Sequence[Tensor] | None
+    ) -> None:
         self.starts: list[int] = []
         at = 0
         for message in messages:
             self.starts.append(at)
             at += -(-message.nbytes // ALIGN) * ALIGN
-        self.memory: Memory = driver.allocate(at)
+        self.memory: Memory = driver.allocate(at if tensors is None or aware else 0)
         self.host: Tensor | None = None if aware else driver.pinned(at)
-        most = buffer.MESSAGE_NBYTES if aware else min(STAGED_NBYTES, buffer.MESSAGE_NBYTES)
+        most = buffer.MESSAGE_NBYTES if aware else min(staging.PIECE_NBYTES, buffer.MESSAGE_NBYTES)
         # (peer, tag, start, stop)
         self.pieces = [
             (m.peer, m.tag, start + a, start + min(a + most, m.nbytes))
@@ -53,9 +57,13 @@ class _Side:
             for a in range(0, m.nbytes, most)
         ]
         # (host, device) memory of every piece
-        self.copies = (
-            [] if self.host is None else [(self.host[a:b], self.memory.tensor[a:b]) for *_, a, b in self.pieces]
-        )
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        if self.host is not None:
+            for k, (message, start) in enumerate(zip(messages, self.starts)):
+                memory = self.memory.tensor[start:] if tensors is None else byte_view(tensors[k])
+                for a in range(0, message.nbytes, most):
+                    b = min(a + most, message.nbytes)
+                    self.copies.append((self.host[start + a : start + b], memory[a:b]))
         self.count, self.nbytes = len(messages), sum(m.nbytes for m in messages)
 
     def parts(self) -> list[tuple[int, int, MPI.buffer]]:
@@ -79,6 +87,9 @@ class Relay:
         Name for counters and the watchdog.
     aware
         Whether MPI may be given device memory; the same on all ranks.
+    tensors
+        Contiguous tensors, one per message of ``sends`` and of ``recvs``: for messages that travel once, where MPI
+        sees only the host's memory, these are sent and filled, and ``out`` and ``into`` are empty.
     counted
         Whether `mpishard.comm_counter` counts the messages; else the caller does.
 
@@ -100,24 +111,30 @@ class Relay:
         op: str,
         aware: bool,
         *,
+        tensors: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
         counted: bool = True,
     ) -> None:
         driver.check()
         self._comm, self._driver, self._op, self._counted = comm, driver, op, counted
-        self._sides = (_Side(driver, sends, aware), _Side(driver, recvs, aware))
+        given = (None, None) if tensors is None else tensors
+        self._sides = (_Side(driver, sends, aware, given[0]), _Side(driver, recvs, aware, given[1]))
         self.out, self.into = (side.memory for side in self._sides)
         self.out_starts, self.into_starts = (side.starts for side in self._sides)
-        self._requests = tuple(
-            [comm.Recv_init(part, peer, tag) for peer, tag, part in there.parts()]
-            + [comm.Send_init(part, peer, tag) for peer, tag, part in here.parts()]
-            for here, there in (self._sides, self._sides[::-1])
-        )
-        self._peers = tuple(
-            guard.unfinished(requests, [peer for side in (there, here) for peer, *_ in side.pieces])
-            for requests, (here, there) in zip(self._requests, (self._sides, self._sides[::-1]))
-        )
+        # of the forward and of the adjoint direction, with what tells whom they wait for; made at their first use
+        self._ways: list[tuple[list[MPI.Prequest], Callable[[], list[int]]] | None] = [None, None]
         self.released: Any = None
         self._flying: list[MPI.Prequest] = []
+
+    def _way(self, adjoint: bool) -> tuple[list[MPI.Prequest], Callable[[], list[int]]]:
+        way = self._ways[adjoint]
+        if way is None:
+            here, there = self._sides[::-1] if adjoint else self._sides
+            comm = self._comm
+            requests = [comm.Recv_init(part, peer, tag) for peer, tag, part in there.parts()]
+            requests += [comm.Send_init(part, peer, tag) for peer, tag, part in here.parts()]
+            peers = [peer for side in (there, here) for peer, *_ in side.pieces]
+            way = self._ways[adjoint] = (requests, guard.unfinished(requests, peers))
+        return way
 
     def acquire(self) -> None:
         """Wait until the device is done with the buffers' last use, on whatever stream. Not collective."""
@@ -128,7 +145,7 @@ class Relay:
 
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
-        driver, requests = self._driver, self._requests[adjoint]
+        driver, (requests, _) = self._driver, self._way(adjoint)
         here, there = self._sides[::-1] if adjoint else self._sides
         self._flying = requests
         if self._counted and counter.active:
@@ -156,14 +173,14 @@ class Relay:
 
     def poke(self, adjoint: bool = False) -> bool:
         """Let messages progress; return whether all have arrived. Not collective."""
-        requests = self._requests[adjoint]
+        requests, _ = self._way(adjoint)
         return not requests or MPI.Request.Testall(requests)
 
     def finish(self, adjoint: bool = False) -> None:
         """Wait for the messages, and queue what brings them to the device. Neighborwise collective."""
-        driver, requests = self._driver, self._requests[adjoint]
+        driver, (requests, peers) = self._driver, self._way(adjoint)
         here, there = self._sides[::-1] if adjoint else self._sides
-        with guard.waiting(self._op, self._peers[adjoint], self._comm):
+        with guard.waiting(self._op, peers, self._comm):
             if here.host is None or there.host is None:
                 if requests:
                     MPI.Request.Waitall(requests)
@@ -196,9 +213,10 @@ class Relay:
         deadline = time.monotonic() + PATIENCE_S
         while self._flying and not MPI.Request.Testall(self._flying) and time.monotonic() < deadline:
             time.sleep(0.001)
-        for request in self._requests[0] + self._requests[1]:
-            request.Free()
-        self._requests = ([], [])
+        for way in self._ways:
+            for request in way[0] if way is not None else ():
+                request.Free()
+        self._ways = [None, None]
         for side in self._sides:
             side.memory.free(self.released)
             side.host, side.copies = None, []
@@ -207,41 +225,43 @@ class Relay:
 def relayed(
     driver: Driver,
     group: Group,
-    source: Tensor,
-    sends: Sequence[tuple[int, tuple[int, int]]],
-    target: Tensor,
-    recvs: Sequence[tuple[int, tuple[int, int]]],
+    sends: Sequence[tuple[int, Tensor]],
+    recvs: Sequence[tuple[int, Tensor]],
     op: str,
 ) -> None:
-    """Send parts of one tensor to other ranks and receive those of another, once. Neighborwise collective.
+    """Send tensors to ranks of a group and fill others with what they send, once. Neighborwise collective.
 
     Parameters
     ----------
     driver, group
         The device, and the ranks that take part.
-    source, target
-        Contiguous, in its memory.
     sends, recvs
-        (rank, (start, stop)), in bytes: what goes there from ``source``, and what comes from there to
-        ``target``. What a rank sends to itself is copied.
+        (rank, tensor), in the device's memory; those of ``recvs`` are contiguous. What a rank sends to itself is
+        copied. Both ends know how long a message is.
     op
         Name for the watchdog; the caller counts.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        A CUDA graph is being captured.
     """
-    outgoing, incoming = byte_view(source), byte_view(target)
-    going, coming = ([(r, a, b) for r, (a, b) in side if r != group.rank and b > a] for side in (sends, recvs))
-    out, into = ([Envelope(r, TAG, b - a) for r, a, b in side] for side in (going, coming))
-    relay = Relay(group.comm, driver, out, into, op, group.aware, counted=False)
+    going, coming = ([(r, x) for r, x in side if r != group.rank and x.numel()] for side in (sends, recvs))
+    out, into = ([Envelope(r, TAG, x.nbytes) for r, x in side] for side in (going, coming))
+    tensors = None if group.aware else ([dense(x) for _, x in going], [y for _, y in coming])
+    relay = Relay(group.comm, driver, out, into, op, group.aware, tensors=tensors, counted=False)
     try:
-        relay.acquire()
-        for (_, a, b), at in zip(going, relay.out_starts):
-            relay.out.tensor[at : at + b - a].copy_(outgoing[a:b])
+        if group.aware:
+            for (_, x), at in zip(going, relay.out_starts):
+                relay.out.tensor[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x.detach())
         relay.start()
-        own = ([span for r, span in side if r == group.rank] for side in (sends, recvs))
-        for (a, b), (at, to) in zip(*own):
-            incoming[at:to].copy_(outgoing[a:b])
+        own = ([x for r, x in side if r == group.rank] for side in (sends, recvs))
+        for x, y in zip(*own):
+            byte_view(y).copy_(byte_view(dense(x)))
         relay.finish()
-        for (_, a, b), at in zip(coming, relay.into_starts):
-            incoming[a:b].copy_(relay.into.tensor[at : at + b - a])
+        if group.aware:
+            for (_, y), at in zip(coming, relay.into_starts):
+                byte_view(y).copy_(relay.into.tensor[at : at + y.nbytes])
         relay.release()
     finally:
         relay.free()

@@ -37,9 +37,8 @@ class Message:
         if self._relay is not None:
             relay, self._relay = self._relay, None
             relay.finish()
-            arrived = relay.into.tensor
-            if arrived.numel():
-                byte_view(self._tensor).copy_(arrived)
+            if relay.into.nbytes:
+                byte_view(self._tensor).copy_(relay.into.tensor[: self._tensor.nbytes])
             relay.release()
             relay.free()
             return self._tensor
@@ -54,9 +53,9 @@ def send(x: torch.Tensor, group: Group, dest: int, tag: int, op: str) -> Message
     x = dense(x)
     driver = driver_at(x)
     if driver is not None:
-        relay = Relay(group.comm, driver, [Envelope(dest, tag, x.nbytes)], [], op, group.aware)
-        relay.acquire()
-        relay.out.tensor.copy_(byte_view(x))
+        relay = Relay(group.comm, driver, [Envelope(dest, tag, x.nbytes)], [], op, group.aware, tensors=([x], []))
+        if group.aware:
+            relay.out.tensor[: x.nbytes].copy_(byte_view(x))
         relay.start()
         return Message(x, group, op, [], relay)
     if counter.active:
@@ -72,8 +71,8 @@ def receive(
     x = torch.empty(numel, dtype=dtype, device=device)
     driver = driver_of(device)
     if driver is not None:
-        relay = Relay(group.comm, driver, [], [Envelope(source, tag, x.nbytes)], op, group.aware, counted=False)
-        relay.acquire()
+        coming = [Envelope(source, tag, x.nbytes)]
+        relay = Relay(group.comm, driver, [], coming, op, group.aware, tensors=([], [x]), counted=False)
         relay.start()
         return Message(x, group, op, [], relay)
     at = x.data_ptr()

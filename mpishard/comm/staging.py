@@ -14,7 +14,8 @@ from mpishard.comm import buffer
 from mpishard.comm.buffer import byte_view
 from mpishard.comm.driver import Driver
 
-PIECE_NBYTES = 4 << 20
+PIECE_NBYTES = 4 << 20  # of all blocks together
+LEAST_NBYTES = 64 << 10  # of one block, however many there are
 _DEPTH = 3  # pieces in pinned memory: one comes down, one travels, one goes up
 
 # what one piece reads or writes on the device: (start, stop) in bytes
@@ -44,11 +45,18 @@ def through_host(
     move
         ``move(k, here, there)`` runs piece ``k``: ``here`` are its bytes of the source, one span after the other
         in pinned host memory, and ``there`` those of the target, to be filled.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        A CUDA graph is being captured.
     """
     driver.check()
     outgoing, incoming = byte_view(source), byte_view(target)
+    sends, recvs = ([_joined(spans) for spans in side] for side in (sends, recvs))
+    sizes = [[sum(b - a for a, b in spans) for spans in side] for side in (sends, recvs)]
     depth = min(_DEPTH, len(sends))
-    slots = [[driver.pinned(max(map(_nbytes, side), default=0)) for side in (sends, recvs)] for _ in range(depth)]
+    slots = [[driver.pinned(max(own)) for own in sizes] for _ in range(depth)]
     marks = {}
 
     def download(k: int) -> None:
@@ -63,7 +71,7 @@ def through_host(
         download(k)
     for k in range(len(sends)):
         driver.wait(marks.pop(k))
-        here, there = (host[: _nbytes(side[k])] for host, side in zip(slots[k % depth], (sends, recvs)))
+        here, there = (host[: own[k]] for host, own in zip(slots[k % depth], sizes))
         driver.lend([here], [there])
         move(k, here, there)
         driver.take_back([here], [there])
@@ -77,8 +85,7 @@ def through_host(
 
 def cut(nbytes: int, itemsize: int = 1) -> list[Spans]:
     """Cut a tensor of ``nbytes`` into pieces of one span each. Not collective."""
-    step = _step(1, itemsize)
-    return [((a, min(a + step, nbytes)),) for a in range(0, nbytes, step)]
+    return cut_blocks([nbytes], itemsize)
 
 
 def cut_blocks(blocks: Sequence[int], itemsize: int = 1) -> list[Spans]:
@@ -96,14 +103,24 @@ def cut_blocks(blocks: Sequence[int], itemsize: int = 1) -> list[Spans]:
     >>> cut_blocks([4, 8])
     [((0, 4), (4, 12))]
     """
-    step = _step(len(blocks), itemsize)
-    borders = buffer.spans(blocks)
-    return [tuple((min(lo + a, hi), min(lo + a + step, hi)) for lo, hi in borders) for a in range(0, max(blocks), step)]
+    borders, at = buffer.spans(blocks), 0
+    pieces: list[Spans] = []
+    while at < max(blocks):
+        # many short spans would cost more than they overlap
+        left, limit = sum(n > at for n in blocks), buffer.MESSAGE_NBYTES
+        share = max(min(PIECE_NBYTES, limit) // left, min(LEAST_NBYTES, limit // left))
+        step = max(1, share // itemsize) * itemsize
+        pieces.append(tuple((min(lo + at, hi), min(lo + at + step, hi)) for lo, hi in borders))
+        at += step
+    return pieces
 
 
-def _step(blocks: int, itemsize: int) -> int:
-    return max(1, min(PIECE_NBYTES, buffer.MESSAGE_NBYTES) // (blocks * itemsize)) * itemsize
-
-
-def _nbytes(spans: Spans) -> int:
-    return sum(b - a for a, b in spans)
+def _joined(spans: Spans) -> Spans:
+    """Return the spans that are not empty, those that follow each other as one."""
+    joined: list[tuple[int, int]] = []
+    for a, b in spans:
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
+        elif b > a:
+            joined.append((a, b))
+    return joined

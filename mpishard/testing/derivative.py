@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mpishard.comm import collective
+from mpishard.comm.extents import gather_extents
 from mpishard.comm.mesh import CartMesh, Group
 
 STEP = 1e-6
@@ -142,7 +143,7 @@ def _random(like: Tensor, seed: int, group: Group) -> Tensor:
 
 
 def _differences(f: Function, x: Tensor, w: Tensor, group: Group) -> Tensor:
-    counts = collective.gather_extents("check_gradient", torch.Size((x.numel(),)), 0, x.dtype, group)
+    counts = gather_extents("check_gradient", torch.Size((x.numel(),)), 0, x.dtype, group)
     numeric = torch.zeros_like(x, memory_format=torch.contiguous_format)
     flat = numeric.view(-1)
     for rank, count in enumerate(counts):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpishard.comm import buffer, collective, guard, message, nccl, pending
+from mpishard.comm import buffer, collective, guard, message, nccl, pending, ring, staging
 from mpishard.comm.counter import comm_counter
-from mpishard.errors import DesyncError, UnsupportedDtypeError
+from mpishard.errors import DesyncError, LayoutError, UnsupportedDtypeError
 from tests.emulated import emulated
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -29,16 +29,16 @@ def pieces(request, monkeypatch):
     Also over the emulated device, through the host in pieces or as messages from device to device.
     """
     if request.param == "whole":
-        yield
+        yield request.param
         return
     monkeypatch.setattr(buffer, "MESSAGE_NBYTES", 48)
     if request.param == "pieces":
-        yield
+        yield request.param
         return
     own = collective.world()._replace(aware=request.param == "aware")
     monkeypatch.setattr(collective, "world", lambda: own)
     with emulated(kernel=True) as driver:
-        yield
+        yield request.param
         driver.wait_all()
         assert not driver.lent
         assert not driver.allocated
@@ -232,6 +232,47 @@ def test_send_recv_around_a_ring(group):
 
 
 @pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("n", [1, 5, 64])
+def test_blocks_go_round(group, n):
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.bool):
+        x = block(group.rank, (n + group.rank,), dtype)
+        coming = ring.receive(n + before, dtype, x.device, group, before, ring.ONWARD, "probe")
+        going = ring.send(x, group, after, ring.ONWARD, "probe")
+        coming.poke()
+        assert bits(coming.wait()) == bits(block(before, (n + before,), dtype))
+        assert torch.equal(going.wait(), x)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("pieces")
+def test_a_message_that_does_not_fit_leaves_nothing_behind(group, pieces):
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    if pieces == "pieces":
+        return  # lengths are not told: what is too short waits, as in MPI
+    x = torch.arange(3.0) + group.rank
+    wrong = 5 if group.rank == 0 else 3
+    if group.rank == 0:
+        with pytest.raises(LayoutError, match="does not fit"):
+            message.send_recv(x, group, after, before, (wrong,))
+    else:
+        message.send_recv(x, group, after, before, (wrong,))
+    assert torch.equal(message.send_recv(x + 10, group, after, before, (3,)), torch.arange(3.0) + before + 10)
+
+
+def test_in_place_on_lazy_conjugates(group):
+    """What one rank has resolved, another may hold lazily."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    lazy = z.conj() if group.rank % 2 else z.conj().resolve_conj()
+    assert torch.equal(
+        collective.broadcast(lazy.clone() if group.rank % 2 == 0 else lazy, group, 0, in_place=True), z.conj()
+    )
+    mine = z.clone().conj() if group.rank % 2 else z.conj().resolve_conj()
+    collective.all_reduce(mine, group, in_place=True)
+    assert torch.equal(mine, z.conj().resolve_conj() * group.size)
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_pending_reductions_overlap(group, deterministic):
     for dtype in (*FLOATS, *COMPLEX, torch.int32):
@@ -254,19 +295,23 @@ def test_lazy_conjugates_and_symbolic_zeros_have_values(group):
     assert torch.equal(collective.all_reduce(zero, group), torch.zeros(3))
 
 
-def test_gathered_extents(group):
-    shape = torch.Size((3, group.rank, 2))
-    assert collective.gather_extents("probe", shape, 1, "same", group) == tuple(range(group.size))
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_gathered_extents_name_the_rank_that_differs(group):
-    shape = torch.Size((3 + (group.rank == 1), 2))
-    # under MPISHARD_DEBUG=1 before the extents are known
-    with pytest.raises(DesyncError, match=r"(?s)rank.*shape \(3, (2|-1)\).*rank 1.*shape \(4, (2|-1)\)"):
-        collective.gather_extents("probe", shape, 1, "same", group)
-    with pytest.raises(DesyncError, match=r"rank 1: (call \d+: )?probe.*other"):
-        collective.gather_extents("probe", torch.Size((3, 2)), 1, "other" if group.rank == 1 else "same", group)
+def test_pieces_of_many_blocks(monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(staging, "LEAST_NBYTES", 8)
+    assert staging.cut_blocks([0, 0]) == []
+    assert staging.cut(100, 8) == [((0, 64),), ((64, 100),)]
+    blocks = [40, 0, 100, 8]
+    for itemsize in (1, 4):
+        pieces = staging.cut_blocks(blocks, itemsize)
+        for k, (lo, hi) in enumerate(buffer.spans(blocks)):
+            own = [piece[k] for piece in pieces]
+            assert [a for a, _ in own] == [min(a, hi) for a in [lo, *[b for _, b in own]][:-1]]
+            assert own[-1][1] == hi
+            assert all((b - a) % itemsize == 0 for a, b in own)
+        assert all(sum(b - a for a, b in piece) <= 64 for piece in pieces)
+    # one long block among many short ones, and many blocks at all
+    assert len(staging.cut_blocks([1000, *[1] * 63])) == 17
+    assert len(staging.cut_blocks([16] * 64)) == 2
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -7,7 +7,7 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm import collective, relay, staging
+from mpishard.comm import collective, pending, relay, staging
 from mpishard.comm import mesh as mesh_module
 from mpishard.layout import layout_of
 from tests.compare import compare, mesh_shapes
@@ -152,7 +152,7 @@ def test_redistribution(device):
 
 @pytest.mark.parametrize("nbytes", [1, 40, 1 << 20])
 def test_messages_in_pieces(device, monkeypatch, nbytes):
-    monkeypatch.setattr(relay, "STAGED_NBYTES", nbytes)
+    monkeypatch.setattr(staging, "PIECE_NBYTES", nbytes)
     monkeypatch.setattr(relay.buffer, "MESSAGE_NBYTES", max(nbytes, 16))
     mesh = device.mesh((WORLD.size,), periodic=True)
     full = values(8, 6)
@@ -261,9 +261,57 @@ def test_a_missing_wait_is_found(aware, monkeypatch):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_a_graph_cannot_capture_communication(device):
+    mesh = device.mesh((WORLD.size,), periodic=True)
+    h = ms.HaloExchanger(mesh, (6, 4), ((1, 1), 0), torch.float64)
+    field, x, y = values(6, 4), ms.distribute_tensor(values(8, 4), mesh, (ms.Shard(0),)), values(WORLD.size)
+    calls = [
+        lambda: h(field),
+        lambda: ms.halo_exchange(x, {0: (1, 1)}, mode="circular"),
+        lambda: x.redistribute(placements=(ms.Shard(1),)),
+        lambda: ms.shift(y, mesh, 0, 1),
+        lambda: pending.iall_reduce(y, mesh.group((0,)), deterministic=True),
+        lambda: pending.iall_reduce(y, mesh.group((0,))),
+        *(lambda call=call: call(y, mesh) for call in (ms.all_reduce, ms.all_gather, ms.broadcast, ms.reduce_scatter)),
+    ]
+    planned = [call() for call in calls[:2]]
+    device.wait_all()
+    assert planned[1].shape[0] > 2
+    device.capturing = True
+    for call in calls:
+        with pytest.raises(ms.UnsupportedOperationError, match="CUDA graph"):
+            call()
+    device.capturing = False
+
+
+def test_freed_memory_is_used_again_in_order(device):
+    mesh = device.mesh((WORLD.size,))
+    group = mesh.group((0,))._replace(rank=0, size=1)
+    x = values(40)
+    for _ in range(3):
+        for stream in (0, 1):
+            with device.on_stream(stream):
+                y = torch.empty_like(x)
+                relay.relayed(device, group, [(0, x)], [(0, y)], "probe")
+                memory = device.allocate(320)
+                memory.tensor.view(torch.float64).copy_(y)
+                memory.free(device.mark())
+                assert torch.equal(y, x)
+    taken = [device.allocate(320) for _ in range(2)]
+    assert taken[0].address != taken[1].address
+    late = taken[0]
+    device.upload(late.tensor, torch.zeros(320, dtype=torch.uint8))
+    with pytest.raises(OutOfOrder):
+        late.free()
+    device.wait_all()
+    taken[1].free()
+
+
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("wait", ["the last download", "every download"])
 def test_a_missing_wait_of_a_collective_is_found(wait, monkeypatch):
     monkeypatch.setattr(staging, "PIECE_NBYTES", 16)
+    monkeypatch.setattr(staging, "LEAST_NBYTES", 1)
     with emulated(kernel=True) as driver:
         every, waits = driver.wait, []
 
