@@ -65,6 +65,12 @@ def test_a_bad_override_is_an_error_on_all(monkeypatch):
         aware.agreed(WORLD, GPU)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_a_gpu_on_some_ranks_only_is_an_error_on_all():
+    with pytest.raises(ms.MeshError, match="with and without a GPU"):
+        aware.agreed(WORLD, GPU if WORLD.rank else torch.device("cpu"))
+
+
 def test_meshes_of_the_host_are_not_aware():
     mesh = ms.init_mesh(WORLD.size)
     assert mesh.gpu_aware is False
