@@ -180,7 +180,7 @@ class Shelf(Generic[T]):
         return self._ready(nbytes, *kept.pop(0)) if kept else None  # the oldest: the device has passed its mark
 
     def surplus(self, limit: int = _KEPT_NBYTES) -> Iterator[T]:
-        """Yield memory to free until less than ``limit`` bytes are kept. Not collective."""
+        """Yield memory to free until at most ``limit`` bytes are kept. Not collective."""
         for nbytes, kept in self._kept.items():
             while kept and self._nbytes > limit:
                 yield self._ready(nbytes, *kept.pop(0))
@@ -293,7 +293,7 @@ class CudaDriver:
 
 
 class CudaMemory:
-    """Memory that `free` gives back to its driver; with the object, without it, it is lost until the driver's trim."""
+    """Memory that `free` gives back to its driver; dropped without it, it is lost until the driver's trim."""
 
     def __init__(
         self,

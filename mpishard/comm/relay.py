@@ -50,20 +50,15 @@ class _Side:
         self.memory: Memory = driver.allocate(at if tensors is None or aware else 0)
         self.host: Tensor | None = None if aware else driver.pinned(at)
         most = buffer.MESSAGE_NBYTES if aware else min(staging.PIECE_NBYTES, buffer.MESSAGE_NBYTES)
+        cuts = [(k, a, min(a + most, m.nbytes)) for k, m in enumerate(messages) for a in range(0, m.nbytes, most)]
+        starts = self.starts
         # (peer, tag, start, stop)
-        self.pieces = [
-            (m.peer, m.tag, start + a, start + min(a + most, m.nbytes))
-            for m, start in zip(messages, self.starts)
-            for a in range(0, m.nbytes, most)
-        ]
+        self.pieces = [(messages[k].peer, messages[k].tag, starts[k] + a, starts[k] + b) for k, a, b in cuts]
         # (host, device) memory of every piece
         self.copies: list[tuple[Tensor, Tensor]] = []
         if self.host is not None:
-            for k, (message, start) in enumerate(zip(messages, self.starts)):
-                memory = self.memory.tensor[start:] if tensors is None else byte_view(tensors[k])
-                for a in range(0, message.nbytes, most):
-                    b = min(a + most, message.nbytes)
-                    self.copies.append((self.host[start + a : start + b], memory[a:b]))
+            there = [self.memory.tensor[at:] for at in starts] if tensors is None else list(map(byte_view, tensors))
+            self.copies = [(self.host[starts[k] + a : starts[k] + b], there[k][a:b]) for k, a, b in cuts]
         self.count, self.nbytes = len(messages), sum(m.nbytes for m in messages)
 
     def parts(self) -> list[tuple[int, int, MPI.buffer]]:
