@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -14,6 +15,8 @@ from mpishard.errors import FileError, MissingPackageError, described
 from mpishard.io.journal import heal
 
 Path = str | os.PathLike[str]
+
+_FALLOC_FL_KEEP_SIZE = 1  # fallocate(2)
 
 _NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
 
@@ -186,6 +189,22 @@ def no_room(folder: Path, nbytes: int) -> OSError | None:
     if most != resource.RLIM_INFINITY and nbytes > most:
         return OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: {nbytes} bytes, the limit is {most} (ulimit -f)")
     return None
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Allocate the blocks of what is appended to a file next at once, where the file system can. Not collective.
+
+    The length of the file stays: HDF5 need not know. Python's ``posix_fallocate`` would change it, and write to
+    every block where the file system cannot allocate.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        return
+    with open(path, "r+b") as file:
+        end = os.fstat(file.fileno()).st_size
+        failed = fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(end), ctypes.c_int64(nbytes))
+        if failed and ctypes.get_errno() == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write", str(path))
 
 
 def empty(path: Path | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.file import empty, import_h5py, no_room, shut
+from mpishard.io.file import empty, import_h5py, no_room, reserve, shut
 from mpishard.io.form import Variable, create, dataset_in
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, is_dense, selection
 from mpishard.layout import Layout
@@ -88,6 +88,8 @@ class _Part:
                 raise error
             if self.file is None:
                 self.file = import_h5py().File(self.path, "w", locking=job.locking)
+            if v.compression is None:
+                reserve(self.path, local.nbytes)
             dataset = dataset_in(self.file, v._replace(shape=tuple(local.shape)))
             offset = (0,) * local.ndim
             whole = tuple((0, n) for n in local.shape)
