@@ -204,6 +204,7 @@ def reserve(path: Path, nbytes: int) -> None:
         end = os.fstat(file.fileno()).st_size
         failed = fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(end), ctypes.c_int64(nbytes))
         if failed and ctypes.get_errno() == errno.ENOSPC:
+            os.ftruncate(file.fileno(), end)  # it may have taken all that there was
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write", str(path))
 
 

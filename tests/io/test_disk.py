@@ -12,6 +12,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
+from mpishard.io.file import reserve
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
 
 
@@ -50,6 +51,18 @@ def test_a_full_disk_costs_nothing(mesh, small_disk, backend):
     WORLD.Barrier()
     assert len(os.listdir(small_disk)) == 1 + (backend == "virtual")
     assert torch.equal(ms.io.read(small_disk / "a.h5", "x", mesh, few.placements).full_tensor(), values((16, 16)))
+
+
+def test_room_that_is_not_there_is_not_taken(small_disk):
+    at, is_disk = small_disk
+    if WORLD.rank == 0 and is_disk:
+        (at / "a").write_bytes(b"abc")
+        before = os.statvfs(at).f_bavail
+        with pytest.raises(OSError, match="No space left"):
+            reserve(at / "a", 4 << 20)
+        assert os.statvfs(at).f_bavail == before
+        assert (at / "a").read_bytes() == b"abc"
+    WORLD.Barrier()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,12 +18,3 @@ def test_reserved_blocks_change_nothing_that_a_writer_sees(tmp_path):
     with open(path, "ab") as file:
         file.write(b"d")
     assert path.read_bytes() == b"abcd"
-
-
-def test_more_than_the_disk_holds_is_an_error(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"abc")
-    free = os.statvfs(tmp_path)
-    with pytest.raises(OSError, match="No space left"):
-        reserve(path, 2 * free.f_blocks * free.f_frsize)
-    assert path.read_bytes() == b"abc"
