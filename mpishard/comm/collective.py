@@ -21,7 +21,7 @@ from mpishard.comm.driver import driver_at
 from mpishard.comm.mesh import Group
 from mpishard.comm.message import start_messages
 from mpishard.comm.relay import relayed
-from mpishard.comm.staging import Spans, cut, cut_blocks, through_host
+from mpishard.comm.staging import Spans, cut, cut_blocks, of_block, through_host
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -198,14 +198,12 @@ def _all_gather(x: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], grou
         link.all_gather(x, flat, [n // x.itemsize for n in counts])
         return
     parts = cut_blocks(counts)
-    start = spans(counts)[group.rank][0]
 
     def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
         with guard.waiting("all_gather", (), comm):
             comm.Allgatherv(as_bytes(here), [as_bytes(there), [b - a for a, b in parts[k]]])
 
-    own = [[(a - start, b - start) for a, b in part[group.rank : group.rank + 1]] for part in parts]
-    through_host(driver, x, own, flat, parts, move)
+    through_host(driver, x, of_block(parts, group.rank), flat, parts, move)
 
 
 def _joined(
@@ -290,17 +288,14 @@ def _reduce_scatter(flat: torch.Tensor, result: torch.Tensor, counts: Sequence[i
                         recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
                         comm.Reduce(send, recv, rule.op, root)
         return
-    lengths = [n * size for n in counts]
-    parts = cut_blocks(lengths, size)
-    start = spans(lengths)[group.rank][0]
+    parts = cut_blocks([n * size for n in counts], size)
 
     def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
         each = [(b - a) // size for a, b in parts[k]]
         with guard.waiting("reduce_scatter", (), comm):
             comm.Reduce_scatter((as_bytes(here), datatype), (as_bytes(there), datatype), each, rule.op)
 
-    own = [[(a - start, b - start) for a, b in part[group.rank : group.rank + 1]] for part in parts]
-    through_host(driver, flat, parts, result, own, move)
+    through_host(driver, flat, parts, result, of_block(parts, group.rank), move)
 
 
 def all_to_all(

@@ -115,6 +115,12 @@ def cut_blocks(blocks: Sequence[int], itemsize: int = 1) -> list[Spans]:
     return pieces
 
 
+def of_block(pieces: Sequence[Spans], k: int) -> list[Spans]:
+    """Return the spans of block ``k`` in every piece, counted from its own start. Not collective."""
+    start = pieces[0][k][0]
+    return [((a - start, b - start),) for a, b in (piece[k] for piece in pieces)]
+
+
 def _joined(spans: Spans) -> Spans:
     """Return the spans that are not empty, those that follow each other as one."""
     joined: list[tuple[int, int]] = []

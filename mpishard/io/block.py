@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.comm.buffer import is_dense
 from mpishard.comm.driver import host_tensor
 from mpishard.io.decode import Decoding
 from mpishard.io.dtype import NUMPY
@@ -149,4 +150,4 @@ class Block:
 
 
 def _is_array(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.is_contiguous() and x.dtype in NUMPY and not (x.is_conj() or x.is_neg())
+    return x.device.type == "cpu" and x.dtype in NUMPY and is_dense(x)

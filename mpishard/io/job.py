@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.buffer import dense, to_host
+from mpishard.comm.buffer import dense, is_dense, to_host
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 from mpishard.io.file import not_written
@@ -107,9 +107,9 @@ def cells_of(local: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
     return dense(to_host(part) if part.is_cuda else part)
 
 
-def is_dense(local: Tensor) -> bool:
+def is_host_dense(local: Tensor) -> bool:
     """Return whether slabs of a block need no copy. Not collective."""
-    return not local.is_cuda and local.is_contiguous() and not (local.is_conj() or local.is_neg())
+    return not local.is_cuda and is_dense(local)
 
 
 def selection(box: Box, step: int | None) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
 from mpishard.io.file import Path, empty, import_h5py, no_room, not_opened
 from mpishard.io.form import begun, create, grow, step_of
-from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_dense
+from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
 from mpishard.io.journal import Journal, taken_back
 from mpishard.layout.slab import Box
 
@@ -89,7 +89,7 @@ def write_mpio(job: Job) -> str:
             error = e
         job.agree(error)
         for name, layout, local in job.blocks():
-            staged = comm.allreduce(int(not is_dense(local)))
+            staged = comm.allreduce(int(not is_host_dense(local)))
             slabs = given(layout, STAGED_NBYTES if staged else DIRECT_NBYTES, local.element_size())
             at = layout.offset(job.tensors[name].mesh.coords)
             with guard.waiting("io.write", (), comm):

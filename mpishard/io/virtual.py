@@ -14,7 +14,7 @@ import numpy as np
 
 from mpishard.io.file import empty, import_h5py, no_room, reserve, shut
 from mpishard.io.form import Variable, create, dataset_in
-from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, is_dense, selection
+from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, is_host_dense, selection
 from mpishard.layout import Layout
 from mpishard.layout.slab import slabs
 
@@ -94,7 +94,7 @@ class _Part:
             offset = (0,) * local.ndim
             whole = tuple((0, n) for n in local.shape)
             staged = max(1, STAGED_NBYTES // local.element_size())
-            for box in [whole] if is_dense(local) else slabs(whole, staged):
+            for box in [whole] if is_host_dense(local) else slabs(whole, staged):
                 dataset[selection(box, None)] = cells_of(local, offset, box).numpy()
             self.file.flush()
         except FAILURES as e:

@@ -55,7 +55,9 @@ def test_a_full_disk_costs_nothing(mesh, small_disk, backend):
 
 def test_room_that_is_not_there_is_not_taken(small_disk):
     at, is_disk = small_disk
-    if WORLD.rank == 0 and is_disk:
+    if not is_disk:
+        pytest.skip("no file system can be mounted here")
+    if WORLD.rank == 0:
         (at / "a").write_bytes(b"abc")
         before = os.statvfs(at).f_bavail
         with pytest.raises(OSError, match="No space left"):
