@@ -65,7 +65,7 @@ def main() -> None:
         block = full.chunk(WORLD.size, 2)[WORLD.rank].clone().requires_grad_()
 
         def sharded(cells, ours=ours, full=full):
-            rules.OVERLAP_CELLS = cells
+            rules.LARGE_CELLS = cells
             x = ms.distribute_tensor(full, ms.init_mesh((-1,), ("d",)), (ms.Shard(2),)).requires_grad_()
 
             def step():
@@ -89,9 +89,9 @@ def main() -> None:
             theirs.zero_grad(set_to_none=True)
             (F.conv2d(block, theirs.weight, theirs.bias, padding=1).sum() / total).backward()
 
-        chosen = rules.OVERLAP_CELLS
+        chosen = rules.LARGE_CELLS
         calls = {"local": local, "hand": hand, "padded": sharded(1 << 60), "zero-copy": sharded(0)}
-        rules.OVERLAP_CELLS = chosen
+        rules.LARGE_CELLS = chosen
         times = interleaved(calls, count, args.rounds)
         form = "zero-copy" if full.numel() // WORLD.size >= chosen else "padded"
         row = "".join(

@@ -199,11 +199,41 @@ class WindowOp:
             return self._at_once(x, empty_as(x, self.out_shape), self.value)
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
+    def beside(self, window: Tensor) -> list[Tensor]:
+        """Return what a window holds beside this rank's block, as views; all of it where the block is cut.
+
+        Not collective.
+        """
+        if not self.resident:
+            return [window]
+        parts = []
+        for run in self.runs:
+            lo, n = run.stage.resident, run.stage.n_in
+            assert lo is not None
+            hi = run.stage.n_out - lo - n
+            parts += [window.narrow(run.dim, at, count) for at, count in ((0, lo), (lo + n, hi)) if count]
+            window = window.narrow(run.dim, lo, n)
+        return parts
+
+    def joined(self, x: Tensor, beside: Sequence[Tensor]) -> Tensor:
+        """Return the window of the block ``x`` that holds ``beside`` beside it: nothing travels. Not collective."""
+        if self.identity:
+            return x
+        if not self.resident:
+            return beside[0]
+        window = empty_as(x, self.out_shape)
+        self._own(window).copy_(x)
+        for part, kept in zip(self.beside(window), beside):
+            part.copy_(kept)
+        return window
+
+    def _own(self, window: Tensor) -> Tensor:
+        for run in self.runs:
+            window = window.narrow(run.dim, run.stage.resident, run.stage.n_in)  # type: ignore[arg-type]
+        return window
+
     def _in_one_array(self, x: Tensor) -> Tensor:
         window = empty_as(x, self.out_shape)
-        own = window
-        for run in self.runs:
-            own = own.narrow(run.dim, run.stage.resident, run.stage.n_in)  # type: ignore[arg-type]
         for k, run in enumerate(self.runs):
             at: int = run.stage.resident  # type: ignore[assignment]
             view = window
@@ -212,7 +242,7 @@ class WindowOp:
             if k == 0:
                 # the first strips leave before the block is copied
                 exchange = run.start(x)
-                own.copy_(x)
+                self._own(window).copy_(x)
             else:
                 exchange = run.start(view, at)
             for p in run.stage.local:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.ops.block_conv import BlockConv, Fetched, Form
 from mpishard.ops.dim import plain, whole_along
 from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
-from mpishard.ops.overlap import Overlapped, OverlappedConv, plan_overlapped
+from mpishard.ops.overlap import plan_overlapped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-# blocks of fewer cells are padded: below, the copy is cheaper than the strips' own convolutions
-OVERLAP_CELLS = 1 << 17
+# for blocks of fewer cells, a copy costs less than the strips' own convolutions or another node
+LARGE_CELLS = 1 << 17
 
 
 class ConvPlan(NamedTuple):
@@ -44,8 +46,10 @@ class ConvPlan(NamedTuple):
         Layout of the result.
     used
         Mesh dims over which the weights are used.
-    overlapped
-        The form without a padded copy, or the reason why it is not used.
+    form
+        How autograd sees the convolution; None: as a window and torch's own operation on it.
+    reason
+        Why the form is not that without a padded copy; empty where it is.
     """
 
     window: WindowOp
@@ -54,7 +58,8 @@ class ConvPlan(NamedTuple):
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
     used: tuple[int, ...]
-    overlapped: Overlapped | str = "transposed"
+    form: Form | None
+    reason: str
 
 
 def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, ShardTensor, Any, Any]:
@@ -124,37 +129,40 @@ def _plan_conv(
         if n + g.lo + g.hi < g.reach:
             raise _no_output(name, dim, n + g.lo + g.hi, g.reach)
         shape[dim] = g.n_out(n)
-        if layout.sizes[dim] is None:
+        if layout.sizes[dim] is not None:
+            borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+        if len(layout.sizes[dim] or ()) < 2:
             if g.lo == g.hi:
                 local_padding[i] = g.lo
                 continue
             intervals = [g.window(0, shape[dim])]
         else:
             sharded[dim] = g
-            borders[dim] = g.follow(layout.sizes[dim], shape[dim])
             intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
-        wanted.append(intervals_wanted(n, dim, intervals))
-    overlapped: Overlapped | str
-    if any(lows[i] != highs[i] for i in range(ndim)):
-        overlapped = "padding differs at the two ends"
-    elif first != 2 or 0 in layout.shape:
-        overlapped = "no batch dim"
-    elif math.prod(layout.shape) // mesh.size < OVERLAP_CELLS:
-        overlapped = "small: launching the strips' convolutions costs more than the copy"
-    else:
-        arguments = (list(strides), list(lows), list(dilations), False, [0] * ndim, groups)
-        overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, arguments)
+        if intervals != list(pairwise(bounds(layout.sizes[dim] or (n,)))):
+            wanted.append(intervals_wanted(n, dim, intervals))
+    window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    local = (list(strides), list(dilations), False, [0] * ndim, groups)
+    form: Form | None = None
+    reason = _why_torch(x, first, bool(wanted))
+    if not reason:
+        form = Fetched(window, (local[0], local_padding, *local[1:]))
+        reason = "padding differs at the two ends"
+        if lows == highs:
+            found = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, (local[0], list(lows), *local[1:]))
+            form, reason = (form, found) if isinstance(found, str) else (found, "")
     return ConvPlan(
-        window_op(mesh, layout, x.dtype, wanted, op=name),
+        window,
         tuple(local_padding),
         (),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
-        overlapped,
+        form,
+        reason,
     )
 
 
@@ -186,9 +194,12 @@ def _plan_transposed(
         if layout.sizes[dim] is None:
             continue
         borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+        if len(layout.sizes[dim]) == 1:
+            continue
         intervals = pairs(borders[dim])
         windows = [g.window(a, b) for a, b in intervals]
-        wanted.append(intervals_wanted(n, dim, windows))
+        if windows != list(pairwise(bounds(layout.sizes[dim]))):
+            wanted.append(intervals_wanted(n, dim, windows))
         index = layout.index(dim, mesh.coords)
         a, b = borders[dim][index : index + 2]
         lo, hi = windows[index]
@@ -201,22 +212,51 @@ def _plan_transposed(
         local_padding[i], local_extra[i] = cut, 0
         if before != cut or after != cut or a == b:
             crops.append((dim, before - cut, b - a))
+    window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    reason = _why_torch(x, first, bool(wanted))
+    local = (list(strides), local_padding, list(dilations), True, local_extra, groups)
     return ConvPlan(
-        window_op(mesh, layout, x.dtype, wanted, op=name),
+        window,
         tuple(local_padding),
         tuple(local_extra),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
+        None if reason else Fetched(window, local),
+        reason or "transposed",
     )
+
+
+def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
+    """Tell why torch's own operation on the window does as well as a form; empty where it does not."""
+    if not fetches:
+        return "no halo"
+    if first != 2 or 0 in x.shape:
+        return "no batch dim"
+    if x.dtype.is_complex:
+        return "complex: torch convolves real and imaginary parts"
+    if math.prod(x.shape) // x._mesh.size < LARGE_CELLS:
+        return "small: a copy costs less"
+    return ""
 
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
-    for dim, start, length in crops:
+def _convolved(
+    plan: ConvPlan,
+    windowed: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
+    if plan.form is None or in_transform():
+        y = windowed(x, weight, bias)
+    else:
+        y = BlockConv.apply(plan.form, windowed, *autocast_operands(x, weight, bias))
+    for dim, start, length in plan.crops:
         y = y.narrow(dim, start, length)
     return y
 
@@ -252,15 +292,10 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
             plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
 
-        def padded(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y = func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
-            return _cropped(y, plan.crops) if plan.crops else y
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
 
-        overlapped = plan.overlapped
-        if isinstance(overlapped, str) or not overlapped.applicable():
-            return wrap(padded(x._local, weight, bias), plan.out, mesh)
-        local, weight, bias = autocast_operands(x._local, weight, bias)
-        return wrap(OverlappedConv.apply(overlapped, padded, local, weight, bias), plan.out, mesh)
+        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
 
     return conv
 
@@ -299,9 +334,11 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
                 lambda: _plan_transposed(x, weight, ndim, stride, padding, output_padding, groups, dilation, name),
             )
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-        window = apply(plan.window, x._local)
-        y = func(window, weight, bias, stride, plan.padding, plan.extra, groups, dilation)
-        return wrap(_cropped(y, plan.crops) if plan.crops else y, plan.out, mesh)
+
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return func(apply(plan.window, local), weight, bias, stride, plan.padding, plan.extra, groups, dilation)
+
+        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
 
     return conv_transpose
 

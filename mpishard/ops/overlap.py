@@ -1,9 +1,10 @@
-"""Convolution without a padded copy: by linearity, the halo's share is added to the edge cells of the result.
+"""Convolution without a padded copy: the block first, and the cells at its edges again when their halo is there.
 
-The local convolution runs with zero padding on the untouched block while the strips travel; what the strips
-contribute is a convolution of the strips alone. Backward is the same sum transposed. With several sharded
-dims the halo is cut into disjoint strips, dim by dim: those of a dim span the window of the dims after it
-(so they carry the corners) and the block of the dims before it.
+The local convolution runs with zero padding on the untouched block while the strips travel. Then the few
+results that read the halo are computed anew, each from its whole window, so that they are rounded like all others.
+Backward is by linearity: the cotangents of the block, and those of the strips alone, are sums. With several
+sharded dims the halo is cut into disjoint strips, dim by dim: those of a dim span the window of the dims after
+it (so they carry the corners) and the block of the dims before it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import apart, in_transform
+from mpishard.comm.cells import empty_as
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import StageRun
 from mpishard.layout import Layout, Run, plan_stage
+from mpishard.ops.block_conv import convolution, convolution_backward
 from mpishard.ops.geometry import Sliding
-
-_convolution = torch.ops.aten.convolution.default
-_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class Side(NamedTuple):
@@ -69,6 +68,9 @@ class Overlapped:
     def __init__(self, edges: Sequence[Edge], local: tuple[Any, ...]) -> None:
         self.edges = tuple(edges)
         self.local = local
+        self._widths = [edge.width for edge in self.edges]
+        reached = {edge.dim - 2 for edge in self.edges}
+        self._inside = [0 if i in reached else p for i, p in enumerate(local[1])]
 
     def _on_strip(self, edge: Edge) -> tuple[Any, ...]:
         stride, _, *rest = self.local
@@ -119,16 +121,46 @@ class Overlapped:
             sent = self.strips_to_send(x, k, halos)
             exchange = run.start(sent)
             if y is None:
-                y = _convolution(x, weight, bias, *self.local)
+                y = convolution(x, weight, bias, *self.local)
             halo = torch.empty_like(sent)
             run.finish(exchange, halo)
             halos.insert(0, halo)
         assert y is not None
-        for edge, halo in zip(self.edges, halos):
+        for edge in self.edges:
             for side in edge.sides:
-                share = _convolution(self.strip(edge, side, halo), weight, None, *self._on_strip(edge))
-                y.narrow(edge.dim, side.first, side.count).add_(share)
+                window = self._window(edge, side, x, halos)
+                share = convolution(window, weight, bias, self.local[0], self._inside, *self.local[2:])
+                y.narrow(edge.dim, side.first, side.count).copy_(share)
         return y, halos
+
+    def _window(self, edge: Edge, side: Side, x: Tensor, halos: Sequence[Tensor]) -> Tensor:
+        """Return the input window of the output cells of a side, corners filled."""
+        shape = list(x.shape)
+        for other in self.edges:
+            shape[other.dim] += 2 * other.width
+        shape[edge.dim] = side.cells
+        out = empty_as(x, shape)
+        first = side.first * self.local[0][edge.dim - 2]
+
+        def place(part: Tensor, starts: Sequence[int]) -> None:
+            into = out
+            for other, start in zip(self.edges, starts):
+                d = other.dim
+                if other is edge:
+                    lo, hi = max(start, first), min(start + part.shape[d], first + side.cells)
+                    if lo >= hi:
+                        return
+                    part, start = part.narrow(d, lo - start, hi - lo), lo - first
+                into = into.narrow(d, start, part.shape[d])
+            into.copy_(part)
+
+        place(x, self._widths)
+        for k, (other, halo) in enumerate(zip(self.edges, halos)):
+            lo, hi = halo.split(other.width, other.dim)
+            rest = [0] * (len(self.edges) - k - 1)
+            place(lo, [*self._widths[:k], 0, *rest])
+            place(hi, [*self._widths[:k], other.width + x.shape[other.dim], *rest])
+        return out
 
     def backward(
         self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
@@ -138,7 +170,7 @@ class Overlapped:
         for edge, halo in zip(self.edges, halos):
             g_halo = torch.zeros_like(halo) if needs[0] else halo
             for side in edge.sides:
-                g_strip, g_share, _ = _convolution_backward(
+                g_strip, g_share, _ = convolution_backward(
                     g.narrow(edge.dim, side.first, side.count),
                     self.strip(edge, side, halo),
                     weight,
@@ -152,7 +184,7 @@ class Overlapped:
                 g_shares.append(g_share)
             g_halos.append(g_halo)
         exchange = self.edges[0].run.start_adjoint(g_halos[0]) if needs[0] else None
-        gx, gw, gb = _convolution_backward(
+        gx, gw, gb = convolution_backward(
             g, x, weight, [weight.shape[0]] if has_bias else None, *self.local, [needs[0], needs[1], needs[2]]
         )
         if needs[1]:
@@ -166,41 +198,6 @@ class Overlapped:
                 edge.run.finish_adjoint(exchange, g_strips)
                 self.add_strips(g_strips, k, gx, g_halos[k + 1 :])
         return gx, gw, gb
-
-    def applicable(self) -> bool:
-        """Tell whether nothing is active that needs the padded form. Not collective."""
-        return not in_transform()
-
-
-class OverlappedConv(torch.autograd.Function):
-    """Autograd of `Overlapped`; derivatives of the gradient go through the padded form.
-
-    Notes
-    -----
-    Adjoint: the local adjoint on the block, plus the strips' cotangents sent home and added.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, conv: Overlapped, padded: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve the block while its strips travel."""
-        y, halos = conv.forward(x, weight, bias)
-        ctx.conv, ctx.padded, ctx.has_bias = conv, padded, bias is not None
-        ctx.save_for_backward(x, weight, bias, *halos)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Carry the cotangent back."""
-        g = grads[0]
-        x, weight, bias, *halos = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            # create_graph: the same derivative, written so that it can be differentiated again
-            x, weight, bias = apart(x, weight, bias)
-            inputs = [t for t, n in zip((x, weight, bias), needs) if n]
-            found = iter(torch.autograd.grad(ctx.padded(x, weight, bias), inputs, g, create_graph=True))
-            return None, None, *[next(found) if n else None for n in needs]
-        return None, None, *ctx.conv.backward(g, x, weight, halos, ctx.has_bias, needs)
 
 
 def plan_overlapped(

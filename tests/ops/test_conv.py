@@ -1,6 +1,6 @@
 """Convolutions and transposed convolutions of many geometries on shards against torch on the whole tensor.
 
-The form without a padded copy has its own tests; blocks here are small enough to be padded.
+All of them twice: as blocks so small are convolved, and in the forms of large ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.ops import conv
 from tests.compare import WORLD, compare, gathered, mesh_of, shard
 from tests.ops.windows import field, sampled
 
@@ -43,6 +44,17 @@ TRANSPOSED = [
     ((4, 5, 9), (4, 3), (3, 2), (2, 0), (1, 1), (1, 2), 1),
     ((1, 4, 5, 3, 4), (3, 2, 4), 2, (1, 0, 1), (1, 0, 0), 1, 1),
 ]
+
+
+@pytest.fixture(scope="module", params=["small", "large"], autouse=True)
+def blocks(request):
+    """How large blocks count as; new meshes, as plans are kept with them."""
+    mesh_of.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "large":
+            patch.setattr(conv, "LARGE_CELLS", 0)
+        yield request.param
+    mesh_of.cache_clear()
 
 
 def weights_of(shape, kernel, groups, out=6, transposed=False):
@@ -168,6 +180,45 @@ def test_channels_and_weights_in_shards():
             compare(lambda *t: F.conv_transpose2d(*t[:2], stride=2, padding=1, groups=2), operands)
         compare(lambda t: F.conv2d(x, t, groups=2), [(w, mesh, (ms.Replicate(),) * mesh.ndim, None)])
         compare(lambda t: F.conv2d(t, w, b, padding="same", groups=2), [(x, mesh, placements, None)])
+
+
+def test_complex_numbers():
+    full, w = field(2, 4, 9, 6).to(torch.complex128) * (1 + 2j), (field(6, 4, 3, 3) * (2 - 1j)).requires_grad_()
+    v = w.detach().movedim(0, 1).clone().requires_grad_()
+    for mesh, placements, sizes in sampled(full.shape, (2, 3), 2):
+        compare(lambda x: F.conv2d(x, w, padding=1), [(full, mesh, placements, sizes)], [w])
+        compare(lambda x: F.conv_transpose2d(x, v, stride=2), [(full, mesh, placements, sizes)], [v])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.conv2d(x, w, padding=1),
+        lambda x, w: F.conv2d(x, w[..., :2, :]),  # of an even kernel, not by linearity
+        lambda x, w: F.conv_transpose2d(x, w.movedim(0, 1), stride=2, padding=1),
+    ],
+)
+def test_the_block_is_not_kept_twice(function, blocks):
+    """What a ReLU keeps in place serves the convolution after it, too; beside it, only rows of the halo are kept."""
+    mesh = mesh_of((WORLD.size,))
+    x = shard(field(1, 4, 8 * mesh.size, 6), mesh, (ms.Shard(2),), requires_grad=True)
+    w = field(6, 4, 3, 3).requires_grad_()
+    active = F.relu(x)
+    kept = {}
+
+    def note(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        function(active, w).sum().backward()
+    row = 4 * 6 * 8
+    for t in (active.to_local(), w):
+        kept.pop(t.untyped_storage().data_ptr(), None)
+    if blocks == "large" or mesh.size == 1:
+        assert sum(kept.values()) <= 4 * row, kept
+    else:
+        assert sum(kept.values()) >= 8 * row, "a small block is kept as its window: else the test above shows nothing"
 
 
 def test_what_a_convolution_refuses():

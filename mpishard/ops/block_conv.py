@@ -1,0 +1,105 @@
+"""Convolution of a block as one node of autograd, which keeps the block and its halo.
+
+The array that a convolution reads is mostly kept by its neighbours in the graph too, in place: by a ReLU, or for
+a skip connection. A window of it would be a second copy of every activation until backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apart
+from mpishard.comm.window import WindowOp
+
+convolution = torch.ops.aten.convolution.default
+convolution_backward = torch.ops.aten.convolution_backward.default
+
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+class Form(Protocol):
+    """A way to convolve a block and its halo."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Convolve; return the result and what backward needs of the halo. Neighborwise collective."""
+        ...
+
+    def backward(
+        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
+    ) -> Gradients:
+        """Return the cotangents of block, weight and bias. Neighborwise collective."""
+        ...
+
+
+class Fetched:
+    """A convolution of the fetched window, which is made again in backward, of the block and its halo.
+
+    Parameters
+    ----------
+    window
+        Fetch of the input cells.
+    local
+        ``(stride, padding, dilation, transposed, output_padding, groups)`` of the local convolution.
+    """
+
+    def __init__(self, window: WindowOp, local: tuple[Any, ...]) -> None:
+        self.window = window
+        self.local = local
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Convolve; return the result and the cells beside the block. Neighborwise collective."""
+        window = self.window(x)
+        beside = [] if self.window.identity else [part.clone() for part in self.window.beside(window)]
+        return convolution(window, weight, bias, *self.local), beside
+
+    def backward(
+        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
+    ) -> Gradients:
+        """Return the cotangents of block, weight and bias. Neighborwise collective."""
+        window = self.window.joined(x, halos)
+        g_window, gw, gb = convolution_backward(
+            g, window, weight, [g.shape[1]] if has_bias else None, *self.local, list(needs)
+        )
+        return self.window.adjoint(g_window) if needs[0] else None, gw, gb
+
+
+class BlockConv(torch.autograd.Function):
+    """Autograd of a `Form`; derivatives of the gradient go through the fetched window.
+
+    Notes
+    -----
+    Adjoint: that of the local convolution, and the halo's cotangents are sent home and added.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: Form,
+        windowed: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Convolve; ``windowed`` is the same, differentiable, of the fetched window."""
+        y, halos = form.forward(x, weight, bias)
+        ctx.form, ctx.windowed, ctx.has_bias = form, windowed, bias is not None
+        ctx.save_for_backward(x, weight, bias, *halos)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Carry the cotangent back."""
+        g = grads[0]
+        x, weight, bias, *halos = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            # create_graph: the same derivative, written so that it can be differentiated again
+            x, weight, bias = apart(x, weight, bias)
+            inputs = [t for t, n in zip((x, weight, bias), needs) if n]
+            found = iter(torch.autograd.grad(ctx.windowed(x, weight, bias), inputs, g, create_graph=True))
+            return None, None, *[next(found) if n else None for n in needs]
+        return None, None, *ctx.form.backward(g, x, weight, halos, ctx.has_bias, needs)
