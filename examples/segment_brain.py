@@ -99,8 +99,9 @@ def main() -> int:
     mesh.comm.Barrier()
 
     # mesh dim 0 shards the volume's dim 0, and so on; each rank reads its block and nothing else. Borders on
-    # multiples of the network's total stride let every level of it work on whole blocks
-    how = {"dtype": getattr(torch, args.dtype), "multiple": 2 ** (args.levels - 1)}
+    # multiples of the stride of every level but the lowest let those work on whole blocks; the lowest is small,
+    # and its stride, too, would make the blocks less alike
+    how = {"dtype": getattr(torch, args.dtype), "multiple": 2 ** max(0, args.levels - 2)}
     placements = [ms.Shard(dim) for dim in range(mesh.ndim)]
     t1, *maps = (ms.io.read(data, name, mesh, placements, **how) for name in ("t1", *TISSUES))
     x, truth = t1[None, None], torch.stack(maps)[None]
