@@ -12,41 +12,47 @@ from torch.autograd import Function
 
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.collective import all_reduce
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.pending import PendingReduction, iall_reduce
 
 BUCKET_NBYTES = 4 << 20
 _MARK = "_mpishard_bucketed"
+
+_Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
 
 class _Buckets:
     """The gradients of one backward pass: filled by its nodes, all in the same order on every rank."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[CartMesh, tuple[int, ...], torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
 
     def add(self, param: Tensor, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
-        key = (mesh, mesh_dims, g.dtype)
+        key = mesh, mesh_dims, g.dtype
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
         if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
-            self._start(key)
+            flat, group, params = self._close(key)
+            self._travelling.append((iall_reduce(flat, group), params))
 
-    def _start(self, key: tuple[CartMesh, tuple[int, ...], torch.dtype]) -> None:
+    def _close(self, key: _Key) -> tuple[Tensor, Group, list[Tensor]]:
         mesh, mesh_dims, _ = key
         bucket = self._open.pop(key)
-        flat = torch.cat([g.reshape(-1) for _, g in bucket])
-        self._travelling.append((iall_reduce(flat, mesh.group(mesh_dims)), [p for p, _ in bucket]))
+        return torch.cat([g.reshape(-1) for _, g in bucket]), mesh.group(mesh_dims), [p for p, _ in bucket]
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
+        sums = []
         for key in list(self._open):
-            self._start(key)
-        for pending, params in self._travelling:
-            flat = pending.wait()
-            for param, g in zip(params, flat.split([p.numel() for p in params])):
+            flat, group, params = self._close(key)
+            # nothing is left to compute meanwhile, and MPI is faster when it need not return
+            sums.append((all_reduce(flat, group, in_place=True), params))
+        sums += [(pending.wait(), params) for pending, params in self._travelling]
+        for flat, params in sums:
+            for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):
                 g = g.view(param.shape)
                 if param.grad is None:
                     # memory of its own: a user may keep one gradient and drop the others

@@ -175,8 +175,13 @@ def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: A
         if dtype is None:
             return wrap(local.mean(plan.dims, keepdim), plan.out, x._mesh)
         return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
-    dtype = torch.mean(local.new_zeros(1), dtype=dtype).dtype
-    wide = torch.float32 if dtype in HALVES else dtype
+    wide = dtype or local.dtype
+    if wide in HALVES or not (wide.is_floating_point or wide.is_complex):
+        # torch's word on its dtype, also under autocast, or on why there is none
+        dtype = torch.mean(local.new_zeros(1), dtype=dtype).dtype
+        wide = torch.float32 if dtype in HALVES else dtype
+    else:
+        dtype = wide
     total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x._mesh, plan.over)
     return wrap((total / plan.count).to(dtype), plan.out, x._mesh)
 
