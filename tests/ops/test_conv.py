@@ -190,14 +190,34 @@ def test_complex_numbers():
         compare(lambda x: F.conv_transpose2d(x, v, stride=2), [(full, mesh, placements, sizes)], [v])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, w: F.conv2d(x, w, padding=1),
-        lambda x, w: F.conv2d(x, w[..., :2, :]),  # of an even kernel, not by linearity
-        lambda x, w: F.conv_transpose2d(x, w.movedim(0, 1), stride=2, padding=1),
-    ],
-)
+FORMS = [
+    lambda x, w: F.conv2d(x, w, padding=1),
+    lambda x, w: F.conv2d(x, w[..., :2, :]),  # of an even kernel, not by linearity
+    lambda x, w: F.conv_transpose2d(x, w.movedim(0, 1), stride=2, padding=1),
+]
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_operands_without_a_gradient(function):
+    full, w = field(2, 4, 16, 6), field(6, 4, 3, 3)
+    for mesh, placements, sizes in sampled(full.shape, (0, 2, 3), 1):
+        compare(lambda x: function(x, w), [(full, mesh, placements, sizes)])
+        p = w.clone().requires_grad_()
+        function(shard(full, mesh, placements, sizes), p).square().sum().backward()
+        expected = w.clone().requires_grad_()
+        function(full, expected).square().sum().backward()
+        torch.testing.assert_close(p.grad, expected.grad)
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_a_result_changed_in_place(function):
+    """Also one that is cropped, and so a view."""
+    full, w = field(2, 4, 16, 6), field(6, 4, 3, 3).requires_grad_()
+    for mesh, placements, sizes in sampled(full.shape, (2, 3), 3):
+        compare(lambda x: F.relu_(function(x, w)), [(full, mesh, placements, sizes)], [w])
+
+
+@pytest.mark.parametrize("function", FORMS)
 def test_the_block_is_not_kept_twice(function, blocks):
     """What a ReLU keeps in place serves the convolution after it, too; beside it, only rows of the halo are kept."""
     mesh = mesh_of((WORLD.size,))
