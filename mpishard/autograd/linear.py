@@ -126,12 +126,12 @@ class TransformedLinear(Function):
         )
 
 
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def in_transform() -> bool:
     """Tell whether a forward level or a ``torch.func`` transform is active. Not collective."""
-    return forward_ad._current_level >= 0 or _transforms_active()
+    return forward_ad._current_level >= 0 or transforms_active()
 
 
 def differentiated(x: torch.Tensor) -> bool:
@@ -174,7 +174,7 @@ def apply(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
     -----
     Adjoint: ``op.adjoint``.
     """
-    if _transforms_active():
+    if transforms_active():
         return TransformedLinear.apply(op, x)
     if forward_ad._current_level < 0 and not x.requires_grad:
         return op(x)

@@ -65,7 +65,7 @@ def treatment_of(rule: Rule) -> str:
     KeyError
         Neither says it: declare the family in this module.
     """
-    family = "metadata" if rule.__module__ == "mpishard.tensor.gradient" else family_of(rule)
+    family = "metadata" if rule.__module__.startswith("mpishard.tensor.") else family_of(rule)
     default = _DEFAULT[family] if rule.__module__.startswith("mpishard.") else "local"
     text = re.sub(r"\s+", " ", rule.__doc__ or "")
     said = re.search(r"(Not collective|Neighborwise collective|Collective).*", text)

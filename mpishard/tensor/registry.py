@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 from mpishard.errors import NoShardingRule, described
 
@@ -90,13 +91,15 @@ def spellings(*names: str) -> list[Any]:
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
     """Return the error for a torch function without a rule. Not collective."""
     layouts = ", ".join(map(outline, _tensors([*args, *kwargs.values()])))
+    # below torch's functions: mostly a transform, which has unpacked the call
+    within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
     return NoShardingRule(
         described(
             f"no sharding rule for {name_of(function)}({layouts})",
             expected="an operation with a rule (a local result would be wrong, so none is given)",
             got=name_of(function),
             fix="(1) register a rule with @mpishard.implements; (2) redistribute the operands and work on "
-            "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank",
+            "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank" + within,
         )
     )
 
