@@ -1,0 +1,163 @@
+"""The same steps by mpishard, by torch's DTensor over gloo and, where it is installed, by HeAT.
+
+mpiexec -n 2 python benchmarks/rivals.py
+
+Milliseconds, and how many times as long the others take. Each result is compared with that of the whole tensor
+first: where a rival's differs or there is none, the table says so. Neither has a halo exchange that autograd knows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from timing import WORLD, interleaved, options, ratio, say
+from torch import Tensor
+from torch.distributed import tensor as dtensor
+
+import mpishard as ms
+
+Step = Callable[[Any], Any]
+
+
+def gradient(x: Any, f: Step) -> Any:
+    x = x.detach().requires_grad_()
+    f(x).backward()
+    return x.grad
+
+
+def steps(extent: int) -> Iterator[tuple[str, int, Step, Step, Step | None]]:
+    """Yield what is timed: name, extent of a square per rank's rows, mpishard's, DTensor's and HeAT's way."""
+
+    def scaled(x: Any) -> Any:
+        return (x * 2 + 1).sum()
+
+    def convolved(x: Any) -> Any:
+        return torch.nn.functional.conv2d(x[None, None], KERNEL, padding=1)[0, 0]
+
+    yield "x * x", 16, lambda x: x * x, lambda x: x * x, lambda x: x * x
+    yield "x * x", extent, lambda x: x * x, lambda x: x * x, lambda x: x * x
+    yield "sum of rows", 16, lambda x: x.sum(0), lambda x: x.sum(0).full_tensor(), lambda x: x.sum(0)
+    yield "(2 x + 1).sum() and backward", 16, lambda x: gradient(x, scaled), lambda x: gradient(x, scaled), None
+    yield "rows to columns", extent, to_columns, lambda x: x.redistribute(placements=[dtensor.Shard(1)]), resplit
+    yield "x @ weights", extent, lambda x: x @ WEIGHTS[extent], lambda x: x @ replicated(x), times_weights
+    yield "fft of columns", extent, lambda x: torch.fft.fft(x, dim=0).abs(), fft_of, heat_fft
+    yield "conv2d 3x3", extent, convolved, convolved, None
+    yield "conv2d 3x3 and backward", extent, *2 * (lambda x: gradient(x, lambda x: convolved(x).square().mean()),), None
+
+
+KERNEL = torch.linspace(-1, 1, 9).view(1, 1, 3, 3)
+WEIGHTS: dict[int, Tensor] = {}
+
+
+def to_columns(x: Any) -> Any:
+    return x.redistribute(placements=[ms.Shard(1)]) if isinstance(x, ms.ShardTensor) else x
+
+
+def replicated(x: dtensor.DTensor) -> dtensor.DTensor:
+    return dtensor.DTensor.from_local(WEIGHTS[x.shape[1]], x.device_mesh, [dtensor.Replicate()], run_check=False)
+
+
+def fft_of(x: dtensor.DTensor) -> Any:
+    return torch.fft.fft(x, dim=0).abs()
+
+
+def resplit(x: Any) -> Any:
+    import heat
+
+    return heat.resplit(x, 1)
+
+
+def times_weights(x: Any) -> Any:
+    import heat
+
+    return heat.matmul(x, heat.array(WEIGHTS[x.shape[1]], copy=False))
+
+
+def heat_fft(x: Any) -> Any:
+    import heat
+
+    return heat.abs(heat.fft.fft(x, axis=0))
+
+
+def whole(x: Any) -> Tensor:
+    """Return the whole value of anybody's result."""
+    if isinstance(x, Tensor):
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        return x.detach()
+    return torch.from_numpy(x.numpy())
+
+
+def joined(folder: Path) -> dtensor.DeviceMesh:
+    """Return DTensor's mesh of the same ranks."""
+    if WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == WORLD.size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=WORLD.rank, world_size=WORLD.size)
+    return dist.init_device_mesh("cpu", (WORLD.size,))
+
+
+def ways(
+    extent: int, name: str, at: tuple[Step, Step, Step | None], mesh: ms.CartMesh, other: dtensor.DeviceMesh
+) -> tuple[Mapping[str, Callable[[], object]], dict[str, str]]:
+    """Return the calls of everybody whose result is right, and what is wrong with the others."""
+    full = torch.randn(extent * WORLD.size, extent, generator=torch.Generator().manual_seed(extent))
+    rows = {
+        "ours": ms.distribute_tensor(full, mesh, (ms.Shard(0),)),
+        "DTensor": dtensor.distribute_tensor(full, other, [dtensor.Shard(0)]),
+    }
+    if importlib.util.find_spec("heat"):
+        import heat
+
+        rows["HeAT"] = heat.array(full, split=0)
+    expected = at[0](full)
+    calls, wrong = {}, {}
+    for (who, x), step in zip(rows.items(), at):
+        if step is None:
+            wrong[who] = "none"
+            continue
+        try:
+            right = torch.allclose(whole(step(x)), expected, rtol=1e-4, atol=1e-4)
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+            wrong[who] = type(error).__name__
+            continue
+        if right:
+            calls[who] = lambda step=step, x=x: step(x)
+        else:
+            wrong[who] = "WRONG"
+    assert "ours" in calls, f"{name}: mpishard's own result is wrong"
+    return calls, wrong
+
+
+def main() -> None:
+    args = options(__doc__)
+    warnings.simplefilter("ignore")
+    mesh = ms.init_mesh((-1,))
+    extent = 64 if args.quick else 1024
+    WEIGHTS[extent] = torch.randn(extent, extent, generator=torch.Generator().manual_seed(1))
+    place = WORLD.bcast(tempfile.mkdtemp(prefix="mpishard-bench-") if WORLD.rank == 0 else None)
+    other = joined(Path(place))
+    say(f"{WORLD.size} ranks\n{'step':<32}{'block':>12}{'ours ms':>10}{'DTensor':>22}{'HeAT':>22}")
+    for name, n, *at in steps(extent):
+        calls, wrong = ways(n, name, (at[0], at[1], at[2]), mesh, other)
+        times = interleaved(calls, (200 if n == 16 else 5) if not args.quick else 2, args.rounds)
+        row = f"{name:<32}{f'{n}x{n}':>12}{1e3 * statistics.median(times['ours']):>10.3f}"
+        for who in ("DTensor", "HeAT"):
+            cell = f"{ratio(times, who, 'ours'):.1f}x" if who in times else wrong.get(who, "-")
+            row += f"{cell:>22}"
+        say(row)
+    dist.destroy_process_group()
+    WORLD.Barrier()
+    mesh.free()
+
+
+if __name__ == "__main__":
+    main()
