@@ -35,8 +35,11 @@ class _Buckets:
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
         if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
-            flat, group, params = self._close(key)
-            self._travelling.append((iall_reduce(flat, group), params))
+            self._start(key)
+
+    def _start(self, key: _Key) -> None:
+        flat, group, params = self._close(key)
+        self._travelling.append((iall_reduce(flat, group), params))
 
     def _close(self, key: _Key) -> tuple[Tensor, Group, list[Tensor]]:
         mesh, mesh_dims, _ = key
@@ -46,10 +49,14 @@ class _Buckets:
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
         sums = []
-        for key in list(self._open):
-            flat, group, params = self._close(key)
-            # nothing is left to compute meanwhile, and MPI is faster when it need not return
-            sums.append((all_reduce(flat, group, in_place=True), params))
+        while self._open:
+            key = next(iter(self._open))
+            if len(self._open) > 1:
+                self._start(key)
+            else:
+                # nothing is left to do meanwhile, and MPI is faster when it need not return
+                flat, group, params = self._close(key)
+                sums.append((all_reduce(flat, group, in_place=True), params))
         sums += [(pending.wait(), params) for pending, params in self._travelling]
         for flat, params in sums:
             for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):

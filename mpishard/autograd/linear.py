@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -50,6 +50,38 @@ class Step:
 def apart(*operands: torch.Tensor | None) -> list[Any]:
     """Return aliases of operands: a gradient with respect to one has no path through another. Not collective."""
     return [None if t is None else t.view_as(t) for t in operands]
+
+
+def differentiated_again() -> bool:
+    """Tell whether a backward must be `again`: it is itself differentiated, or carries a tangent. Not collective."""
+    return torch.is_grad_enabled() or in_transform()
+
+
+def again(
+    f: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor | None], needs: Sequence[bool], g: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Return the cotangents of ``operands`` for that of ``f(*operands)``, as operations that autograd knows.
+
+    Collective as ``f`` and its backward are. For the backward of a Function that has a faster way of its own.
+
+    Parameters
+    ----------
+    f
+        The Function, written as a composition.
+    operands
+        Its operands; None where one is left out.
+    needs
+        Whose cotangents are wanted; None is returned for the others.
+    g
+        Cotangent of the result.
+    """
+    with torch.enable_grad():
+        aliases = apart(*operands)
+        y = f(*aliases)
+    wanted = [t for t, n in zip(aliases, needs) if n]
+    create_graph = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=create_graph, materialize_grads=True))
+    return [next(found) if n else None for n in needs]
 
 
 def same(x: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class DeviceExchange:
     def _table(self, x: Tensor, key: Any, boxes: Callable[[], Iterable[Box]]) -> Any:
         address = x.data_ptr() | UNITS[0]
         alignment = address & -address  # the lowest bit
-        key = (key, x.shape, x.stride(), alignment)
+        key = (key, x.shape, x.stride(), x.itemsize, alignment)
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self.driver.table(plan_table(boxes(), alignment))

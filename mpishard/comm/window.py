@@ -70,6 +70,7 @@ class StageRun:
 
     def start(self, x: Tensor, at: int = 0) -> Exchange | DeviceExchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
+        assert x.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
             self._check(self.op)
         exchange = self._pool.take(x.device)
@@ -101,6 +102,7 @@ class StageRun:
 
     def start_adjoint(self, g: Tensor) -> Exchange | DeviceExchange | None:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
+        assert g.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
             self._check(f"adjoint of {self.op}")
         exchange = self._pool.take(g.device)
@@ -199,33 +201,35 @@ class WindowOp:
             return self._at_once(x, empty_as(x, self.out_shape), self.value)
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
-    def beside(self, window: Tensor) -> list[Tensor]:
-        """Return what a window holds beside this rank's block, as views; all of it where the block is cut.
+    def halo_of(self, window: Tensor) -> list[Tensor]:
+        """Return what `joined` needs of a window that was fetched: copies of the cells beside this rank's block.
 
-        Not collective.
+        Where the window does not hold the whole block, it is the window itself. Not collective.
         """
-        if not self.resident:
-            return [window]
-        parts = []
-        for run in self.runs:
-            lo, n = run.stage.resident, run.stage.n_in
-            assert lo is not None
-            hi = run.stage.n_out - lo - n
-            parts += [window.narrow(run.dim, at, count) for at, count in ((0, lo), (lo + n, hi)) if count]
-            window = window.narrow(run.dim, lo, n)
-        return parts
+        if self.identity:
+            return []
+        return [part.clone() for part in self._beside(window)] if self.resident else [window]
 
-    def joined(self, x: Tensor, beside: Sequence[Tensor]) -> Tensor:
-        """Return the window of the block ``x`` that holds ``beside`` beside it: nothing travels. Not collective."""
+    def joined(self, x: Tensor, halo: Sequence[Tensor]) -> Tensor:
+        """Return the window of the block ``x`` again, of its `halo_of`: nothing travels. Not collective."""
         if self.identity:
             return x
         if not self.resident:
-            return beside[0]
+            return halo[0]
         window = empty_as(x, self.out_shape)
         self._own(window).copy_(x)
-        for part, kept in zip(self.beside(window), beside):
+        for part, kept in zip(self._beside(window), halo):
             part.copy_(kept)
         return window
+
+    def _beside(self, window: Tensor) -> Iterator[Tensor]:
+        for run in self.runs:
+            lo, n = run.stage.resident, run.stage.n_in
+            assert lo is not None
+            for at, count in ((0, lo), (lo + n, run.stage.n_out - lo - n)):
+                if count:
+                    yield window.narrow(run.dim, at, count)
+            window = window.narrow(run.dim, lo, n)
 
     def _own(self, window: Tensor) -> Tensor:
         for run in self.runs:

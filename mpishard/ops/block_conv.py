@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import apart
+from mpishard.autograd.linear import again, differentiated_again
 from mpishard.comm.window import WindowOp
 
 convolution = torch.ops.aten.convolution.default
@@ -29,9 +29,9 @@ class Form(Protocol):
         ...
 
     def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
+        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], needs: Sequence[bool]
     ) -> Gradients:
-        """Return the cotangents of block, weight and bias. Neighborwise collective."""
+        """Return the cotangents of block, weight and bias where needed. Neighborwise collective."""
         ...
 
 
@@ -53,16 +53,15 @@ class Fetched:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Convolve; return the result and the cells beside the block. Neighborwise collective."""
         window = self.window(x)
-        beside = [] if self.window.identity else [part.clone() for part in self.window.beside(window)]
-        return convolution(window, weight, bias, *self.local), beside
+        return convolution(window, weight, bias, *self.local), self.window.halo_of(window)
 
     def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
+        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], needs: Sequence[bool]
     ) -> Gradients:
-        """Return the cotangents of block, weight and bias. Neighborwise collective."""
+        """Return the cotangents of block, weight and bias where needed. Neighborwise collective."""
         window = self.window.joined(x, halos)
         g_window, gw, gb = convolution_backward(
-            g, window, weight, [g.shape[1]] if has_bias else None, *self.local, list(needs)
+            g, window, weight, [g.shape[1]] if needs[2] else None, *self.local, list(needs)
         )
         return self.window.adjoint(g_window) if needs[0] else None, gw, gb
 
@@ -86,7 +85,7 @@ class BlockConv(torch.autograd.Function):
     ) -> Tensor:
         """Convolve; ``windowed`` is the same, differentiable, of the fetched window."""
         y, halos = form.forward(x, weight, bias)
-        ctx.form, ctx.windowed, ctx.has_bias = form, windowed, bias is not None
+        ctx.form, ctx.windowed = form, windowed
         ctx.save_for_backward(x, weight, bias, *halos)
         return y
 
@@ -96,10 +95,6 @@ class BlockConv(torch.autograd.Function):
         g = grads[0]
         x, weight, bias, *halos = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            # create_graph: the same derivative, written so that it can be differentiated again
-            x, weight, bias = apart(x, weight, bias)
-            inputs = [t for t, n in zip((x, weight, bias), needs) if n]
-            found = iter(torch.autograd.grad(ctx.windowed(x, weight, bias), inputs, g, create_graph=True))
-            return None, None, *[next(found) if n else None for n in needs]
-        return None, None, *ctx.form.backward(g, x, weight, halos, ctx.has_bias, needs)
+        if differentiated_again():
+            return None, None, *again(ctx.windowed, (x, weight, bias), needs, g)
+        return None, None, *ctx.form.backward(g, x, weight, halos, needs)

@@ -19,7 +19,7 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.ops.block_conv import BlockConv, Fetched, Form
 from mpishard.ops.dim import plain, whole_along
-from mpishard.ops.geometry import Sliding, Transposed, pairs, per_dim
+from mpishard.ops.geometry import Sliding, Transposed, cropped, pairs, per_dim
 from mpishard.ops.overlap import plan_overlapped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import RULES
@@ -63,7 +63,7 @@ class ConvPlan(NamedTuple):
 
 
 def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, ShardTensor, Any, Any]:
-    """Return the mesh, the input with whole channels, and weights as plain tensors.
+    """Return the mesh, the input with whole channels in the dtype it is convolved in, and weights as plain tensors.
 
     Collective where channels or weights are sharded: they are gathered.
     """
@@ -75,6 +75,10 @@ def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, Shard
             x = whole_along(x, (channel,))
     else:
         x = on_mesh(input, mesh)
+    (local,) = _autocast(x._local)
+    if local is not x._local:
+        # before anything is planned: what travels is of this dtype
+        x = wrap(local, x._layout, mesh)
     return mesh, x, plain(weight), plain(bias)
 
 
@@ -142,7 +146,7 @@ def _plan_conv(
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
-        if intervals != list(pairwise(bounds(layout.sizes[dim] or (n,)))):
+        if not _stays(g, layout.sizes[dim] or (n,), intervals):
             wanted.append(intervals_wanted(n, dim, intervals))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
     local = (list(strides), list(dilations), False, [0] * ndim, groups)
@@ -227,12 +231,22 @@ def _plan_transposed(
     )
 
 
+def _stays(g: Sliding, sizes: tuple[int, ...], windows: list[tuple[int, int]]) -> bool:
+    """Tell whether every rank's block gives its output cells, all of them and no others. Not collective."""
+    return all(
+        lo == a and lo < hi <= b and (b - a - g.reach) // g.stride == (hi - lo - g.reach) // g.stride
+        for (a, b), (lo, hi) in zip(pairwise(bounds(sizes)), windows)
+    )
+
+
 def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
-    """Tell why torch's own operation on the window does as well as a form; empty where it does not."""
+    """Tell why torch's own operation on the window is used, and not a form; empty where a form is."""
     if not fetches:
         return "no halo"
-    if first != 2 or 0 in x.shape:
+    if first != 2:
         return "no batch dim"
+    if 0 in x.shape:
+        return "empty"
     if x.dtype.is_complex:
         return "complex: torch convolves real and imaginary parts"
     if math.prod(x.shape) // x._mesh.size < LARGE_CELLS:
@@ -252,24 +266,21 @@ def _convolved(
     bias: Tensor | None,
 ) -> Tensor:
     """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
+    weight, bias = _autocast(weight, bias)
     if plan.form is None or in_transform():
-        y = windowed(x, weight, bias)
-    else:
-        y = BlockConv.apply(plan.form, windowed, *autocast_operands(x, weight, bias))
-    for dim, start, length in plan.crops:
-        y = y.narrow(dim, start, length)
-    return y
+        return cropped(windowed(x, weight, bias), plan.crops)
+    return cropped(BlockConv.apply(plan.form, windowed, x, weight, bias), plan.crops)
 
 
-def autocast_operands(*operands: Tensor | None) -> list[Any]:
+def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     """Cast as autocast casts the operands of a convolution. Not collective."""
-    device = next(t for t in operands if t is not None).device.type
+    operands, device = (first, *rest), first.device.type
     if not torch.is_autocast_enabled(device):
-        return list(operands)
+        return operands
     dtype = torch.get_autocast_dtype(device)
-    return [
+    return tuple(
         t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in operands
-    ]
+    )
 
 
 def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:

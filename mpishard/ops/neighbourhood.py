@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.linear import apart, apply, in_transform
+from mpishard.autograd.linear import again, apply, differentiated_again, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
@@ -128,13 +128,12 @@ class NeighbourhoodAttention(Function):
         """Carry the cotangent back."""
         q, k, v, result, log_sum = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            # create_graph: the same derivative, written so that it can be differentiated again
-            q, k, v = apart(q, k, v)
-            inputs = [t for t, n in zip((q, k, v), needs) if n]
-            again = composed(ctx.neighbours, ctx.scale, q, k, v)
-            found = iter(torch.autograd.grad(again, inputs, grads[0], create_graph=True))
-            return None, None, *[next(found) if n else None for n in needs]
+        if differentiated_again():
+
+            def same(*operands: Tensor) -> Tensor:
+                return composed(ctx.neighbours, ctx.scale, *operands)
+
+            return None, None, *again(same, (q, k, v), needs, grads[0])
         query, keys, values, g = _flat(q) * ctx.scale, _flat(k), _flat(v), _flat(grads[0])
         dot = (g * _flat(result)).sum(-1, keepdim=True)
         dq, dk, dv = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apart, in_transform
+from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh, Group
@@ -141,12 +141,12 @@ class Normalise(Function):
         rows, mesh = ctx.rows, ctx.mesh
         if dy is None:
             dy = torch.zeros_like(x)
-        if torch.is_grad_enabled():
-            x, weight, bias = apart(x, weight, bias)
-            wanted = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad) if need]
-            y = recorded(x, weight, bias, rows, mesh, ctx.eps)
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
-            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
+        if differentiated_again():
+
+            def composed(*operands: Any) -> Tensor:
+                return recorded(*operands, rows, mesh, ctx.eps)
+
+            return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
         x, mean = _centred(x, mean, rstd, rows)
         if are_columns(x):
             dy = in_columns(dy)

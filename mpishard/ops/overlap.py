@@ -2,9 +2,9 @@
 
 The local convolution runs with zero padding on the untouched block while the strips travel. Then the few
 results that read the halo are computed anew, each from its whole window, so that they are rounded like all others.
-Backward is by linearity: the cotangents of the block, and those of the strips alone, are sums. With several
-sharded dims the halo is cut into disjoint strips, dim by dim: those of a dim span the window of the dims after
-it (so they carry the corners) and the block of the dims before it.
+Backward is by linearity: to the cotangents that the block alone gives, those of the strips alone are added. With
+several sharded dims the halo is cut into disjoint strips, dim by dim: those of a dim span the window of the dims
+after it (so they carry the corners) and the block of the dims before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpishard.comm.cells import empty_as
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import StageRun
 from mpishard.layout import Layout, Run, plan_stage
-from mpishard.ops.block_conv import convolution, convolution_backward
+from mpishard.ops.block_conv import Gradients, convolution, convolution_backward
 from mpishard.ops.geometry import Sliding
 
 
@@ -69,6 +69,7 @@ class Overlapped:
         self.edges = tuple(edges)
         self.local = local
         self._widths = [edge.width for edge in self.edges]
+        # the padding of a window that holds the halo of every edge
         reached = {edge.dim - 2 for edge in self.edges}
         self._inside = [0 if i in reached else p for i, p in enumerate(local[1])]
 
@@ -129,8 +130,8 @@ class Overlapped:
         for edge in self.edges:
             for side in edge.sides:
                 window = self._window(edge, side, x, halos)
-                share = convolution(window, weight, bias, self.local[0], self._inside, *self.local[2:])
-                y.narrow(edge.dim, side.first, side.count).copy_(share)
+                cells = convolution(window, weight, bias, self.local[0], self._inside, *self.local[2:])
+                y.narrow(edge.dim, side.first, side.count).copy_(cells)
         return y, halos
 
     def _window(self, edge: Edge, side: Side, x: Tensor, halos: Sequence[Tensor]) -> Tensor:
@@ -140,6 +141,7 @@ class Overlapped:
             shape[other.dim] += 2 * other.width
         shape[edge.dim] = side.cells
         out = empty_as(x, shape)
+        # along an edge's dim, cell 0 is the first one of its halo
         first = side.first * self.local[0][edge.dim - 2]
 
         def place(part: Tensor, starts: Sequence[int]) -> None:
@@ -163,9 +165,9 @@ class Overlapped:
         return out
 
     def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], has_bias: bool, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the cotangents of block, weight and bias. Neighborwise collective."""
+        self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Gradients:
+        """Return the cotangents of block, weight and bias where needed. Neighborwise collective."""
         g_halos, g_shares = [], []
         for edge, halo in zip(self.edges, halos):
             g_halo = torch.zeros_like(halo) if needs[0] else halo
@@ -185,7 +187,7 @@ class Overlapped:
             g_halos.append(g_halo)
         exchange = self.edges[0].run.start_adjoint(g_halos[0]) if needs[0] else None
         gx, gw, gb = convolution_backward(
-            g, x, weight, [weight.shape[0]] if has_bias else None, *self.local, [needs[0], needs[1], needs[2]]
+            g, x, weight, [weight.shape[0]] if needs[2] else None, *self.local, list(needs)
         )
         if needs[1]:
             for share in g_shares:
@@ -209,7 +211,7 @@ def plan_overlapped(
     borders: dict[int, tuple[int, ...]],
     local: tuple[Any, ...],
 ) -> Overlapped | str:
-    """Plan the overlapped form, or return the reason why the padded form is needed.
+    """Plan the overlapped form, or return the reason why the window is fetched.
 
     Not collective: every rank decides alike, from what all ranks know.
 
@@ -228,8 +230,6 @@ def plan_overlapped(
     """
     reach = {}
     for dim, g in dims.items():
-        if g.lo != g.hi:
-            return "padding differs at the two ends"
         sizes = layout.sizes[dim]
         assert sizes is not None
         at = 0
@@ -239,11 +239,13 @@ def plan_overlapped(
                 return "a block is smaller than the halo"
             if at % g.stride or a != at // g.stride or b - a != g.n_out(n):
                 return "output cells of the padded block are not the rank's own"
+            if a == b:
+                return "a block without output cells"
             at += n
-        if g.lo and len(sizes) > 1:
+        if g.lo:
             reach[dim] = g
     if not reach:
-        return "no halo"
+        return "no padding: windows begin inside the blocks"
     shape = list(layout.local_shape(mesh.coords))
     spatial = len(shape) - first
     edges = []

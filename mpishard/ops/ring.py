@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apart, in_transform
+from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm import guard, ring
 from mpishard.comm.mesh import CartMesh, Group
@@ -262,13 +262,12 @@ class RingAttention(Function):
         q, k, v, result, log_sum, *masks = ctx.saved_tensors
         plan, (g,), needs = ctx.plan, grads, ctx.needs_input_grad[2:]
         operands = (q, k, v, *masks)
-        if torch.is_grad_enabled():
-            # create_graph: the same derivative, written so that it can be differentiated again
-            operands = tuple(apart(*operands))
-            inputs = [t for t, n in zip(operands, needs) if n]
-            again = composed(plan, ctx.dropout, *operands)
-            found = iter(torch.autograd.grad(again, inputs, g, create_graph=True))
-            return None, None, *[next(found) if n else None for n in needs]
+        if differentiated_again():
+
+            def same(*operands: Tensor) -> Tensor:
+                return composed(plan, ctx.dropout, *operands)
+
+            return None, None, *again(same, operands, needs, g)
         scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, ctx.dropout)
         out = plan.operands[0]._replace(group=1).flat(result)
         every = _cotangents(plan, scores, (g, out, log_sum), k, v, q.shape, needs)

@@ -13,6 +13,7 @@ from torch import nn
 import mpishard as ms
 from mpishard.ops import conv
 from tests.compare import WORLD, compare, gathered, mesh_of, shard
+from tests.emulated import emulated
 from tests.ops.windows import field, sampled
 
 # shape, kernel, stride, padding, dilation, groups
@@ -209,6 +210,27 @@ def test_operands_without_a_gradient(function):
         torch.testing.assert_close(p.grad, expected.grad)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("function", FORMS)
+def test_autocast_on_a_device(function, kernel):
+    """What travels is of the dtype that is convolved; a step in float32 before must not decide it."""
+    full, w = field(1, 4, 16, 5, dtype=torch.float32), field(6, 4, 3, 3, dtype=torch.float32)
+    with emulated(kernel=kernel):
+        mesh = ms.init_mesh((WORLD.size,))
+        for enabled in (False, True):
+            x = shard(full, mesh, [ms.Shard(2)], requires_grad=True)
+            whole = full.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                got, expected = function(x, w), function(whole, w)
+            rounding = {"rtol": 2e-2, "atol": 2e-2 * expected.abs().max().item()} if enabled else {}
+            torch.testing.assert_close(gathered(got), expected.detach(), **rounding)
+            got.float().sum().backward()
+            expected.float().sum().backward()
+            rounding = {"rtol": 2e-2, "atol": 2e-2 * whole.grad.abs().max().item()} if enabled else {}
+            torch.testing.assert_close(x.grad.full_tensor(), whole.grad, **rounding)
+        mesh.free()
+
+
 @pytest.mark.parametrize("function", FORMS)
 def test_a_result_changed_in_place(function):
     """Also one that is cropped, and so a view."""
@@ -239,6 +261,29 @@ def test_the_block_is_not_kept_twice(function, blocks):
         assert sum(kept.values()) <= 4 * row, kept
     else:
         assert sum(kept.values()) >= 8 * row, "a small block is kept as its window: else the test above shows nothing"
+
+
+@pytest.mark.parametrize(("kernel", "n"), [(1, 8), (2, 8), (2, 9)])
+def test_strided_windows_of_own_cells_are_not_copied(kernel, n):
+    """As a shortcut of a residual network: the cells that no window reads stay in the block."""
+    mesh = mesh_of((WORLD.size,))
+    full, w = field(1, 4, 8 * (mesh.size - 1) + n, 6), field(6, 4, kernel, kernel).requires_grad_()
+    sizes = {2: (*(8,) * (mesh.size - 1), n)}
+    compare(lambda x: F.conv2d(x, w, stride=2), [(full, mesh, (ms.Shard(2),), sizes)], [w])
+    x = shard(full, mesh, (ms.Shard(2),), sizes, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        F.conv2d(x, w, stride=2)
+    assert set(kept) <= {x.to_local().data_ptr(), w.data_ptr()}
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_block_without_output_cells():
+    """Of the last block, one cell, no window is this rank's: it takes part in the exchange all the same."""
+    mesh = mesh_of((WORLD.size,))
+    full, w = field(1, 2, 2 * mesh.size - 1, 6), field(3, 2, 4, 4).requires_grad_()
+    sizes = {2: (*(2,) * (mesh.size - 1), 1)}
+    compare(lambda x: F.conv2d(x, w, stride=2, padding=1), [(full, mesh, (ms.Shard(2),), sizes)], [w])
 
 
 def test_what_a_convolution_refuses():

@@ -1,4 +1,4 @@
-"""Convolution by linearity: equal to the padded form and to torch, to second order; and when it is chosen."""
+"""Convolutions whose strips travel meanwhile: equal to torch, to second order; and when this form is chosen."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_frozen_operands():
             torch.testing.assert_close(g.full_tensor() if x_grad else g, e)
 
 
-def test_the_reason_for_the_padded_form_is_recorded(monkeypatch):
+def test_the_reason_against_it_is_recorded(monkeypatch):
     monkeypatch.setattr(conv, "LARGE_CELLS", 1 << 16)
     mesh = ms.init_mesh((-1,))
     x = ms.distribute_tensor(torch.randn(1, 2, 4 * mesh.size, 5), mesh, (ms.Shard(2),))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 import mpishard as ms
+from mpishard.ops import conv
 from tests.compare import WORLD, gathered, layouts, mesh_of, shard
 
 SHAPE = (1, 4, 11, 6)
@@ -62,6 +63,31 @@ def test_reverse_over_forward():
         (got,) = torch.autograd.grad(slope, x)
     _, expected = torch.autograd.functional.hvp(lambda x: F.conv2d(x, W).pow(3).sum(), X, T)
     torch.testing.assert_close(gathered(got), expected)
+
+
+BACKWARD = {
+    **{name: FUNCTIONS[name] for name in ("pointwise", "conv2d", "conv_transpose2d", "max_pool2d", "interpolate")},
+    "layer_norm": lambda x: F.layer_norm(x, (4, 11, 6)),
+    "instance_norm": F.instance_norm,
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("cells", [0, 1 << 17])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_forward_over_reverse(name, cells, monkeypatch):
+    """The cotangent is dual, of a graph that was made before."""
+    monkeypatch.setattr(conv, "LARGE_CELLS", cells)
+    mesh = ms.init_mesh((WORLD.size,))
+    out = []
+    for x in (X.clone().requires_grad_(), shard(X, mesh, [ms.Shard(2)], requires_grad=True)):
+        y = BACKWARD[name](x)
+        with forward_ad.dual_level():
+            g = forward_ad.make_dual(torch.cos(y.detach()), torch.sin(y.detach()))
+            out.append(forward_ad.unpack_dual(torch.autograd.grad(y, x, g)[0]))
+    for ours, theirs in zip(out[1], out[0], strict=True):
+        torch.testing.assert_close(gathered(ours), theirs)
+    mesh.free()
 
 
 def test_a_partial_tangent_is_summed():
