@@ -21,7 +21,7 @@ rank, size = world.rank, world.size
 world.Barrier()
 if rank == 0:
     # in one piece: launchers mix what ranks write
-    os.write(1, f"START {time.time()}\n".encode())
+    os.write(1, f"START {time.time()}\\n".encode())
 world.Barrier()
 """
 
