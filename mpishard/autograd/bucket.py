@@ -49,14 +49,12 @@ class _Buckets:
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
         sums = []
-        while self._open:
-            key = next(iter(self._open))
-            if len(self._open) > 1:
-                self._start(key)
-            else:
-                # nothing is left to do meanwhile, and MPI is faster when it need not return
-                flat, group, params = self._close(key)
-                sums.append((all_reduce(flat, group, in_place=True), params))
+        for key in list(self._open)[:-1]:
+            self._start(key)
+        for key in list(self._open):
+            # nothing is left to do meanwhile, and MPI is faster when it need not return
+            flat, group, params = self._close(key)
+            sums.append((all_reduce(flat, group, in_place=True), params))
         sums += [(pending.wait(), params) for pending, params in self._travelling]
         for flat, params in sums:
             for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):

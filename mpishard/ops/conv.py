@@ -20,7 +20,7 @@ from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.ops.block_conv import BlockConv, Fetched, Form
 from mpishard.ops.dim import plain, whole_along
 from mpishard.ops.geometry import Sliding, Transposed, cropped, pairs, per_dim
-from mpishard.ops.overlap import plan_overlapped
+from mpishard.ops.overlap import Overlapped, plan_overlapped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import RULES
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -149,15 +149,20 @@ def _plan_conv(
         if not _stays(g, layout.sizes[dim] or (n,), intervals):
             wanted.append(intervals_wanted(n, dim, intervals))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
-    local = (list(strides), list(dilations), False, [0] * ndim, groups)
     form: Form | None = None
     reason = _why_torch(x, first, bool(wanted))
     if not reason:
-        form = Fetched(window, (local[0], local_padding, *local[1:]))
-        reason = "padding differs at the two ends"
+
+        def local(padding: list[int]) -> tuple[Any, ...]:
+            return list(strides), padding, list(dilations), False, [0] * ndim, groups
+
+        overlapped: Overlapped | str = "padding differs at the two ends"
         if lows == highs:
-            found = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, (local[0], list(lows), *local[1:]))
-            form, reason = (form, found) if isinstance(found, str) else (found, "")
+            overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, local(lows))
+        if isinstance(overlapped, str):
+            form, reason = Fetched(window, local(local_padding)), overlapped
+        else:
+            form = overlapped
     return ConvPlan(
         window,
         tuple(local_padding),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -129,11 +130,7 @@ class NeighbourhoodAttention(Function):
         q, k, v, result, log_sum = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         if differentiated_again():
-
-            def same(*operands: Tensor) -> Tensor:
-                return composed(ctx.neighbours, ctx.scale, *operands)
-
-            return None, None, *again(same, (q, k, v), needs, grads[0])
+            return None, None, *again(partial(composed, ctx.neighbours, ctx.scale), (q, k, v), needs, grads[0])
         query, keys, values, g = _flat(q) * ctx.scale, _flat(k), _flat(v), _flat(grads[0])
         dot = (g * _flat(result)).sum(-1, keepdim=True)
         dq, dk, dv = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)

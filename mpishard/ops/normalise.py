@@ -7,6 +7,7 @@ torch's own group_norm keeps: the input, mean and 1/std.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,10 +143,7 @@ class Normalise(Function):
         if dy is None:
             dy = torch.zeros_like(x)
         if differentiated_again():
-
-            def composed(*operands: Any) -> Tensor:
-                return recorded(*operands, rows, mesh, ctx.eps)
-
+            composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
         x, mean = _centred(x, mean, rstd, rows)
         if are_columns(x):

@@ -175,15 +175,13 @@ def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: A
         if dtype is None:
             return wrap(local.mean(plan.dims, keepdim), plan.out, x._mesh)
         return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
-    wide = dtype or local.dtype
-    if wide in HALVES or not (wide.is_floating_point or wide.is_complex):
+    result = dtype or local.dtype
+    if result in HALVES or not (result.is_floating_point or result.is_complex):
         # torch's word on its dtype, also under autocast, or on why there is none
-        dtype = torch.mean(local.new_zeros(1), dtype=dtype).dtype
-        wide = torch.float32 if dtype in HALVES else dtype
-    else:
-        dtype = wide
+        result = torch.mean(local.new_zeros(1), dtype=dtype).dtype
+    wide = torch.float32 if result in HALVES else result
     total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x._mesh, plan.over)
-    return wrap((total / plan.count).to(dtype), plan.out, x._mesh)
+    return wrap((total / plan.count).to(result), plan.out, x._mesh)
 
 
 def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple[Any, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -263,11 +264,7 @@ class RingAttention(Function):
         plan, (g,), needs = ctx.plan, grads, ctx.needs_input_grad[2:]
         operands = (q, k, v, *masks)
         if differentiated_again():
-
-            def same(*operands: Tensor) -> Tensor:
-                return composed(plan, ctx.dropout, *operands)
-
-            return None, None, *again(same, operands, needs, g)
+            return None, None, *again(partial(composed, plan, ctx.dropout), operands, needs, g)
         scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, ctx.dropout)
         out = plan.operands[0]._replace(group=1).flat(result)
         every = _cotangents(plan, scores, (g, out, log_sum), k, v, q.shape, needs)

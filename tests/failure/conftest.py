@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,14 @@ from mpi4py import MPI
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
+notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND)
+
+def note(*words):
+    os.write(notes, " ".join(map(str, (*words, "\\n"))).encode())
+
 world.Barrier()
 if rank == 0:
-    # in one piece: launchers mix what ranks write
-    os.write(1, f"START {time.time()}\\n".encode())
+    note("START", time.time())
 world.Barrier()
 """
 
@@ -35,7 +39,9 @@ class Outcome:
     status
         Exit status of the launcher.
     output
-        Standard output and error of all ranks and of the launcher, without the line of the start.
+        Standard output and error of all ranks and of the launcher.
+    notes
+        What the ranks noted, in words: a launcher may mix, tear or lose what a rank printed before it was killed.
     seconds
         From the start of the program's own work, after its imports, to the end of the job.
     """
@@ -43,7 +49,12 @@ class Outcome:
     size: int
     status: int
     output: str
+    notes: list[list[str]]
     seconds: float
+
+    def noted(self, name: str) -> list[list[str]]:
+        """Return what follows the name in each note that begins with it."""
+        return [words for first, *words in self.notes if first == name]
 
     def failed_with(self, *texts: str) -> None:
         """Assert that the job ended soon, in failure, with each text printed, at most once per rank."""
@@ -64,16 +75,22 @@ def more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(launch: Callable, tmp_path: Path) -> Callable[..., Outcome]:
-    """Run ``job(size, body, NAME=value)``: a program after `PRELUDE`, with environment variables."""
+    """Run ``job(size, body, NAME=value)``: a program after `PRELUDE`, with environment variables.
+
+    The program leaves words for the test by ``note("NAME", value)``.
+    """
 
     def run(size: int, body: str, **env: str) -> Outcome:
         program = tmp_path / "program.py"
         program.write_text(PRELUDE + body)
-        done = launch(size, program, timeout_s=120, env={"MPISHARD_TIMEOUT": "60", "PYTHONFAULTHANDLER": "", **env})
+        notes = tmp_path / "notes"
+        notes.write_text("")
+        settings = {"MPISHARD_TIMEOUT": "60", "PYTHONFAULTHANDLER": "", "NOTES": os.fspath(notes), **env}
+        done = launch(size, program, timeout_s=120, env=settings)
         end = time.time()
-        start = re.search(r"^START (.*)\n", done.stdout, re.MULTILINE)
-        assert start, f"the program did not start:\n{done.stdout}"
-        output = done.stdout.replace(start[0], "")
-        return Outcome(size, done.returncode, output, end - float(start[1]))
+        noted = [line.split() for line in notes.read_text().splitlines()]
+        assert noted, f"the program did not start:\n{done.stdout}"
+        (_, start), *rest = noted
+        return Outcome(size, done.returncode, done.stdout, rest, end - float(start))
 
     return run

@@ -88,21 +88,21 @@ def test_a_rank_killed_at_any_moment_of_a_step(job, tmp_path):
 import subprocess
 first = steps()
 if rank == 0:
-    print("FIRST", first, flush=True)
+    note("FIRST", first)
 world.Barrier()
 if rank == {i % 2}:
     subprocess.Popen(["sh", "-c", f"sleep {0.05 + 0.3 * generator.random()}; kill -9 {{os.getpid()}}"])
 for step in range(first, 10**6):
     append(step)
     if rank == 0:
-        print("DONE", step + 1, flush=True)
+        note("DONE", step + 1)
 """
         outcome = job(2, BODY + body, AT=at, MPISHARD_TIMEOUT="5")
         assert outcome.status != 0, outcome.output
         assert "Error" not in outcome.output, outcome.output
-        first = int(outcome.output.partition("FIRST ")[2].split()[0])
-        assert first >= reached, outcome.output
-        reached = max([first, *(int(line.split()[1]) for line in outcome.output.splitlines() if line[:5] == "DONE ")])
-    outcome = job(1, BODY + "print('there', steps())\n", AT=at)
+        ((first,),) = outcome.noted("FIRST")
+        assert int(first) >= reached, outcome
+        reached = max(int(step) for (step,) in [(first,), *outcome.noted("DONE")])
+    outcome = job(1, BODY + "note('THERE', steps())\n", AT=at)
     assert outcome.status == 0, outcome.output
-    assert int(outcome.output.partition("there ")[2].split()[0]) >= reached
+    assert int(outcome.noted("THERE")[0][0]) >= reached

@@ -55,14 +55,14 @@ def step():
 """
     folder = os.fspath(tmp_path / "checkpoints")
     first = "step()\nms.io.save_checkpoint(folder, 1, **parts)\n"
-    first += "save(2, asynchronous=True)\nlosses = [step(), step()]\nif rank == 0:\n    print('LOSSES', losses)\n"
+    first += "save(2, asynchronous=True)\nlosses = [step(), step()]\nif rank == 0:\n    note('LOSSES', *losses)\n"
     outcome = job(3, FIELD + program + first, FOLDER=folder)
     assert outcome.status == 0, outcome.output
-    expected = outcome.output.partition("LOSSES ")[2].splitlines()[0]
+    (expected,) = outcome.noted("LOSSES")
     then = f"""
 assert load() == 2
 assert ms.io.load_checkpoint(folder, step=1, **parts).step == 1
-for got, expected in zip([step(), step()], {expected}, strict=True):
+for got, expected in zip([step(), step()], [{", ".join(expected)}], strict=True):
     assert abs(got - expected) < 1e-6 * expected, (got, expected)
 save(3)
 if rank == 0:
@@ -99,7 +99,7 @@ def test_a_rank_killed_at_any_moment_of_a_save(job, tmp_path):
 first = load(0) + 1 if {i} else 1
 world.Barrier()
 if rank == 0:
-    print("FIRST", first, flush=True)
+    note("FIRST", first)
 if rank == {i // 2}:
     subprocess.Popen(["sh", "-c", f"sleep {0.02 + 0.2 * generator.random()}; kill -9 {{os.getpid()}}"])
 for step in range(first, 10**6):
@@ -110,12 +110,12 @@ for step in range(first, 10**6):
         outcome = job(2, FIELD + body, FOLDER=folder, MPISHARD_TIMEOUT="5")
         assert outcome.status != 0, outcome.output
         assert "Error" not in outcome.output, outcome.output
-        first = int(outcome.output.partition("FIRST ")[2].split()[0])
-        assert first >= reached, outcome.output
-        reached = first
-    outcome = job(1, FIELD + "print('loaded', load())\n", FOLDER=folder)
+        ((first,),) = outcome.noted("FIRST")
+        assert int(first) >= reached, outcome
+        reached = int(first)
+    outcome = job(1, FIELD + "note('LOADED', load())\n", FOLDER=folder)
     assert outcome.status == 0, outcome.output
-    assert int(outcome.output.partition("loaded ")[2].split()[0]) >= reached - 1
+    assert int(outcome.noted("LOADED")[0][0]) >= reached - 1
 
 
 def test_full_and_read_only_disks(job, tmp_path):
@@ -162,14 +162,14 @@ with ms.io.preemption(mesh) as stop:
         if stop.should_stop():
             save(step + 1)
             if rank == 0:
-                print("stopped after", step, flush=True)
+                note("STOPPED", step)
             sys.exit(stop.exit_code)
 if rank == 0:
     print(f"from {first} to the end")
 """
     outcome = job(2, FIELD + body, FOLDER=folder)
     assert outcome.status == 75, outcome.output
-    assert "stopped after 7" in outcome.output
+    assert outcome.noted("STOPPED") == [["7"]]
     outcome = job(2, FIELD + body, FOLDER=folder)
     assert outcome.status == 0, outcome.output
     assert "from 8 to the end" in outcome.output
