@@ -135,7 +135,7 @@ def return_freed_memory() -> None:
     """Have glibc give every freed array back: of those below 32 MB it keeps many, in a heap full of gaps."""
     threshold = -3  # M_MMAP_THRESHOLD
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(threshold, 4 << 20)
+        ctypes.CDLL(None).mallopt(threshold, 1 << 20)
 
 
 def peak_nbytes() -> int:

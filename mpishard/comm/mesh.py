@@ -68,6 +68,8 @@ class CartMesh:
         self.size = cart.Get_size()
         self.mesh_dim_names = tuple(names)
         self.plans: dict[Any, Any] = {}
+        # of the messages of all plans
+        self.storages: list[Any] = []
         self._freed = False
         self._children: dict[tuple[int, ...], CartMesh] = {}
         self._holding = Holding(cart)
@@ -221,7 +223,8 @@ class CartMesh:
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
         child.local_rank, child.device = self.local_rank, self.device
-        child.plans, child._children, child._freed, child._holding = {}, {}, False, self._holding
+        child.plans, child.storages, child._children = {}, [], {}
+        child._freed, child._holding = False, self._holding
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {
             tuple(places[m] for m in own): group for own, group in self._groups.items() if set(own) <= set(dims)
@@ -295,6 +298,7 @@ class CartMesh:
             return
         self._freed = True
         self.plans.clear()
+        self.storages.clear()
         if self._groups[tuple(range(self.ndim))].comm is self._holding.comms[0]:
             self._holding.free()
         self._groups.clear()

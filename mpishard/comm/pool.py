@@ -41,7 +41,7 @@ class ExchangePool:
         group, driver = self._mesh.group(self._mesh_dims), driver_of(device)
         made: Exchange | DeviceExchange
         if driver is None:
-            made = Exchange(group, self._sends, self._recvs, self._dtype, self._op)
+            made = Exchange(group, self._sends, self._recvs, self._dtype, self._op, self._mesh.storages)
         else:
             made = DeviceExchange(group, self._sends, self._recvs, self._dtype, driver, self._op)
         self._mesh.own(made.free)
