@@ -31,29 +31,32 @@ class Family(NamedTuple):
 
     Attributes
     ----------
-    whole
-        Torch's function that transforms several dims.
+    one, whole
+        Torch's functions that transform one dim and several.
     others
-        What it is for the dims but the last, which `whole` halves or doubles.
+        The family of the dims but the last, which this one halves or doubles; None where it does neither.
     halves, doubles
         Whether the last dim goes from real to half of a Hermitian result, which comes first; or back, which comes
         last.
     """
 
+    one: Transform
     whole: Transform
-    others: Transform
+    others: Family | None = None
     halves: bool = False
     doubles: bool = False
 
 
 _FFT = torch.fft
+_FORTH = Family(_FFT.fft, _FFT.fftn)
+_BACK = Family(_FFT.ifft, _FFT.ifftn)
 _FAMILIES = {
-    "fft": Family(_FFT.fftn, _FFT.fftn),
-    "ifft": Family(_FFT.ifftn, _FFT.ifftn),
-    "rfft": Family(_FFT.rfftn, _FFT.fftn, halves=True),
-    "ihfft": Family(_FFT.ihfftn, _FFT.ifftn, halves=True),
-    "irfft": Family(_FFT.irfftn, _FFT.ifftn, doubles=True),
-    "hfft": Family(_FFT.hfftn, _FFT.fftn, doubles=True),
+    "fft": _FORTH,
+    "ifft": _BACK,
+    "rfft": Family(_FFT.rfft, _FFT.rfftn, _FORTH, halves=True),
+    "ihfft": Family(_FFT.ihfft, _FFT.ihfftn, _BACK, halves=True),
+    "irfft": Family(_FFT.irfft, _FFT.irfftn, _BACK, doubles=True),
+    "hfft": Family(_FFT.hfft, _FFT.hfftn, _FORTH, doubles=True),
 }
 
 
@@ -65,8 +68,8 @@ class Pass(NamedTuple):
 
     before: Layout
     function: Transform
-    extents: tuple[int, ...]
-    dims: tuple[int, ...]
+    extents: int | tuple[int, ...]
+    dims: int | tuple[int, ...]
     after: Layout
     dtype: torch.dtype
     gathers: bool
@@ -145,12 +148,15 @@ def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, n
             continue
         last = bool(order) and order[-1] in leg.dims
         dtype = result.dtype if result.is_complex() or (last and family.doubles) else result.dtype.to_complex()
+        kind = family if last else family.others or family
+        # of one real dim, torch's function of one dim computes half of what that of several does
+        one = len(leg.dims) == 1
         passes.append(
             Pass(
                 leg.before,
-                family.whole if last else family.others,
-                tuple(lengths[d] for d in leg.dims),
-                leg.dims,
+                kind.one if one else kind.whole,
+                lengths[leg.dims[0]] if one else tuple(lengths[d] for d in leg.dims),
+                leg.dims[0] if one else leg.dims,
                 leg.after,
                 dtype,
                 len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
