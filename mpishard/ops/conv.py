@@ -19,7 +19,7 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.ops.block_conv import BlockConv, Fetched, Form
 from mpishard.ops.dim import plain, whole_along
-from mpishard.ops.geometry import Sliding, Transposed, cropped, pairs, per_dim
+from mpishard.ops.geometry import Sliding, Transposed, cropped, paddings_meet, pairs, per_dim
 from mpishard.ops.overlap import Overlapped, plan_overlapped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import RULES
@@ -218,6 +218,8 @@ def _plan_transposed(
         after = length - before - (intervals[index][1] - intervals[index][0])
         # the local op crops alike on both sides; what is left is a view
         cut = max(0, min(before, after))
+        if paddings_meet(g, cut, b - a):
+            cut = 0
         local_padding[i], local_extra[i] = cut, 0
         if before != cut or after != cut or a == b:
             crops.append((dim, before - cut, b - a))

@@ -77,6 +77,15 @@ class Transposed(NamedTuple):
         return (0, *inner, n_out)
 
 
+def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
+    """Tell whether windows that read the padding at one end of ``n`` cells lie beside those of the other end.
+
+    Not collective. Of such 3-D convolutions with a stride, oneDNN (in torch 2.13) writes the weight's gradient past
+    the end of its arrays. Whole fields are seldom so short; blocks may be.
+    """
+    return padding > g.stride > 1 and n < g.reach + g.stride
+
+
 class Adaptive(NamedTuple):
     """Output cell ``j`` of ``n_out`` reads the input cells ``[floor(j * n / n_out), ceil((j + 1) * n / n_out))``."""
 

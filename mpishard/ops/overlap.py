@@ -20,7 +20,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import StageRun
 from mpishard.layout import Layout, Run, plan_stage
 from mpishard.ops.block_conv import Gradients, convolution, convolution_backward
-from mpishard.ops.geometry import Sliding
+from mpishard.ops.geometry import Sliding, paddings_meet
 
 
 class Side(NamedTuple):
@@ -237,6 +237,8 @@ def plan_overlapped(
             a, b = borders[dim][i : i + 2]
             if n < max(1, g.lo):
                 return "a block is smaller than the halo"
+            if paddings_meet(g, g.lo, n):
+                return "a block is not much longer than its padding"
             if at % g.stride or a != at // g.stride or b - a != g.n_out(n):
                 return "output cells of the padded block are not the rank's own"
             if a == b:

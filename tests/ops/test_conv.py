@@ -286,6 +286,29 @@ def test_a_block_without_output_cells():
     compare(lambda x: F.conv2d(x, w, stride=2, padding=1), [(full, mesh, (ms.Shard(2),), sizes)], [w])
 
 
+@pytest.mark.parametrize(
+    ("function", "n", "extents", "padding"),
+    [(F.conv3d, max(12, 4 * WORLD.size), (3, 1, 7), 3), (F.conv_transpose3d, max(8, 2 * WORLD.size), (2, 3, 4), 1)],
+)
+def test_blocks_shorter_than_the_kernel(function, n, extents, padding):
+    """Where windows touch the padding at both ends, oneDNN's weight gradient is wrong, in float32 alone."""
+    torch.manual_seed(0)
+    mesh = mesh_of((WORLD.size,))
+    full = torch.randn(1, extents[function is F.conv3d], n, 5, 5)
+    weight = torch.randn(*extents[:2], *3 * extents[2:])
+
+    def gradients(x, weight):
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        return torch.autograd.grad(function(x, weight, stride=2, padding=padding).square().sum(), (x, weight))
+
+    expected = gradients(full.double(), weight.double())
+    for _ in range(5):
+        junk = [torch.full((7, 7, 7), 1e30) for _ in range(40)]
+        del junk
+        for got, right in zip(gradients(shard(full, mesh, (ms.Shard(2),)), weight), expected):
+            torch.testing.assert_close(gathered(got).double(), right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
+
+
 def test_what_a_convolution_refuses():
     mesh = mesh_of((WORLD.size,))
     x = shard(field(2, 4, 8, 6), mesh, (ms.Shard(2),))
