@@ -122,11 +122,24 @@ def detach_(self: ShardTensor) -> ShardTensor:
 # -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
 
 
+def _holds_shards(values: Any) -> bool:
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return isinstance(values, ShardTensor)
+    return any(map(_holds_shards, values))
+
+
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(a, ShardTensor) for a in args) and not any(
-        isinstance(a, ShardTensor) for a in kwargs.values()
-    ):
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    apply = super(_SingleLevelFunction, cls).apply
+    if cls.__module__.startswith("mpishard."):
+        return apply(*args, **kwargs)
+    got = "ShardTensor arguments"
+    if not _holds_shards((args, kwargs)):
+        result = apply(*args, **kwargs)
+        if not _holds_shards(result):
+            return result
+        got = "a ShardTensor as its result"
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls.__name__ == "CheckpointFunction":
         raise UnsupportedOperationError(
@@ -143,7 +156,7 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         described(
             f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
             expected="plain tensors",
-            got="ShardTensor arguments",
+            got=got,
             fix=f"call it on blocks, ShardTensor.from_local({cls.__name__}.apply(x.to_local()), x.mesh, x.placements), "
             "where it needs no neighbour cells (else after mpishard.halo_exchange), or write it with torch operations",
         )

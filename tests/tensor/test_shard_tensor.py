@@ -177,6 +177,28 @@ def test_a_users_function_never_loses_its_gradient(x):
     torch.testing.assert_close(x.grad.full_tensor(), torch.full(SHAPE, 2.0, dtype=torch.float64))
 
 
+class Product(torch.autograd.Function):
+    """The ShardTensor is not an argument, or not one that torch sees."""
+
+    @staticmethod
+    def forward(ctx, p, made, held):
+        x = made() if made else held["x"] if isinstance(held, dict) else held[0][0]
+        return (x * p, p) if made else x * p
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError("not reached")
+
+
+def test_a_users_function_that_meets_shards_elsewhere(x):
+    p = torch.ones(SHAPE[1:], dtype=torch.float64, requires_grad=True)
+    for arguments in [(p, None, [(x,)]), (p, None, {"x": x})]:
+        with pytest.raises(ms.UnsupportedOperationError, match="got:      ShardTensor arguments"):
+            Product.apply(*arguments)
+    with pytest.raises(ms.UnsupportedOperationError, match="got:      a ShardTensor as its result"):
+        Product.apply(p, lambda: x, None)
+
+
 def test_a_miss_is_loud_and_a_rule_can_be_added(x):
     def own(t):
         return torch.overrides.handle_torch_function(own, (t,), t)
