@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpishard.layout import bounds
+from mpishard.layout.partition import bounds
 
 
 class Sliding(NamedTuple):

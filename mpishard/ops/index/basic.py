@@ -7,7 +7,7 @@ sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from mpishard.ops.rule.dim import (
     whole_along,
     without,
     wrapped,
+    written_through,
 )
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
@@ -159,36 +160,9 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     else:
         out = viewed(x, local, plan.out)
     if out._gathered_view:
-        out._origin = x, key
+        # as the user gave it
+        out._origin = x, tuple(slice(*i) if type(i) is tuple else i for i in key)
     return out
-
-
-def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
-    """Write into a gathered view and, as torch does, into the tensor that it was indexed from.
-
-    Collective where the writing is.
-
-    Returns
-    -------
-    bool
-        Whether that was possible. It is not for views of other kinds.
-    """
-    if x._origin is None:
-        return False
-    base, key = x._origin
-    y: Any = _fresh(x).clone()
-    write(y)
-    write_at(base, key, y)
-    x._local, x._layout, x._root = y._local, y._layout, None
-    return True
-
-
-def _fresh(x: ShardTensor) -> ShardTensor:
-    """Return a gathered view as it would be taken now. Collective as indexing is."""
-    if x._origin is None:
-        return x
-    base, key = x._origin
-    return indexed(_fresh(base), key)
 
 
 def write_at(self: ShardTensor, key: Key, value: Any) -> None:

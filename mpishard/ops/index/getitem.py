@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from mpishard.ops.index.basic import indexed, key_of, write_at, written_through
-from mpishard.ops.rule.dim import plain
+from mpishard.ops.index.advanced import picked, put
+from mpishard.ops.index.basic import indexed, key_of, write_at
+from mpishard.ops.rule.dim import plain, written_through
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -18,8 +19,6 @@ def getitem(self: Any, index: Any) -> Any:
     key = key_of(index)
     if key is not None and isinstance(self, ShardTensor):
         return indexed(self, key)
-    from mpishard.ops.index.advanced import picked
-
     return self[key] if key is not None else picked(self, index)
 
 
@@ -37,6 +36,4 @@ def setitem(self: Any, index: Any, value: Any) -> None:
     if key is not None:
         write_at(self, key, value)
     elif not (self._gathered_view and written_through(self, lambda y: setitem(y, index, value))):
-        from mpishard.ops.index.advanced import put
-
         put(self, index, value)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mpishard.ops.rule.contraction import Label, Labels, contract
 from mpishard.ops.rule.dim import into_plain
-from mpishard.ops.shape.diagonal import diagonal
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.registry import implements, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -308,7 +307,7 @@ def _of_diagonals(operands: Sequence[Any], labels: Sequence[Labels], out: Labels
             while rest.count(label) > 1:
                 a = rest.index(label)
                 b = rest.index(label, a + 1)
-                x = diagonal(x, 0, a, b) if isinstance(x, ShardTensor) else x.diagonal(0, a, b)
+                x = torch.diagonal(x, 0, a, b)
                 rest = [s for d, s in enumerate(rest) if d not in (a, b)] + [label]
         found += [x, [*rest]]
     # labels as einsum takes them: numbers from 0

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
-from mpishard.ops.index.basic import written_through
-from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed
+from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed, written_through
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import BLOCKWISE, implements, name_of, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap

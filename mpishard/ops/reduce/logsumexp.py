@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.reduction import HALVES, _in_parts, _wide, dim_and_keepdim, reduced
+from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, in_parts, reduced, wide_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,7 +25,7 @@ def log_of_sum(x: ShardTensor, dim: Any, keepdim: bool) -> ShardTensor:
     plan = reduced(x._layout, dim, keepdim)
     if not plan.over:
         return wrap(torch.logsumexp(x._local, plan.dims, keepdim), plan.out, x._mesh)
-    y = _in_parts(wrap(_wide(x._local), x._layout, x._mesh), plan, keepdim, _log_of_block, torch.logsumexp)
+    y = in_parts(wrap(wide_of(x._local), x._layout, x._mesh), plan, keepdim, _log_of_block, torch.logsumexp)
     return wrap(y.to(x._local.dtype) if x._local.dtype in HALVES else y, plan.out, x._mesh)
 
 

@@ -12,12 +12,10 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.ops.rule.dim import whole_along
-from mpishard.ops.rule.reduction import Reduced, _in_parts, _wide, normal_dim, reduced
+from mpishard.ops.rule.reduction import Reduced, in_parts, normal_dim, reduced, wide_of
 from mpishard.tensor.operand import fitted, mesh_of, resolved
 from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-# -- norms
 
 
 def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTensor:
@@ -30,7 +28,7 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
     result = torch.linalg.vector_norm(local.new_zeros(1), p, dtype=dtype).dtype
     if dtype is not None:
         x = x.to(dtype)
-    x = wrap(_wide(x._local), x._layout, x._mesh)
+    x = wrap(wide_of(x._local), x._layout, x._mesh)
     if abs(p) == math.inf:
         extreme = torch.amax if p > 0 else torch.amin
         return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
@@ -50,7 +48,7 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
             return t.abs().sum(dims, keep) + math.inf
         return torch.linalg.vector_norm(t, p, dims, keep)
 
-    return wrap(_in_parts(x, plan, keepdim, part, part).to(result), plan.out, x._mesh)
+    return wrap(in_parts(x, plan, keepdim, part, part).to(result), plan.out, x._mesh)
 
 
 def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool) -> Tensor:

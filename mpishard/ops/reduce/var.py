@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.rule.moments import is_large
-from mpishard.ops.rule.reduction import _wide, counts_over, dim_and_keepdim, reduced, stacked
+from mpishard.ops.rule.reduction import counts_over, dim_and_keepdim, reduced, stacked, wide_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -23,7 +23,7 @@ def _double(x: Tensor) -> Tensor:
 def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Return variance and mean over ranks, by Chan's combination of the ranks' own. Collective."""
     plan, local = reduced(x._layout, dim, keepdim), x._local
-    wide = _wide(local)
+    wide = wide_of(local)
     if wide.numel():
         var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
         if is_large(mean.detach().abs(), var.detach()).any():

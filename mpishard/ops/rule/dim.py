@@ -145,6 +145,34 @@ def require_writable(x: ShardTensor, name: str) -> None:
         )
 
 
+def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
+    """Write into a gathered view and, as torch does, into the tensor that it was indexed from.
+
+    Collective where the writing is.
+
+    Returns
+    -------
+    bool
+        Whether that was possible. It is not for views of other kinds.
+    """
+    if x._origin is None:
+        return False
+    base, index = x._origin
+    y: Any = _fresh(x).clone()
+    write(y)
+    base[index] = y
+    x._local, x._layout, x._root = y._local, y._layout, None
+    return True
+
+
+def _fresh(x: ShardTensor) -> ShardTensor:
+    """Return a gathered view as it would be taken now. Collective as indexing is."""
+    if x._origin is None:
+        return x
+    base, index = x._origin
+    return _fresh(base)[index]
+
+
 def settled(x: ShardTensor) -> ShardTensor:
     """Return ``x`` itself with its Partial dims summed, so that views of it share its memory.
 

@@ -153,11 +153,15 @@ def worst(dtype: torch.dtype, largest: bool) -> Any:
 Local = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide_of(x: Tensor) -> Tensor:
+    """Return a block in a dtype to add up in: halves as float32. Not collective."""
     return x.float() if x.dtype in HALVES else x
 
 
-def _in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine: Local) -> Tensor:
-    """Reduce the local block, gather the ranks' parts as dim 0 of a small tensor, and reduce that."""
+def in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine: Local) -> Tensor:
+    """Reduce the block, gather the ranks' parts as dim 0 of a small tensor, and reduce that.
+
+    Collective over ``plan.over``.
+    """
     parts = stacked(part(x._local, plan.dims, keepdim), x._mesh, plan.over)
     return combine(parts, (0,), False)

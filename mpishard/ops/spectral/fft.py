@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mpishard.layout import Layout, Trip, layout_of, plan_route
 from mpishard.ops.rule.dim import on_domain, wrapped
-from mpishard.ops.shape.roll import roll
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements, no_out
@@ -197,7 +196,7 @@ def _shift_rule(sign: int) -> Any:
     def rule(input: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
         dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
         own = [wrapped(d, input.ndim) for d in dims]
-        return roll(input, [sign * (input.shape[d] // 2) for d in own], own)
+        return torch.roll(input, [sign * (input.shape[d] // 2) for d in own], own)
 
     return rule
 
