@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="describe the job: ranks, GPUs, MPI; under mpiexec or srun, of all ranks")
     ops = commands.add_parser("ops", help="list the torch functions that run on sharded tensors")
-    ops.add_argument("family", nargs="?", help="only this family")
+    ops.add_argument("family", nargs="?", help="only this family: a folder such as window, or a file such as pool")
     ops.add_argument("--markdown", action="store_true", help="print the page docs/operations.md")
     ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
     given = parser.parse_args(arguments)
@@ -37,10 +37,10 @@ def _ops(parser: argparse.ArgumentParser, family: str | None, markdown: bool, mi
         return 0
     table = op_table.covered()
     families = sorted({c.family for c in table})
-    if family is not None and family not in families:
+    if family is not None and not any(family in (f, *f.split("/")) for f in families):
         parser.error(f"no family {family!r}; there are {', '.join(families)}")
     for name, members in groupby(table, lambda c: c.family):
-        if family in (None, name):
+        if family in (None, name, *name.split("/")):
             print(f"{name}")
             for treatment, same in groupby(sorted(members, key=lambda c: c.treatment), lambda c: c.treatment):
                 print(f"  {treatment:<10}{' '.join(sorted({c.name for c in same}))}")

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from mpishard.tensor.registry import RULES, Rule
+from mpishard.tensor.registry import RULES, SHARDED, TREATMENTS, Rule
 from mpishard.tensor.shard_tensor import ShardTensor
-
-TREATMENTS = {
-    "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
-    "halo": "cells near the borders come from the ranks beside",
-    "reduction": "small sums or other totals over ranks",
-    "moves": "cells change ranks, and no rank holds more than its share",
-    "gathers": "the sharded dims that the function needs whole are gathered; with a warning above "
-    "`MPISHARD_GATHER_WARN` bytes (default 1 GiB; 0: always, -1: never)",
-}
-
-# where a rule's own docstring does not say more
-_OF_FAMILY = {
-    "halo": "adaptive conv gradient interpolate neighbourhood pad pool roll spectrogram unfold unpool",
-    "reduction": "alias extremum histogram linear loss norm reduction scan softmax statistic vector",
-    "moves": "attention fourier join multihead pick pixel reshape write",
-    "gathers": "fractional gather matrix order sample",
-    "local": "diagonal embedding foreach hook index mask metadata pointwise random recurrent repeat special twin view",
-}
-# where neither is precise
-_OF_FUNCTION = {
-    "glu": "moves",
-    "gradient": "halo",
-    "index_reduce_": "gathers",
-    "repeat": "moves",
-    "scaled_dot_product_attention": "moves",
-    "select": "moves",
-    "tile": "moves",
-    "trace": "reduction",
-}
-_DEFAULT = {family: treatment for treatment, families in _OF_FAMILY.items() for family in families.split()}
 
 
 class Covered(NamedTuple):
@@ -53,31 +22,14 @@ class Covered(NamedTuple):
 
 
 def family_of(rule: Rule) -> str:
-    """Return the name of the module that has the rule. Not collective."""
-    return rule.__module__.rpartition(".")[2]
-
-
-def treatment_of(rule: Rule) -> str:
-    """Return what a rule does with a sharded dim: as its docstring says, else as its family does. Not collective.
-
-    Raises
-    ------
-    KeyError
-        Neither says it: declare the family in this module.
-    """
-    family = "metadata" if rule.__module__.startswith("mpishard.tensor.") else family_of(rule)
-    default = _DEFAULT[family] if rule.__module__.startswith("mpishard.") else "local"
-    text = re.sub(r"\s+", " ", rule.__doc__ or "")
-    said = re.search(r"(Not collective|Neighborwise collective|Collective).*", text)
-    if said is None:
-        return default
-    if re.search(r"gather(s|ed)?\b", said.group(0)):
-        return "gathers"
-    if said.group(0).startswith("Neighborwise"):
-        return "halo"
-    if said.group(0).startswith("Not collective."):
-        return "local"
-    return default
+    """Return where a rule is: folder and file of this package, "tensor", or a user's module. Not collective."""
+    module = rule.__module__
+    if module.startswith("mpishard.tensor."):
+        return "tensor"
+    if not module.startswith("mpishard."):
+        return module
+    # pointwise/pointwise says no more than pointwise
+    return "/".join(dict.fromkeys(module.removeprefix("mpishard.ops.").split(".")))
 
 
 def covered() -> list[Covered]:
@@ -87,8 +39,7 @@ def covered() -> list[Covered]:
         path = _path(function)
         if path is not None:
             place, name = path
-            treatment = _OF_FUNCTION.get(name) or treatment_of(rule)
-            found.setdefault((family_of(rule), name, treatment), set()).add(place)
+            found.setdefault((family_of(rule), name, SHARDED[function]), set()).add(place)
     return [Covered(n, tuple(sorted(places)), f, t) for (f, n, t), places in sorted(found.items())]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from mpishard.cli import main
 from mpishard.ops import op_table
+from mpishard.tensor import implements
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 ROW = re.compile(r"\| `(\w+)` \| (.+) \| (\w+) \|")
@@ -44,13 +46,36 @@ def test_the_page_is_current():
         assert len(listed()) > 1000
 
 
-def test_every_family_is_declared():
-    assert {c.treatment for c in op_table.covered()} <= set(op_table.TREATMENTS)
+def test_treatments():
     treatments = {c.name: c.treatment for c in op_table.covered()}
     assert treatments["add"] == "local"
     assert treatments["conv2d"] == "halo"
     assert treatments["sum"] == "reduction"
     assert treatments["inverse"] == "gathers"
+
+
+def test_every_rule_declares_its_treatment():
+    silent = []
+    for path in sorted((PAGE.parents[1] / "mpishard").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            declares = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "implements"
+            if declares and not any(k.arg == "sharded" for k in node.keywords):
+                silent.append(f"{path.name}:{node.lineno}")
+    assert silent == []
+    assert op_table.SHARDED.keys() >= op_table.RULES.keys()
+
+
+def test_treatments_are_checked():
+    with pytest.raises(ValueError, match="local, halo"):
+        implements(torch.add, sharded="somehow")
+
+
+@pytest.mark.parametrize("named", ["window/conv", "window", "conv"])
+def test_command_names_families_by_folder_and_file(capsys, named):
+    assert main(["ops", named]) == 0
+    out = capsys.readouterr().out
+    assert "conv2d" in out
+    assert "cumsum" not in out
 
 
 def test_command(capsys):

@@ -83,23 +83,21 @@ def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) ->
     return wrap(y, out, x._mesh)
 
 
+@implements(*spellings("pixel_shuffle"), sharded="moves")
 def pixel_shuffle(input: ShardTensor, upscale_factor: int) -> ShardTensor:
     """Move channels to space. Collective where a block ends within channels that become one, else not."""
     return _run("pixel_shuffle", _plan_shuffle, torch.pixel_shuffle, input, upscale_factor)
 
 
+@implements(*spellings("pixel_unshuffle"), sharded="moves")
 def pixel_unshuffle(input: ShardTensor, downscale_factor: int) -> ShardTensor:
     """Move space to channels. Collective where a block ends within cells that become one, else not."""
     return _run("pixel_unshuffle", _plan_unshuffle, torch.pixel_unshuffle, input, downscale_factor)
 
 
+@implements(*spellings("channel_shuffle"), sharded="gathers")
 def channel_shuffle(input: ShardTensor, groups: int) -> ShardTensor:
     """Interleave groups of channels. Collective where the channels are sharded: they are gathered and cut again."""
     x = resolved(input)
     whole = whole_along(x, (1,))
     return moved(wrap(torch.channel_shuffle(whole._local, groups), whole._layout, x._mesh), x._layout)
-
-
-for _rule in (pixel_shuffle, pixel_unshuffle, channel_shuffle):
-    for _func in spellings(_rule.__name__):
-        implements(_func, sharded="moves")(_rule)
