@@ -74,3 +74,20 @@ def test_no_catch_all_modules() -> None:
 def test_modules_are_short() -> None:
     lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in tracked("mpishard/*.py")}
     assert {name: count for name, count in lines.items() if count > 500} == {}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_pages_name_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    rows = re.findall(r"^(mpishard/\S+?)(?:, (\S+))?(?:, (\S+))?  ", text, re.M)
+    named = re.findall(r"`((?:mpishard|tests|benchmarks|docs)/[\w/.]+)`", text)
+    named += re.findall(r"`((?:tensor|autograd|comm|ops|layout|io)/[\w/]+\.py)`", text)
+    named += [
+        str(Path(first).parent / name) if i else first
+        for first, *rest in rows
+        for i, name in enumerate([first, *rest])
+        if name
+    ]
+    assert named
+    places = [[ROOT / name, ROOT / "mpishard" / name, (ROOT / name).with_suffix(".py")] for name in named]
+    assert [name for name, tried in zip(named, places) if not any(p.exists() for p in tried)] == []
