@@ -217,6 +217,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
 
 
+@pytest.fixture(autouse=True)
+def same_numbers(request: pytest.FixtureRequest) -> None:
+    """Let no test draw numbers that depend on the tests before it, which may have left the ranks with others."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """How often to kill what is to survive: in full on one stack, a quarter of it on another."""
