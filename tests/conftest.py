@@ -7,18 +7,24 @@ Everything else runs under a launcher, at every number of ranks in ``SIZES``::
     mpiexec -n 2 python -m pytest tests --ranks 2   # the parallel part, once per size
 
 A test of the other part, or marked ``ranks`` for other sizes, is deselected, never skipped.
+
+Every run has a seed, which it prints: the order of the tests, the cases that hypothesis draws and the tests of a
+sample follow from it. ``--seed N`` repeats a run. ``--sample K`` leaves of the tests that run in full at another
+size one in K; ``--stack`` leaves those whose outcome may depend on the MPI and HDF5 libraries.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,20 +39,38 @@ TESTS = Path(__file__).parent
 SERIAL = ("layout", "failure", "examples", "packaging")
 CLUSTER = "cluster"
 SIZES = (1, 2, 3, 4)
+# Without a GPU its tests are rehearsed over an emulated device, and at one size.
+GPU, REHEARSAL_SIZE = "gpu", 2
+# What another MPI or HDF5 library may change: everything that sends, waits, reads or writes, and the models.
+STACK = (
+    *("autograd", "cluster", "comm", "failure", "insitu", "io", "models", "nn", "testing"),
+    *("test_conv", "test_overlap", "test_reduction", "test_traffic"),
+)
+# Where every test runs, and what may depend on messages or files too; other sizes may take a sample.
+FULL_SIZES, FULL_STACK_SIZES = {2}, {2, 4}
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# Ranks that draw different examples would make different calls.
-hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
-# The same examples in every run; `--hypothesis-profile=search` looks for new ones.
-hypothesis.settings.register_profile("serial", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
+# How long an example takes is the machine's affair.
+patient = {"deadline": None, "database": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", **patient)
+# `--hypothesis-profile=search` looks longer
+hypothesis.settings.register_profile("search", max_examples=500, print_blob=True, **patient)
 
 
 def under_launcher() -> bool:
     return any(name in os.environ for name in RANK_VARIABLES)
 
+
+def told_size() -> int:
+    """Return the number of ranks that the launcher says it started, 0 where it says none."""
+    return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), 0)
+
+
+# Ranks that share a core leave it to the one that works: MPICH spins otherwise, Open MPI knows by itself.
+os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "100")
+os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", str(int(told_size() > (os.cpu_count() or 1))))
 
 if under_launcher():
     # Ranks that clean up old temporary folders at the same time meet each other's half-removed ones.
@@ -56,29 +80,36 @@ if under_launcher():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ranks", type=int, help="fail unless there are exactly this many ranks")
     parser.addoption("--cluster", action="store_true", help="run tests/cluster, which needs Slurm and munge")
+    parser.addoption("--seed", type=int, help="of the order, the drawn cases and the sample; printed by every run")
+    parser.addoption("--sample", type=int, default=1, metavar="K", help="one test in K, of those in full elsewhere")
+    parser.addoption("--stack", action="store_true", help="only what the MPI and HDF5 libraries may change")
 
 
 @pytest.hookimpl(trylast=True)  # after the reporter exists
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--ranks")
+    if config.getoption("--hypothesis-profile", None) is None:
+        hypothesis.settings.load_profile("default")
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
     if not under_launcher():
-        if config.getoption("--hypothesis-profile", None) is None:
-            hypothesis.settings.load_profile("serial")
+        hypothesis.core.global_force_seed = config.option.seed
         if wanted is not None:
             raise pytest.UsageError(f"--ranks {wanted}: no MPI launcher started this process; use mpiexec -n {wanted}")
         return
-    hypothesis.settings.load_profile("ranks")
     from mpi4py import MPI
 
     from tests.lockstep import Lockstep
 
     size = MPI.COMM_WORLD.size
-    told = next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), size)
+    told = told_size() or size
     if size not in SIZES or size != told or wanted not in (None, size):
         raise pytest.UsageError(
             f"MPI has {size} ranks, the launcher started {told}, --ranks asks for {wanted}, tests know {SIZES}; "
             "does the launcher belong to the MPI library that mpi4py loads?"
         )
+    # ranks that draw different examples would make different calls
+    config.option.seed = hypothesis.core.global_force_seed = MPI.COMM_WORLD.bcast(config.option.seed)
     config.pluginmanager.register(Lockstep(config), "lockstep")
 
 
@@ -97,24 +128,67 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
     return marker.args
 
 
+def part_of(path: Path) -> str:
+    """Return the first folder of a path below tests/."""
+    return path.relative_to(TESTS).parts[0] if path != TESTS and path.is_relative_to(TESTS) else ""
+
+
+def belongs(folder: str, config: pytest.Config) -> bool:
+    """Whether the tests of a folder run in this part."""
+    if folder == CLUSTER:
+        return bool(config.getoption("--cluster")) and not under_launcher()
+    return (folder in SERIAL) != under_launcher()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import nothing that would be deselected, where nobody asked for it by name."""
+    folder = part_of(collection_path)
+    asked = {part_of(Path(arg.partition("::")[0]).resolve()) for arg in config.args}
+    return True if folder and "" in asked and collection_path.is_dir() and not belongs(folder, config) else None
+
+
+def chosen(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a test runs here: in this part, at this size, on this stack, in this sample."""
+    folder = part_of(item.path)
+    of_stack = not {folder, item.path.stem}.isdisjoint(STACK)
+    if not belongs(folder, config) or (config.getoption("--stack") and not of_stack):
+        return False
+    if not under_launcher():
+        return True
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    sizes = {REHEARSAL_SIZE} if folder == GPU and not has_gpu() else set(sizes_of(item))
+    if size not in sizes:
+        return False
+    full = sizes & (FULL_STACK_SIZES if of_stack else FULL_SIZES)
+    of_sample = zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % config.getoption("--sample") == 0
+    return size in full or not full or of_sample
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    parallel = under_launcher()
-    if parallel:
-        from mpi4py import MPI
-    kept, dropped = [], []
+    kept: dict[Path, list[pytest.Item]] = {}
+    dropped = []
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        if folder == CLUSTER:
-            runs = config.getoption("--cluster") and not parallel
-        elif folder in SERIAL:
-            runs = not parallel
+        if chosen(item, config):
+            kept.setdefault(item.path, []).append(item)
         else:
-            sizes = sizes_of(item)
-            runs = parallel and MPI.COMM_WORLD.size in sizes
-        (kept if runs else dropped).append(item)
+            dropped.append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+    # no test needs another one before it; a file's tests stay together, for the fixtures that they share
+    draw = random.Random(config.option.seed)
+    files = list(kept.values())
+    draw.shuffle(files)
+    for file in files:
+        draw.shuffle(file)
+    items[:] = [item for file in files for item in file]
 
 
 def pytest_collection_finish() -> None:
@@ -132,7 +206,8 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"part: parallel, {MPI.COMM_WORLD.size} ranks, {library}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.write_line(f"seed of order, drawn cases and sample: --seed {config.option.seed} repeats them")
     ran = any(terminalreporter.stats.get(outcome) for outcome in ("passed", "failed", "error", "xfailed"))
     if terminalreporter.stats.get("deselected") and not ran:
         terminalreporter.write_line(
@@ -140,6 +215,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "or to another number of ranks.",
             red=True,
         )
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(request: pytest.FixtureRequest) -> None:
+    """Let no test draw numbers that depend on the tests before it, which may have left the ranks with others."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How often to kill what is to survive: in full on one stack, a quarter of it on another."""
+    return lambda times: max(2, times // 4) if request.config.getoption("--stack") else times
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -155,7 +244,7 @@ def launch() -> Launch:
     """
 
     def run(
-        size: int, *args: str | os.PathLike[str], timeout_s: float = 60, env: dict[str, str] | None = None
+        size: int, *args: str | os.PathLike[str], timeout_s: float = 300, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         command = [*mpiexec(), "-n", str(size), sys.executable, *map(os.fspath, args)]
         process = subprocess.Popen(

@@ -2,9 +2,9 @@
 # What a cluster has, on a Debian machine: Open MPI, parallel HDF5, Slurm, and a Python
 # environment in DIR whose mpi4py and h5py use them.
 #
-#   [PYTHON=python3] [TORCH=torch] [PIP_ARGS=...] [HDF5_DIR=...] tests/cluster/environment.sh DIR
+#   [PYTHON=python3] [TORCH=torch] [PIP_ARGS=...] [HDF5_DIR=...] [WHEELS=DIR.wheels] tests/cluster/environment.sh DIR
 #
-# Installs missing packages where it may (root, apt-get); says what is missing otherwise.
+# h5py is built once for an HDF5, an MPI and a Python, and kept as a wheel in WHEELS. Installs missing packages where it may (root, apt-get); says what is missing otherwise.
 set -euo pipefail
 dir=$1
 python=${PYTHON:-python3}
@@ -64,13 +64,20 @@ parallel_h5py() {
 if ! parallel_h5py; then
     # h5py states its licence in a way that the setuptools of an older venv cannot read
     "${pip[@]}" cython pkgconfig "setuptools>=77" wheel numpy mpi4py
-    # Most of the time goes to its compilation, on one core: on all of them, for speed to compile, not to run.
-    parallel=$(mktemp)
-    printf '[build_ext]\nparallel = %s\n' "$(nproc)" >"$parallel"
-    # pip's cache may hold a serial build of the same version
-    DIST_EXTRA_CONFIG=$parallel CFLAGS="-O1 -g0 -fwrapv" HDF5_MPI=ON CC=mpicc HDF5_DIR=$(hdf5_dir) \
-        "${pip[@]}" --no-cache-dir --no-build-isolation --no-binary=h5py --force-reinstall --no-deps h5py
-    rm "$parallel"
+    # What the build depends on, as one name.
+    built_on=$({ mpirun --version | head -n 1; sha256sum <"$(readlink -f "$(hdf5_dir)/lib/libhdf5.so" "$(hdf5_dir)/libhdf5.so" 2>/dev/null | head -n 1)"; "$dir/bin/python" -VV; } | sha256sum | cut -c 1-16)
+    wheels=${WHEELS:-$dir.wheels}/$built_on
+    mkdir -p "$wheels"
+    if ! ls "$wheels"/h5py-*.whl >/dev/null 2>&1; then
+        # Most of the time goes to its compilation, on one core: on all of them, for speed to compile, not to run.
+        parallel=$(mktemp)
+        printf '[build_ext]\nparallel = %s\n' "$(nproc)" >"$parallel"
+        # pip's cache may hold a serial build of the same version
+        DIST_EXTRA_CONFIG=$parallel CFLAGS="-O1 -g0 -fwrapv" HDF5_MPI=ON CC=mpicc HDF5_DIR=$(hdf5_dir) \
+            "$dir/bin/python" -m pip wheel "${pip_args[@]}" --no-cache-dir --no-build-isolation --no-binary=h5py --no-deps --wheel-dir "$wheels" h5py
+        rm "$parallel"
+    fi
+    "${pip[@]}" --force-reinstall --no-deps --no-index "$wheels"/h5py-*.whl
 fi
 # No MPI library from a wheel here.
 "${pip[@]}" "${TORCH:-torch}" -e ".[examples,test,dev]"

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Above what slurm.sh itself waits for.
-START_S = 60
-JOB_S = 240
+START_S = 300
+JOB_S = 900
 
 Submit = Callable[..., tuple[int, str]]
 
@@ -48,7 +48,7 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
         }
 
         def slurm(*command: str | os.PathLike[str]) -> str:
-            return subprocess.check_output(command, cwd=ROOT, env=variables, text=True, timeout=60).strip()
+            return subprocess.check_output(command, cwd=ROOT, env=variables, text=True, timeout=300).strip()
 
         number = slurm("sbatch", "--parsable", f"--output={output}", *options, script, *args)
         # sbatch --wait looks ever more rarely, in the end once a minute

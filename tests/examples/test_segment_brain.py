@@ -15,7 +15,7 @@ PROGRAM = EXAMPLES / "segment_brain.py"
 SMALL = ("--subsample", "8", "--base", "4", "--levels", "3")
 SHAPE = (25, 30, 24)
 # Starts of a program, two of torch each: on a busy machine mostly waiting for a core.
-LIMIT_S = 240
+LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -
         env={**os.environ, "PYTHONPATH": root, "PROGRAM": program, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout.split()[-1])

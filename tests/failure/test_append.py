@@ -72,18 +72,19 @@ space = {}
 
 
 @pytest.mark.parametrize(("zipped", "times"), [("", 16), ("1", 6)])
-def test_killed_at_any_moment_of_a_step(tmp_path, zipped, times):
+def test_killed_at_any_moment_of_a_step(tmp_path, kills, zipped, times):
     """One process, in turn at random moments and at the worst points."""
+    times = kills(times)
     program = "import mpishard as ms\nimport os, torch\n" + BODY + ARMED
     assert killed(program, times, AT=os.fspath(tmp_path / "a.h5"), ZIP=zipped) >= 3 * times // 2
 
 
-def test_a_rank_killed_at_any_moment_of_a_step(job, tmp_path):
+def test_a_rank_killed_at_any_moment_of_a_step(job, tmp_path, kills):
     """Of two ranks, either: the one that writes, or one of those that write together."""
     generator = random.Random(2)
     at = os.fspath(tmp_path / "a.h5")
     reached = 0
-    for i in range(3):
+    for i in range(kills(3)):
         body = f"""
 import subprocess
 first = steps()

@@ -73,8 +73,8 @@ if rank == 0:
     assert "went on" in outcome.output
 
 
-def test_killed_at_any_moment_of_a_save(tmp_path):
-    """Sixteen times one process, saves in the foreground and in the background."""
+def test_killed_at_any_moment_of_a_save(tmp_path, kills):
+    """One process, again and again, saves in the foreground and in the background."""
     program = "import mpishard as ms\nfrom mpi4py import MPI\nimport os, torch\nworld = MPI.COMM_WORLD\n" + FIELD
     program += """
 def first(i):
@@ -86,21 +86,23 @@ def work(step, i):
     save(step, asynchronous=i % 2 == 1)
 """
     # what is saved in the background is there when the next save has begun
-    assert killed(program, 16, may_lose=1, FOLDER=os.fspath(tmp_path / "checkpoints")) > 16
+    times = kills(16)
+    assert killed(program, times, may_lose=1, FOLDER=os.fspath(tmp_path / "checkpoints")) > times
 
 
-def test_a_rank_killed_at_any_moment_of_a_save(job, tmp_path):
-    """Four times one of two ranks; the other one waits for it, in MPI or in a file."""
+def test_a_rank_killed_at_any_moment_of_a_save(job, tmp_path, kills):
+    """One of two ranks; the other one waits for it, in MPI or in a file."""
     generator = random.Random(1)
     folder = os.fspath(tmp_path / "checkpoints")
     reached = 0
-    for i in range(4):
+    times = kills(4)
+    for i in range(times):
         body = f"""
 first = load(0) + 1 if {i} else 1
 world.Barrier()
 if rank == 0:
     note("FIRST", first)
-if rank == {i // 2}:
+if rank == {2 * i // times}:
     subprocess.Popen(["sh", "-c", f"sleep {0.02 + 0.2 * generator.random()}; kill -9 {{os.getpid()}}"])
 for step in range(first, 10**6):
     save(step, asynchronous={i % 2 == 1})

@@ -1,11 +1,10 @@
-"""Tests that need a GPU: ``make test-gpu`` runs them all; elsewhere each is skipped, and says why.
+"""Tests that need a GPU: ``make test-gpu`` runs them all.
 
-With ``MPISHARD_TEST_REHEARSAL=1`` those that need no more than its memory run over the emulated device: so the
-tests themselves are tried before a GPU is at hand.
+Where torch finds none they are rehearsed: those that need no more than its memory run over the emulated device, so
+the tests themselves are tried before a GPU is at hand. The others are skipped, and say why.
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from mpishard.comm.device import driver, gpu_aware
 from tests.emulated import emulated
 
 HERE = Path(__file__).parent
-REHEARSAL = os.environ.get("MPISHARD_TEST_REHEARSAL", "0") == "1"
+REHEARSAL = not torch.cuda.is_available()
 ROUTES = ["aware-kernel", "staged-kernel", "aware-torch", "staged-torch"]
 
 
@@ -24,11 +23,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent != HERE:
             continue  # the hook is shown the items of all folders
-        if REHEARSAL:
-            if "device" not in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.skip(reason="a rehearsal has no CUDA"))
-        elif not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))
+        if REHEARSAL and "device" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="torch finds no GPU, and a rehearsal has no CUDA"))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -91,6 +91,6 @@ def test_command(capsys):
 
 
 def test_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "mpishard", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "mpishard", "--help"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "ops" in done.stdout

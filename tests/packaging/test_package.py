@@ -42,7 +42,7 @@ print(json.dumps({"version": [ms.__version__], "modules": list(sys.modules), "na
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     *output, empty, facts = done.stdout.splitlines()
@@ -115,7 +115,7 @@ def test_wheel(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     (wheel,) = tmp_path.glob("*.whl")
