@@ -485,7 +485,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _message(self, way: str, x: Tensor, peer: int, tag: int, op: str = "") -> Pending:
         if not 0 <= tag < _TAGS:
             raise UnsupportedOperationError(
-                described(f"{way}: a tag that MPI may not have", expected=f"0 to {_TAGS - 1}", got=tag, fix="take another")
+                described(
+                    f"{way}: a tag that MPI may not have", expected=f"0 to {_TAGS - 1}", got=tag, fix="take another"
+                )
             )
         comm = self.comm if op else self._messages
         own = x.detach()
