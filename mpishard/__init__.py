@@ -16,7 +16,7 @@ from mpishard.autograd.point_to_point import send_recv, shift
 from mpishard.comm.counter import CommCounter, comm_counter
 from mpishard.comm.halo import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.comm.process_group import process_group
+from mpishard.comm.torch_distributed.process_group import process_group
 from mpishard.errors import (
     DesyncError,
     GatherWarning,

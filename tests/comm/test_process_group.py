@@ -258,7 +258,7 @@ def test_what_cannot_be():
         ms.process_group("y")
     ms.process_group(WORLD)
     try:
-        with pytest.raises(ms.UnsupportedOperationError, match="no reduction 'band' of torch.float32"):
+        with pytest.raises(ms.UnsupportedOperationError, match="no reduction 'band'"):
             dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
         if SIZE > 1:
             turned = WORLD.Split(0, -RANK)
