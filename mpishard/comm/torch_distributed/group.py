@@ -19,14 +19,14 @@ from mpishard.errors import LayoutError, UnsupportedOperationError, described
 
 BACKEND = "mpishard"
 _NAMES = {
-    dist.ReduceOp.RedOpType.SUM: "sum",
-    dist.ReduceOp.RedOpType.AVG: "avg",
-    dist.ReduceOp.RedOpType.PRODUCT: "prod",
-    dist.ReduceOp.RedOpType.MIN: "min",
-    dist.ReduceOp.RedOpType.MAX: "max",
-    dist.ReduceOp.RedOpType.BAND: "band",
-    dist.ReduceOp.RedOpType.BOR: "bor",
-    dist.ReduceOp.RedOpType.BXOR: "bxor",
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
 }
 # of whole bytes, which MPI has for memory of any integer type
 _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
