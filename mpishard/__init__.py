@@ -16,6 +16,7 @@ from mpishard.autograd.point_to_point import send_recv, shift
 from mpishard.comm.counter import CommCounter, comm_counter
 from mpishard.comm.halo.exchanger import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.comm.torch_distributed.process_group import process_group
 from mpishard.errors import (
     DesyncError,
     GatherWarning,
@@ -86,6 +87,7 @@ __all__ = [
     "init_mesh",
     "neighborhood_attention",
     "ones",
+    "process_group",
     "rand",
     "randn",
     "reduce_scatter",

@@ -156,6 +156,11 @@ class CartMesh:
         return self._freed or self._holding.freed
 
     @property
+    def root_comm(self) -> MPI.Intracomm:
+        """The communicator of the whole mesh, of which this one may be a sub-mesh."""
+        return self._holding.comms[0]  # type: ignore[return-value]
+
+    @property
     def ndim(self) -> int:
         """Number of mesh dims."""
         return len(self.shape)

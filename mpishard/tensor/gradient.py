@@ -13,7 +13,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.tensor.hook import apply_backward_hook, local_cotangent
+from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of
 
@@ -130,6 +130,10 @@ def _holds_shards(values: Any) -> bool:
     return any(map(_holds_shards, values))
 
 
+# torch's own that hand their tensors through, to be called in backward
+_PASSING = {"torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"}
+
+
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     if cls.__module__.startswith("mpishard."):
@@ -152,6 +156,8 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if cls is BackwardHookFunction:
         return apply_backward_hook(args)
+    if name in _PASSING:
+        return apply_on_blocks(apply, args)
     raise UnsupportedOperationError(
         described(
             f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",

@@ -84,6 +84,7 @@ class ShardTensor(Tensor):
     dtype = property(lambda self: self._local.dtype, doc="Dtype of the elements.")  # type: ignore[assignment]
     device = property(lambda self: self._local.device, doc="Device of the local block.")  # type: ignore[assignment]
     layout = property(lambda self: self._layout, doc="Placements and block sizes.")  # type: ignore[assignment]
+    _base = property(lambda self: self._local._base)  # type: ignore[assignment]
     mesh = property(lambda self: self._mesh, doc="The mesh that holds it.")
     placements = property(lambda self: self._layout.placements, doc="One placement per mesh dim.")
 

@@ -29,6 +29,11 @@ class PendingReduction:
         self._finish = finish
         self._group = group
 
+    @property
+    def requests(self) -> list[MPI.Request]:
+        """What is under way, none once it was waited for."""
+        return self._requests
+
     def poke(self) -> bool:
         """Let MPI make progress; return whether the messages are through. Not collective."""
         return MPI.Request.Testall(self._requests)

@@ -1,0 +1,366 @@
+"""A process group of torch.distributed whose ranks are those of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from mpishard.comm import collective, guard
+from mpishard.comm.buffer import address, as_bytes, dense, is_dense, pieces, to_host
+from mpishard.comm.mesh import Group
+from mpishard.comm.pending import iall_reduce
+from mpishard.comm.torch_distributed.work import Work
+from mpishard.errors import LayoutError, UnsupportedOperationError, described
+
+BACKEND = "mpishard"
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+# of whole bytes, which MPI has for memory of any integer type
+_BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
+# below the smallest upper bound that MPI allows for tags
+TAGS = 1 << 15
+
+
+class MPIProcessGroup(dist.ProcessGroup):
+    """A group of torch.distributed: its own communicator, by the collectives of this package.
+
+    Attributes
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    parts : dict
+        Of the default group: what `process_group` made, by ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.comm = comm
+        self._group = collective.group_of(comm)
+        # messages between single ranks have tags of the caller's, and meet nothing else here
+        self._messages = comm.Dup()
+        self._name, self._description = "", "undefined"
+        self.parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def shutdown(self) -> None:
+        """Give the communicators back, as `torch.distributed.destroy_process_group` asks. Collective."""
+        self.parts.clear()
+        for comm in (self._messages, self.comm):
+            if comm != MPI.COMM_NULL and not MPI.Is_finalized():
+                comm.Free()
+
+    # -- what torch asks a group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the name of the backend."""
+        return BACKEND
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name that torch knows the group by."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name that torch knows the group by."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take what the group is for."""
+        self._description = description
+
+    # -- collectives; all but some sums are over when they return
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Reduce in place. Collective."""
+        op = _name_of(opts)
+        (x,) = tensors
+        if op == "sum" and getattr(opts, "asyncOp", False) and is_dense(x):
+            work = Work(tensors)
+            pending = iall_reduce(x.detach(), self._group)
+            work.finish, work.requests = pending.wait, pending.requests
+            return work
+        _reduced(x.detach(), op, self._group)
+        return Work(tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors in place. Collective."""
+        for x in tensors:
+            _reduced(x.detach(), _name_of(opts), self._group)
+        return Work(tensors)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce onto one rank. Collective."""
+        (x,) = tensors
+        op = _name_of(opts)
+        if op == "sum":
+            y = collective.reduce(x.detach(), self._group, opts.rootRank)
+        else:
+            _reduced(y := x.detach().clone(), op, self._group)
+        if self.rank() == opts.rootRank:
+            x.detach().copy_(y)
+        return Work(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Send one rank's tensor to all. Collective."""
+        (x,) = tensors
+        collective.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
+        return Work(tensors)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        """Give every rank every rank's tensor. Collective."""
+        for parts, x in zip(outputs, inputs):
+            counts = [p.numel() for p in parts]
+            flat = collective.all_gather(x.detach().reshape(-1), self._group, 0, counts)
+            for part, got in zip(parts, flat.split(counts)):
+                part.detach().copy_(got.view(part.shape))
+        return Work([p for parts in outputs for p in parts])
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Join the ranks' tensors into one. Collective."""
+        flat = collective.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
+        output.detach().copy_(flat.view(output.shape))
+        return Work([output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Join the ranks' tensors, several at once. Collective."""
+        for output, x in zip(outputs, inputs):
+            self.all_gather_single(output, x)
+        return Work(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Reduce and keep a block each. Collective."""
+        op, n = _name_of(opts), output.numel()
+        flat = input.detach().reshape(-1)
+        if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
+            got = collective.reduce_scatter(flat, self._group, 0, (n,) * self.size())
+            if op == "avg":
+                got = got / self.size()
+        else:
+            _reduced(flat := flat.clone(), op, self._group)
+            got = flat[self.rank() * n : (self.rank() + 1) * n]
+        output.detach().copy_(got.view(output.shape))
+        return Work([output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Reduce and keep a block each, of several tensors. Collective."""
+        for output, x in zip(outputs, inputs):
+            self.reduce_scatter_single(output, x, opts)
+        return Work(outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        """Reduce lists of tensors and keep one of them each. Collective."""
+        for output, parts in zip(outputs, inputs):
+            alike = all(p.numel() == output.numel() for p in parts)
+            if alike:
+                self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)
+                continue
+            for rank, part in enumerate(parts):
+                _reduced(whole := part.detach().clone(), _name_of(opts), self._group)
+                if rank == self.rank():
+                    output.detach().copy_(whole.view(output.shape))
+        return Work(outputs)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        """Send a tensor to every rank and receive one from each. Collective."""
+        most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
+        # how they travel depends on the largest of all ranks
+        with guard.waiting("all_to_all", (), self.comm):
+            most = self.comm.allreduce(most, MPI.MAX)
+        blocks = [t.detach() for t in inputs]
+        got = collective.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
+        for output, part in zip(outputs, got):
+            output.detach().copy_(part)
+        return Work(outputs)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work:
+        """Send rows of a tensor to every rank and receive rows from each. Collective."""
+        size = self.size()
+        sends, recvs = (
+            list(splits) or [t.shape[0] // size] * size
+            for splits, t in ((input_splits, input), (output_splits, output))
+        )
+        outputs = list(output.detach().split(recvs))
+        self.alltoall(outputs, list(input.detach().split(sends)))
+        return Work([output])
+
+    all_to_all_single = alltoall_base
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        """Collect the ranks' tensors on one. Collective."""
+        (x,) = inputs
+        root = opts.rootRank
+        sends = [] if self.rank() == root else [(root, x)]
+        recvs = []
+        if self.rank() == root:
+            (parts,) = outputs
+            parts[root].detach().copy_(x.detach())
+            recvs = [(rank, p) for rank, p in enumerate(parts) if rank != root]
+        self._exchanged("gather", sends, recvs)
+        return Work([p for parts in outputs for p in parts])
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        """Give each rank its tensor of one rank's list. Collective."""
+        (x,) = outputs
+        root = opts.rootRank
+        sends = []
+        if self.rank() == root:
+            (parts,) = inputs
+            x.detach().copy_(parts[root].detach())
+            sends = [(rank, p) for rank, p in enumerate(parts) if rank != root]
+        self._exchanged("scatter", sends, [] if self.rank() == root else [(root, x)])
+        return Work(outputs)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for all ranks. Collective."""
+        with guard.waiting("barrier", (), self.comm):
+            self.comm.Barrier()
+        return Work([])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the watchdog names who is missing. Collective."""
+        self.barrier()
+
+    # -- messages between single ranks
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
+        """Start to send to one rank. Not collective."""
+        (x,) = tensors
+        return self._message("send", x, dst, tag)
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
+        """Start to receive from one rank. Not collective."""
+        (x,) = tensors
+        return self._message("recv", x, src, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Start to receive from any rank. Not collective."""
+        (x,) = tensors
+        return self._message("recv", x, MPI.ANY_SOURCE, tag)
+
+    def _exchanged(self, op: str, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive whole tensors, apart from the messages of the caller's tags."""
+        works = [self._message("recv", t, rank, 0, op) for rank, t in recvs]
+        works += [self._message("send", t, rank, 0, op) for rank, t in sends]
+        for work in works:
+            work.wait()
+
+    def _message(self, way: str, x: Tensor, peer: int, tag: int, op: str = "") -> Work:
+        if not 0 <= tag < TAGS:
+            raise UnsupportedOperationError(
+                described(
+                    f"{way}: a tag that MPI may not have", expected=f"0 to {TAGS - 1}", got=tag, fix="take another"
+                )
+            )
+        comm = self.comm if op else self._messages
+        own = x.detach()
+        host = dense(own) if own.device.type == "cpu" else to_host(own)
+        start = comm.Isend if way == "send" else comm.Irecv
+        nbytes = host.nbytes
+        cut = list(pieces(nbytes)) if nbytes else [(0, 0)]
+        work = Work([x])
+        if peer == MPI.ANY_SOURCE and len(cut) > 1:
+            raise UnsupportedOperationError(
+                described(
+                    "recv: a message in pieces from any rank",
+                    expected=f"at most {cut[0][1]} bytes, or a source",
+                    got=f"{nbytes} bytes",
+                    fix="name the rank that sends it",
+                )
+            )
+        work.requests = [start(address(host.data_ptr() + a, n), peer, tag) for a, n in cut]
+
+        def finish() -> None:
+            statuses = [MPI.Status() for _ in cut]
+            with guard.waiting(op or way, [peer] if peer >= 0 else [], comm):
+                MPI.Request.Waitall(work.requests, statuses)
+            if way == "send":
+                return
+            came = sum(s.Get_count(MPI.BYTE) for s in statuses)
+            work.source = statuses[0].Get_source()
+            if came != nbytes:
+                raise LayoutError(
+                    described(
+                        f"{op or way}: the tensor from rank {work.source} does not fit",
+                        expected=f"{nbytes} bytes, {x.dtype} of shape {tuple(x.shape)}",
+                        got=f"{came} bytes",
+                        fix="give the shape and dtype that the source sends",
+                    )
+                )
+            if host is not own:
+                own.copy_(host)
+
+        work.finish = finish
+        return work
+
+
+def _name_of(opts: Any) -> str:
+    given = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for op, name in _NAMES.items():
+        if given == op:
+            return name
+    raise UnsupportedOperationError(
+        described(
+            "torch.distributed: a reduction that MPI does not have",
+            expected=f"one of {', '.join(_NAMES.values())}",
+            got=given,
+            fix="scale before the sum",
+        )
+    )
+
+
+def _reduced(x: Tensor, op: str, group: Group) -> None:
+    """Reduce ``x`` in place."""
+    if op in _BITWISE:
+        _bitwise(x, op, group)
+        return
+    collective.all_reduce(x, group, "sum" if op == "avg" else op, in_place=True)
+    if op == "avg":
+        x.div_(group.size, rounding_mode=None if x.is_floating_point() or x.is_complex() else "floor")
+
+
+def _bitwise(x: Tensor, op: str, group: Group) -> None:
+    if x.is_floating_point() or x.is_complex():
+        raise UnsupportedOperationError(
+            described(f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it")
+        )
+    host = dense(x) if x.device.type == "cpu" else to_host(x)
+    with guard.waiting("all_reduce", (), group.comm):
+        group.comm.Allreduce(MPI.IN_PLACE, (as_bytes(host), MPI.BYTE), _BITWISE[op])
+    if host is not x:
+        x.copy_(host)

@@ -1,0 +1,269 @@
+"""torch.distributed over MPI: torch's own collectives and wrappers, and what they compute."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import mpishard as ms
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+# their names from torch 2.13 on, and before
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
+
+
+@pytest.fixture
+def world():
+    yield ms.process_group(WORLD)
+    dist.destroy_process_group()
+
+
+def field(rank, *shape, dtype=torch.float32):
+    values = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(rank + 1))
+    return values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def fields(*shape, dtype=torch.float32):
+    return torch.stack([field(r, *shape, dtype=dtype) for r in range(SIZE)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collectives(world, dtype):
+    x, every = field(RANK, 3, 4, dtype=dtype), fields(3, 4, dtype=dtype)
+
+    total = x.clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, every.sum(0).to(dtype))
+
+    joined = torch.empty(3 * SIZE, 4, dtype=dtype)
+    all_gather_single(joined, x)
+    assert torch.equal(joined, every.flatten(0, 1))
+    parts = [torch.empty_like(x) for _ in range(SIZE)]
+    dist.all_gather(parts, x.t().contiguous().t())
+    assert torch.equal(torch.stack(parts), every)
+
+    mine = torch.empty(2, dtype=dtype)
+    whole = fields(2 * SIZE, dtype=dtype)
+    reduce_scatter_single(mine, whole[RANK].clone())
+    torch.testing.assert_close(mine, whole.sum(0).to(dtype)[2 * RANK : 2 * RANK + 2])
+
+    y = x.clone()
+    dist.broadcast(y, SIZE - 1)
+    assert torch.equal(y, every[-1])
+    y = x.clone()
+    dist.reduce(y, SIZE - 1)
+    torch.testing.assert_close(y, every.sum(0).to(dtype) if RANK == SIZE - 1 else x)
+
+    parts = [torch.empty_like(x) for _ in range(SIZE)] if RANK == 0 else None
+    dist.gather(x, parts)
+    assert RANK or torch.equal(torch.stack(parts), every)
+    y = torch.empty_like(x)
+    dist.scatter(y, list(every.unbind()) if RANK == 0 else None)
+    assert torch.equal(y, x)
+
+    # r + 1 rows to rank r
+    rows = [r + 1 for r in range(SIZE)]
+    sent = fields(sum(rows), 2, dtype=dtype)
+    y = torch.empty(SIZE * (RANK + 1), 2, dtype=dtype)
+    dist.all_to_all_single(y, sent[RANK].clone(), [RANK + 1] * SIZE, rows)
+    assert torch.equal(y, torch.cat([s.split(rows)[RANK] for s in sent]))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.PRODUCT, lambda t: t.prod(0)),
+        (dist.ReduceOp.MIN, lambda t: t.amin(0)),
+        (dist.ReduceOp.MAX, lambda t: t.amax(0)),
+        (dist.ReduceOp.AVG, lambda t: t.double().mean(0).floor().long()),
+        (dist.ReduceOp.BAND, lambda t: _folded(torch.bitwise_and, t)),
+        (dist.ReduceOp.BOR, lambda t: _folded(torch.bitwise_or, t)),
+        (dist.ReduceOp.BXOR, lambda t: _folded(torch.bitwise_xor, t)),
+    ],
+)
+def test_reductions(world, op, expected):
+    every = fields(2 * SIZE, dtype=torch.int64)
+    x = every[RANK].clone()
+    dist.all_reduce(x, op)
+    assert torch.equal(x, expected(every))
+    mine = torch.empty(2, dtype=torch.int64)
+    reduce_scatter_single(mine, every[RANK].clone(), op)
+    assert torch.equal(mine, expected(every)[2 * RANK : 2 * RANK + 2])
+
+
+def _folded(f, every):
+    total = every[0]
+    for t in every[1:]:
+        total = f(total, t)
+    return total
+
+
+def test_work_that_goes_on(world):
+    x, y = torch.ones(1000) * RANK, torch.ones(3)
+    first = dist.all_reduce(x, async_op=True)
+    second = dist.all_reduce(y, async_op=True)
+    second.wait()
+    first.wait()
+    assert first.is_completed()
+    assert torch.equal(x, torch.full((1000,), sum(range(SIZE)) * 1.0))
+    assert torch.equal(y, torch.full((3,), SIZE * 1.0))
+    (z,) = dist.all_reduce(torch.ones(2), async_op=True).get_future().value()
+    assert torch.equal(z, torch.full((2,), SIZE * 1.0))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_messages(world):
+    to, of = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    got = [torch.empty(5), torch.empty(2, dtype=torch.int64)]
+    ops = [dist.P2POp(dist.irecv, t, of, tag=k) for k, t in enumerate(got)]
+    ops += [dist.P2POp(dist.isend, t, to, tag=k) for k, t in enumerate([field(RANK, 5), torch.tensor([RANK, 7])])]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert torch.equal(got[0], field(of, 5))
+    assert got[1].tolist() == [of, 7]
+    if RANK == 0:
+        x = torch.empty(1)
+        froms = {dist.recv(x) for _ in range(SIZE - 1)}
+        assert froms == set(range(1, SIZE))
+        request = dist.irecv(torch.empty(3), 1, tag=9)
+        dist.barrier()
+        with pytest.raises(ms.LayoutError, match=r"12 bytes.*\n.*got: +8 bytes"):
+            request.wait()
+    else:
+        dist.send(torch.ones(1), 0)
+        if RANK == 1:
+            dist.send(torch.ones(2), 0, tag=9)
+        dist.barrier()
+
+
+def test_objects(world):
+    every = [None] * SIZE
+    dist.all_gather_object(every, {"rank": RANK})
+    assert every == [{"rank": r} for r in range(SIZE)]
+    one = ["there"] if RANK == 0 else [None]
+    dist.broadcast_object_list(one, 0)
+    assert one == ["there"]
+    mine = [None]
+    dist.scatter_object_list(mine, [f"for {r}" for r in range(SIZE)] if RANK == 0 else None)
+    assert mine == [f"for {RANK}"]
+
+
+@pytest.mark.ranks(2, 4)
+def test_groups_of_a_mesh():
+    mesh = ms.init_mesh((2, -1), ("data", "y"))
+    try:
+        for name in ("data", "y"):
+            group = ms.process_group(mesh[name])
+            assert group is ms.process_group(mesh[name]) or SIZE == 2
+            assert dist.get_world_size(group) == mesh[name].size
+            assert dist.get_rank(group) == mesh[name].rank
+            x = torch.tensor([mesh.rank + 1])
+            dist.all_reduce(x, group=group)
+            assert x.item() == ms.all_reduce(torch.tensor([mesh.rank + 1]), mesh[name]).item()
+        assert dist.get_world_size() == SIZE
+    finally:
+        dist.destroy_process_group()
+        mesh.free()
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def test_data_parallel(world):
+    x = torch.randn(4 * SIZE, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    plain, own = model(), DistributedDataParallel(model(), process_group=world)
+    plain(x).square().mean().backward()
+    own(x.chunk(SIZE)[RANK]).square().mean().backward()
+    for p, q in zip(plain.parameters(), own.module.parameters()):
+        torch.testing.assert_close(q.grad, p.grad)
+
+
+@pytest.mark.ranks(2, 4)
+def test_fully_shard_dtensor_and_checkpoints(world, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("a", "b"))
+    t = torch.arange(64.0).view(8, 8)
+    d = distribute_tensor(t, mesh, [Shard(0), Shard(1)])
+    assert torch.equal((d @ d.T).full_tensor(), t @ t.T)
+    assert torch.equal(d.redistribute(placements=[Replicate(), Shard(0)]).full_tensor(), t)
+
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    plain, own = model(), model()
+    for layer in (own[0], own[2]):
+        fully_shard(layer, mesh=mesh["a"])
+    fully_shard(own, mesh=mesh["a"])
+    for m, part in ((plain, x), (own, x.chunk(2)[mesh.get_local_rank("a")])):
+        optimizer = torch.optim.Adam(m.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(part).square().mean().backward()
+            optimizer.step()
+    state = {name: p.full_tensor() for name, p in own.state_dict().items()}
+    for name, p in plain.state_dict().items():
+        torch.testing.assert_close(state[name], p)
+
+    folder = WORLD.bcast(str(tmp_path / "checkpoint"))
+    dcp.save({"model": own.state_dict()}, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in own.parameters():
+            p.zero_()
+    loaded = own.state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    for name, p in loaded.items():
+        assert torch.equal(p.full_tensor(), state[name])
+
+
+@pytest.mark.ranks(4)
+def test_fully_shard_around_shards():
+    """Parameters over "data", cells over "y": the sums over "y" are ours, those over "data" torch's."""
+    mesh = ms.init_mesh((2, 2), ("data", "y"))
+    try:
+        ms.process_group(mesh)
+        devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "y"))
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 3, padding=1)).double()
+        own = copy.deepcopy(plain)
+        for layer in own:
+            fully_shard(layer, mesh=devices["data"])
+        fully_shard(own, mesh=devices["data"])
+        x = torch.randn(4, 2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        plain(x).square().mean().backward()
+        part = x.chunk(2)[mesh["data"].rank]
+        shards = ms.distribute_tensor(part, mesh["y"], (ms.Shard(2),))
+        own(shards).square().mean().backward()
+        for p, q in zip(plain.parameters(), own.parameters()):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+    finally:
+        dist.destroy_process_group()
+        mesh.free()
+
+
+def test_what_cannot_be():
+    with pytest.raises(ms.MeshError, match="process_group: no ranks"):
+        ms.process_group("y")
+    ms.process_group(WORLD)
+    try:
+        with pytest.raises(ms.UnsupportedOperationError, match="no reduction 'band'"):
+            dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+        if SIZE > 1:
+            turned = WORLD.Split(0, -RANK)
+            with pytest.raises(ms.MeshError, match="another order"):
+                ms.process_group(turned)
+            turned.Free()
+    finally:
+        dist.destroy_process_group()
