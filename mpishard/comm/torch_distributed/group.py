@@ -10,10 +10,11 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import collective, guard
-from mpishard.comm.buffer import address, as_bytes, dense, is_dense, pieces, to_host
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
+from mpishard.comm.collective.nonblocking import iall_reduce
+from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host
 from mpishard.comm.mesh import Group
-from mpishard.comm.pending import iall_reduce
 from mpishard.comm.torch_distributed.work import Work
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 
@@ -48,7 +49,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(comm.Get_rank(), comm.Get_size())
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
-        self._group = collective.group_of(comm)
+        self._group = blocking.group_of(comm)
         # messages between single ranks have tags of the caller's, and meet nothing else here
         self._messages = comm.Dup()
         self._name, self._description = "", "undefined"
@@ -108,7 +109,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         (x,) = tensors
         op = _name_of(opts)
         if op == "sum":
-            y = collective.reduce(x.detach(), self._group, opts.rootRank)
+            y = blocking.reduce(x.detach(), self._group, opts.rootRank)
         else:
             _reduced(y := x.detach().clone(), op, self._group)
         if self.rank() == opts.rootRank:
@@ -118,14 +119,14 @@ class MPIProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Send one rank's tensor to all. Collective."""
         (x,) = tensors
-        collective.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
+        blocking.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
         return Work(tensors)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
         for parts, x in zip(outputs, inputs):
             counts = [p.numel() for p in parts]
-            flat = collective.all_gather(x.detach().reshape(-1), self._group, 0, counts)
+            flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, counts)
             for part, got in zip(parts, flat.split(counts)):
                 part.detach().copy_(got.view(part.shape))
         return Work([p for parts in outputs for p in parts])
@@ -134,7 +135,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
-        flat = collective.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
+        flat = blocking.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
         output.detach().copy_(flat.view(output.shape))
         return Work([output])
 
@@ -155,7 +156,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         op, n = _name_of(opts), output.numel()
         flat = input.detach().reshape(-1)
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
-            got = collective.reduce_scatter(flat, self._group, 0, (n,) * self.size())
+            got = blocking.reduce_scatter(flat, self._group, 0, (n,) * self.size())
             if op == "avg":
                 got = got / self.size()
         else:
@@ -196,7 +197,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         with guard.waiting("all_to_all", (), self.comm):
             most = self.comm.allreduce(most, MPI.MAX)
         blocks = [t.detach() for t in inputs]
-        got = collective.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
+        got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
         for output, part in zip(outputs, got):
             output.detach().copy_(part)
         return Work(outputs)
@@ -349,7 +350,7 @@ def _reduced(x: Tensor, op: str, group: Group) -> None:
     if op in _BITWISE:
         _bitwise(x, op, group)
         return
-    collective.all_reduce(x, group, "sum" if op == "avg" else op, in_place=True)
+    blocking.all_reduce(x, group, "sum" if op == "avg" else op, in_place=True)
     if op == "avg":
         x.div_(group.size, rounding_mode=None if x.is_floating_point() or x.is_complex() else "floor")
 
