@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.ops.contract import Label, Labels, contract
 from mpishard.ops.diagonal import diagonal
-from mpishard.ops.dim import into_plain
+from mpishard.ops.dim import into_plain, whole_along
 from mpishard.ops.pointwise import broadcast_of, no_out
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
@@ -33,6 +33,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     which is summed at once if there is a bias.
     """
     labels, out = _linear_labels(input.ndim)
+    if not (isinstance(input, ShardTensor) or isinstance(weight, ShardTensor)):
+        return F.linear(input, weight) + bias  # type: ignore[no-any-return]
     y = contract("linear", F.linear, (input, weight), labels, out)
     if bias is None:
         return y
@@ -59,6 +61,8 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
 @implements(F.bilinear, torch.bilinear)
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a bilinear layer. As `linear`."""
+    if not any(isinstance(x, ShardTensor) for x in (input1, input2, weight)):
+        return F.bilinear(input1, input2, weight) + bias  # type: ignore[no-any-return]
     batch = tuple(range(input1.ndim - 1))
     labels: tuple[Labels, ...] = ((*batch, "I"), (*batch, "K"), ("J", "I", "K"))
     y = contract("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
@@ -132,7 +136,7 @@ _ADDED = {
 
 
 def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: Any) -> Any:
-    whole = getattr(torch, name)
+    whole = getattr(torch, name.removeprefix("sparse."))
 
     def rule(
         input: Any,
@@ -181,6 +185,27 @@ for _name, (_labels, _result, _product) in _ADDED.items():
         RULES[_func] = _rule
     for _func in spellings(f"{_name}_"):
         RULES[_func] = into_plain(_func)(_in_place_rule(_rule))
+
+
+# -- of sparse matrices, whose gradients are sparse
+
+
+@implements(torch.sparse.mm)
+def sparse_mm(mat1: Any, mat2: Any, reduce: str | None = None) -> ShardTensor:
+    """Multiply a sparse matrix with a sharded one. As `matmul`; other reductions than a sum gather the summed dim."""
+    labels, result = _PRODUCTS["mm"]
+    if reduce is None:
+        return contract("sparse.mm", torch.sparse.mm, (mat1, mat2), labels, result)
+    return contract(
+        "sparse.mm",
+        lambda a, b: torch.sparse.mm(a, b, reduce),
+        (mat1, whole_along(resolved(mat2), (0,))),
+        labels,
+        result,
+    )
+
+
+RULES[torch.sparse.addmm] = _added_rule("sparse.addmm", *_PRODUCTS["mm"], torch.sparse.mm)
 
 
 @implements(torch.inner, torch.Tensor.inner)
