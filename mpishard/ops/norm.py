@@ -17,14 +17,13 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.column import FORMATS
-from mpishard.ops.dim import whole_along
+from mpishard.ops.dim import plain, whole_along
 from mpishard.ops.normalise import Rows, normalised
 from mpishard.ops.reduction import HALVES, counts_over, reduced
 from mpishard.ops.stand_in import cropped, filled
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -56,19 +55,6 @@ def _rows_of(x: ShardTensor, groups: int) -> Rows:
     if rows is None:
         rows = x._mesh.plan(key, lambda: _plan_rows(x, groups))
     return rows  # type: ignore[no-any-return]
-
-
-def _input(name: str, x: Any) -> ShardTensor:
-    if isinstance(x, ShardTensor):
-        return resolved(x)
-    raise UnsupportedOperationError(
-        described(
-            f"{name}: a plain input with ShardTensor parameters",
-            expected="a ShardTensor as input",
-            got=type(x).__name__,
-            fix="distribute the input, or gather the parameters with full_tensor()",
-        )
-    )
 
 
 def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
@@ -108,7 +94,7 @@ def group_norm(
     Channels that are cut within a group are gathered, and the result is cut again.
     """
     mesh = mesh_of((input, weight, bias))
-    x = _input("group_norm", input)
+    x = on_mesh(input, mesh)
     before = x._layout
     sizes = before.sizes[1] if x.ndim > 1 else None
     if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
@@ -124,30 +110,17 @@ def group_norm(
     return moved(wrap(y, x._layout, mesh), before)
 
 
-def _running(t: Any, name: str) -> Any:
-    """Return running statistics as a plain tensor that can be written in place."""
-    if isinstance(t, ShardTensor):
-        if not t._layout.is_replicated:
-            raise UnsupportedOperationError(
-                described(
-                    f"{name}: sharded running statistics",
-                    expected="plain or replicated running_mean and running_var",
-                    got=list(t._layout.placements),
-                    fix="keep the buffers of the module as plain tensors",
-                )
-            )
-        return t._local
-    return t
-
-
-def _update(running: Tensor | None, value: Tensor, momentum: float, x: ShardTensor) -> None:
-    """Move running statistics towards this batch's, which every rank has for its own channels."""
+def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> None:
+    """Move running statistics, however they lie, towards this batch's, which every rank has for its own channels."""
     if running is None:
         return
     value = value.detach()
     if x._layout.sizes[1] is not None:
         value = _whole_channels(value, x._layout, x._mesh)
-    running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+    value = value.to(running.dtype)
+    if isinstance(running, ShardTensor):
+        value = wrap(value, replicated_layout(x._mesh, value.shape), x._mesh)
+    running.mul_(1 - momentum).add_(value, alpha=momentum)
 
 
 def _whole_channels(value: Tensor, layout: Layout, mesh: CartMesh) -> Tensor:
@@ -186,8 +159,7 @@ def batch_norm(
 ) -> ShardTensor:
     """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = _input("batch_norm", input)
-    running_mean, running_var = _running(running_mean, "batch_norm"), _running(running_var, "batch_norm")
+    x = on_mesh(input, mesh)
     rows = _rows_of(x, 0)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if training:
@@ -199,7 +171,7 @@ def batch_norm(
         _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
         return wrap(y, x._layout, mesh)
     lo, hi = x._layout.interval(1, mesh.coords)
-    weight, bias, mean, var = map(filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
+    weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
     block = filled(x._local)
     y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
     if y.requires_grad:
@@ -249,8 +221,7 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = _input("instance_norm", input)
-    running_mean, running_var = _running(running_mean, "instance_norm"), _running(running_var, "instance_norm")
+    x = on_mesh(input, mesh)
     rows = _rows_of(x, x.shape[1])
     if rows.count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
@@ -310,7 +281,7 @@ def layer_norm(
 ) -> Any:
     """Normalise over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight, bias))
-    x = _input("layer_norm", input)
+    x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
     over = reduced(x._layout, dims).over
     if not over:
@@ -332,7 +303,7 @@ def layer_norm(
 def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight))
-    x = _input("rms_norm", input)
+    x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
     plan = reduced(x._layout, dims, True)
     if not plan.over:
@@ -352,7 +323,7 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
 @implements(F.local_response_norm)
 def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> ShardTensor:
     """Divide by the squares of nearby channels. Neighborwise collective where the channels are sharded."""
-    x = _input("local_response_norm", input)
+    x = resolved(input)
     mesh, layout = x._mesh, x._layout
     if x.ndim < 3:
         raise ValueError(f"Expected 3D or higher dimensionality input (got {x.ndim} dimensions)")
