@@ -24,9 +24,9 @@ TREATMENTS = {
 # where a rule's own docstring does not say more
 _OF_FAMILY = {
     "halo": "adaptive conv gradient interpolate neighbourhood pad pool roll spectrogram unfold unpool",
-    "reduction": "alias extremum histogram linear loss norm reduction scan softmax statistic vector",
-    "moves": "attention fourier join multihead pick pixel reshape write",
-    "gathers": "fractional gather matrix order sample",
+    "reduction": "alias extremum histogram linear loss native norm reduction scan softmax statistic vector",
+    "moves": "attention fourier join multihead pick pixel reshape strided write",
+    "gathers": "fractional gather low_rank matrix order sample segment",
     "local": "diagonal embedding foreach hook index mask metadata pointwise random recurrent repeat special twin view",
 }
 # where neither is precise

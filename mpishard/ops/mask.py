@@ -81,6 +81,16 @@ def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> A
     return found.unbind(1) if as_tuple else found
 
 
+@implements(*spellings("nonzero_static"))
+def nonzero_static(input: ShardTensor, *, size: int, fill_value: int = -1) -> Any:
+    """Return so many rows of `nonzero`, filled up where there are fewer. Collective where the tensor is sharded."""
+    if size < 0:
+        raise RuntimeError(f"nonzero_static: 'size' must be an non-negative integer, got {size}")
+    found = nonzero(input)
+    rest = size - found.shape[0]
+    return found[:size] if rest <= 0 else torch.cat([found, found.new_full((rest, input.ndim), fill_value)])
+
+
 @implements(*spellings("argwhere"))
 def argwhere(input: ShardTensor) -> ShardTensor:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""

@@ -21,8 +21,8 @@ _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
 atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
 clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv
-exp exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal gt
-hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
+exp exp2 expit expm1 fill fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal
+gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
 isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_ndtr logaddexp
 logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
 multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from mpishard.errors import NoShardingRule, described
 
@@ -21,6 +21,16 @@ class _Rules(dict[Any, Rule]):
 
 
 RULES: dict[Any, Rule] = _Rules()
+
+# whose functions torch makes of the schemas of aten, argument by argument
+_OF_ATEN = (
+    torch._C._VariableFunctions,  # type: ignore[attr-defined]
+    torch.Tensor,
+    torch._C._nn,
+    torch._C._linalg,  # type: ignore[attr-defined]
+    torch._C._fft,  # type: ignore[attr-defined]
+    torch._C._special,  # type: ignore[attr-defined]
+)
 
 # functions that, given one tensor without Partial dims alone, are the same function of its block: their rule need
 # not be asked
@@ -86,6 +96,37 @@ def spellings(*names: str) -> list[Any]:
             if callable(function) and function not in found:
                 found.append(function)
     return found
+
+
+def aten(*names: str) -> list[Any]:
+    """Return the functions of ``torch.ops.aten`` of these names, with all their overloads but those of ``out=``.
+
+    Not collective. What libraries and torch's decompositions call.
+    """
+    found: list[Any] = []
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found += [
+                packet,
+                *(getattr(packet, o) for o in packet.overloads() if not o.endswith(("out", "grad_input"))),
+            ]
+    return found
+
+
+def rule_below(function: Any) -> Rule | None:
+    """Return the rule of a function of ``torch.ops.aten``: that of the public function with its name and arguments.
+
+    Not collective.
+    """
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return None
+    packet = function.overloadpacket if isinstance(function, OpOverload) else function
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten" or (isinstance(function, OpOverload) and function._overloadname.endswith("out")):
+        return None
+    twins = (getattr(place, name, None) for place in _OF_ATEN)
+    return next((RULES[twin] for twin in twins if twin in RULES), None)
 
 
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:

@@ -14,7 +14,7 @@ from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
-from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline
+from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline, rule_below
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -67,7 +67,7 @@ class ShardTensor(Tensor):
             layout = x._layout
             if not layout.partial_dims:
                 return wrap(func(x._local), layout, x._mesh)
-        rule = RULES.get(func)
+        rule = RULES.get(func) or rule_below(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)

@@ -74,6 +74,9 @@ def test_vectors_and_scalars():
 ONE_CELL = {
     "squeeze": lambda x: x.squeeze(),
     "squeeze dim": lambda x: x.squeeze(0) * 2,
+    "squeeze in place": lambda x: (x * 1).squeeze_(),
+    "squeeze dim in place": lambda x: (x * 1).squeeze_(-1).mul_(3),
+    "squeeze dims in place": lambda x: (x * 1).squeeze_((0, 2)).exp(),
     "squeeze dims": lambda x: torch.squeeze(x, (0, 2)),
     "expand": lambda x: x.expand(3, 5, 4),
     "expand_as": lambda x: x.expand_as(torch.empty(2, 3, 5, 2)),
@@ -85,6 +88,18 @@ ONE_CELL = {
 @pytest.mark.parametrize("name", ONE_CELL)
 def test_dims_of_one_cell_that_are_sharded(name):
     check(ONE_CELL[name], (1, 5, 1), (0, 1, 2), name, step=2)
+
+
+def test_writes_after_squeezing_in_place_reach_other_views():
+    def f(x):
+        y = x * 1
+        view = y[:, 1:3]
+        y.squeeze_(0)
+        y.mul_(2)
+        y[2] = 7
+        return y, view
+
+    check(f, (1, 5, 2), (0, 1, 2), "squeeze_")
 
 
 # shape, dims that may be sharded, the reshape
