@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.dim import whole_along
 from mpishard.ops.geometry import on_domain
-from mpishard.tensor.operand import resolved
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -50,7 +50,7 @@ def stft(
     UnsupportedOperationError
         ``align_to_window=True``.
     """
-    x, window = resolved(input), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
     if align_to_window:
         raise UnsupportedOperationError(
             described(
@@ -85,6 +85,12 @@ def stft(
     if x.ndim == 1:
         out = out.squeeze(0)
     return out if result.is_complex() else torch.view_as_real(out)  # type: ignore[no-any-return]
+
+
+@implements(torch._C._VariableFunctions.stft)  # type: ignore[attr-defined]
+def stft_of_padded(input: Any, n_fft: int, hop: Any, length: Any, window: Any, *rest: Any) -> ShardTensor:
+    """Transform the frames of signals that torch has padded, as it does for a plain signal and a sharded window."""
+    return stft(input, n_fft, hop, length, window, False, "constant", *rest)
 
 
 @implements(torch.istft, torch.Tensor.istft)

@@ -17,8 +17,10 @@ from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.ops.geometry import Transposed, frozen, on_domain, per_dim
-from mpishard.tensor.operand import fitted, mesh_of, resolved
-from mpishard.tensor.registry import RULES
+from mpishard.ops.meet import meet
+from mpishard.ops.stand_in import cropped, filled
+from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
+from mpishard.tensor.registry import RULES, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -125,16 +127,9 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         output_size: Any = None,
     ) -> ShardTensor:
         mesh = mesh_of((input, indices))
-        if not isinstance(input, ShardTensor):
-            raise UnsupportedOperationError(
-                described(
-                    f"{name}: operands",
-                    expected="values as a ShardTensor",
-                    got=type(input).__name__,
-                    fix="distribute the values like their indices",
-                )
-            )
-        x = resolved(input)
+        x = on_mesh(input, mesh)
+        if not isinstance(input, ShardTensor) and x._layout.shape == indices._layout.shape:
+            x = moved(x, resolved(indices)._layout)
         at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x._layout)
         kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
         output_size = None if output_size is None else tuple(output_size)
@@ -155,6 +150,18 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
     return max_unpool
 
 
+def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    def rule(input: Any, indices: Any, output_size: Any, *window: Any) -> ShardTensor:
+        """Scatter to cells anywhere in the plane. Collective where spatial dims are sharded: they are gathered."""
+        lead = tuple(range(-input.ndim, -ndim))
+        met = meet((input, indices), ((*lead, *(None,) * ndim),) * 2)
+        values, at = met.locals
+        y = func(filled(values), filled(at), output_size, *window)
+        return met.wrapped(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
+
+    return rule
+
+
 def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
     ndim = len(plan.extents)
     flat, inside = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool)
@@ -171,3 +178,6 @@ def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
 
 for _n in (1, 2, 3):
     RULES[getattr(F, f"max_unpool{_n}d")] = _rule(_n)
+for _n in (2, 3):
+    for _func in spellings(f"max_unpool{_n}d"):
+        RULES.setdefault(_func, _anywhere_rule(_func, _n))
