@@ -46,6 +46,16 @@ def test_volumes(mode):
         )
 
 
+def test_modes_by_number():
+    for x, g, f in (
+        (field(2, 3, 6, 5), points(2, 4, 7, 2), lambda x, g: torch.grid_sampler_2d(x, g, 2, 1, True)),
+        (field(2, 2, 4, 3, 5), points(2, 3, 4, 2, 3), lambda x, g: torch.grid_sampler_3d(x, g, 0, 2, False)),
+        (field(2, 3, 6, 5), points(2, 4, 7, 2), lambda x, g: torch.ops.aten.grid_sampler(x, g, 1, 0, False)),
+    ):
+        for mesh, placements, sizes in sampled(x.shape, range(x.ndim), 0, 3):
+            compare(f, [(x, mesh, placements, sizes), (g, mesh, None, None)], what=f"{placements} {sizes}")
+
+
 def test_a_plain_grid_is_cut_as_the_field():
     mesh = mesh_of((WORLD.size,))
     x = ms.distribute_tensor(field(2, 3, 8, 8), mesh, (ms.Shard(2),))
