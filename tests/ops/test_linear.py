@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard, skew
+from tests.compare import WORLD, compare, layouts, mesh_of, shard, skew
 from tests.ops.windows import check, field, sampled
 
 W, B = field(5, 6), field(5)
@@ -73,6 +73,17 @@ def test_weights_that_are_sharded_too(placement):
     for own in (ms.Shard(0), ms.Shard(1)):
         x, w = (field(7, 6), mesh, (own,), None), (W, mesh, (placement,), None)
         compare(lambda x, w: x @ w.T, [x, w], what=f"{own} @ {placement}")
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_one_operand_alone_is_sharded(case):
+    full = [field(4, 6), field(5, 6), field(5)]
+    for mesh, placements, sizes in layouts(full[case].shape, range(full[case].ndim), 1):
+        operands = [(t, mesh, *((placements, sizes) if i == case else (None, None))) for i, t in enumerate(full)]
+        compare(F.linear, operands, what=f"linear {placements} {sizes}")
+        if case == 2:
+            x, w = field(4, 6), field(5, 6, 6)
+            compare(lambda b: F.bilinear(x, x, w, b), operands[2:], what=f"bilinear {placements} {sizes}")
 
 
 def test_parameters_get_the_whole_gradient():
