@@ -34,7 +34,7 @@ class ShardTensor(Tensor):
     placements : tuple of Placement
         How each mesh dim holds the tensor.
     mesh : CartMesh
-    layout : Layout
+    sharding : Layout
         Mesh shape, placements, global shape and block sizes: frozen and hashable.
     """
 
@@ -83,8 +83,9 @@ class ShardTensor(Tensor):
     ndim = property(lambda self: len(self._layout.shape), doc="Number of dims.")  # type: ignore[assignment]
     dtype = property(lambda self: self._local.dtype, doc="Dtype of the elements.")  # type: ignore[assignment]
     device = property(lambda self: self._local.device, doc="Device of the local block.")  # type: ignore[assignment]
-    layout = property(lambda self: self._layout, doc="Placements and block sizes.")  # type: ignore[assignment]
+    layout = property(lambda self: self._local.layout, doc="As of any tensor: torch.strided.")  # type: ignore[assignment]
     mesh = property(lambda self: self._mesh, doc="The mesh that holds it.")
+    sharding = property(lambda self: self._layout, doc="Placements and block sizes.")
     placements = property(lambda self: self._layout.placements, doc="One placement per mesh dim.")
 
     # -- autograd lives on the local block

@@ -50,8 +50,8 @@ def test_functions(case):
 def test_what_is_sorted_is_cut_as_before():
     x = shard(field(*SHAPE), mesh_of((WORLD.size,)), (ms.Shard(1),))
     values, index = x.sort(1)
-    assert values.layout is x.layout
-    assert index.layout is x.layout
+    assert values.sharding is x.sharding
+    assert index.sharding is x.sharding
 
 
 def test_the_largest_of_each_block_travel_alone():
