@@ -11,7 +11,6 @@ from torch import Tensor
 from mpishard.autograd.linear import Run, Step, apply, differentiated
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import Reduced, dim_and_keepdim, normal_dim, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import RULES, implements
@@ -112,10 +111,8 @@ RULES[torch.amin] = RULES[torch.Tensor.amin] = _amax_rule(torch.amin, False)
 
 
 @implements(torch.aminmax, torch.Tensor.aminmax)
-def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
+def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Smallest and largest value. Collective where the dim is sharded."""
-    if out is not None:
-        raise no_out(torch.aminmax)
     return torch.return_types.aminmax(  # type: ignore[attr-defined]
         (torch.amin(input, () if dim is None else dim, keepdim), torch.amax(input, () if dim is None else dim, keepdim))
     )

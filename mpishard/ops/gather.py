@@ -11,7 +11,6 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.dim import CACHED, into_plain, require_writable, settle, whole_along, wrapped
-from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -76,14 +75,12 @@ def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
 
 
 @implements(torch.gather, torch.Tensor.gather)
-def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: Any = None) -> ShardTensor:
+def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> ShardTensor:
     """Pick cells along a dim, one per cell of the index.
 
     Collective where tensor and index are laid out differently, and where the tensor is sharded along ``dim``, which
     is then gathered. The result lies where the index does, cut as the tensor is.
     """
-    if out is not None:
-        raise no_out(torch.gather)
     mesh = mesh_of((input, index))
     d = wrapped(dim, input.ndim)
     x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
@@ -94,10 +91,8 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: 
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
-def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> ShardTensor:
     """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
-    if out is not None:
-        raise no_out(torch.take_along_dim)
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
     d = wrapped(dim, input.ndim)
@@ -149,9 +144,7 @@ def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
 
 
 def _out_of_place(name: str, in_place: Any) -> Any:
-    def rule(input: Any, dim: int, index: Any, *args: Any, out: Any = None, **kwargs: Any) -> ShardTensor:
-        if out is not None:
-            raise no_out(getattr(torch, name))
+    def rule(input: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         if not isinstance(input, ShardTensor):
             others = [a for a in (index, *args, *kwargs.values()) if isinstance(a, ShardTensor)]
             input = _cut_as(on_mesh(input, mesh_of(others)), others[0], dim)

@@ -11,7 +11,6 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.ops.dim import whole_along
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import normal_dim, reduced
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
@@ -47,8 +46,6 @@ def _rule(
 
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         """Order cells along a dim. Collective where it is cut: it is gathered."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
         x = resolved(input)
         given = kwargs.get("dim", args[position] if len(args) > position else default)
         before = x._layout
@@ -77,12 +74,8 @@ _topk = _rule(torch.topk, 1, -1, _resized)
 
 
 @implements(*spellings("topk"))
-def topk(
-    input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
-) -> Any:
+def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
-    if out is not None:
-        raise no_out(torch.topk)
     x = resolved(input)
     d = normal_dim(dim, x.ndim)
     if not reduced(x._layout, d).over:
@@ -113,8 +106,6 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         input: ShardTensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
     ) -> ShardTensor:
         """Interpolate between ordered cells. Collective where the dim is cut: it is gathered."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
         x, own = _whole(resolved(input), dim)
         if isinstance(q, Tensor):
             q = q.full_tensor() if isinstance(q, ShardTensor) else q

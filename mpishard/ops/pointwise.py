@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mpishard.ops.dim import plain, require_writable, settle, settled, viewed
 from mpishard.ops.index import written_through
 from mpishard.ops.view import ints
 from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, replicated_layout, resolved
+from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
@@ -69,8 +71,6 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
-    if kwargs.get("out") is not None:
-        return _into(func, args, **kwargs)
     args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     mesh, out = broadcast_of([*args, *kwargs.values()])
@@ -78,12 +78,12 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardT
     return wrap(local, out, mesh)
 
 
-def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> ShardTensor:
+def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
     """Compute in the layout of ``out``, into its blocks. Collective where operands are laid out differently."""
     operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-    # torch would give `out` another shape, in place
-    if not isinstance(out, ShardTensor) or torch.broadcast_shapes(*[tuple(a.shape) for a in operands]) != out.shape:
-        raise no_out(func)
+    shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
+    if shape != out.shape:  # torch would give `out` another shape, in place
+        raise unfit(func, f"a ShardTensor of shape {tuple(shape)}", out)
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
     settle(out)
@@ -94,18 +94,6 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> Shard
 
     func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out._local)
     return out
-
-
-def no_out(func: Any) -> UnsupportedOperationError:
-    """Return the error for ``out=``. Not collective."""
-    return UnsupportedOperationError(
-        described(
-            f"{name_of(func)}: out= with ShardTensors",
-            expected="a call without out=",
-            got="out=",
-            fix="assign the result, or copy it with out.copy_(result)",
-        )
-    )
 
 
 def _rule(func: Any) -> Callable[..., ShardTensor]:
@@ -129,6 +117,7 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                     return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
+    rule.into = partial(_into, func)  # type: ignore[attr-defined]
     return rule
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.dim import resized, whole_along
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
@@ -234,10 +233,8 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
-def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> ShardTensor:
+def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
-    if out is not None:
-        raise no_out(torch.bernoulli)
     x = resolved(input)
     p = x if p is None else p
     if p is x and not bool(((x >= 0) & (x <= 1)).all()):
@@ -248,10 +245,8 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = No
 
 
 @implements(torch.normal)
-def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
+def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
-    if out is not None:
-        raise no_out(torch.normal)
     with torch.no_grad():
         like = mean + std  # the broadcast shape and layout
         return randn_like(like, generator=generator) * std + mean
@@ -280,15 +275,11 @@ def poisson(input: Any, generator: Any = None) -> ShardTensor:
 
 
 @implements(torch.multinomial, torch.Tensor.multinomial)
-def multinomial(
-    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
-) -> Any:
+def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Draw categories with the weights in the last dim. Collective.
 
     With replacement, where that dim is sharded, it is gathered.
     """
-    if out is not None:
-        raise no_out(torch.multinomial)
     x = resolved(input).detach()
     _check_weights(x, num_samples, replacement)
     last = x.ndim - 1

@@ -17,7 +17,6 @@ from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.ops.dim import whole_along
 from mpishard.ops.extremum import worst
 from mpishard.ops.geometry import Sliding, pairs
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.reduction import HALVES, normal_dim, reduced, stacked
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import RULES, implements
@@ -46,9 +45,7 @@ def _scan_rule(
     along dim 0.
     """
 
-    def rule(input: ShardTensor, dim: int, *, dtype: Any = None, out: Any = None) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, dim: int, *, dtype: Any = None) -> ShardTensor:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x._layout, dim).over
@@ -95,9 +92,7 @@ RULES[torch.logcumsumexp] = RULES[torch.Tensor.logcumsumexp] = _scan_rule(
 def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callable[..., Any]:
     kind = getattr(torch.return_types, func.__name__)
 
-    def rule(input: ShardTensor, dim: int, *, out: Any = None) -> Any:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, dim: int) -> Any:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x._layout, dim).over
@@ -176,12 +171,8 @@ def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], T
 
 
 @implements(torch.diff, torch.Tensor.diff)
-def diff(
-    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None, *, out: Any = None
-) -> ShardTensor:
+def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> ShardTensor:
     """Differences of neighbours along a dim, ``n`` times. Neighborwise collective where it is sharded."""
-    if out is not None:
-        raise no_out(torch.diff)
     if n < 0:
         raise RuntimeError(f"order must be non-negative but got {n}")
     parts = [t for t in (prepend, input, append) if t is not None]

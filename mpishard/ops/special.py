@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.ops.meet import meet
-from mpishard.ops.pointwise import in_place, no_out, pointwise
+from mpishard.ops.pointwise import in_place, pointwise
 from mpishard.ops.vector import gathered
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
@@ -29,10 +29,8 @@ in_place(*spellings("gcd_", "lcm_"))
 
 
 @implements(torch.frexp, torch.Tensor.frexp)
-def frexp(input: ShardTensor, *, out: Any = None) -> Any:
+def frexp(input: ShardTensor) -> Any:
     """Split into mantissa and exponent. Not collective."""
-    if out is not None:
-        raise no_out(torch.frexp)
     x = resolved(input)
     return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
 
@@ -79,8 +77,6 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
 
     The leading dims of sequence and values lie together; the values stay where they are.
     """
-    if options.get("out") is not None:
-        raise no_out(torch.searchsorted)
     values = options.pop("self", input)
     lead: tuple[Any, ...] = tuple(range(sorted_sequence.ndim - 1))
     if not isinstance(values, Tensor):

@@ -12,15 +12,9 @@ from torch import Tensor
 from mpishard.layout import layout_of
 from mpishard.ops.dim import whole_along, wrapped
 from mpishard.ops.meet import batchwise, meet
-from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-
-def _check_out(out: Any, func: Any) -> None:
-    if out is not None:
-        raise no_out(func)
 
 
 def gathered(x: Any) -> Any:
@@ -29,9 +23,8 @@ def gathered(x: Any) -> Any:
 
 
 @implements(torch.linalg.cross)
-def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> ShardTensor:
+def linalg_cross(input: Any, other: Any, *, dim: int = -1) -> ShardTensor:
     """Cross product of vectors of three. Collective where their dim is sharded: it is gathered."""
-    _check_out(out, torch.linalg.cross)
     if input.ndim != other.ndim:
         raise RuntimeError(
             f"linalg.cross: inputs must have the same number of dimensions, got {input.ndim} and {other.ndim}"
@@ -47,9 +40,8 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> S
 
 
 @implements(torch.cross, torch.Tensor.cross)
-def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
+def cross(input: Any, other: Any, dim: int | None = None) -> ShardTensor:
     """Cross product along a dim, by default the first of three cells. As `linalg.cross`."""
-    _check_out(out, torch.cross)
     if dim is None:
         if 3 not in input.shape:
             raise RuntimeError("no dimension of size 3 in input")
@@ -58,9 +50,8 @@ def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) ->
 
 
 @implements(torch.linalg.vecdot)
-def vecdot(x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
+def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
     """Inner products of vectors along a dim. Collective where it is sharded: one small all-reduce."""
-    _check_out(out, torch.linalg.vecdot)
     return (x.conj() * y).sum(dim)
 
 
@@ -171,9 +162,8 @@ def corrcoef(input: Any) -> Any:
 
 
 @implements(torch.kron, torch.Tensor.kron)
-def kron(input: Any, other: Any, *, out: Any = None) -> Any:
+def kron(input: Any, other: Any) -> Any:
     """Kronecker product, sharded as ``input`` is. Collective where ``other`` is sharded: it is gathered."""
-    _check_out(out, torch.kron)
     n = max(input.ndim, other.ndim)
     b = gathered(other)
     a, b = (t.reshape((1,) * (n - t.ndim) + tuple(t.shape)) for t in (input, b))

@@ -14,6 +14,7 @@ from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
+from mpishard.tensor.out import call_into
 from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -70,7 +71,9 @@ class ShardTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
-        return rule(*args, **kwargs) if kwargs else rule(*args)
+        if not kwargs:
+            return rule(*args)
+        return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
