@@ -59,6 +59,8 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
 @implements(*spellings("masked_select"))
 def masked_select(input: Any, mask: Any) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_select: expected BoolTensor for mask, but got {mask.dtype}")
     shape = torch.broadcast_shapes(input.shape, mask.shape) or (1,)
     return picked_where(input.expand(shape), mask.expand(shape))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -213,6 +213,37 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     return x
 
 
+_DIVIDING = """
+div divide floor_divide fmod remainder div_ divide_ floor_divide_ fmod_ remainder_ __mod__ __rmod__ __floordiv__
+__rfloordiv__ __imod__ __ifloordiv__
+""".split()
+
+
+def _dividing_rule(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a division of integers, which torch refuses on the rank that meets a zero."""
+    name = func.__name__
+    always, reverse = not name.startswith("div"), name.startswith("__r")
+
+    @wraps(rule)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if always or kwargs.get("rounding_mode") is not None:
+            first, *rest = (*args, *(v for k, v in kwargs.items() if k in ("input", "other")))
+            _require_divisor(*((rest[0], first) if reverse else (first, rest[0])))
+        return rule(*args, **kwargs)
+
+    return checked
+
+
+def _require_divisor(x: Any, y: Any) -> None:
+    """Raise on every rank where integers are divided by a zero on any. Collective where the divisor is sharded."""
+    for t in (x, y):
+        whole = not (t.is_floating_point() or t.is_complex()) if isinstance(t, Tensor) else isinstance(t, int)
+        if not whole or (isinstance(t, Tensor) and (not t.numel() or t.device.type != "cpu")):
+            return
+    if bool((y == 0).any()) if isinstance(y, Tensor) else y == 0:
+        raise RuntimeError("ZeroDivisionError")
+
+
 def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
@@ -232,6 +263,8 @@ for _func in spellings(*_ALIASING):
 for _func in spellings("where"):
     RULES[_func] = _where_rule(_func)
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
+for _func in spellings(*_DIVIDING):
+    RULES[_func] = _dividing_rule(_func, RULES[_func])
 for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
     _func = getattr(torch.nn.functional, _name)
     RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
@@ -299,7 +332,11 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
-    if weight.numel() != 1 and input.ndim > 1:
+    if weight.ndim > 1:
+        raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.ndim}")
+    if weight.numel() not in (1, input.shape[1] if input.ndim > 1 else 1):
+        raise RuntimeError(f"Mismatch of parameter numbers and input channel size: {weight.numel()}, {input.shape}")
+    if weight.numel() != 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.ops.agreement import agreed
+from mpishard.ops.dim import kept
 from mpishard.ops.meet import meet
 from mpishard.ops.pointwise import in_place, pointwise
 from mpishard.ops.vector import gathered
@@ -87,7 +89,12 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
         own = tuple(range(values.ndim))
     met = meet((sorted_sequence, values, sorter), ((*lead, None), own, (*lead, None)))
     sequence, cells, order = (t.contiguous() if isinstance(t, Tensor) else t for t in met.locals)
-    return met.wrapped(torch.searchsorted(sequence, cells, sorter=order, **options), own)
+
+    def search() -> Tensor:
+        return torch.searchsorted(sequence, cells, sorter=order, **options)
+
+    # torch looks whether the sorter's numbers are in range
+    return met.wrapped(search() if order is None else agreed(search, met.mesh, met.fit.targets), own)
 
 
 def _truth(self: ShardTensor, element: Any) -> bool:
@@ -96,7 +103,7 @@ def _truth(self: ShardTensor, element: Any) -> bool:
 
 
 def _in_place_twin(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self.copy_(getattr(self, name)(*args, **kwargs))
+    return lambda self, *args, **kwargs: self.copy_(getattr(kept(self), name)(*args, **kwargs))
 
 
 RULES[torch.Tensor.__contains__] = _truth
