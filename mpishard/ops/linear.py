@@ -143,11 +143,14 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
-        if input.dtype != dtype or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
+        whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
+        if input.dtype != dtype or whole_numbers or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
             torch.zeros(()).expand(input.shape).expand(y.shape)
+        if whole_numbers:
+            alpha, beta = int(alpha), int(beta)
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y

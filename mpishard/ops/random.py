@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.dim import resized, whole_along
 from mpishard.ops.reduction import normal_dim
@@ -247,9 +248,16 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
 @implements(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
     with torch.no_grad():
+        if bool((std < 0).any()) if isinstance(std, Tensor) else std < 0:
+            raise RuntimeError("normal expects all elements of std >= 0.0")
         like = mean + std  # the broadcast shape and layout
-        return randn_like(like, generator=generator) * std + mean
+        drawn = randn_like(like, generator=generator) * std + mean
+    for t in given:
+        if differentiated(t):  # a zero gradient, as in torch
+            drawn = drawn + torch.masked_fill(t, torch.ones((), dtype=torch.bool, device=t.device), 0)
+    return drawn
 
 
 def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:

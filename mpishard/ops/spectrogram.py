@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.dim import whole_along
 from mpishard.ops.geometry import on_domain
-from mpishard.tensor.operand import resolved
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -89,7 +89,7 @@ def stft(
 
 @implements(torch.istft, torch.Tensor.istft)
 def istft(
-    input: ShardTensor,
+    input: Any,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -104,7 +104,7 @@ def istft(
 
     Collective where frequencies are sharded, else neighborwise collective.
     """
-    x, window = resolved(input), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
     hop = n_fft // 4 if hop_length is None else hop_length
     own = n_fft if win_length is None else win_length
     if onesided is None:
