@@ -302,9 +302,9 @@ def _equal_parts(n: int, length: int) -> list[int]:
 
 
 @implements(torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split)
-def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
-    given = named.get("split_size", split_size_or_sections)
+    given = split_size_or_sections if split_size is None else split_size
     d = wrapped(dim, tensor.ndim)
     n = tensor._layout.shape[d]
     sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]

@@ -139,7 +139,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         alpha: Any = 1,
         **named: Any,
     ) -> Any:
-        a, b = (*(x for x in (first, second) if x is not None), *named.values())
+        a, b = (*(x for x in (first, second) if x is not None), *(named[k] for k in sorted(named)))
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype

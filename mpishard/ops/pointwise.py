@@ -283,7 +283,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     self = resolved(self)
     local = self._local.to(*args, **kwargs)
     if local.device != self._local.device:
-        raise _other_device(self, local.device)
+        raise other_device(self, local.device)
     return self if local is self._local else wrap(local, self._layout, self._mesh)
 
 
@@ -302,7 +302,8 @@ def type_as(self: Any, other: Any) -> Any:
     return self.to(other.dtype)
 
 
-def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    """Return the error for a tensor on another device than its mesh's. Not collective."""
     return UnsupportedOperationError(
         described(
             "moving a ShardTensor to another device",
@@ -318,7 +319,7 @@ def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cpu:
         return self
-    raise _other_device(self, "cpu")
+    raise other_device(self, "cpu")
 
 
 @implements(torch.Tensor.cuda)
@@ -326,7 +327,7 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cuda:
         return self
-    raise _other_device(self, "cuda")
+    raise other_device(self, "cuda")
 
 
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
@@ -371,5 +372,5 @@ def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
 
 def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
     if local.device != like._local.device:
-        raise _other_device(like, local.device)
+        raise other_device(like, local.device)
     return wrap(local, layout, like._mesh)

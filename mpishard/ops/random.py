@@ -13,6 +13,7 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.dim import resized, whole_along
+from mpishard.ops.pointwise import other_device
 from mpishard.ops.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
@@ -184,8 +185,12 @@ def rrelu(
 # -- tensors like another
 
 
-def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = None) -> ShardTensor:
+def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, options: dict[str, Any]) -> ShardTensor:
     x = resolved(x)
+    # torch's word on what else is asked for
+    device = torch.empty_like(x._local.new_empty((0,) * x.ndim), **options).device
+    if device != x._local.device:
+        raise other_device(x, device)
     dtype = dtype or x._local.dtype
     if dtype.is_complex:
         parts = [_drawn(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
@@ -198,29 +203,36 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = N
 
 @implements(torch.rand_like)
 def rand_like(
-    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
     """Uniform numbers in [0, 1), laid out as ``input``. Collective."""
-    return _like(input, uniform, dtype, requires_grad, generator)
+    return _like(input, uniform, dtype, requires_grad, generator, options)
 
 
 @implements(torch.randn_like)
 def randn_like(
-    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
     """Draw standard normal numbers, laid out as ``input``. Collective."""
-    return _like(input, normal, dtype, requires_grad, generator)
+    return _like(input, normal, dtype, requires_grad, generator, options)
 
 
 @implements(torch.randint_like)
 def randint_like(
-    input: Any, low: int, high: int | None = None, *, dtype: Any = None, generator: Any = None, **_: Any
+    input: Any,
+    low: int,
+    high: int | None = None,
+    *,
+    dtype: Any = None,
+    requires_grad: bool = False,
+    generator: Any = None,
+    **options: Any,
 ) -> ShardTensor:
     """Integers in [low, high), laid out as ``input``. Collective."""
     low, high = (0, low) if high is None else (low, high)
     if high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-    return _like(input, lambda _: integers(low, high), dtype, False, generator)
+    return _like(input, lambda _: integers(low, high), dtype, requires_grad, generator, options)
 
 
 def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:

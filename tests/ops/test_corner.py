@@ -164,3 +164,18 @@ def test_normal_numbers_take_part_in_autograd():
         assert y.requires_grad
         assert all((gathered(g) == 0).all() for g in torch.autograd.grad(y.sum(), leaves))
     assert not torch.normal(mean.detach(), 1.0).requires_grad
+
+
+def test_named_operands_in_any_order():
+    mesh, a = mesh_of((WORLD.size,)), field(4, 4)
+    x = shard(a, mesh, (ms.Shard(0),))
+    torch.testing.assert_close(gathered(torch.addmm(x, mat2=a, mat1=x.mT)), torch.addmm(a, a.mT, a))
+
+
+def test_options_of_random_tensors_are_read():
+    x = shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for draw in (torch.rand_like, torch.randn_like, lambda x, **o: torch.randint_like(x, 9, **o)):
+        assert draw(x, requires_grad=True).requires_grad
+        assert draw(x, memory_format=torch.preserve_format, dtype=torch.float32).dtype == torch.float32
+        with pytest.raises(ms.UnsupportedOperationError, match="another device"):
+            draw(x, device="meta")
