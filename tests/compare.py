@@ -139,7 +139,7 @@ def compare(
         assert tuple(g.shape) == tuple(e.shape), f"{what}: shape {tuple(g.shape)}, torch {tuple(e.shape)}"
         assert g.dtype == e.dtype, f"{what}: {g.dtype}, torch {e.dtype}"
         if isinstance(g, ms.ShardTensor):
-            local = g.layout.local_shape(g.mesh.coords)
+            local = g.sharding.local_shape(g.mesh.coords)
             assert tuple(g.to_local().shape) == local, f"{what}: block {tuple(g.to_local().shape)}, layout {local}"
         torch.testing.assert_close(
             gathered(g), e.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: forward: {m}"
@@ -153,7 +153,7 @@ def compare(
             whole_weights.append(w)
             if isinstance(g, ms.ShardTensor):
                 placements = [ms.Replicate() if p.is_partial() else p for p in g.placements]
-                sizes = {d: s for d, s in enumerate(g.layout.sizes) if s is not None}
+                sizes = {d: s for d, s in enumerate(g.sharding.sizes) if s is not None}
                 part_weights.append(ms.distribute_tensor(w, g.mesh, placements, sizes=sizes))
             else:
                 part_weights.append(w)

@@ -16,7 +16,6 @@ from torch import Tensor
 from mpishard.layout import Layout, Trip, layout_of, plan_route
 from mpishard.ops.dim import wrapped
 from mpishard.ops.geometry import on_domain
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.roll import roll
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
@@ -168,9 +167,7 @@ def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, n
 def _rule_1d(name: str) -> Any:
     func = getattr(torch.fft, name)
 
-    def rule(input: ShardTensor, n: Any = None, dim: int = -1, norm: Any = None, *, out: Any = None) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, n: Any = None, dim: int = -1, norm: Any = None) -> ShardTensor:
         return _transformed(name, func, input, n, dim, norm)
 
     return rule
@@ -179,11 +176,7 @@ def _rule_1d(name: str) -> Any:
 def _rule_nd(name: str, default: tuple[int, ...] | None) -> Any:
     func = getattr(torch.fft, name)
 
-    def rule(
-        input: ShardTensor, s: Any = None, dim: Any = default, norm: Any = None, *, out: Any = None
-    ) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, s: Any = None, dim: Any = default, norm: Any = None) -> ShardTensor:
         return _transformed(name, func, input, s, dim, norm)
 
     return rule

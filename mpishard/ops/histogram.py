@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mpishard.comm import collective
 from mpishard.ops.dim import whole_along
-from mpishard.ops.pointwise import no_out
 from mpishard.ops.vector import gathered
 from mpishard.ops.view import without
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
@@ -36,10 +35,8 @@ def _range(x: ShardTensor) -> tuple[Any, Any]:
 
 
 @implements(torch.histc, torch.Tensor.histc)
-def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, out: Any = None) -> ShardTensor:
+def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> ShardTensor:
     """Count cells in bins of equal width. Collective: small all-reduces; the cells stay."""
-    if out is not None:
-        raise no_out(torch.histc)
     x = resolved(input).detach()
     if min == max:
         min, max = _range(x)
@@ -49,12 +46,8 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, ou
 
 
 @implements(torch.histogram, torch.Tensor.histogram)
-def histogram(
-    input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False, out: Any = None
-) -> Any:
+def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
-    if out is not None:
-        raise no_out(torch.histogram)
     x = on_mesh(input, mesh_of((input, bins, weight))).detach()
     options: dict[str, Any] = {}
     if weight is not None:

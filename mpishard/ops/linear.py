@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.ops.contract import Label, Labels, contract
 from mpishard.ops.diagonal import diagonal
 from mpishard.ops.dim import into_plain, whole_along
-from mpishard.ops.pointwise import broadcast_of, no_out
+from mpishard.ops.pointwise import broadcast_of
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -79,10 +79,8 @@ def _matmul_labels(ndim: int, other: int) -> tuple[tuple[Labels, Labels], Labels
 
 
 @implements(*spellings("matmul"), torch.Tensor.__matmul__)
-def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+def matmul(input: Any, other: Any) -> ShardTensor:
     """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
-    if out is not None:
-        raise no_out(torch.matmul)
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         raise TypeError(f"matmul(): arguments must be Tensor, not {type(input).__name__} and {type(other).__name__}")
     if input.ndim == 0 or other.ndim == 0:
@@ -111,9 +109,7 @@ _PRODUCTS: dict[str, tuple[tuple[Labels, ...], Labels]] = {
 def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
     func = getattr(torch, name)
 
-    def rule(input: Any, *others: Any, out: Any = None, **named: Any) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: Any, *others: Any, **named: Any) -> ShardTensor:
         return contract(name, func, (input, *others, *named.values()), labels, result)
 
     return rule
@@ -145,20 +141,20 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         *,
         beta: Any = 1,
         alpha: Any = 1,
-        out: Any = None,
         **named: Any,
     ) -> Any:
-        if out is not None:
-            raise no_out(whole)
-        a, b = (*(x for x in (first, second) if x is not None), *named.values())
+        a, b = (*(x for x in (first, second) if x is not None), *(named[k] for k in sorted(named)))
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
-        if input.dtype != dtype or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
+        whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
+        if input.dtype != dtype or whole_numbers or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
             torch.zeros(()).expand(input.shape).expand(y.shape)
+        if whole_numbers:
+            alpha, beta = int(alpha), int(beta)
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y
@@ -209,10 +205,8 @@ RULES[torch.sparse.addmm] = _added_rule("sparse.addmm", *_PRODUCTS["mm"], torch.
 
 
 @implements(torch.inner, torch.Tensor.inner)
-def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+def inner(input: Any, other: Any) -> ShardTensor:
     """Sum over the last dims of both. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.inner)
     if input.ndim == 0 or other.ndim == 0:
         return input * other  # type: ignore[no-any-return]
     a: Labels = tuple(range(input.ndim - 1))
@@ -221,10 +215,8 @@ def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.tensordot)
-def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
+def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     """Sum over pairs of dims. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.tensordot)
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
@@ -247,10 +239,8 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.linalg.multi_dot)
-def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
+def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.linalg.multi_dot)
     last = len(tensors) - 1
     labels: list[Labels] = [(f"K{i}", f"K{i + 1}") for i in range(len(tensors))]
     result: Labels = ("K0", f"K{last + 1}")
@@ -262,9 +252,9 @@ def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.chain_matmul)
-def chain_matmul(*matrices: Any, out: Any = None) -> ShardTensor:
+def chain_matmul(*matrices: Any) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
-    return multi_dot(matrices, out=out)
+    return multi_dot(matrices)
 
 
 # -- einsum

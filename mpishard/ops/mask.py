@@ -14,7 +14,6 @@ from torch import Tensor
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -58,19 +57,17 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
 
 
 @implements(*spellings("masked_select"))
-def masked_select(input: Any, mask: Any, *, out: Any = None) -> ShardTensor:
+def masked_select(input: Any, mask: Any) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
-    if out is not None:
-        raise no_out(torch.masked_select)
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_select: expected BoolTensor for mask, but got {mask.dtype}")
     shape = torch.broadcast_shapes(input.shape, mask.shape) or (1,)
     return picked_where(input.expand(shape), mask.expand(shape))
 
 
 @implements(*spellings("nonzero"))
-def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> Any:
+def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
-    if out is not None:
-        raise no_out(torch.nonzero)
     x, mesh = resolved(input), input._mesh
     placements, cut = _rows([x._layout])
     x = moved(x, layout_of(mesh.shape, placements, x._layout.shape, [cut, *[None] * (x.ndim - 1)] if x.ndim else []))

@@ -100,12 +100,14 @@ def group_norm(
     if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
         x = whole_along(x, (1,))
     rows = _rows_of(x, num_groups)
+    _require_channels(x, weight=weight, bias=bias)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if rows.over:
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
     else:
-        y = torch.group_norm(filled(x._local), rows.groups or 1, filled(weight), filled(bias), eps)
+        # as many channels as a group of none is given
+        y = torch.group_norm(_spread(x._local), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
         y = cropped(y, x._local.shape)
     return moved(wrap(y, x._layout, mesh), before)
 
@@ -160,7 +162,10 @@ def batch_norm(
     """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
     x = on_mesh(input, mesh)
+    if not math.prod(x.shape):
+        return _of_no_cells(x, weight, bias)
     rows = _rows_of(x, 0)
+    _require_channels(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if training:
         if rows.count == 1:
@@ -177,6 +182,26 @@ def batch_norm(
     if y.requires_grad:
         y.register_hook(_in_format_of(block))
     return wrap(cropped(y, x._local.shape), x._layout, mesh)
+
+
+def _of_no_cells(x: ShardTensor, weight: Any, bias: Any) -> ShardTensor:
+    """Return a copy, linked to the first of the weights: that is what torch does."""
+    y: Any = x.clone()
+    y = y if weight is None else y * weight[0]
+    return y if bias is None else y + bias[0]  # type: ignore[no-any-return]
+
+
+def _require_channels(x: ShardTensor, **numbers: Any) -> None:
+    """Refuse what has not one number per channel, as torch does."""
+    for name, t in numbers.items():
+        if t is not None and t.numel() != x.shape[1]:
+            raise RuntimeError(f"{name} should contain {x.shape[1]} elements not {t.numel()}")
+
+
+def _spread(block: Tensor) -> Tensor:
+    """Return what stands in for a block without cells, with a variance: that of zeros may be divided by."""
+    y = filled(block, 2)
+    return y if y is block else y + torch.arange(y.numel(), device=y.device).to(y.dtype).view(y.shape)
 
 
 def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -225,10 +250,11 @@ def instance_norm(
     rows = _rows_of(x, x.shape[1])
     if rows.count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
+    _require_channels(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
-        y = torch.instance_norm(filled(x._local, 2), weight, bias, None, None, True, 0.0, eps, False)
+        y = torch.instance_norm(_spread(x._local), weight, bias, None, None, True, 0.0, eps, False)
         return wrap(cropped(y, x._local.shape), x._layout, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
@@ -327,6 +353,9 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
     mesh, layout = x._mesh, x._layout
     if x.ndim < 3:
         raise ValueError(f"Expected 3D or higher dimensionality input (got {x.ndim} dimensions)")
+    integers = not (x.is_floating_point() or x.is_complex())
+    if integers or x.is_complex():  # torch's word on those, on every rank alike
+        F.local_response_norm(x._local.new_zeros((1,) * x.ndim), 1)
     squares = x._local * x._local
     if reduced(layout, 1).over:
         key = ("local_response_norm", layout, x._local.dtype, size)
@@ -336,7 +365,8 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
     if not x._local.shape[1]:
         means = squares.narrow(1, 0, 0)
     else:
-        means = squares.unfold(1, size, 1).mean(-1)
+        windows = squares.unfold(1, size, 1)
+        means = windows.sum(-1) // size if integers else windows.mean(-1)  # as torch's pooling divides
     return wrap(x._local / (means * alpha + k).pow(beta), layout, mesh)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mpishard.ops.dim import plain, require_writable, settle, settled, viewed
 from mpishard.ops.index import written_through
 from mpishard.ops.view import ints
 from mpishard.tensor.operand import broadcast_layout, fitted, mesh_of, replicated_layout, resolved
+from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
@@ -69,8 +71,6 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
-    if kwargs.get("out") is not None:
-        return _into(func, args, **kwargs)
     args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     mesh, out = broadcast_of([*args, *kwargs.values()])
@@ -78,12 +78,12 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardT
     return wrap(local, out, mesh)
 
 
-def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> ShardTensor:
+def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
     """Compute in the layout of ``out``, into its blocks. Collective where operands are laid out differently."""
     operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-    # torch would give `out` another shape, in place
-    if not isinstance(out, ShardTensor) or torch.broadcast_shapes(*[tuple(a.shape) for a in operands]) != out.shape:
-        raise no_out(func)
+    shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
+    if shape != out.shape:  # torch would give `out` another shape, in place
+        raise unfit(func, f"a ShardTensor of shape {tuple(shape)}", out)
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
     settle(out)
@@ -94,18 +94,6 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> Shard
 
     func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out._local)
     return out
-
-
-def no_out(func: Any) -> UnsupportedOperationError:
-    """Return the error for ``out=``. Not collective."""
-    return UnsupportedOperationError(
-        described(
-            f"{name_of(func)}: out= with ShardTensors",
-            expected="a call without out=",
-            got="out=",
-            fix="assign the result, or copy it with out.copy_(result)",
-        )
-    )
 
 
 def _rule(func: Any) -> Callable[..., ShardTensor]:
@@ -129,6 +117,7 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                     return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
+    rule.into = partial(_into, func)  # type: ignore[attr-defined]
     return rule
 
 
@@ -224,6 +213,37 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     return x
 
 
+_DIVIDING = """
+div divide floor_divide fmod remainder div_ divide_ floor_divide_ fmod_ remainder_ __mod__ __rmod__ __floordiv__
+__rfloordiv__ __imod__ __ifloordiv__
+""".split()
+
+
+def _dividing_rule(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a division of integers, which torch refuses on the rank that meets a zero."""
+    name = func.__name__
+    always, reverse = not name.startswith("div"), name.startswith("__r")
+
+    @wraps(rule)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if always or kwargs.get("rounding_mode") is not None:
+            first, *rest = (*args, *(v for k, v in kwargs.items() if k in ("input", "other")))
+            _require_divisor(*((rest[0], first) if reverse else (first, rest[0])))
+        return rule(*args, **kwargs)
+
+    return checked
+
+
+def _require_divisor(x: Any, y: Any) -> None:
+    """Raise on every rank where integers are divided by a zero on any. Collective where the divisor is sharded."""
+    for t in (x, y):
+        whole = not (t.is_floating_point() or t.is_complex()) if isinstance(t, Tensor) else isinstance(t, int)
+        if not whole or (isinstance(t, Tensor) and (not t.numel() or t.device.type != "cpu")):
+            return
+    if bool((y == 0).any()) if isinstance(y, Tensor) else y == 0:
+        raise RuntimeError("ZeroDivisionError")
+
+
 def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
@@ -243,6 +263,8 @@ for _func in spellings(*_ALIASING):
 for _func in spellings("where"):
     RULES[_func] = _where_rule(_func)
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
+for _func in spellings(*_DIVIDING):
+    RULES[_func] = _dividing_rule(_func, RULES[_func])
 for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
     _func = getattr(torch.nn.functional, _name)
     RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
@@ -261,7 +283,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     self = resolved(self)
     local = self._local.to(*args, **kwargs)
     if local.device != self._local.device:
-        raise _other_device(self, local.device)
+        raise other_device(self, local.device)
     return self if local is self._local else wrap(local, self._layout, self._mesh)
 
 
@@ -280,7 +302,8 @@ def type_as(self: Any, other: Any) -> Any:
     return self.to(other.dtype)
 
 
-def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    """Return the error for a tensor on another device than its mesh's. Not collective."""
     return UnsupportedOperationError(
         described(
             "moving a ShardTensor to another device",
@@ -296,7 +319,7 @@ def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cpu:
         return self
-    raise _other_device(self, "cpu")
+    raise other_device(self, "cpu")
 
 
 @implements(torch.Tensor.cuda)
@@ -304,13 +327,17 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cuda:
         return self
-    raise _other_device(self, "cuda")
+    raise other_device(self, "cuda")
 
 
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
-    if weight.numel() != 1 and input.ndim > 1:
+    if weight.ndim > 1:
+        raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.ndim}")
+    if weight.numel() not in (1, input.shape[1] if input.ndim > 1 else 1):
+        raise RuntimeError(f"Mismatch of parameter numbers and input channel size: {weight.numel()}, {input.shape}")
+    if weight.numel() != 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
 
@@ -345,5 +372,5 @@ def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
 
 def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
     if local.device != like._local.device:
-        raise _other_device(like, local.device)
+        raise other_device(like, local.device)
     return wrap(local, layout, like._mesh)

@@ -14,7 +14,6 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import collective
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
-from mpishard.ops.pointwise import no_out
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -100,8 +99,6 @@ def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
 
 def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
     """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, axis=0, keepdims=True)``. Not collective."""
-    if kwargs.pop("out", None) is not None:
-        raise no_out(func)
     given = dict(zip(("dim", "keepdim"), args))
     for key, value in kwargs.items():
         given[{"axis": "dim", "keepdims": "keepdim"}.get(key, key)] = value

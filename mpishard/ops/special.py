@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.ops.agreement import agreed
+from mpishard.ops.dim import kept
 from mpishard.ops.meet import meet
-from mpishard.ops.pointwise import in_place, no_out, pointwise
+from mpishard.ops.pointwise import in_place, pointwise
 from mpishard.ops.vector import gathered
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
@@ -29,10 +31,8 @@ in_place(*spellings("gcd_", "lcm_"))
 
 
 @implements(torch.frexp, torch.Tensor.frexp)
-def frexp(input: ShardTensor, *, out: Any = None) -> Any:
+def frexp(input: ShardTensor) -> Any:
     """Split into mantissa and exponent. Not collective."""
-    if out is not None:
-        raise no_out(torch.frexp)
     x = resolved(input)
     return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
 
@@ -79,8 +79,6 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
 
     The leading dims of sequence and values lie together; the values stay where they are.
     """
-    if options.get("out") is not None:
-        raise no_out(torch.searchsorted)
     values = options.pop("self", input)
     lead: tuple[Any, ...] = tuple(range(sorted_sequence.ndim - 1))
     if not isinstance(values, Tensor):
@@ -91,7 +89,12 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
         own = tuple(range(values.ndim))
     met = meet((sorted_sequence, values, sorter), ((*lead, None), own, (*lead, None)))
     sequence, cells, order = (t.contiguous() if isinstance(t, Tensor) else t for t in met.locals)
-    return met.wrapped(torch.searchsorted(sequence, cells, sorter=order, **options), own)
+
+    def search() -> Tensor:
+        return torch.searchsorted(sequence, cells, sorter=order, **options)
+
+    # torch looks whether the sorter's numbers are in range
+    return met.wrapped(search() if order is None else agreed(search, met.mesh, met.fit.targets), own)
 
 
 def _truth(self: ShardTensor, element: Any) -> bool:
@@ -100,7 +103,7 @@ def _truth(self: ShardTensor, element: Any) -> bool:
 
 
 def _in_place_twin(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self.copy_(getattr(self, name)(*args, **kwargs))
+    return lambda self, *args, **kwargs: self.copy_(getattr(kept(self), name)(*args, **kwargs))
 
 
 RULES[torch.Tensor.__contains__] = _truth

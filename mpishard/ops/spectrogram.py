@@ -95,7 +95,7 @@ def stft_of_padded(input: Any, n_fft: int, hop: Any, length: Any, window: Any, *
 
 @implements(torch.istft, torch.Tensor.istft)
 def istft(
-    input: ShardTensor,
+    input: Any,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -110,7 +110,7 @@ def istft(
 
     Collective where frequencies are sharded, else neighborwise collective.
     """
-    x, window = resolved(input), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
     hop = n_fft // 4 if hop_length is None else hop_length
     own = n_fft if win_length is None else win_length
     if onesided is None:

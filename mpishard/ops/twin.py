@@ -27,7 +27,7 @@ def _slice(input: ShardTensor, dim: int = 0, start: Any = None, end: Any = None,
 _OTHER: dict[str, Callable[..., Any]] = {
     "alias": lambda x: x,
     "slice": _slice,
-    "expand": lambda x, size, **_: x.expand(size),
+    "expand": lambda x, size, *, implicit=False: x.expand(size),  # noqa: ARG005 (torch's name)
     "unfold": lambda x, dimension, size, step: x.unfold(dimension, size, step),
     "view": lambda x, size=None, dtype=None: x.view(size if dtype is None else dtype),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
-from mpishard.comm import guard
-from mpishard.comm.mesh import CartMesh
 from mpishard.comm.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.ops.agreement import agreed
 from mpishard.ops.geometry import Transposed, frozen, on_domain, per_dim
 from mpishard.ops.meet import meet
 from mpishard.ops.stand_in import cropped, filled
@@ -91,9 +91,11 @@ def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
     return found[::-1]
 
 
-def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name: str) -> None:
-    """Raise on every rank where any rank has an index outside the window of its cell. Collective."""
-    ndim = len(plan.extents)
+def _refuse_far_indices(indices: Tensor, plan: UnpoolPlan, name: str) -> None:
+    """Raise where an index lies outside the window of its cell. Not collective."""
+    ndim, cells = len(plan.extents), math.prod(plan.extents)
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < cells:
+        raise RuntimeError(f"Found an invalid max index: output volumes are of size {list(plan.extents)}")
     coordinates = _coordinates(indices, plan.extents)
     far = torch.zeros((), dtype=torch.bool, device=indices.device)
     for i, stride, pad, kernel, lo in plan.reaches:
@@ -101,9 +103,8 @@ def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name:
         start = (torch.arange(indices.shape[dim], device=indices.device) + lo) * stride - pad
         start = start.reshape(-1, *[1] * (ndim - 1 - i))
         far = far | ((coordinates[i] < start) | (coordinates[i] >= start + kernel)).any()
-    error = None
     if bool(far):
-        error = UnsupportedOperationError(
+        raise UnsupportedOperationError(
             described(
                 f"{name}: an index lies outside the window of its cell",
                 expected="indices that max_pool gave with the same kernel, stride and padding, and no dilation",
@@ -111,7 +112,6 @@ def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name:
                 fix="redistribute both operands, so that the spatial dims are whole on every rank",
             )
         )
-    guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, name)
 
 
 def _rule(ndim: int) -> Callable[..., ShardTensor]:
@@ -143,8 +143,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        if plan.reaches:
-            _refuse_far_indices(mesh, at, plan, name)
+        agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x._layout,))
         return wrap(_scattered(apply(plan.values, x._local), apply(plan.indices, at), plan), plan.out, mesh)
 
     return max_unpool

@@ -207,12 +207,12 @@ def expand_as(self: Any, other: Tensor) -> Any:
 
 
 @implements(*spellings("broadcast_tensors"))
-def broadcast_tensors(*tensors: Any) -> list[Any]:
+def broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     """Expand all tensors to their common shape. Not collective, unless a sharded dim of one cell is broadcast."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         tensors = tuple(tensors[0])
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in tensors])
-    return [x.expand(shape) for x in tensors]
+    return tuple(x.expand(shape) for x in tensors)
 
 
 def _at_least(ndim: int, grow: Callable[[ShardTensor], ShardTensor]) -> Callable[..., Any]:

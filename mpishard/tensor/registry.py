@@ -131,7 +131,7 @@ def rule_below(function: Any) -> Rule | None:
 
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
     """Return the error for a torch function without a rule. Not collective."""
-    layouts = ", ".join(map(outline, _tensors([*args, *kwargs.values()])))
+    layouts = ", ".join(map(outline, tensors_in([*args, *kwargs.values()])))
     # below torch's functions: mostly a transform, which has unpacked the call
     within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
     return NoShardingRule(
@@ -151,12 +151,13 @@ def name_of(function: Any) -> str:
     return name or getattr(function, "__qualname__", None) or repr(function)
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Give the tensors among arguments, also those of lists. Not collective."""
     for a in args:
         if isinstance(a, torch.Tensor):
             yield a
         elif isinstance(a, (list, tuple)):
-            yield from _tensors(a)
+            yield from tensors_in(a)
 
 
 def outline(x: torch.Tensor) -> str:

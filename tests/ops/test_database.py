@@ -64,12 +64,7 @@ REFUSED = {
         "the result is a sparse tensor": "sparse.sampled_addmm to_sparse",
         "a hash of the bits of all cells, which MPI's reductions here do not know": "hash_tensor",
         "known: torch gives the input the gradient of the cells that are written": "as_strided_scatter",
-        "known: wrong, or a raw error": """
-            corrcoef diff gather gradient index_fill index_put masked.amax masked.amin masked.argmax
-            masked.argmin masked.cumprod masked.cumsum masked.log_softmax masked.logaddexp masked.logsumexp
-            masked.mean masked.median masked.norm masked.normalize masked.prod masked.softmax masked.softmin
-            masked.std masked.sum masked.var nn.functional.nll_loss repeat_interleave tensor_split
-        """,
+        "known: plain operands with a sharded index, or a sharded weight": "index_put nn.functional.nll_loss",
     }.items()
 }
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, layouts, mesh_of, shard, skew
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import check, field, sampled
 
 W, B = field(5, 6), field(5)
@@ -129,3 +129,23 @@ def test_shapes_that_do_not_fit(wrong):
     for mesh, placements, sizes in sampled((4, 7, 6), [1], 0, 2):
         with pytest.raises((RuntimeError, ms.LayoutError)):
             wrong(shard(field(4, 7, 6), mesh, placements, sizes))
+
+
+@pytest.mark.parametrize("factors", [{"alpha": 2.5}, {"beta": 1.5}, {"alpha": 0.2, "beta": 0.6}, {"beta": 3}])
+def test_products_of_integers_take_the_whole_part_of_factors(factors):
+    a, b = torch.arange(12).reshape(3, 4), torch.arange(20).reshape(4, 5) - 7
+    cases = [
+        (torch.addmm, torch.ones(3, 5).long(), a, b),
+        (torch.addmv, torch.ones(3).long(), a, b[:, 0]),
+        (torch.addbmm, torch.ones(3, 5).long(), a.expand(2, 3, 4), b.expand(2, 4, 5)),
+        (torch.baddbmm, torch.ones(2, 3, 5).long(), a.expand(2, 3, 4), b.expand(2, 4, 5)),
+    ]
+    mesh = mesh_of((WORLD.size,))
+    for f, *operands in cases:
+        expected = f(*operands, **factors)
+        for k in range(3):
+            got = f(*[shard(t, mesh, (ms.Shard(0),)) if k in (i, 0) else t for i, t in enumerate(operands)], **factors)
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(gathered(got), expected)
+    with pytest.raises(RuntimeError, match="must not be a floating point number"):
+        torch.addr(shard(a, mesh, (ms.Shard(0),)), a[:, 0], a[0], alpha=2.5)

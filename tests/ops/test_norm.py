@@ -248,7 +248,7 @@ def test_forward_mode():
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(local, tangent)
             if isinstance(t, ms.ShardTensor):
-                sizes = {m: t.layout.sizes[p.dim] for m, p in enumerate(t.placements)}
+                sizes = {m: t.sharding.sizes[p.dim] for m, p in enumerate(t.placements)}
                 dual = ms.ShardTensor.from_local(dual, mesh, t.placements, sizes)
             y = F.group_norm(dual, 2)
             d = torch.autograd.forward_ad.unpack_dual(y.to_local() if isinstance(y, ms.ShardTensor) else y).tangent

@@ -60,7 +60,7 @@ def test_a_plain_grid_is_cut_as_the_field():
     mesh = mesh_of((WORLD.size,))
     x = ms.distribute_tensor(field(2, 3, 8, 8), mesh, (ms.Shard(2),))
     y = F.grid_sample(x, points(2, 8, 8, 2), align_corners=False)
-    assert y.layout == x.layout
+    assert y.sharding == x.sharding
     assert F.grid_sample(x, points(2, 5, 8, 2), align_corners=False).placements == (ms.Shard(2),)
 
 
