@@ -48,7 +48,7 @@ def tile(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
 def repeat_interleave(
     input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> ShardTensor:
-    """Repeat each cell of a dim where it is. Not collective, unless the repeats are sharded: they are gathered."""
+    """Repeat each cell of a dim where it is. Not collective, but for repeats that are sharded."""
     mesh = mesh_of((input, repeats))
     if repeats is None:  # the numbers of the cells, each as often as it is told
         cells = torch.arange(input.numel(), device=mesh.device)
