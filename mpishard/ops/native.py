@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpishard.ops.norm import batch_norm, group_norm, layer_norm
-from mpishard.ops.pointwise import pointwise
-from mpishard.ops.reduction import HALVES
+from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
+from mpishard.ops.pointwise.pointwise import pointwise
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import RULES, aten, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.dim import resized, whole_along
-from mpishard.ops.pointwise import other_device
-from mpishard.ops.reduction import normal_dim
+from mpishard.ops.pointwise.pointwise import other_device
+from mpishard.ops.rule.dim import resized, whole_along
+from mpishard.ops.rule.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap

@@ -1,0 +1,88 @@
+"""Twins of views: the copying ones, and those that change a tensor's shape in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpishard.ops.rule.dim import settled, trivially_sharded
+from mpishard.ops.shape.view import squeezed_dims
+from mpishard.tensor.registry import RULES, aten, implements
+from mpishard.tensor.shard_tensor import ShardTensor
+
+_COPIED = """
+alias diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze
+view_as_complex view_as_real view
+""".split()
+
+_IN_PLACE = "unsqueeze transpose swapaxes swapdims t".split()
+
+
+def _slice(input: ShardTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return input[(*(slice(None),) * (dim % input.ndim), slice(start, end, step))]
+
+
+_OTHER: dict[str, Callable[..., Any]] = {
+    "alias": lambda x: x,
+    "slice": _slice,
+    "expand": lambda x, size, *, implicit=False: x.expand(size),  # noqa: ARG005 (torch's name)
+    "unfold": lambda x, dimension, size, step: x.unfold(dimension, size, step),
+    "view": lambda x, size=None, dtype=None: x.view(size if dtype is None else dtype),
+}
+
+
+def _copying(view: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        found = view(*args, **kwargs)
+        return found.clone() if isinstance(found, torch.Tensor) else tuple(t.clone() for t in found)
+
+    return rule
+
+
+for _name in _COPIED:
+    _twin = getattr(torch, f"{_name}_copy", None)
+    if _twin is not None:
+        RULES[_twin] = _copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name))
+
+
+def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
+    """Make ``x`` what a view of it is."""
+    x._local, x._layout, x._root = view._local, view._layout, None
+    return x
+
+
+@implements(torch.Tensor.squeeze_)
+def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
+    """Drop dims of one cell, in place. Not collective, unless such a dim is sharded: then its owner broadcasts.
+
+    What is written into the tensor later is written into the owner's cell, too, where other views of it lie.
+    """
+    if self.requires_grad and self.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    x = settled(self)
+    dims = squeezed_dims(x._layout, dim)
+    if not any(d in x._layout.shard_dims and not trivially_sharded(x._layout, d) for d in dims):
+        return _become(self, torch.squeeze(x, dims))
+    # an index: of its result it is known what it was taken from
+    out = x._twin(x._local)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
+    self._gathered_view, self._origin = True, out._origin
+    return _become(self, out)
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    view = getattr(torch.Tensor, name)
+
+    def rule(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        if self.requires_grad and self.is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        return _become(self, view(self, *args, **kwargs))
+
+    return rule
+
+
+for _name in _IN_PLACE:
+    RULES[getattr(torch.Tensor, f"{_name}_")] = _in_place(_name)
+for _func in aten("slice"):
+    RULES[_func] = _slice
