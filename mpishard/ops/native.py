@@ -12,7 +12,7 @@ from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import mesh_of, on_mesh
-from mpishard.tensor.registry import RULES, aten, implements, spellings
+from mpishard.tensor.registry import aten, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # cotangents of pointwise functions
@@ -31,33 +31,33 @@ pointwise(
 # -- softmax
 
 
-@implements(*spellings("_softmax"))
+@implements(*spellings("_softmax"), sharded="reduction")
 def softmax(input: Any, dim: int, half_to_float: bool) -> Any:
     """As ``torch.softmax``. Collective where the dim is sharded."""
     return torch.softmax(input, dim, torch.float32 if half_to_float else None)
 
 
-@implements(*spellings("_log_softmax"))
+@implements(*spellings("_log_softmax"), sharded="reduction")
 def log_softmax(input: Any, dim: int, half_to_float: bool) -> Any:
     """As ``torch.log_softmax``. Collective where the dim is sharded."""
     return torch.log_softmax(input, dim, torch.float32 if half_to_float else None)
 
 
-@implements(*spellings("_safe_softmax"))
+@implements(*spellings("_safe_softmax"), sharded="reduction")
 def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
     """As ``torch.softmax``, and zeros where every number is minus infinity. Collective where the dim is sharded."""
     nothing = (input == -torch.inf).all(dim, keepdim=True)
     return torch.softmax(input.masked_fill(nothing, 0), dim, dtype).masked_fill(nothing, 0)
 
 
-@implements(*spellings("_softmax_backward_data"))
+@implements(*spellings("_softmax_backward_data"), sharded="reduction")
 def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of softmax. Collective where the dim is sharded."""
     g, y = _wide(grad_output), _wide(output)
     return (y * (g - (g * y).sum(dim, keepdim=True))).to(input_dtype)
 
 
-@implements(*spellings("_log_softmax_backward_data"))
+@implements(*spellings("_log_softmax_backward_data"), sharded="reduction")
 def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of log_softmax. Collective where the dim is sharded."""
     g, y = _wide(grad_output), _wide(output)
@@ -77,7 +77,7 @@ def _moments(x: ShardTensor, dims: Sequence[int], eps: float, keepdim: bool) -> 
     return mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype)
 
 
-@implements(*spellings("native_layer_norm"))
+@implements(*spellings("native_layer_norm"), sharded="reduction")
 def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     """As ``layer_norm``, with mean and 1/std. Collective where one of the last dims is sharded."""
     x = on_mesh(input, mesh_of((input, weight, bias)))
@@ -85,7 +85,7 @@ def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any,
     return y, *_moments(x.detach(), range(x.ndim - len(tuple(normalized_shape)), x.ndim), eps, True)
 
 
-@implements(*spellings("native_group_norm"))
+@implements(*spellings("native_group_norm"), sharded="reduction")
 def native_group_norm(
     input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[Any, Any, Any]:
@@ -126,34 +126,34 @@ def _batch_norm_with_update(
 
 
 for _func in spellings("native_batch_norm", "_native_batch_norm_legit"):
-    RULES[_func] = _native_batch_norm_legit
+    implements(_func, sharded="reduction")(_native_batch_norm_legit)
 for _func in (*spellings("_batch_norm_with_update"), *aten("_batch_norm_with_update")):
-    RULES[_func] = _batch_norm_with_update
+    implements(_func, sharded="reduction")(_batch_norm_with_update)
 
 
 # -- other
 
 
-@implements(*aten("index"))
+@implements(*aten("index"), sharded="reduction")
 def index(input: Any, indices: Sequence[Any]) -> Any:
     """As ``input[indices]``. Collective as indexing is."""
     return input[tuple(slice(None) if i is None else i for i in indices)]
 
 
-@implements(*aten("_unsafe_view"))
+@implements(*aten("_unsafe_view"), sharded="reduction")
 def unsafe_view(input: Any, size: Any) -> Any:
     """As ``reshape``. Collective as it is."""
     return input.reshape(size)
 
 
-@implements(*aten("_to_copy"))
+@implements(*aten("_to_copy"), sharded="local")
 def to_copy(input: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
     """As ``to``, of a copy. Not collective."""
     how = {} if memory_format is None else {"memory_format": memory_format}
     return input.to(device=device or input.device, dtype=dtype or input.dtype, copy=True, **how)
 
 
-@implements(*spellings("convolution"))
+@implements(*spellings("convolution"), sharded="halo")
 def convolution(
     input: Any,
     weight: Any,
@@ -195,15 +195,15 @@ def _max_pool_backward(pool: Any) -> Any:
     return rule
 
 
-implements(*aten("max_pool2d_with_indices_backward"))(_max_pool_backward(F.max_pool2d))
-implements(*aten("max_pool3d_with_indices_backward"))(_max_pool_backward(F.max_pool3d))
+implements(*aten("max_pool2d_with_indices_backward"), sharded="halo")(_max_pool_backward(F.max_pool2d))
+implements(*aten("max_pool3d_with_indices_backward"), sharded="halo")(_max_pool_backward(F.max_pool3d))
 
 
 def _within(x: Any, indices: Sequence[Any]) -> list[Any]:
     return [None if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape)]
 
 
-@implements(*spellings("_unsafe_masked_index"))
+@implements(*spellings("_unsafe_masked_index"), sharded="reduction")
 def unsafe_masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
     """Pick cells by indices, which count where a mask is true. Collective as indexing is."""
     if not input.numel():
@@ -212,7 +212,7 @@ def unsafe_masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any
     return torch.where(mask, input[at], fill)
 
 
-@implements(*spellings("_unsafe_masked_index_put_accumulate"))
+@implements(*spellings("_unsafe_masked_index_put_accumulate"), sharded="reduction")
 def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
     """Add values by indices, which count where a mask is true. Collective as indexing is."""
     if not input.numel():
@@ -221,7 +221,7 @@ def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[
     return torch.index_put(input, _within(input, indices), values.masked_fill(~mask, 0), accumulate=True)
 
 
-@implements(*spellings("_chunk_cat"))
+@implements(*spellings("_chunk_cat"), sharded="reduction")
 def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
     """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move."""
     parts = []

@@ -56,7 +56,7 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
     return _found(blocks[0]._local[blocks[1]._local.bool()], blocks[1]._layout, mesh)
 
 
-@implements(*spellings("masked_select"))
+@implements(*spellings("masked_select"), sharded="moves")
 def masked_select(input: Any, mask: Any) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
     if mask.dtype != torch.bool:
@@ -65,7 +65,7 @@ def masked_select(input: Any, mask: Any) -> ShardTensor:
     return picked_where(input.expand(shape), mask.expand(shape))
 
 
-@implements(*spellings("nonzero"))
+@implements(*spellings("nonzero"), sharded="moves")
 def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     x, mesh = resolved(input), input._mesh
@@ -78,7 +78,7 @@ def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     return found.unbind(1) if as_tuple else found
 
 
-@implements(*spellings("nonzero_static"))
+@implements(*spellings("nonzero_static"), sharded="moves")
 def nonzero_static(input: ShardTensor, *, size: int, fill_value: int = -1) -> Any:
     """Return so many rows of `nonzero`, filled up where there are fewer. Collective where the tensor is sharded."""
     if size < 0:
@@ -88,7 +88,7 @@ def nonzero_static(input: ShardTensor, *, size: int, fill_value: int = -1) -> An
     return found[:size] if rest <= 0 else torch.cat([found, found.new_full((rest, input.ndim), fill_value)])
 
 
-@implements(*spellings("argwhere"))
+@implements(*spellings("argwhere"), sharded="moves")
 def argwhere(input: ShardTensor) -> ShardTensor:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     return nonzero(input)  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ def _basis(a: Any, q: int, niter: int) -> Any:
     return found
 
 
-@implements(torch.svd_lowrank)
+@implements(torch.svd_lowrank, sharded="gathers")
 def svd_lowrank(A: Any, q: int | None = 6, niter: int | None = 2, M: Any = None) -> tuple[Any, Any, Any]:
     """Return U, S, V of ``q`` columns. Collective: thin matrices of ``q`` columns are gathered, the matrix is not."""
     mesh = mesh_of((A, M))
@@ -40,7 +40,7 @@ def _decomposed(a: ShardTensor, q: int, niter: int) -> tuple[Any, Any, Any]:
     return (v, s, u) if m < n else (u, s, v)
 
 
-@implements(torch.pca_lowrank)
+@implements(torch.pca_lowrank, sharded="gathers")
 def pca_lowrank(A: ShardTensor, q: int | None = None, center: bool = True, niter: int = 2) -> tuple[Any, Any, Any]:
     """Return the principal components of the rows of a matrix, as `svd_lowrank` does."""
     m, n = A.shape[-2:]

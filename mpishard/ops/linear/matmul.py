@@ -14,7 +14,7 @@ from mpishard.ops.rule.contraction import Label, Labels, contract
 from mpishard.ops.rule.dim import into_plain, whole_along
 from mpishard.ops.shape.diagonal import diagonal
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
-from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -24,7 +24,7 @@ def _linear_labels(ndim: int) -> tuple[tuple[Labels, Labels], Labels]:
     return ((*batch, "K"), ("J", "K")), (*batch, "J")
 
 
-@implements(F.linear)
+@implements(F.linear, sharded="reduction")
 def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a linear layer to the last dim.
 
@@ -57,7 +57,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
         return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
 
 
-@implements(F.bilinear, torch.bilinear)
+@implements(F.bilinear, torch.bilinear, sharded="reduction")
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a bilinear layer. As `linear`."""
     if not any(isinstance(x, ShardTensor) for x in (input1, input2, weight)):
@@ -77,7 +77,7 @@ def _matmul_labels(ndim: int, other: int) -> tuple[tuple[Labels, Labels], Labels
     return (a, b), (*batch, *("I",) * (ndim > 1), *("J",) * (other > 1))
 
 
-@implements(*spellings("matmul"), torch.Tensor.__matmul__)
+@implements(*spellings("matmul"), torch.Tensor.__matmul__, sharded="reduction")
 def matmul(input: Any, other: Any) -> ShardTensor:
     """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -88,7 +88,7 @@ def matmul(input: Any, other: Any) -> ShardTensor:
     return contract("matmul", torch.matmul, (input, other), labels, result)
 
 
-@implements(torch.Tensor.__rmatmul__)
+@implements(torch.Tensor.__rmatmul__, sharded="reduction")
 def rmatmul(self: Any, other: Any) -> ShardTensor:
     """Multiply from the right. As `matmul`."""
     return matmul(other, self)
@@ -116,7 +116,7 @@ def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
 
 for _name, (_labels, _result) in _PRODUCTS.items():
     for _func in spellings(_name):
-        RULES[_func] = _product_rule(_name, _labels, _result)
+        implements(_func, sharded="reduction")(_product_rule(_name, _labels, _result))
 
 
 # -- products that are added to something: (operands, result), and the product alone
@@ -177,15 +177,15 @@ def _in_place_rule(rule: Any) -> Any:
 for _name, (_labels, _result, _product) in _ADDED.items():
     _rule = _added_rule(_name, _labels, _result, _product)
     for _func in spellings(_name):
-        RULES[_func] = _rule
+        implements(_func, sharded="reduction")(_rule)
     for _func in spellings(f"{_name}_"):
-        RULES[_func] = into_plain(_func)(_in_place_rule(_rule))
+        implements(_func, sharded="reduction")(into_plain(_func)(_in_place_rule(_rule)))
 
 
 # -- of sparse matrices, whose gradients are sparse
 
 
-@implements(torch.sparse.mm)
+@implements(torch.sparse.mm, sharded="reduction")
 def sparse_mm(mat1: Any, mat2: Any, reduce: str | None = None) -> ShardTensor:
     """Multiply a sparse matrix with a sharded one. As `matmul`; other reductions than a sum gather the summed dim."""
     labels, result = _PRODUCTS["mm"]
@@ -200,10 +200,10 @@ def sparse_mm(mat1: Any, mat2: Any, reduce: str | None = None) -> ShardTensor:
     )
 
 
-RULES[torch.sparse.addmm] = _added_rule("sparse.addmm", *_PRODUCTS["mm"], torch.sparse.mm)
+implements(torch.sparse.addmm, sharded="reduction")(_added_rule("sparse.addmm", *_PRODUCTS["mm"], torch.sparse.mm))
 
 
-@implements(torch.inner, torch.Tensor.inner)
+@implements(torch.inner, torch.Tensor.inner, sharded="reduction")
 def inner(input: Any, other: Any) -> ShardTensor:
     """Sum over the last dims of both. As `matmul`."""
     if input.ndim == 0 or other.ndim == 0:
@@ -213,7 +213,7 @@ def inner(input: Any, other: Any) -> ShardTensor:
     return contract("inner", torch.inner, (input, other), ((*a, "K"), (*b, "K")), (*a, *b))
 
 
-@implements(torch.tensordot)
+@implements(torch.tensordot, sharded="reduction")
 def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     """Sum over pairs of dims. As `matmul`."""
     if isinstance(dims, Tensor):
@@ -237,7 +237,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     )
 
 
-@implements(torch.linalg.multi_dot)
+@implements(torch.linalg.multi_dot, sharded="reduction")
 def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
     last = len(tensors) - 1
@@ -250,7 +250,7 @@ def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
     return contract("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
 
 
-@implements(torch.chain_matmul)
+@implements(torch.chain_matmul, sharded="reduction")
 def chain_matmul(*matrices: Any) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
     return multi_dot(matrices)
@@ -285,7 +285,7 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
     return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
 
 
-@implements(*spellings("einsum"))
+@implements(*spellings("einsum"), sharded="reduction")
 def einsum(*args: Any) -> ShardTensor:
     """Evaluate Einstein's sum convention. As `matmul`."""
     equation, operands = args[0], args[1:]

@@ -71,13 +71,13 @@ def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool)
     return torch.where(zero, 0 * total, torch.where(zero, 1, total) ** (1 / p))
 
 
-@implements(torch.linalg.vector_norm)
+@implements(torch.linalg.vector_norm, sharded="reduction")
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
     """Vector norm over dims. Collective where one of them is sharded."""
     return _norm(x, ord, dim, keepdim, dtype)
 
 
-@implements(torch.linalg.norm)
+@implements(torch.linalg.norm, sharded="reduction")
 def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
     """Vector norms, and the Frobenius norm of matrices. Collective where a reduced dim is sharded."""
     if ord is not None and dim is None and A.ndim not in (1, 2):
@@ -90,7 +90,7 @@ def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False,
     return matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-@implements(torch.linalg.matrix_norm)
+@implements(torch.linalg.matrix_norm, sharded="gathers")
 def matrix_norm(
     A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> ShardTensor:
@@ -114,13 +114,13 @@ def matrix_norm(
     return wrap(torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim), plan.out, x._mesh)
 
 
-@implements(torch.frobenius_norm)
+@implements(torch.frobenius_norm, sharded="reduction")
 def frobenius_norm(input: Any, dim: Any, keepdim: bool = False) -> ShardTensor:
     """Root of the sum of squares over dims. Collective where one of them is sharded."""
     return _norm(input, 2, dim, keepdim)
 
 
-@implements(torch.nuclear_norm)
+@implements(torch.nuclear_norm, sharded="gathers")
 def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> ShardTensor:
     """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
     if isinstance(dim, bool):  # nuclear_norm(input, keepdim)
@@ -128,7 +128,7 @@ def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> Shar
     return matrix_norm(input, "nuc", dim, keepdim)
 
 
-@implements(torch.norm, torch.functional.norm, torch.Tensor.norm)
+@implements(torch.norm, torch.functional.norm, torch.Tensor.norm, sharded="reduction")
 def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> ShardTensor:
     """Vector norm, the old spelling. Collective where a reduced dim is sharded."""
     if p == "nuc":
@@ -136,13 +136,13 @@ def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dty
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 
-@implements(F.normalize)
+@implements(F.normalize, sharded="reduction")
 def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims. Collective where they are sharded."""
     return input / _norm(input, p, dim, True).clamp_min(eps)
 
 
-@implements(torch.cosine_similarity, F.cosine_similarity)
+@implements(torch.cosine_similarity, F.cosine_similarity, sharded="reduction")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Cosine between vectors along a dim. Collective where it is sharded."""
     mesh = mesh_of((x1, x2))

@@ -13,7 +13,7 @@ from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
-@implements(*spellings("segment_reduce"))
+@implements(*spellings("segment_reduce"), sharded="gathers")
 def segment_reduce(
     data: Any,
     reduce: str,

@@ -106,7 +106,7 @@ def _checked(x: Any, size: Any, stride: Any, offset: int | None) -> tuple[tuple[
     return size, stride, offset
 
 
-@implements(*spellings("as_strided"))
+@implements(*spellings("as_strided"), sharded="gathers")
 def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """View the row-major cells by strides. Collective as the cuts, windows and reshapes are that make the view.
 
@@ -135,13 +135,13 @@ def _joined(size: Sequence[int], stride: Sequence[int]) -> int:
     return row[-1][1] if row and one else 0
 
 
-@implements(*spellings("as_strided_copy"))
+@implements(*spellings("as_strided_copy"), sharded="moves")
 def as_strided_copy(input: ShardTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Copy the view of `as_strided`."""
     return as_strided(input, size, stride, storage_offset).clone()
 
 
-@implements(*spellings("as_strided_scatter"))
+@implements(*spellings("as_strided_scatter"), sharded="gathers")
 def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Write into the view of `as_strided` in a copy. Collective: the source is gathered where it is sharded."""
     size, stride, offset = _checked(input, size, stride, storage_offset)
@@ -158,7 +158,7 @@ def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_off
 # -- other extents
 
 
-@implements(torch.Tensor.resize_)
+@implements(torch.Tensor.resize_, sharded="moves")
 def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardTensor:
     """Give a tensor another shape: the first of its row-major cells, with zeros behind. Collective as reshaping is.
 
@@ -178,13 +178,13 @@ def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardT
     return self
 
 
-@implements(*spellings("resize_as_"))
+@implements(*spellings("resize_as_"), sharded="moves")
 def resize_as_(input: Any, other: Any, *, memory_format: Any = None) -> Any:
     """Give a tensor the shape of another, as `resize_`."""
     return input.resize_(tuple(other.shape))
 
 
-@implements(torch.Tensor.new_empty_strided)
+@implements(torch.Tensor.new_empty_strided, sharded="local")
 def new_empty_strided(self: ShardTensor, size: Any, stride: Any, **options: Any) -> Any:
     """Make a tensor of this shape, as ``new_empty`` does: its blocks lie as they do. Not collective."""
     return self.new_empty(tuple(size), **options)

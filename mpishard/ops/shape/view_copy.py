@@ -9,7 +9,7 @@ import torch
 
 from mpishard.ops.rule.dim import settled, trivially_sharded
 from mpishard.ops.shape.view import squeezed_dims
-from mpishard.tensor.registry import RULES, aten, implements
+from mpishard.tensor.registry import aten, implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _COPIED = """
@@ -44,7 +44,7 @@ def _copying(view: Callable[..., Any]) -> Callable[..., Any]:
 for _name in _COPIED:
     _twin = getattr(torch, f"{_name}_copy", None)
     if _twin is not None:
-        RULES[_twin] = _copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name))
+        implements(_twin, sharded="local")(_copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name)))
 
 
 def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
@@ -53,7 +53,7 @@ def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
     return x
 
 
-@implements(torch.Tensor.squeeze_)
+@implements(torch.Tensor.squeeze_, sharded="local")
 def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell, in place. Not collective, unless such a dim is sharded: then its owner broadcasts.
 
@@ -83,6 +83,6 @@ def _in_place(name: str) -> Callable[..., Any]:
 
 
 for _name in _IN_PLACE:
-    RULES[getattr(torch.Tensor, f"{_name}_")] = _in_place(_name)
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place(_name))
 for _func in aten("slice"):
-    RULES[_func] = _slice
+    implements(_func, sharded="local")(_slice)

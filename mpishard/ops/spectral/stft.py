@@ -28,7 +28,7 @@ def _plain(window: Any) -> Any:
     return whole_along(resolved(window), (0,))._local if isinstance(window, ShardTensor) else window
 
 
-@implements(torch.stft, torch.Tensor.stft)
+@implements(torch.stft, torch.Tensor.stft, sharded="halo")
 def stft(
     input: ShardTensor,
     n_fft: int,
@@ -86,13 +86,13 @@ def stft(
     return out if result.is_complex() else torch.view_as_real(out)  # type: ignore[no-any-return]
 
 
-@implements(torch._C._VariableFunctions.stft)  # type: ignore[attr-defined]
+@implements(torch._C._VariableFunctions.stft, sharded="halo")  # type: ignore[attr-defined]
 def stft_of_padded(input: Any, n_fft: int, hop: Any, length: Any, window: Any, *rest: Any) -> ShardTensor:
     """Transform the frames of signals that torch has padded, as it does for a plain signal and a sharded window."""
     return stft(input, n_fft, hop, length, window, False, "constant", *rest)
 
 
-@implements(torch.istft, torch.Tensor.istft)
+@implements(torch.istft, torch.Tensor.istft, sharded="halo")
 def istft(
     input: Any,
     n_fft: int,

@@ -115,7 +115,7 @@ class _Request(NamedTuple):
         return {**target, "mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
 
 
-@implements(F.interpolate)
+@implements(F.interpolate, sharded="halo")
 def interpolate(
     input: ShardTensor,
     size: Any = None,
@@ -191,7 +191,7 @@ for _name, _mode in {
     "_upsample_bicubic2d_aa": "bicubic",
     "_upsample_lanczos2d_aa": "lanczos",
 }.items():
-    implements(*spellings(_name))(_upsample_rule(_mode, _name.endswith("_aa")))
+    implements(*spellings(_name), sharded="halo")(_upsample_rule(_mode, _name.endswith("_aa")))
 
 
 def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:

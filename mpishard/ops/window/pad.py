@@ -27,7 +27,7 @@ class PadPlan(NamedTuple):
     out: Layout
 
 
-@implements(F.pad)
+@implements(F.pad, sharded="halo")
 def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> ShardTensor:
     """Pad (or crop, where negative) as ``torch.nn.functional.pad``, at the edges of the global tensor.
 
@@ -48,7 +48,7 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
     return wrap(local.clone() if local is x._local else local, plan.out, mesh)
 
 
-@implements(torch.constant_pad_nd)
+@implements(torch.constant_pad_nd, sharded="halo")
 def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> ShardTensor:
     """Pad with a constant. Neighborwise collective."""
     if isinstance(value, complex) and value.imag and not input.is_complex():

@@ -21,7 +21,7 @@ from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.rule.empty_block import cropped, filled
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
-from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -177,7 +177,7 @@ def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
 
 
 for _n in (1, 2, 3):
-    RULES[getattr(F, f"max_unpool{_n}d")] = _rule(_n)
+    implements(getattr(F, f"max_unpool{_n}d"), sharded="halo")(_rule(_n))
 for _n in (2, 3):
     for _func in spellings(f"max_unpool{_n}d"):
         RULES.setdefault(_func, _anywhere_rule(_func, _n))
