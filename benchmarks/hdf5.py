@@ -106,7 +106,7 @@ def main() -> None:
 def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
     """Compare every back-end on one tensor."""
     mesh, block = x.mesh, x.to_local().numpy()
-    start, nbytes = x.layout.offset(mesh.coords), 4 * x.layout.shape[0] * x.layout.shape[1]
+    start, nbytes = x.sharding.offset(mesh.coords), 4 * x.sharding.shape[0] * x.sharding.shape[1]
     here = folder / f"part{WORLD.rank}.bin"
     kept = torch.empty(block.shape)
     timing.say(f"{what}: {nbytes / 2**20:.0f} MiB on {WORLD.size} ranks")
@@ -127,7 +127,7 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
         block.tofile(here)
 
     def by_hand() -> None:
-        by_hand_write(hand, tuple(x.layout.shape), start, block)
+        by_hand_write(hand, tuple(x.sharding.shape), start, block)
 
     report("virtual write / tofile per rank", write("virtual"), tofile, nbytes, rounds, clear)
     report("root write / tofile per rank", write("root"), tofile, nbytes, rounds, clear)
@@ -136,7 +136,7 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
     clear()
     write("root")()
     with h5py.File(folder / "root.h5", "r", locking=False) as file:
-        box = tuple(slice(lo, hi) for lo, hi in x.layout.box(mesh.coords))
+        box = tuple(slice(lo, hi) for lo, hi in x.sharding.box(mesh.coords))
 
         def direct() -> None:
             file["x"].read_direct(kept.numpy(), box)

@@ -134,7 +134,7 @@ def main() -> int:
     result = args.out / "segment_brain.h5"
     ms.io.write(result, {name: predicted[0, i] for i, name in enumerate(TISSUES)}, attrs={"title": title})
     if mesh.rank == 0:
-        borders = [list(accumulate(sizes or ()))[:-1] for sizes in t1.layout.sizes]
+        borders = [list(accumulate(sizes or ()))[:-1] for sizes in t1.sharding.sizes]
         draw(args.out / "segment_brain.png", data, result, borders, title)
     say(mesh, f"predicted maps: {result}, figure: {result.with_suffix('.png')}")
     return 0 if good else 1

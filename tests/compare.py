@@ -96,6 +96,7 @@ def compare(
     rtol: float = 1e-10,
     atol: float = 1e-11,
     second: bool = False,
+    differentiable: Sequence[bool] | None = None,
     what: str = "",
 ) -> Any:
     """Assert that ``f`` gives on shards what it gives on whole tensors, with all first gradients.
@@ -110,6 +111,8 @@ def compare(
         Plain leaf tensors that ``f`` closes over; their gradients are compared too.
     second
         Whether to compare gradients of gradients as well.
+    differentiable
+        Which operands have a gradient; those of real or complex numbers where not given.
     """
 
     def grads_of(out: Any, leaves: list[Any], weights: list[Any]) -> list[Any]:
@@ -125,17 +128,22 @@ def compare(
         again = torch.autograd.grad([(g * g).sum() for g in live], leaves, allow_unused=True)
         return [*first, *again]
 
-    differentiable = [full.is_floating_point() or full.is_complex() for full, *_ in operands]
+    if differentiable is None:
+        differentiable = [full.is_floating_point() or full.is_complex() for full, *_ in operands]
     whole = [full.detach().clone().requires_grad_(d) for (full, *_), d in zip(operands, differentiable)]
     parts = [shard(full, m, p, s, d) for (full, m, p, s), d in zip(operands, differentiable)]
     expected, got = f(*whole), f(*parts)
+    if not flat(expected):
+        assert got == expected, f"{what}: {got}, torch {expected}"
     for e, g in zip(flat(expected), flat(got), strict=True):
         assert tuple(g.shape) == tuple(e.shape), f"{what}: shape {tuple(g.shape)}, torch {tuple(e.shape)}"
         assert g.dtype == e.dtype, f"{what}: {g.dtype}, torch {e.dtype}"
         if isinstance(g, ms.ShardTensor):
-            local = g.layout.local_shape(g.mesh.coords)
+            local = g.sharding.local_shape(g.mesh.coords)
             assert tuple(g.to_local().shape) == local, f"{what}: block {tuple(g.to_local().shape)}, layout {local}"
-        torch.testing.assert_close(gathered(g), e.detach(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: forward: {m}")
+        torch.testing.assert_close(
+            gathered(g), e.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: forward: {m}"
+        )
     generator = torch.Generator().manual_seed(3)
     whole_weights, part_weights = [], []
     for e, g in zip(flat(expected), flat(got), strict=True):
@@ -145,7 +153,7 @@ def compare(
             whole_weights.append(w)
             if isinstance(g, ms.ShardTensor):
                 placements = [ms.Replicate() if p.is_partial() else p for p in g.placements]
-                sizes = {d: s for d, s in enumerate(g.layout.sizes) if s is not None}
+                sizes = {d: s for d, s in enumerate(g.sharding.sizes) if s is not None}
                 part_weights.append(ms.distribute_tensor(w, g.mesh, placements, sizes=sizes))
             else:
                 part_weights.append(w)
@@ -161,6 +169,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             check_dtype=False,
+            equal_nan=True,
             msg=lambda m, i=i: f"{what}: gradient {i}: {m}",
         )
     return got

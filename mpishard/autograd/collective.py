@@ -50,7 +50,7 @@ def all_reduce(
         Plain tensor of the same shape and dtype on every rank. Half types are accumulated in float32.
     mesh, mesh_dim
         Ranks that take part: those along a mesh dim (name or index) or several, or the whole mesh. Of none, as
-        ``x.layout.sharded_mesh_dims`` may be, the result is that of this rank alone.
+        ``x.sharding.sharded_mesh_dims`` may be, the result is that of this rank alone.
     op
         ``"sum"``, ``"avg"``, ``"prod"``, ``"max"`` or ``"min"``. Booleans have ``"max"`` (any) and ``"min"``
         (all). The extrema propagate NaN.

@@ -137,7 +137,7 @@ def write(
     mesh = _mesh_of(tensors)
     group = mesh.group(tuple(range(mesh.ndim)))
     own = Path(os.path.abspath(path))
-    told = [f"{name}: {x.layout!r} {x.dtype}" for name, x in tensors.items()]
+    told = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
     signature = f"io.write {'; '.join(told)}, append={append!r}, chunks={chunks!r}, compression={compression!r}"
     error: MpishardError | None = None
     choice = form = exists = None
@@ -193,7 +193,7 @@ def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:
 
 
 def _nbytes(x: ShardTensor) -> int:
-    return math.prod(x.layout.shape) * x.dtype.itemsize
+    return math.prod(x.sharding.shape) * x.dtype.itemsize
 
 
 def _form(
@@ -209,10 +209,10 @@ def _form(
     variables = []
     for name, x in tensors.items():
         dtype = numpy_dtype(x.dtype, name)
-        shape = tuple(x.layout.shape)
+        shape = tuple(x.sharding.shape)
         cut = option(chunks, name)
         if cut is True or (cut is None and append is not None):
-            cut = chunks_of(x.layout, dtype.itemsize)
+            cut = chunks_of(x.sharding, dtype.itemsize)
         elif cut is not None and (len(cut) != len(shape) or min(cut, default=1) < 1):
             raise FileError(
                 described(

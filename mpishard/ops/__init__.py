@@ -6,6 +6,7 @@ from mpishard.ops import (
     index,
     linear,
     loss,
+    native,
     norm,
     pointwise,
     random,

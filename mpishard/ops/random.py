@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.ops.pointwise.pointwise import other_device
 from mpishard.ops.rule.dim import resized, whole_along
 from mpishard.ops.rule.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,
@@ -184,8 +186,12 @@ def rrelu(
 # -- tensors like another
 
 
-def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = None) -> ShardTensor:
+def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, options: dict[str, Any]) -> ShardTensor:
     x = resolved(x)
+    # torch's word on what else is asked for
+    device = torch.empty_like(x._local.new_empty((0,) * x.ndim), **options).device
+    if device != x._local.device:
+        raise other_device(x, device)
     dtype = dtype or x._local.dtype
     if dtype.is_complex:
         parts = [_drawn(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
@@ -198,29 +204,36 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = N
 
 @implements(torch.rand_like, sharded="local")
 def rand_like(
-    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
     """Uniform numbers in [0, 1), laid out as ``input``. Collective."""
-    return _like(input, uniform, dtype, requires_grad, generator)
+    return _like(input, uniform, dtype, requires_grad, generator, options)
 
 
 @implements(torch.randn_like, sharded="local")
 def randn_like(
-    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
+    input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
     """Draw standard normal numbers, laid out as ``input``. Collective."""
-    return _like(input, normal, dtype, requires_grad, generator)
+    return _like(input, normal, dtype, requires_grad, generator, options)
 
 
 @implements(torch.randint_like, sharded="local")
 def randint_like(
-    input: Any, low: int, high: int | None = None, *, dtype: Any = None, generator: Any = None, **_: Any
+    input: Any,
+    low: int,
+    high: int | None = None,
+    *,
+    dtype: Any = None,
+    requires_grad: bool = False,
+    generator: Any = None,
+    **options: Any,
 ) -> ShardTensor:
     """Integers in [low, high), laid out as ``input``. Collective."""
     low, high = (0, low) if high is None else (low, high)
     if high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-    return _like(input, lambda _: integers(low, high), dtype, False, generator)
+    return _like(input, lambda _: integers(low, high), dtype, requires_grad, generator, options)
 
 
 def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:
@@ -234,10 +247,8 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli, sharded="local")
-def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> ShardTensor:
+def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
-    if out is not None:
-        raise no_out(torch.bernoulli)
     x = resolved(input)
     p = x if p is None else p
     if p is x and not bool(((x >= 0) & (x <= 1)).all()):
@@ -248,13 +259,18 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = No
 
 
 @implements(torch.normal, sharded="local")
-def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
+def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
-    if out is not None:
-        raise no_out(torch.normal)
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
     with torch.no_grad():
+        if bool((std < 0).any()) if isinstance(std, Tensor) else std < 0:
+            raise RuntimeError("normal expects all elements of std >= 0.0")
         like = mean + std  # the broadcast shape and layout
-        return randn_like(like, generator=generator) * std + mean
+        drawn = randn_like(like, generator=generator) * std + mean
+    for t in given:
+        if differentiated(t):  # a zero gradient, as in torch
+            drawn = drawn + torch.masked_fill(t, torch.ones((), dtype=torch.bool, device=t.device), 0)
+    return drawn
 
 
 def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
@@ -280,15 +296,11 @@ def poisson(input: Any, generator: Any = None) -> ShardTensor:
 
 
 @implements(torch.multinomial, torch.Tensor.multinomial, sharded="gathers")
-def multinomial(
-    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
-) -> Any:
+def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Draw categories with the weights in the last dim. Collective.
 
     With replacement, where that dim is sharded, it is gathered.
     """
-    if out is not None:
-        raise no_out(torch.multinomial)
     x = resolved(input).detach()
     _check_weights(x, num_samples, replacement)
     last = x.ndim - 1

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
-from mpishard.errors import NoShardingRule, UnsupportedOperationError, described
+from mpishard.errors import NoShardingRule, described
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
@@ -22,6 +22,15 @@ class _Rules(dict[Any, Rule]):
 
 RULES: dict[Any, Rule] = _Rules()
 
+# whose functions torch makes of the schemas of aten, argument by argument
+_OF_ATEN = (
+    torch._C._VariableFunctions,  # type: ignore[attr-defined]
+    torch.Tensor,
+    torch._C._nn,
+    torch._C._linalg,  # type: ignore[attr-defined]
+    torch._C._fft,  # type: ignore[attr-defined]
+    torch._C._special,  # type: ignore[attr-defined]
+)
 # what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
 TREATMENTS = {
     "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
@@ -113,9 +122,40 @@ def spellings(*names: str) -> list[Any]:
     return found
 
 
+def aten(*names: str) -> list[Any]:
+    """Return the functions of ``torch.ops.aten`` of these names, with all their overloads but those of ``out=``.
+
+    Not collective. What libraries and torch's decompositions call.
+    """
+    found: list[Any] = []
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found += [
+                packet,
+                *(getattr(packet, o) for o in packet.overloads() if not o.endswith(("out", "grad_input"))),
+            ]
+    return found
+
+
+def rule_below(function: Any) -> Rule | None:
+    """Return the rule of a function of ``torch.ops.aten``: that of the public function with its name and arguments.
+
+    Not collective.
+    """
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return None
+    packet = function.overloadpacket if isinstance(function, OpOverload) else function
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten" or (isinstance(function, OpOverload) and function._overloadname.endswith("out")):
+        return None
+    twins = (getattr(place, name, None) for place in _OF_ATEN)
+    return next((RULES[twin] for twin in twins if twin in RULES), None)
+
+
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
     """Return the error for a torch function without a rule. Not collective."""
-    layouts = ", ".join(map(outline, _tensors([*args, *kwargs.values()])))
+    layouts = ", ".join(map(outline, tensors_in([*args, *kwargs.values()])))
     # below torch's functions: mostly a transform, which has unpacked the call
     within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
     return NoShardingRule(
@@ -135,12 +175,13 @@ def name_of(function: Any) -> str:
     return name or getattr(function, "__qualname__", None) or repr(function)
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Give the tensors among arguments, also those of lists. Not collective."""
     for a in args:
         if isinstance(a, torch.Tensor):
             yield a
         elif isinstance(a, (list, tuple)):
-            yield from _tensors(a)
+            yield from tensors_in(a)
 
 
 def outline(x: torch.Tensor) -> str:
@@ -148,15 +189,3 @@ def outline(x: torch.Tensor) -> str:
     if hasattr(x, "placements"):
         return f"ShardTensor{tuple(x.shape)} {list(x.placements)}"
     return f"Tensor{tuple(x.shape)}"
-
-
-def no_out(func: Any) -> UnsupportedOperationError:
-    """Return the error for ``out=``. Not collective."""
-    return UnsupportedOperationError(
-        described(
-            f"{name_of(func)}: out= with ShardTensors",
-            expected="a call without out=",
-            got="out=",
-            fix="assign the result, or copy it with out.copy_(result)",
-        )
-    )

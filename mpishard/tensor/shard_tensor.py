@@ -14,7 +14,8 @@ from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
-from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline
+from mpishard.tensor.out import call_into
+from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline, rule_below
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -34,7 +35,7 @@ class ShardTensor(Tensor):
     placements : tuple of Placement
         How each mesh dim holds the tensor.
     mesh : CartMesh
-    layout : Layout
+    sharding : Layout
         Mesh shape, placements, global shape and block sizes: frozen and hashable.
     """
 
@@ -67,10 +68,12 @@ class ShardTensor(Tensor):
             layout = x._layout
             if not layout.partial_dims:
                 return wrap(func(x._local), layout, x._mesh)
-        rule = RULES.get(func)
+        rule = RULES.get(func) or rule_below(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
-        return rule(*args, **kwargs) if kwargs else rule(*args)
+        if not kwargs:
+            return rule(*args)
+        return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
@@ -83,9 +86,10 @@ class ShardTensor(Tensor):
     ndim = property(lambda self: len(self._layout.shape), doc="Number of dims.")  # type: ignore[assignment]
     dtype = property(lambda self: self._local.dtype, doc="Dtype of the elements.")  # type: ignore[assignment]
     device = property(lambda self: self._local.device, doc="Device of the local block.")  # type: ignore[assignment]
-    layout = property(lambda self: self._layout, doc="Placements and block sizes.")  # type: ignore[assignment]
+    layout = property(lambda self: self._local.layout, doc="As of any tensor: torch.strided.")  # type: ignore[assignment]
     _base = property(lambda self: self._local._base)  # type: ignore[assignment]
     mesh = property(lambda self: self._mesh, doc="The mesh that holds it.")
+    sharding = property(lambda self: self._layout, doc="Placements and block sizes.")
     placements = property(lambda self: self._layout.placements, doc="One placement per mesh dim.")
 
     # -- autograd lives on the local block

@@ -44,6 +44,15 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
     return int(seed)
 
 
+def drawn_once(mesh: CartMesh, draw: Callable[[], Tensor]) -> Tensor:
+    """Return what rank 0 draws from torch's own generator; the generators of all ranks advance alike. Collective.
+
+    For numbers that every rank needs whole, and that are few.
+    """
+    own = draw()
+    return blocking.broadcast(own, mesh.group(tuple(range(mesh.ndim))), 0) if mesh.size > 1 else own
+
+
 def mixed(z: Tensor) -> Tensor:
     """Finish splitmix64 in place."""
     for shift, factor in ((30, _MIX_A), (27, _MIX_B), (31, None)):

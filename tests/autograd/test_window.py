@@ -70,7 +70,7 @@ def test_a_halo_may_wrap_more_than_once():
     full = torch.arange(float(n))
     x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
     got = ms.halo_exchange(x, {0: (2 * n + 1, 3 * n)})
-    lo = x.layout.offset(mesh.coords)[0] - 2 * n - 1
+    lo = x.sharding.offset(mesh.coords)[0] - 2 * n - 1
     np.testing.assert_array_equal(got.numpy(), [(lo + i) % n for i in range(len(got))])
 
 
@@ -83,7 +83,7 @@ def test_every_dtype_travels(dtype):
     x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
     got = ms.halo_exchange(x, {0: 1}, mode="zeros")
     padded = torch.cat((torch.zeros(1, dtype=dtype), full, torch.zeros(1, dtype=dtype)))
-    lo, hi = x.layout.box(mesh.coords)[0]
+    lo, hi = x.sharding.box(mesh.coords)[0]
     assert got.dtype == dtype
     assert torch.equal(got, padded[lo : hi + 2])
 

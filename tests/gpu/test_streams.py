@@ -24,7 +24,7 @@ def busy(x, rounds=20):
 def test_no_exchange_is_stale(make_mesh, streams):
     mesh = make_mesh((WORLD.size,), True)
     x = ms.distribute_tensor(torch.zeros(WORLD.size * 4, 64, device=mesh.device), mesh, (ms.Shard(0),))
-    layout = x.layout
+    layout = x.sharding
     own = [torch.cuda.Stream() for _ in range(3)]
     wrong = torch.zeros((), dtype=torch.int64, device=mesh.device)
     torch.cuda.synchronize()

@@ -31,7 +31,7 @@ def store(path, **datasets):
 
 def block(x, full):
     """Return the cells of ``full`` that this rank holds of ``x``."""
-    return full[tuple(slice(lo, hi) for lo, hi in x.layout.box(x.mesh.coords))]
+    return full[tuple(slice(lo, hi) for lo, hi in x.sharding.box(x.mesh.coords))]
 
 
 def same_on_all(error):

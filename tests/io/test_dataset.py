@@ -138,7 +138,7 @@ def test_sizes_are_of_a_samples_dims(mesh, folder, stream):
     _, full = stream
     cuts = {-2: (6, *(0,) * (mesh.shape[0] - 1)), 1: (*(0,) * (mesh.shape[1] - 1), 7)}
     with ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Shard(0), ms.Shard(1)), sizes=cuts) as ds:
-        assert ds[1].layout.sizes == tuple(cuts.values())
+        assert ds[1].sharding.sizes == tuple(cuts.values())
         assert torch.equal(ds[1].full_tensor(), full[1])
     for sizes in ({2: (7,)}, {-3: (1, 4)}, {0: (6,), -2: (6,)}):
         with pytest.raises(ms.LayoutError) as e:

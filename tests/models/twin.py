@@ -96,7 +96,7 @@ def twins(
         out, loss = run(model, x, loss_of)
         what = f"mesh {mesh.shape} {placements}"
         if sharded:
-            layout = flat(out)[0].layout
+            layout = flat(out)[0].sharding
             blocks = math.prod(mesh.shape[m] for m in layout.sharded_mesh_dims)
             assert blocks == mesh.size, f"{what}: the output is {layout}"
         close(out, expected, f"{what}: output", rtol)

@@ -277,7 +277,7 @@ def _run(f, x):
         w = torch.randn(t.shape, generator=generator).to(t.dtype)
         if isinstance(t, ms.ShardTensor):
             placements = [ms.Replicate() if p.is_partial() else p for p in t.placements]
-            sizes = {d: s for d, s in enumerate(t.layout.sizes) if s is not None}
+            sizes = {d: s for d, s in enumerate(t.sharding.sizes) if s is not None}
             w = ms.distribute_tensor(w, t.mesh, placements, sizes=sizes)
         weights.append(w)
     return out, torch.autograd.grad(roots, x, weights, allow_unused=True)[0]

@@ -269,7 +269,7 @@ def test_factories(name):
     for placements in ([ms.Shard(0)], [ms.Replicate()]):
         x = make(mesh=mesh_of((WORLD.size,)), placements=placements)
         torch.testing.assert_close(x.full_tensor(), expected(), rtol=1e-7, atol=1e-7)
-        assert tuple(x.to_local().shape) == x.layout.local_shape(x.mesh.coords)
+        assert tuple(x.to_local().shape) == x.sharding.local_shape(x.mesh.coords)
 
 
 def test_factory_arguments():
@@ -278,7 +278,7 @@ def test_factory_arguments():
     x = ms.empty(WORLD.size + 5, 2, mesh=mesh, placements=[ms.Shard(0)], sizes=sizes, requires_grad=True)
     assert x.requires_grad
     assert x.is_leaf
-    assert x.layout.sizes[0] == tuple(sizes[0])
+    assert x.sharding.sizes[0] == tuple(sizes[0])
     with pytest.raises(ms.LayoutError, match="Partial"):
         ms.ones(3, mesh=mesh, placements=[ms.Partial()])
     with pytest.raises(ms.UnsupportedDtypeError):

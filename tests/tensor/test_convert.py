@@ -25,7 +25,7 @@ def test_scatter_and_gather():
             assert torch.equal(x.full_tensor(), values())
             assert x.is_leaf
             assert x.requires_grad
-            assert x.layout == shard(values(), mesh, placements, sizes).layout
+            assert x.sharding == shard(values(), mesh, placements, sizes).sharding
 
 
 def test_scatter_without_a_tensor_raises_everywhere():
@@ -48,7 +48,7 @@ def test_distribute_takes_a_copy_of_the_block():
 def test_borders_on_multiples():
     mesh = mesh_of((-1,))
     x = ms.distribute_tensor(torch.zeros(1, 8 * mesh.size + 5), mesh, (ms.Shard(1),), multiple=8)
-    assert x.layout.sizes[1] == balanced(8 * mesh.size + 5, mesh.size, 8)
+    assert x.sharding.sizes[1] == balanced(8 * mesh.size + 5, mesh.size, 8)
     assert x.to_local().shape[1] == 8 + 5 * (mesh.rank == mesh.size - 1)
 
 
@@ -71,7 +71,7 @@ def test_from_local_three_ways():
     for how in ("infer", {0: sizes}):
         x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),), how)
         assert x.to_local() is block
-        assert x.layout.sizes[0] == sizes
+        assert x.sharding.sizes[0] == sizes
         assert torch.equal(x.full_tensor(), full)
     x.sum().backward()
     assert torch.equal(block.grad, torch.ones_like(block))
@@ -102,11 +102,11 @@ def test_rebalance():
         x = ms.distribute_tensor(values(), mesh, placements).requires_grad_()
         sizes = {1 + m: skew(SHAPE[1 + m], n) for m, n in enumerate(mesh_shape)}
         y = x.rebalance(sizes)
-        assert all(y.layout.sizes[d] == s for d, s in sizes.items())
+        assert all(y.sharding.sizes[d] == s for d, s in sizes.items())
         assert torch.equal(y.full_tensor(), values())
         (y * y).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), 2 * values())
-        assert y.rebalance().layout == x.layout
+        assert y.rebalance().sharding == x.sharding
         weighted = x.rebalance({1: [1.0 + i for i in range(mesh_shape[0])]})
         assert torch.equal(weighted.full_tensor(), values())
     with pytest.raises(ms.LayoutError, match="do not fit"):
@@ -168,10 +168,10 @@ def test_distribute_of_a_sharded_tensor_honours_its_arguments():
     skewed = skew(9, mesh.size)
     for given, sizes in (({}, balanced(9, mesh.size)), ({"sizes": {1: skewed}}, skewed)):
         y = ms.distribute_tensor(x, mesh, (ms.Shard(1),), **given)
-        assert y.layout.sizes[1] == sizes
+        assert y.sharding.sizes[1] == sizes
         assert torch.equal(y.full_tensor(), values())
     y = ms.distribute_tensor(x, mesh, (ms.Shard(1),), multiple=4)
-    assert y.layout.sizes[1] == balanced(9, mesh.size, 4)
+    assert y.sharding.sizes[1] == balanced(9, mesh.size, 4)
     with pytest.raises(ms.MeshError, match="different meshes"):
         ms.distribute_tensor(x, ms.init_mesh((-1,)), (ms.Shard(1),))
 
@@ -190,7 +190,7 @@ def test_one_placement_need_not_be_a_sequence():
     mesh = mesh_of((-1,))
     x = ms.zeros(5, mesh=mesh, placements=ms.Shard(0), sizes={-1: skew(5, mesh.size)})
     assert x.placements == (ms.Shard(0),)
-    assert x.layout.sizes == (skew(5, mesh.size),)
+    assert x.sharding.sizes == (skew(5, mesh.size),)
     with pytest.raises(ms.LayoutError, match="not sharded"):
         ms.zeros(5, 2, mesh=mesh, placements=ms.Shard(0), sizes={1: (1, 1)})
 
@@ -209,7 +209,7 @@ def test_rebalance_knows_its_dims():
     x = shard(values(), mesh, (ms.Shard(1),))
     sizes = skew(9, mesh.size)
     for numbers in (list(sizes), np.array(sizes), torch.tensor(sizes)):
-        assert x.rebalance({-2: numbers}).layout.sizes[1] == sizes
+        assert x.rebalance({-2: numbers}).sharding.sizes[1] == sizes
     for dims in ({4: sizes}, {1: sizes, -2: sizes}):
         with pytest.raises(ms.LayoutError, match="no such dim, or one named twice"):
             x.rebalance(dims)

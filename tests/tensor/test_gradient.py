@@ -20,7 +20,7 @@ def product(a):
     """A Partial where ``a`` is sharded, which has a gradient."""
     b = shard(B, a.mesh, [ms.Shard(0)]) if isinstance(a, ms.ShardTensor) else B
     z = a @ b
-    assert WORLD.size == 1 or not isinstance(a, ms.ShardTensor) or z.layout.partial_dims
+    assert WORLD.size == 1 or not isinstance(a, ms.ShardTensor) or z.sharding.partial_dims
     return z
 
 

@@ -37,7 +37,7 @@ def test_it_describes_the_global_tensor(x):
     assert x.is_floating_point()
     assert not x.is_complex()
     assert x.placements == (ms.Shard(1),)
-    assert x.layout.shape == SHAPE
+    assert x.sharding.shape == SHAPE
     assert isinstance(x, torch.Tensor)
     text = repr(x)
     for part in ("(3, 7, 4)", "Shard(dim=1)", str(tuple(x.to_local().shape)), "mesh", "requires_grad"):
@@ -47,7 +47,7 @@ def test_it_describes_the_global_tensor(x):
 def test_python_protocols(x):
     assert copy.copy(x).to_local() is x.to_local()
     deep = copy.deepcopy(x)
-    assert deep.layout is x.layout
+    assert deep.sharding is x.sharding
     assert deep.to_local() is not x.to_local()
     assert deep.requires_grad
     torch.testing.assert_close(deep.full_tensor(), values())
@@ -83,7 +83,7 @@ def test_what_needs_the_whole_is_refused(x, call):
 def test_gradients_are_those_of_a_tensor(x):
     (x * x).sum().backward()
     assert isinstance(x.grad, ms.ShardTensor)
-    assert x.grad.layout is x.layout
+    assert x.grad.sharding is x.sharding
     torch.testing.assert_close(x.grad.full_tensor(), 2 * values())
     x.grad = None
     assert x.grad is None

@@ -68,7 +68,7 @@ class Job(NamedTuple):
         with torch.no_grad():
             for name, x in self.tensors.items():
                 whole = resolved(x)
-                yield name, whole.layout, whole.to_local().detach()
+                yield name, whole.sharding, whole.to_local().detach()
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank where any rank has an error. Collective."""

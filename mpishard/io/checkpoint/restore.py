@@ -184,7 +184,7 @@ class Wanted:
         if section == "optimizer" and keys[1] == "state" and self.params:
             p = self.params[keys[2]]
             fits = tuple(p.shape) == shape and (shape or sharded is not None)
-            return p.layout if fits and isinstance(p, ShardTensor) else None
+            return p.sharding if fits and isinstance(p, ShardTensor) else None
         if section == "rng":
             rows = shape[0] == mesh.size
             return layout_of(mesh.shape, [Shard(0)] * mesh.ndim, shape, {0: (1,) * mesh.size}) if rows else None
@@ -219,7 +219,7 @@ class Wanted:
                     fix="make the model as it was made when it was saved",
                 )
             )
-        return _without_partial(keys, current.layout) if isinstance(current, ShardTensor) else None
+        return _without_partial(keys, current.sharding) if isinstance(current, ShardTensor) else None
 
 
 def _without_partial(keys: Keys, layout: Layout) -> Layout:

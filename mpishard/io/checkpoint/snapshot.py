@@ -115,7 +115,7 @@ def snapshot(
     info: dict[str, dict[str, Any]] = {}
     x: Any
     for name, x in plain.items():
-        if x.layout is not torch.strided and not isinstance(x, ShardTensor):
+        if x.layout is not torch.strided:
             raise _unstorable(name, x.layout)
         sharded = isinstance(x, ShardTensor)
         dims = [p.dim if isinstance(p, Shard) else None for p in x._layout.placements] if sharded else None

@@ -134,8 +134,8 @@ class _Stored:
                     fix="give the model that was saved, and prefix= if it was saved with others",
                 )
             )
-        sharded = isinstance(like, ShardTensor) and not like.layout.partial_dims
-        layout: Any = like.layout if sharded else None
+        layout: Any = like.sharding if isinstance(like, ShardTensor) else None
+        sharded = layout is not None and not layout.partial_dims
         box = layout.box(like.mesh.coords) if sharded else [(0, n) for n in shape]  # type: ignore[attr-defined]
         out = torch.empty([hi - lo for lo, hi in box], dtype=entry.properties.dtype)
         count = 0

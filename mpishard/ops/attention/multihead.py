@@ -74,6 +74,8 @@ def multi_head_attention_forward(
         )  # fmt: skip
         mesh.plan(call, lambda: True)
 
+    # also where a parameter alone is sharded
+    query, key, value = _alike((query, key, value), lambda x: on_mesh(x, mesh))
     batched = query.ndim == 3
     if not batched:
         query, key, value = _alike((query, key, value), lambda x: x.unsqueeze(1))

@@ -208,7 +208,7 @@ def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal
     for mask in masks:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if is_causal:
-        (row, last), (column, end) = (s.layout.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
+        (row, last), (column, end) = (s.sharding.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
         after = torch.arange(column, end) > torch.arange(row, last).unsqueeze(1)
         s = wrap(s._local.masked_fill(after.to(s.device), -torch.inf), s._layout, s._mesh)
     if masks:

@@ -7,7 +7,7 @@ balanced cut of the index's first dim, in one all-to-all; writes stay on the own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from mpishard.errors import LayoutError, UnsupportedOperationError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import into_plain, require_writable, settle, settled, viewed, wrapped
 from mpishard.tensor.operand import broadcast_of, fitted, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -197,14 +198,20 @@ def _pick(x: ShardTensor, points: Points) -> ShardTensor:
         _, own = broadcast_of(list(points.indices))
         if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
             indices = [fitted(i, mesh, own) for i in points.indices]
-            local = use(x._local, mesh, own.sharded_mesh_dims)
-            return wrap(local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
+            local, out = use(x._local, mesh, own.sharded_mesh_dims), _result(layout, points, own)
+            return wrap(agreed(lambda: local[_at(x.ndim, points.dims, indices)], mesh, (out,)), out, mesh)
     # who owns which point, every rank must know
     indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
     if not sharded:
-        own = replicated_layout(mesh, indices[0].shape)
-        return wrap(x._local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
+        out = _result(layout, points, replicated_layout(mesh, indices[0].shape))
+        return wrap(_whole_dims(layout, mesh, lambda: x._local[_at(x.ndim, points.dims, indices)]), out, mesh)
     return _fetch(x, points, indices)
+
+
+def _whole_dims(layout: Layout, mesh: CartMesh, call: Callable[[], Any]) -> Any:
+    """Index whole dims by what every rank has. Collective where a block is empty: torch checks nothing there."""
+    empty = any(cut is not None and 0 in cut for cut in layout.sizes)
+    return agreed(call, mesh, (layout,)) if empty else call()
 
 
 def _at(ndim: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -354,26 +361,53 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     items: list[Tensor | None] = [None] * y.ndim
     for d, i in zip(points.dims, indices if owned is None else owned.local):
         items[d] = i
-    torch.ops.aten.index_put_(y._local, items, value, accumulate)
+    _whole_dims(y._layout, mesh, lambda: torch.ops.aten.index_put_(y._local, items, value, accumulate))
 
 
-def _along(dim: int, index: Any) -> tuple[Any, ...]:
-    return (*(slice(None),) * dim, index if index.ndim else index.reshape(1))
+def _along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+    """Return an index of ``dim`` whose numbers may not be negative. Collective where it is sharded."""
+    if index.ndim > 1:
+        raise IndexError(f"{name}(): Index is supposed to be a vector, but got dim: {index.ndim}")
+    if index.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"{name}(): Expected dtype int32 or int64 for index, but got {index.dtype}")
+    if index.numel() and bool((index < 0).any()):
+        raise IndexError("index out of range in self")
+    return (*(slice(None),) * wrapped(dim, x.ndim), index if index.ndim else index.reshape(1))
 
 
 @implements(torch.index_select, torch.Tensor.index_select, sharded="moves")
 def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
     """Pick cells along a dim. Collective where it is sharded."""
-    if index.ndim > 1:
-        raise IndexError("index_select(): Index is supposed to be a vector")
-    return picked(input, _along(wrapped(dim, input.ndim), index))
+    if not input.ndim:
+        if index.numel() != 1:
+            raise IndexError(f"index_select(): Index to scalar can have only 1 value, got {index.numel()} value(s)")
+        return index_select(input.reshape(1), dim, index).reshape(())  # type: ignore[no-any-return]
+    return picked(input, _along("index_select", input, dim, index))
+
+
+def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tuple[ShardTensor, Any]:
+    """Return tensors with at least one dim, slices of the second for the first; or raise, where they do not fit."""
+    shape = [index.numel() if d == wrapped(dim, x.ndim) else n for d, n in enumerate(x.shape)]
+    if list(source.shape) != shape and (x.ndim or source.numel() != index.numel() or index.numel() != 1):
+        raise RuntimeError(
+            f"{name}: source tensor shape must match self tensor shape, excluding the specified dimension. "
+            f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}"
+        )
+    if source.dtype != x.dtype:
+        raise RuntimeError(f"{name}: self and source expected to have the same dtype, got {x.dtype} and {source.dtype}")
+    if x.ndim:
+        return x, source
+    settle(x)
+    return x.view(1), source.reshape(1)
 
 
 @implements(torch.Tensor.index_add_, sharded="moves")
 @into_plain(torch.Tensor.index_add_)
 def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
     """Add to cells along a dim, in place. Collective where the source must travel."""
-    put(self, _along(wrapped(dim, self.ndim), index), source if alpha == 1 else source * alpha, accumulate=True)
+    cells, source = _slices("index_add_", self, dim, index, source)
+    alpha = alpha if source.is_floating_point() or source.is_complex() else int(alpha)
+    put(cells, _along("index_add_", cells, dim, index), source if alpha == 1 else source * alpha, accumulate=True)
     return self
 
 
@@ -381,7 +415,9 @@ def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: A
 @into_plain(torch.Tensor.index_copy_)
 def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
     """Write cells along a dim, in place. Collective where the source must travel."""
-    put(self, _along(wrapped(dim, self.ndim), index), source)
+    source = source if source.ndim or self.ndim != 1 else source.reshape(1)
+    cells, source = _slices("index_copy_", self, dim, index, source)
+    put(cells, _along("index_copy_", cells, dim, index), source)
     return self
 
 
@@ -389,7 +425,17 @@ def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTe
 @into_plain(torch.Tensor.index_fill_)
 def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTensor:
     """Fill cells along a dim, in place. Not collective."""
-    put(self, _along(wrapped(dim, self.ndim), index), value)
+    if isinstance(value, Tensor) and value.ndim:
+        raise RuntimeError(
+            f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s)."
+        )
+    if index.dtype != torch.int64:
+        raise IndexError("index_fill_(): Expected dtype int64 for index.")
+    d = wrapped(dim, self.ndim)
+    # a mask, because a cell that is named twice is filled once: the value's gradient counts it once
+    mask = torch.zeros(self.shape[d] if self.ndim else 1, dtype=torch.bool, device=self.device)
+    mask[_everywhere(index).reshape(-1)] = True
+    self.masked_fill_(mask.reshape(-1, *(1,) * (self.ndim - 1 - d)) if self.ndim else mask[0], value)
     return self
 
 

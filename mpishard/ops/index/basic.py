@@ -210,9 +210,15 @@ def _cut(x: ShardTensor, dim: int, start: int, stop: int) -> ShardTensor:
 
 
 @implements(torch.narrow, torch.Tensor.narrow, torch.narrow_copy, torch.Tensor.narrow_copy, sharded="local")
-def narrow(input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
+def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
-    d, start = wrapped(dim, input.ndim), int(start)
+    if isinstance(start, Tensor):
+        if start.ndim or not _is_integer(start):
+            raise RuntimeError("start must be an 0-dim integral Tensor.")
+        start = int(start)
+    if not isinstance(input, ShardTensor):
+        return torch.narrow(input, dim, start, length)
+    d = wrapped(dim, input.ndim)
     n = input._layout.shape[d]
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:
@@ -249,9 +255,9 @@ def _equal_parts(n: int, length: int) -> list[int]:
 
 
 @implements(torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split, sharded="local")
-def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
-    given = named.get("split_size", split_size_or_sections)
+    given = split_size_or_sections if split_size is None else split_size
     d = wrapped(dim, tensor.ndim)
     n = tensor._layout.shape[d]
     sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
@@ -288,12 +294,19 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
 
 @implements(torch.tensor_split, torch.Tensor.tensor_split, sharded="local")
 def tensor_split(
-    input: ShardTensor, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
+    input: Any, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
 ) -> Any:
     """Cut a dim into nearly equal parts, or at given cells. Not collective."""
     given = next(g for g in (indices_or_sections, indices, sections) if g is not None)
     if isinstance(given, Tensor):
+        if given.ndim > 1 or given.dtype != torch.int64:
+            raise RuntimeError(
+                "tensor_split expected tensor_indices_or_sections to be a zero-dimensional or one-dimensional tensor "
+                f"of long, but got one of {given.ndim} dims and {given.dtype}"
+            )
         given = given.tolist()
+    if not isinstance(input, ShardTensor):
+        return torch.tensor_split(input, given, dim)
     d = wrapped(dim, input.ndim)
     n = input._layout.shape[d]
     x = settled(input)

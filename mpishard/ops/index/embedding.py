@@ -11,11 +11,12 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.comm.collective import blocking
 from mpishard.errors import UnsupportedOperationError, described
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.contraction import contract
 from mpishard.ops.rule.dim import mapped, whole_along
 from mpishard.ops.rule.empty_block import cropped, filled
-from mpishard.tensor.operand import resolved
+from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -43,11 +44,11 @@ def _with_options(
         raise _refuse("max_norm", "a sharded weight, whose rows it would scale in place")
     if isinstance(input, ShardTensor):
         x = resolved(input)
-        counts = torch.bincount(x._local.reshape(-1), minlength=weight.shape[0])
+        counts = agreed(lambda: _counted(x._local, weight.shape[0]), x._mesh, (x._layout,))
         if x._layout.sharded_mesh_dims:
             counts = blocking.all_reduce(counts, x._mesh.group(x._layout.sharded_mesh_dims))
     else:
-        counts = torch.bincount(input.reshape(-1), minlength=weight.shape[0])
+        counts = _counted(input, weight.shape[0])
     if max_norm is not None:
         torch.embedding_renorm_(weight.detach(), counts.nonzero()[:, 0], max_norm, norm_type)
     if scale_grad_by_freq and weight.requires_grad:
@@ -55,6 +56,13 @@ def _with_options(
         # the weight itself, with the gradient of the scaled one
         return weight.detach() + (scaled - scaled.detach())
     return weight
+
+
+def _counted(index: Tensor, rows: int) -> Tensor:
+    """Return how often each row is looked up."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise IndexError("index out of range in self")
+    return torch.bincount(index.reshape(-1), minlength=rows)
 
 
 @implements(F.embedding, sharded="gathers")
@@ -80,11 +88,14 @@ def embedding(
         x = resolved(input)
         layout = mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, weight.shape[1]))
         rows = use(weight, x._mesh, layout.sharded_mesh_dims)
-        return wrap(_looked_up(x._local, rows, padding_idx), layout, x._mesh)
+        found = agreed(lambda: _looked_up(x._local, rows, padding_idx), x._mesh, (layout,))
+        return wrap(found, layout, x._mesh)
     labels = tuple(range(input.ndim))
+    mesh = mesh_of((input, weight))
+    layouts = [t._layout for t in (input, weight) if isinstance(t, ShardTensor)]
     return contract(
         "embedding",
-        lambda i, w: _looked_up(i, w, padding_idx),
+        lambda i, w: agreed(lambda: _looked_up(i, w, padding_idx), mesh, layouts),
         (input, weight),
         (labels, ("rows", "columns")),
         (*labels, "columns"),
@@ -131,10 +142,12 @@ def embedding_bag(
             padding_idx=padding_idx,
         )  # fmt: skip
 
-    if input.ndim == 2 and not index.shape[0]:  # keeps a graph, so that all ranks take part in backward
-        local = (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]
-    else:
-        local = look_up(index, factors)
+    def joined() -> Tensor:
+        if input.ndim == 2 and not index.shape[0]:  # keeps a graph, so that all ranks take part in backward
+            return (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]  # type: ignore[no-any-return]
+        return look_up(index, factors)  # type: ignore[no-any-return]
+
+    local = agreed(joined, met.mesh, met.fit.targets)
     return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
@@ -145,8 +158,9 @@ def one_hot(input: ShardTensor, num_classes: int = -1) -> ShardTensor:
     if num_classes == -1:
         num_classes = int(torch.amax(x)) + 1
     local = x._local
-    if local.numel():
-        local = F.one_hot(local, num_classes)
-    else:
-        local = local.new_empty((*local.shape, num_classes))
-    return wrap(local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, num_classes)), x._mesh)
+
+    def encoded() -> Tensor:
+        return F.one_hot(local, num_classes) if local.numel() else local.new_empty((*local.shape, num_classes))
+
+    hot = agreed(encoded, x._mesh, (x._layout,))
+    return wrap(hot, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, num_classes)), x._mesh)

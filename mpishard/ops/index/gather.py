@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.rule.dim import CACHED, into_plain, require_writable, settle, whole_along, wrapped
+from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.dim import CACHED, into_plain, plain, require_writable, settle, whole_along, wrapped
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -70,33 +72,42 @@ def _beside(layout: Layout, shape: tuple[int, ...], dim: int) -> Layout:
     return layout_of(layout.mesh_shape, placements, shape, sizes)
 
 
+def as_vector(x: Any) -> Any:
+    """Return a tensor without dims as one of one cell, a view of it. Not collective."""
+    return x if x.ndim else x.view(1)
+
+
 def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
     return moved(on_mesh(x, mesh), layout)._local
 
 
 @implements(torch.gather, torch.Tensor.gather, sharded="gathers")
-def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: Any = None) -> ShardTensor:
+def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> ShardTensor:
     """Pick cells along a dim, one per cell of the index.
 
     Collective where tensor and index are laid out differently, and where the tensor is sharded along ``dim``, which
     is then gathered. The result lies where the index does, cut as the tensor is.
     """
-    if out is not None:
-        raise no_out(torch.gather)
     mesh = mesh_of((input, index))
     d = wrapped(dim, input.ndim)
+    if not index.numel():  # of any shape; its result keeps the graph
+        where = on_mesh(index, mesh)
+        none = torch.gather(on_mesh(input, mesh)._local.reshape(-1), 0, where._local.reshape(-1).long())
+        return wrap(none.reshape(where._local.shape), where._layout, mesh)
+    if not input.ndim or not index.ndim:
+        found: Any = gather(as_vector(input), d, as_vector(index))
+        return found if index.ndim else found.reshape(())
     x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
     plan = _plan(x._layout, where._layout, d)
-    local = use(moved(x, plan.source)._local, mesh, plan.used)
-    y = torch.gather(local, d, moved(where, plan.index)._local, sparse_grad=sparse_grad)
+    local, cells = use(moved(x, plan.source)._local, mesh, plan.used), moved(where, plan.index)._local
+    layouts = (plan.source, plan.index)
+    y = agreed(lambda: torch.gather(local, d, cells, sparse_grad=sparse_grad), mesh, layouts)
     return wrap(y, plan.index, mesh)
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim, sharded="gathers")
-def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> ShardTensor:
     """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
-    if out is not None:
-        raise no_out(torch.take_along_dim)
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
     d = wrapped(dim, input.ndim)
@@ -107,7 +118,23 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any
         )
     shape = torch.broadcast_shapes(*[(*x.shape[:d], 1, *x.shape[d + 1 :]) for x in (input, indices)])
     sizes = [(*shape[:d], x.shape[d], *shape[d + 1 :]) for x in (input, indices)]
-    return gather(input.expand(sizes[0]), d, indices.expand(sizes[1]))
+    n = input.shape[d]
+    # as torch does it here, alone: any number counts, around the end
+    around = indices.expand(sizes[1]) % n if n else indices.expand(sizes[1])
+    return gather(input.expand(sizes[0]), d, around)
+
+
+def _as_source(a: Any) -> Any:
+    return as_vector(a) if isinstance(a, Tensor) else a
+
+
+def _first(src: Any, shape: Sequence[int]) -> Any:
+    """Return the cells of a source that an index of ``shape`` reads. Not collective."""
+    if src.ndim != len(shape) or any(n > m for n, m in zip(shape, src.shape)):
+        raise RuntimeError(f"Expected index {list(shape)} to be no larger than src {list(src.shape)}")
+    for d, n in enumerate(shape):
+        src = src if src.shape[d] == n else src.narrow(d, 0, n)
+    return src
 
 
 def _scatter_rule(name: str) -> Any:
@@ -119,16 +146,24 @@ def _scatter_rule(name: str) -> Any:
         require_writable(self, f"{name}_")
         d = wrapped(dim, self.ndim)
         settle(self)
+        if not index.numel():
+            return self
         mesh = mesh_of((self, index, *args, *kwargs.values()))
+        if not self.ndim or not index.ndim:
+            named = {k: _as_source(a) for k, a in kwargs.items()}
+            rule(as_vector(self), d, as_vector(index), *map(_as_source, args), **named)
+            return self
         x = whole_along(self, (d,))
-        local_index = _block(index, mesh, _beside(x._layout, tuple(index.shape), d))
+        target = _beside(x._layout, tuple(index.shape), d)
+        cells = _block(index, mesh, target)
 
         def block(a: Any) -> Any:
             if not isinstance(a, Tensor) or a.ndim == 0:
-                return a
-            return _block(a, mesh, _beside(x._layout, tuple(a.shape), d))
+                return plain(a)
+            return _block(_first(a, index.shape), mesh, target)
 
-        in_place(x._local, d, local_index, *map(block, args), **{k: block(a) for k, a in kwargs.items()})
+        own, named = tuple(map(block, args)), {k: block(a) for k, a in kwargs.items()}
+        agreed(lambda: in_place(x._local, d, cells, *own, **named), mesh, (x._layout, target))
         if x._local is not self._local:
             self._local.copy_(moved(x, self._layout)._local)
         return self
@@ -148,9 +183,7 @@ def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
 
 
 def _out_of_place(name: str, in_place: Any) -> Any:
-    def rule(input: Any, dim: int, index: Any, *args: Any, out: Any = None, **kwargs: Any) -> ShardTensor:
-        if out is not None:
-            raise no_out(getattr(torch, name))
+    def rule(input: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         if not isinstance(input, ShardTensor):
             others = [a for a in (index, *args, *kwargs.values()) if isinstance(a, ShardTensor)]
             input = _cut_as(on_mesh(input, mesh_of(others)), others[0], dim)

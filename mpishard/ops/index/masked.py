@@ -15,7 +15,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -57,19 +57,17 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
 
 
 @implements(*spellings("masked_select"), sharded="moves")
-def masked_select(input: Any, mask: Any, *, out: Any = None) -> ShardTensor:
+def masked_select(input: Any, mask: Any) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
-    if out is not None:
-        raise no_out(torch.masked_select)
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_select: expected BoolTensor for mask, but got {mask.dtype}")
     shape = torch.broadcast_shapes(input.shape, mask.shape) or (1,)
     return picked_where(input.expand(shape), mask.expand(shape))
 
 
 @implements(*spellings("nonzero"), sharded="moves")
-def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> Any:
+def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
-    if out is not None:
-        raise no_out(torch.nonzero)
     x, mesh = resolved(input), input._mesh
     placements, cut = _rows([x._layout])
     x = moved(x, layout_of(mesh.shape, placements, x._layout.shape, [cut, *[None] * (x.ndim - 1)] if x.ndim else []))
@@ -78,6 +76,16 @@ def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> A
         local[:, 0] += x._layout.offset(mesh.coords)[0]
     found = _found(local, x._layout, mesh)
     return found.unbind(1) if as_tuple else found
+
+
+@implements(*spellings("nonzero_static"), sharded="moves")
+def nonzero_static(input: ShardTensor, *, size: int, fill_value: int = -1) -> Any:
+    """Return so many rows of `nonzero`, filled up where there are fewer. Collective where the tensor is sharded."""
+    if size < 0:
+        raise RuntimeError(f"nonzero_static: 'size' must be an non-negative integer, got {size}")
+    found = nonzero(input)
+    rest = size - found.shape[0]
+    return found[:size] if rest <= 0 else torch.cat([found, found.new_full((rest, input.ndim), fill_value)])
 
 
 @implements(*spellings("argwhere"), sharded="moves")

@@ -136,12 +136,18 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
 
     Collective where mask or source are sharded: they are gathered, to know how many cells come before a block.
     """
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
+    if source.dtype != self.dtype:
+        raise RuntimeError(
+            f"masked_scatter: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}"
+        )
     require_writable(self, "masked_scatter_")
     settle(self)
     mask, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
     mask = mask.expand(self._layout.shape)
     if int(mask.sum()) > source.numel():
-        raise RuntimeError("masked_scatter_: expected self and source to have enough elements")
+        raise RuntimeError("Number of elements of source < number of ones in mask")
     position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
     block = tuple(slice(lo, hi) for lo, hi in self._layout.box(self._mesh.coords))
     values = use(source, self._mesh, self._layout.sharded_mesh_dims).reshape(-1)
@@ -157,8 +163,14 @@ def index_reduce(
     """Reduce into cells along a dim. Collective where that dim, or the index, is sharded: it is gathered."""
     x = _own(input, index, source)
     d = wrapped(dim, x.ndim)
+    if not x.ndim:
+        cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
+        return cells.reshape(())  # type: ignore[return-value]
     index = gathered(index)
     index = index._local if isinstance(index, ShardTensor) else index
+    # torch does not look where a block has no cells
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
+        raise IndexError("index out of range in self")
     source = resolved(source) if isinstance(source, ShardTensor) else source
     shape = list(x._layout.shape)
     shape[d] = index.numel()
@@ -180,7 +192,10 @@ implements(torch.Tensor.index_reduce_, sharded="gathers")(
 def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:
     def rule(input: Any, *args: Any, **kwargs: Any) -> Any:
         others = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-        return in_place(_own(input, *others), *args, **kwargs)
+        own = _own(input, *others)
+        if in_place is masked_scatter_:  # the one whose first argument broadcasts too
+            own = own.expand(torch.broadcast_shapes(own.shape, others[0].shape)).clone()
+        return in_place(own, *args, **kwargs)
 
     rule.__doc__ = (in_place.__doc__ or "").replace(", in place", " in a copy")
     return rule

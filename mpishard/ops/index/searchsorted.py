@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import gathered
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -39,8 +40,6 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
 
     The leading dims of sequence and values lie together; the values stay where they are.
     """
-    if options.get("out") is not None:
-        raise no_out(torch.searchsorted)
     values = options.pop("self", input)
     lead: tuple[Any, ...] = tuple(range(sorted_sequence.ndim - 1))
     if not isinstance(values, Tensor):
@@ -51,4 +50,9 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
         own = tuple(range(values.ndim))
     met = meet((sorted_sequence, values, sorter), ((*lead, None), own, (*lead, None)))
     sequence, cells, order = (t.contiguous() if isinstance(t, Tensor) else t for t in met.locals)
-    return met.wrapped(torch.searchsorted(sequence, cells, sorter=order, **options), own)
+
+    def search() -> Tensor:
+        return torch.searchsorted(sequence, cells, sorter=order, **options)
+
+    # torch looks whether the sorter's numbers are in range
+    return met.wrapped(search() if order is None else agreed(search, met.mesh, met.fit.targets), own)

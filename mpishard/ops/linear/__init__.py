@@ -1,3 +1,3 @@
 """Linear algebra: products, contractions and factorisations."""
 
-from mpishard.ops.linear import linalg, matmul, product
+from mpishard.ops.linear import linalg, low_rank, matmul, product

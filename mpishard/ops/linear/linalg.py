@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.rule.align import batchwise
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.registry import implements, spellings
 
 _OF_ONE = """
 inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse qr svd svdvals eig eigvals eigh eigvalsh
@@ -44,8 +44,6 @@ def _rule(func: Callable[..., Any], cores: dict[str, int]) -> Callable[..., Any]
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         """Run on whole matrices of a sharded batch. Collective where matrices are sharded: they are gathered."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
         given = {**dict(zip(names, args)), **{n: kwargs.pop(n) for n in names if n in kwargs}}
         rest = args[len(names) :]
         # tolerances that are tensors, one per matrix
@@ -85,10 +83,8 @@ def _right_side(A: Any, B: Any) -> int:
 
 
 def _solve_rule(func: Callable[..., Any]) -> Callable[..., Any]:
-    def solve(A: Any, B: Any, *, left: bool = True, out: Any = None, **kwargs: Any) -> Any:
+    def solve(A: Any, B: Any, *, left: bool = True, **kwargs: Any) -> Any:
         """Solve linear systems of a sharded batch. Collective where matrices are sharded: they are gathered."""
-        if out is not None:
-            raise no_out(func)
         core = _right_side(A, B)
         if core == 2:
             return batchwise(lambda a, b: func(a, b, left=left, **kwargs), (A, B), (2, 2))
@@ -112,8 +108,6 @@ for _func in (torch.linalg.solve, torch.linalg.solve_ex):
 def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     def rule(A: Any, *args: Any, **kwargs: Any) -> Any:
         """Solve on every rank. Collective: the operands are gathered, batch and all."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
         tensors = [A, *(a for a in args if isinstance(a, Tensor))]
         rest = args[len(tensors) - 1 :]
         return batchwise(lambda *t: func(*t, *rest, **kwargs), tensors, [t.ndim for t in tensors])

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.ops.rule.contraction import Label, Labels, contract
-from mpishard.ops.rule.dim import into_plain
+from mpishard.ops.rule.dim import into_plain, whole_along
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -31,6 +31,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     which is summed at once if there is a bias.
     """
     labels, out = _linear_labels(input.ndim)
+    if not (isinstance(input, ShardTensor) or isinstance(weight, ShardTensor)):
+        return F.linear(input, weight) + bias  # type: ignore[no-any-return]
     y = contract("linear", F.linear, (input, weight), labels, out)
     if bias is None:
         return y
@@ -57,6 +59,8 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
 @implements(F.bilinear, torch.bilinear, sharded="reduction")
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a bilinear layer. As `linear`."""
+    if not any(isinstance(x, ShardTensor) for x in (input1, input2, weight)):
+        return F.bilinear(input1, input2, weight) + bias  # type: ignore[no-any-return]
     batch = tuple(range(input1.ndim - 1))
     labels: tuple[Labels, ...] = ((*batch, "I"), (*batch, "K"), ("J", "I", "K"))
     y = contract("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
@@ -73,10 +77,8 @@ def _matmul_labels(ndim: int, other: int) -> tuple[tuple[Labels, Labels], Labels
 
 
 @implements(*spellings("matmul"), torch.Tensor.__matmul__, sharded="reduction")
-def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+def matmul(input: Any, other: Any) -> ShardTensor:
     """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
-    if out is not None:
-        raise no_out(torch.matmul)
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         raise TypeError(f"matmul(): arguments must be Tensor, not {type(input).__name__} and {type(other).__name__}")
     if input.ndim == 0 or other.ndim == 0:
@@ -105,9 +107,7 @@ _PRODUCTS: dict[str, tuple[tuple[Labels, ...], Labels]] = {
 def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
     func = getattr(torch, name)
 
-    def rule(input: Any, *others: Any, out: Any = None, **named: Any) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: Any, *others: Any, **named: Any) -> ShardTensor:
         return contract(name, func, (input, *others, *named.values()), labels, result)
 
     return rule
@@ -130,7 +130,7 @@ _ADDED = {
 
 
 def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: Any) -> Any:
-    whole = getattr(torch, name)
+    whole = getattr(torch, name.removeprefix("sparse."))
 
     def rule(
         input: Any,
@@ -139,20 +139,20 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         *,
         beta: Any = 1,
         alpha: Any = 1,
-        out: Any = None,
         **named: Any,
     ) -> Any:
-        if out is not None:
-            raise no_out(whole)
-        a, b = (*(x for x in (first, second) if x is not None), *named.values())
+        a, b = (*(x for x in (first, second) if x is not None), *(named[k] for k in sorted(named)))
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
-        if input.dtype != dtype or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
+        whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
+        if input.dtype != dtype or whole_numbers or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
             torch.zeros(()).expand(input.shape).expand(y.shape)
+        if whole_numbers:
+            alpha, beta = int(alpha), int(beta)
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y
@@ -181,11 +181,30 @@ for _name, (_labels, _result, _product) in _ADDED.items():
         implements(_func, sharded="reduction")(into_plain(_func)(_in_place_rule(_rule)))
 
 
+# -- of sparse matrices, whose gradients are sparse
+
+
+@implements(torch.sparse.mm, sharded="reduction")
+def sparse_mm(mat1: Any, mat2: Any, reduce: str | None = None) -> ShardTensor:
+    """Multiply a sparse matrix with a sharded one. As `matmul`; other reductions than a sum gather the summed dim."""
+    labels, result = _PRODUCTS["mm"]
+    if reduce is None:
+        return contract("sparse.mm", torch.sparse.mm, (mat1, mat2), labels, result)
+    return contract(
+        "sparse.mm",
+        lambda a, b: torch.sparse.mm(a, b, reduce),
+        (mat1, whole_along(resolved(mat2), (0,))),
+        labels,
+        result,
+    )
+
+
+implements(torch.sparse.addmm, sharded="reduction")(_added_rule("sparse.addmm", *_PRODUCTS["mm"], torch.sparse.mm))
+
+
 @implements(torch.inner, torch.Tensor.inner, sharded="reduction")
-def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
+def inner(input: Any, other: Any) -> ShardTensor:
     """Sum over the last dims of both. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.inner)
     if input.ndim == 0 or other.ndim == 0:
         return input * other  # type: ignore[no-any-return]
     a: Labels = tuple(range(input.ndim - 1))
@@ -194,10 +213,8 @@ def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.tensordot, sharded="reduction")
-def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
+def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     """Sum over pairs of dims. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.tensordot)
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
@@ -220,10 +237,8 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.linalg.multi_dot, sharded="reduction")
-def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
+def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
-    if out is not None:
-        raise no_out(torch.linalg.multi_dot)
     last = len(tensors) - 1
     labels: list[Labels] = [(f"K{i}", f"K{i + 1}") for i in range(len(tensors))]
     result: Labels = ("K0", f"K{last + 1}")
@@ -235,9 +250,9 @@ def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
 
 
 @implements(torch.chain_matmul, sharded="reduction")
-def chain_matmul(*matrices: Any, out: Any = None) -> ShardTensor:
+def chain_matmul(*matrices: Any) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
-    return multi_dot(matrices, out=out)
+    return multi_dot(matrices)
 
 
 # -- einsum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +12,15 @@ from torch import Tensor
 
 from mpishard.layout import layout_of
 from mpishard.ops.rule.align import batchwise, meet
-from mpishard.ops.rule.dim import gathered, wrapped
+from mpishard.ops.rule.dim import gathered, kept, wrapped
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-def _check_out(out: Any, func: Any) -> None:
-    if out is not None:
-        raise no_out(func)
-
-
 @implements(torch.linalg.cross, sharded="gathers")
-def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> ShardTensor:
+def linalg_cross(input: Any, other: Any, *, dim: int = -1) -> ShardTensor:
     """Cross product of vectors of three. Collective where their dim is sharded: it is gathered."""
-    _check_out(out, torch.linalg.cross)
     if input.ndim != other.ndim:
         raise RuntimeError(
             f"linalg.cross: inputs must have the same number of dimensions, got {input.ndim} and {other.ndim}"
@@ -41,9 +36,8 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> S
 
 
 @implements(torch.cross, torch.Tensor.cross, sharded="reduction")
-def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
+def cross(input: Any, other: Any, dim: int | None = None) -> ShardTensor:
     """Cross product along a dim, by default the first of three cells. As `linalg.cross`."""
-    _check_out(out, torch.cross)
     if dim is None:
         if 3 not in input.shape:
             raise RuntimeError("no dimension of size 3 in input")
@@ -52,9 +46,8 @@ def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) ->
 
 
 @implements(torch.linalg.vecdot, sharded="reduction")
-def vecdot(x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
+def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
     """Inner products of vectors along a dim. Collective where it is sharded: one small all-reduce."""
-    _check_out(out, torch.linalg.vecdot)
     return (x.conj() * y).sum(dim)
 
 
@@ -68,6 +61,8 @@ def falling_vander(x: ShardTensor, N: int | None = None, increasing: bool = Fals
 def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
     """Powers of every cell along a new last dim. Not collective."""
     x = resolved(x)
+    if not x.ndim:
+        return vander(x.reshape(1), N)
     n = x.shape[-1] if N is None else N
     if n <= 1:
         raise RuntimeError(f"N must be greater than 1, but got {n}.")
@@ -115,18 +110,27 @@ def pdist(input: ShardTensor, p: float = 2) -> ShardTensor:
 @implements(torch.cov, torch.Tensor.cov, sharded="gathers")
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of the rows. Collective where observations are sharded; rows stay sharded, and are gathered once."""
+    c = _covariances("cov", input, correction, fweights, aweights)
+    return c.reshape(()) if c.shape[0] == 1 else c
+
+
+def _covariances(name: str, input: Any, correction: int, fweights: Any, aweights: Any) -> Any:
+    """Return the matrix of covariances, also where it has one cell. Collective."""
     if input.ndim > 2:
         raise RuntimeError(
-            f"cov(): expected input to have two or fewer dimensions but got an input with {input.ndim} dimensions"
+            f"{name}(): expected input to have two or fewer dimensions but got an input with {input.ndim} dimensions"
         )
+    if input.dtype == torch.bool:
+        raise RuntimeError(f"{name}(): bool dtype is not supported for input")
     x = input.reshape(1, -1) if input.ndim < 2 else input
+    _require_weights(x, fweights, aweights)
     weights = None
     for w in (fweights, aweights):
         if w is not None:
             weights = w if weights is None else weights * w
     if weights is None:
         count: Any = x.shape[1]
-        mean = x.mean(1, keepdim=True)
+        mean = x.sum(1, keepdim=True) / count if count else x.sum(1, keepdim=True) * math.nan
         norm = count - correction
     else:
         total = weights.sum()
@@ -139,22 +143,42 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
     norm = norm.clamp_min(0) if isinstance(norm, Tensor) else max(norm, 0)
     off = x - mean
     scaled = off if weights is None else off * weights
-    c = torch.matmul(off, scaled.mT.conj()) / norm
-    return c.reshape(()) if input.ndim < 2 else c
+    return torch.matmul(off, scaled.mT.conj()) / norm
+
+
+def _require_weights(x: Any, fweights: Any, aweights: Any) -> None:
+    """Refuse what torch refuses of the weights of observations. Collective where they are sharded."""
+    for name, w in (("fweights", fweights), ("aweights", aweights)):
+        if w is None:
+            continue
+        whole = not (w.is_floating_point() or w.is_complex() or w.dtype == torch.bool)
+        if w.ndim > 1:
+            problem = f"{name} to have one or fewer dimensions but got {name} with {w.ndim} dimensions"
+        elif not (whole if name == "fweights" else w.is_floating_point()):
+            kind = "integral" if name == "fweights" else "floating point"
+            problem = f"{name} to have {kind} dtype but got {name} with {w.dtype} dtype"
+        elif w.numel() != x.shape[1]:
+            problem = (
+                f"{name} to have the same numel as there are observations in the input but got "
+                f"{w.numel()} != {x.shape[1]}"
+            )
+        elif w.numel() and bool((w < 0).any()):
+            raise RuntimeError(f"cov(): {name} cannot be negative")
+        else:
+            continue
+        raise RuntimeError(f"cov(): expected {problem}")
 
 
 @implements(torch.corrcoef, torch.Tensor.corrcoef, sharded="reduction")
 def corrcoef(input: Any) -> Any:
     """Correlations of the rows. As `cov`; the deviations of all rows are gathered."""
-    if input.ndim > 2:
-        raise RuntimeError(
-            f"corrcoef(): expected input to have two or fewer dimensions but got an input with {input.ndim} dimensions"
-        )
-    c = cov(input)
-    if c.ndim == 0:
+    c = _covariances("corrcoef", input, 1, None, None)
+    if c.shape[0] == 1:
+        c = c.reshape(())
         return c / c
-    off = input - input.mean(1, keepdim=True)
-    d = gathered(((off * off.conj()).real.sum(1) / (input.shape[1] - 1)).sqrt())
+    n = input.shape[1]
+    off = input - input.sum(1, keepdim=True) / n if n else input * 1.0
+    d = gathered(((off * off.conj()).real.sum(1) / max(n - 1, 0)).sqrt())
     c = c / d.unsqueeze(1) / d.unsqueeze(0)
     if c.is_complex():
         return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
@@ -165,9 +189,8 @@ def corrcoef(input: Any) -> Any:
 
 
 @implements(torch.kron, torch.Tensor.kron, sharded="gathers")
-def kron(input: Any, other: Any, *, out: Any = None) -> Any:
+def kron(input: Any, other: Any) -> Any:
     """Kronecker product, sharded as ``input`` is. Collective where ``other`` is sharded: it is gathered."""
-    _check_out(out, torch.kron)
     n = max(input.ndim, other.ndim)
     b = gathered(other)
     a, b = (t.reshape((1,) * (n - t.ndim) + tuple(t.shape)) for t in (input, b))
@@ -220,7 +243,7 @@ def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
 
 
 implements(torch.Tensor.renorm_, sharded="reduction")(
-    lambda self, p, dim, maxnorm: self.copy_(renorm(self, p, dim, maxnorm))
+    lambda self, p, dim, maxnorm: self.copy_(renorm(kept(self), p, dim, maxnorm))
 )
 
 

@@ -17,6 +17,7 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced
@@ -83,6 +84,8 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
             local |= {n: local[n].expand(shape) for n in names[:2]}
 
         def call(how: str) -> Tensor:
+            if func is F.binary_cross_entropy:  # which looks whether its cells are probabilities
+                return agreed(lambda: func(**local, reduction=how), mesh, (out,))
             return func(**local, reduction=how)
 
         if reduction == "none":
@@ -211,8 +214,8 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             return func(local, labels, w, ignore_index=ignore, reduction=how, **extra)
 
         if reduction == "none":
-            return wrap(call("none"), out, mesh)
-        total = _local_sum(call, local.dtype)
+            return wrap(agreed(lambda: call("none"), mesh, (out,)), out, mesh)
+        total = agreed(lambda: _local_sum(call, local.dtype), mesh, (out,))
         dtype = total.dtype
         if local.dtype in HALVES:  # torch's own dtype, also under autocast
             one = labels.new_zeros((1, 1) if shares else (1,))
@@ -246,6 +249,9 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 
     def rule(*args: Any, **kwargs: Any) -> ShardTensor:
         named, reduction = _arguments(signature, args, kwargs)
+        if not named["input"].ndim:
+            one_each = func is F.multilabel_margin_loss
+            named |= {k: named[k].reshape(1) for k in ("input", "target") if k == "input" or one_each}
         x, mesh = _class_input(name, named)
         out = reduced(x._layout, x.ndim - 1).out
         target, weight = named.pop("target"), named.get("weight")
@@ -260,7 +266,7 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         if empty:  # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
             named["input"] = x._local.new_zeros(1, *x._local.shape[1:]) + x._local.sum()
             labels = labels.new_zeros(1, *labels.shape[1:])
-        loss = func(**named, target=labels, reduction="none")
+        loss = agreed(lambda: func(**named, target=labels, reduction="none"), mesh, (out,))
         return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
 
     return rule
@@ -411,12 +417,16 @@ def ctc_loss(
     )
     met = meet((log_probs, targets, *lengths), labels)
     scores, symbols, *counts = met.locals
-    if batch is not None and not scores.shape[1]:  # torch refuses an empty batch; one sample has the graph of none
+
+    def aligned() -> Tensor:
+        if batch is None or scores.shape[1]:
+            return F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
+        # torch refuses an empty batch; one sample has the graph of none
         one = scores.new_zeros(len(scores), 1, scores.shape[2]) + scores.sum()
         lengths = [torch.tensor([n]) for n in (len(scores), 0)]
-        loss = F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
-    else:
-        loss = F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
+        return F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
+
+    loss = agreed(aligned, met.mesh, met.fit.targets)
     every = met.wrapped(loss, (batch,) if batched else ())
     if reduction == "mean":
         every = every / met.wrapped(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())

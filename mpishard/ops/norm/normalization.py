@@ -17,14 +17,13 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
-from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.rule.empty_block import cropped, filled
 from mpishard.ops.rule.reduction import HALVES, counts_over, reduced
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -56,19 +55,6 @@ def _rows_of(x: ShardTensor, groups: int) -> Rows:
     if rows is None:
         rows = x._mesh.plan(key, lambda: _plan_rows(x, groups))
     return rows  # type: ignore[no-any-return]
-
-
-def _input(name: str, x: Any) -> ShardTensor:
-    if isinstance(x, ShardTensor):
-        return resolved(x)
-    raise UnsupportedOperationError(
-        described(
-            f"{name}: a plain input with ShardTensor parameters",
-            expected="a ShardTensor as input",
-            got=type(x).__name__,
-            fix="distribute the input, or gather the parameters with full_tensor()",
-        )
-    )
 
 
 def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
@@ -108,46 +94,35 @@ def group_norm(
     Channels that are cut within a group are gathered, and the result is cut again.
     """
     mesh = mesh_of((input, weight, bias))
-    x = _input("group_norm", input)
+    x = on_mesh(input, mesh)
     before = x._layout
     sizes = before.sizes[1] if x.ndim > 1 else None
     if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
         x = whole_along(x, (1,))
     rows = _rows_of(x, num_groups)
+    _require_channels(x, weight=weight, bias=bias)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if rows.over:
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
     else:
-        y = torch.group_norm(filled(x._local), rows.groups or 1, filled(weight), filled(bias), eps)
+        # as many channels as a group of none is given
+        y = torch.group_norm(_spread(x._local), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
         y = cropped(y, x._local.shape)
     return moved(wrap(y, x._layout, mesh), before)
 
 
-def _running(t: Any, name: str) -> Any:
-    """Return running statistics as a plain tensor that can be written in place."""
-    if isinstance(t, ShardTensor):
-        if not t._layout.is_replicated:
-            raise UnsupportedOperationError(
-                described(
-                    f"{name}: sharded running statistics",
-                    expected="plain or replicated running_mean and running_var",
-                    got=list(t._layout.placements),
-                    fix="keep the buffers of the module as plain tensors",
-                )
-            )
-        return t._local
-    return t
-
-
-def _update(running: Tensor | None, value: Tensor, momentum: float, x: ShardTensor) -> None:
-    """Move running statistics towards this batch's, which every rank has for its own channels."""
+def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> None:
+    """Move running statistics, however they lie, towards this batch's, which every rank has for its own channels."""
     if running is None:
         return
     value = value.detach()
     if x._layout.sizes[1] is not None:
         value = _whole_channels(value, x._layout, x._mesh)
-    running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+    value = value.to(running.dtype)
+    if isinstance(running, ShardTensor):
+        value = wrap(value, replicated_layout(x._mesh, value.shape), x._mesh)
+    running.mul_(1 - momentum).add_(value, alpha=momentum)
 
 
 def _whole_channels(value: Tensor, layout: Layout, mesh: CartMesh) -> Tensor:
@@ -186,9 +161,11 @@ def batch_norm(
 ) -> ShardTensor:
     """Normalise channels by the statistics of the global batch, or by the running ones. Collective in training."""
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = _input("batch_norm", input)
-    running_mean, running_var = _running(running_mean, "batch_norm"), _running(running_var, "batch_norm")
+    x = on_mesh(input, mesh)
+    if not math.prod(x.shape):
+        return _of_no_cells(x, weight, bias)
     rows = _rows_of(x, 0)
+    _require_channels(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if training:
         if rows.count == 1:
@@ -199,12 +176,32 @@ def batch_norm(
         _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
         return wrap(y, x._layout, mesh)
     lo, hi = x._layout.interval(1, mesh.coords)
-    weight, bias, mean, var = map(filled, (weight, bias, running_mean[lo:hi], running_var[lo:hi]))
+    weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
     block = filled(x._local)
     y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
     if y.requires_grad:
         y.register_hook(_in_format_of(block))
     return wrap(cropped(y, x._local.shape), x._layout, mesh)
+
+
+def _of_no_cells(x: ShardTensor, weight: Any, bias: Any) -> ShardTensor:
+    """Return a copy, linked to the first of the weights: that is what torch does."""
+    y: Any = x.clone()
+    y = y if weight is None else y * weight[0]
+    return y if bias is None else y + bias[0]  # type: ignore[no-any-return]
+
+
+def _require_channels(x: ShardTensor, **numbers: Any) -> None:
+    """Refuse what has not one number per channel, as torch does."""
+    for name, t in numbers.items():
+        if t is not None and t.numel() != x.shape[1]:
+            raise RuntimeError(f"{name} should contain {x.shape[1]} elements not {t.numel()}")
+
+
+def _spread(block: Tensor) -> Tensor:
+    """Return what stands in for a block without cells, with a variance: that of zeros may be divided by."""
+    y = filled(block, 2)
+    return y if y is block else y + torch.arange(y.numel(), device=y.device).to(y.dtype).view(y.shape)
 
 
 def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -249,15 +246,15 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     mesh = mesh_of((input, weight, bias, running_mean, running_var))
-    x = _input("instance_norm", input)
-    running_mean, running_var = _running(running_mean, "instance_norm"), _running(running_var, "instance_norm")
+    x = on_mesh(input, mesh)
     rows = _rows_of(x, x.shape[1])
     if rows.count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
+    _require_channels(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
-        y = torch.instance_norm(filled(x._local, 2), weight, bias, None, None, True, 0.0, eps, False)
+        y = torch.instance_norm(_spread(x._local), weight, bias, None, None, True, 0.0, eps, False)
         return wrap(cropped(y, x._local.shape), x._layout, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
@@ -310,7 +307,7 @@ def layer_norm(
 ) -> Any:
     """Normalise over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight, bias))
-    x = _input("layer_norm", input)
+    x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
     over = reduced(x._layout, dims).over
     if not over:
@@ -332,7 +329,7 @@ def layer_norm(
 def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight))
-    x = _input("rms_norm", input)
+    x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
     plan = reduced(x._layout, dims, True)
     if not plan.over:
@@ -352,10 +349,13 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
 @implements(F.local_response_norm, sharded="halo")
 def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> ShardTensor:
     """Divide by the squares of nearby channels. Neighborwise collective where the channels are sharded."""
-    x = _input("local_response_norm", input)
+    x = resolved(input)
     mesh, layout = x._mesh, x._layout
     if x.ndim < 3:
         raise ValueError(f"Expected 3D or higher dimensionality input (got {x.ndim} dimensions)")
+    integers = not (x.is_floating_point() or x.is_complex())
+    if integers or x.is_complex():  # torch's word on those, on every rank alike
+        F.local_response_norm(x._local.new_zeros((1,) * x.ndim), 1)
     squares = x._local * x._local
     if reduced(layout, 1).over:
         key = ("local_response_norm", layout, x._local.dtype, size)
@@ -365,7 +365,8 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
     if not x._local.shape[1]:
         means = squares.narrow(1, 0, 0)
     else:
-        means = squares.unfold(1, size, 1).mean(-1)
+        windows = squares.unfold(1, size, 1)
+        means = windows.sum(-1) // size if integers else windows.mean(-1)  # as torch's pooling divides
     return wrap(x._local / (means * alpha + k).pow(beta), layout, mesh)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
+from mpishard.ops.rule.dim import kept
 from mpishard.ops.rule.reduction import HALVES, reduced, stacked
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -78,7 +79,7 @@ def _method(name: str) -> Callable[..., Any] | None:
     method = getattr(torch.Tensor, name, None)
     other = getattr(torch.Tensor, name[:-1], None) if name[-1] == "_" else None
     if method is None and other is not None:
-        return lambda t, *args, **kwargs: t.copy_(other(t, *args, **kwargs))
+        return lambda t, *args, **kwargs: t.copy_(other(kept(t), *args, **kwargs))
     return method
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed, written_through
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import BLOCKWISE, implements, name_of, no_out, spellings
+from mpishard.tensor.out import unfit
+from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
 atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
 clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv
-exp exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal gt
-hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
+exp exp2 expit expm1 fill fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal
+gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
 isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_ndtr logaddexp
 logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
 multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu
@@ -53,8 +55,6 @@ _IN_PLACE = ["copy_", "detach_", "fill_", "zero_", "masked_fill_"]
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
-    if kwargs.get("out") is not None:
-        return _into(func, args, **kwargs)
     args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
     kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     mesh, out = broadcast_of([*args, *kwargs.values()])
@@ -62,12 +62,12 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardT
     return wrap(local, out, mesh)
 
 
-def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> ShardTensor:
+def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
     """Compute in the layout of ``out``, into its blocks. Collective where operands are laid out differently."""
     operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-    # torch would give `out` another shape, in place
-    if not isinstance(out, ShardTensor) or torch.broadcast_shapes(*[tuple(a.shape) for a in operands]) != out.shape:
-        raise no_out(func)
+    shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
+    if shape != out.shape:  # torch would give `out` another shape, in place
+        raise unfit(func, f"a ShardTensor of shape {tuple(shape)}", out)
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
     settle(out)
@@ -101,6 +101,7 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                     return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
+    rule.into = partial(_into, func)  # type: ignore[attr-defined]
     return rule
 
 
@@ -196,6 +197,37 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     return x
 
 
+_DIVIDING = """
+div divide floor_divide fmod remainder div_ divide_ floor_divide_ fmod_ remainder_ __mod__ __rmod__ __floordiv__
+__rfloordiv__ __imod__ __ifloordiv__
+""".split()
+
+
+def _dividing_rule(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a division of integers, which torch refuses on the rank that meets a zero."""
+    name = func.__name__
+    always, reverse = not name.startswith("div"), name.startswith("__r")
+
+    @wraps(rule)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if always or kwargs.get("rounding_mode") is not None:
+            first, *rest = (*args, *(v for k, v in kwargs.items() if k in ("input", "other")))
+            _require_divisor(*((rest[0], first) if reverse else (first, rest[0])))
+        return rule(*args, **kwargs)
+
+    return checked
+
+
+def _require_divisor(x: Any, y: Any) -> None:
+    """Raise on every rank where integers are divided by a zero on any. Collective where the divisor is sharded."""
+    for t in (x, y):
+        whole = not (t.is_floating_point() or t.is_complex()) if isinstance(t, Tensor) else isinstance(t, int)
+        if not whole or (isinstance(t, Tensor) and (not t.numel() or t.device.type != "cpu")):
+            return
+    if bool((y == 0).any()) if isinstance(y, Tensor) else y == 0:
+        raise RuntimeError("ZeroDivisionError")
+
+
 def _where_rule(func: Any) -> Callable[..., Any]:
     plain = _rule(func)
 
@@ -215,6 +247,8 @@ for _func in spellings(*_ALIASING):
 for _func in spellings("where"):
     implements(_func, sharded="local")(_where_rule(_func))
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
+for _func in spellings(*_DIVIDING):
+    implements(_func, sharded="local")(_dividing_rule(_func, RULES[_func]))
 for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
     _func = getattr(torch.nn.functional, _name)
     implements(_func, sharded="local")(_inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func)))
@@ -233,7 +267,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     self = resolved(self)
     local = self._local.to(*args, **kwargs)
     if local.device != self._local.device:
-        raise _other_device(self, local.device)
+        raise other_device(self, local.device)
     return self if local is self._local else wrap(local, self._layout, self._mesh)
 
 
@@ -252,7 +286,8 @@ def type_as(self: Any, other: Any) -> Any:
     return self.to(other.dtype)
 
 
-def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    """Return the error for a tensor on another device than its mesh's. Not collective."""
     return UnsupportedOperationError(
         described(
             "moving a ShardTensor to another device",
@@ -268,7 +303,7 @@ def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cpu:
         return self
-    raise _other_device(self, "cpu")
+    raise other_device(self, "cpu")
 
 
 @implements(torch.Tensor.cuda, sharded="local")
@@ -276,13 +311,17 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cuda:
         return self
-    raise _other_device(self, "cuda")
+    raise other_device(self, "cuda")
 
 
 @implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu, sharded="local")
 def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
-    if weight.numel() != 1 and input.ndim > 1:
+    if weight.ndim > 1:
+        raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.ndim}")
+    if weight.numel() not in (1, input.shape[1] if input.ndim > 1 else 1):
+        raise RuntimeError(f"Mismatch of parameter numbers and input channel size: {weight.numel()}, {input.shape}")
+    if weight.numel() != 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
 
@@ -317,5 +356,5 @@ def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
 
 def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
     if local.device != like._local.device:
-        raise _other_device(like, local.device)
+        raise other_device(like, local.device)
     return wrap(local, layout, like._mesh)

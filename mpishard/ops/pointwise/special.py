@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mpishard.ops.pointwise.pointwise import in_place, pointwise
+from mpishard.ops.rule.dim import kept
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _NAMES = """
@@ -26,10 +27,8 @@ in_place(*spellings("gcd_", "lcm_"))
 
 
 @implements(torch.frexp, torch.Tensor.frexp, sharded="local")
-def frexp(input: ShardTensor, *, out: Any = None) -> Any:
+def frexp(input: ShardTensor) -> Any:
     """Split into mantissa and exponent. Not collective."""
-    if out is not None:
-        raise no_out(torch.frexp)
     x = resolved(input)
     return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
 
@@ -57,7 +56,7 @@ def _truth(self: ShardTensor, element: Any) -> bool:
 
 
 def _in_place_twin(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self.copy_(getattr(self, name)(*args, **kwargs))
+    return lambda self, *args, **kwargs: self.copy_(getattr(kept(self), name)(*args, **kwargs))
 
 
 implements(torch.Tensor.__contains__, sharded="local")(_truth)

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apply, differentiated
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, pairs
 from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.empty_block import cropped, filled
 from mpishard.ops.rule.reduction import HALVES, normal_dim, reduced, stacked, worst
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -44,18 +45,16 @@ def _scan_rule(
     along dim 0.
     """
 
-    def rule(input: ShardTensor, dim: int, *, dtype: Any = None, out: Any = None) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, dim: int, *, dtype: Any = None) -> ShardTensor:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x._layout, dim).over
         extra, shape = {} if dtype is None else {"dtype": dtype}, x._layout.shape
         if not over:
             return wrap(_scanned(func, x._local, dim, extra, shape), x._layout, x._mesh)
-        if func is torch.logcumsumexp and torch.is_grad_enabled() and x.requires_grad:
-            # its graph differs between the first rank and the others: gradients of gradients would not meet,
-            # so the dim is gathered
+        if func is torch.logcumsumexp and differentiated(x._local):
+            # its graph differs between the first rank and the others: gradients of gradients, and tangents, would
+            # not meet, so the dim is gathered
             whole = whole_along(x, (dim,))
             return moved(wrap(_scanned(func, whole._local, dim, extra, shape), whole._layout, x._mesh), x._layout)
         result = func(x._local.new_zeros(1), 0, **extra).dtype
@@ -95,13 +94,13 @@ implements(torch.logcumsumexp, torch.Tensor.logcumsumexp, sharded="reduction")(
 def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callable[..., Any]:
     kind = getattr(torch.return_types, func.__name__)
 
-    def rule(input: ShardTensor, dim: int, *, out: Any = None) -> Any:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, dim: int) -> Any:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x._layout, dim).over
-        values, index = func(x._local, dim)
+        # of no cells, torch's gradient is the argument itself, which requires one
+        block = filled(x._local) if math.prod(x.shape) else x._local
+        values, index = (cropped(t, x._local.shape) for t in func(block, dim))
         if over:
             lo, hi = x._layout.interval(dim, x._mesh.coords)
             if hi > lo:
@@ -176,18 +175,14 @@ def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], T
 
 
 @implements(torch.diff, torch.Tensor.diff, sharded="halo")
-def diff(
-    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None, *, out: Any = None
-) -> ShardTensor:
+def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> ShardTensor:
     """Differences of neighbours along a dim, ``n`` times. Neighborwise collective where it is sharded."""
-    if out is not None:
-        raise no_out(torch.diff)
     if n < 0:
         raise RuntimeError(f"order must be non-negative but got {n}")
     parts = [t for t in (prepend, input, append) if t is not None]
     x = resolved(torch.cat(parts, dim) if len(parts) > 1 else input)
     if n == 0:
-        return x
+        return input.clone()  # type: ignore[no-any-return]
     dim = normal_dim(dim, x.ndim)
     return _shortened(x, dim, n, lambda t: torch.diff(t, n, dim))
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.collective import blocking
-from mpishard.ops.rule.dim import gathered
+from mpishard.ops.rule.dim import gathered, whole_along, without
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -33,10 +33,8 @@ def _range(x: ShardTensor) -> tuple[Any, Any]:
 
 
 @implements(torch.histc, torch.Tensor.histc, sharded="reduction")
-def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, out: Any = None) -> ShardTensor:
+def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> ShardTensor:
     """Count cells in bins of equal width. Collective: small all-reduces; the cells stay."""
-    if out is not None:
-        raise no_out(torch.histc)
     x = resolved(input).detach()
     if min == max:
         min, max = _range(x)
@@ -46,12 +44,8 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, ou
 
 
 @implements(torch.histogram, torch.Tensor.histogram, sharded="reduction")
-def histogram(
-    input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False, out: Any = None
-) -> Any:
+def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
-    if out is not None:
-        raise no_out(torch.histogram)
     x = on_mesh(input, mesh_of((input, bins, weight))).detach()
     options: dict[str, Any] = {}
     if weight is not None:
@@ -150,3 +144,41 @@ for _function in spellings("unique"):
     implements(_function, sharded="gathers")(unique)
 for _function in spellings("unique_consecutive"):
     implements(_function, sharded="gathers")(unique_consecutive)
+
+
+@implements(torch.histogramdd, sharded="gathers")
+def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    """Count (or weigh) points in boxes. Collective: small all-reduces; the points stay, their coordinates are gathered.
+
+    The counts are whole on every rank.
+    """
+    edges = [gathered(b) for b in bins] if isinstance(bins, (tuple, list)) else bins
+    x = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ())))).detach()
+    x = whole_along(x, (x.ndim - 1,))
+    if isinstance(edges, list):
+        edges = [b._local if isinstance(b, ShardTensor) else b for b in edges]
+    options: dict[str, Any] = {}
+    if weight is not None:
+        if tuple(weight.shape) != tuple(x.shape[:-1]):
+            torch.histogramdd(torch.zeros(x.shape), edges, weight=torch.zeros(weight.shape))
+        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        points = without(x._layout, (x.ndim - 1,))
+        options["weight"] = fitted(weight.detach(), x._mesh, points)
+    if not (isinstance(edges, list) and isinstance(edges[0], Tensor)):
+        options["range"] = _ranges(x) if range is None else range
+    counts, found = torch.histogramdd(x._local, edges, **options)
+    total = _summed(x, counts)._local
+    if density:
+        total = total / total.sum()
+        for d, own in enumerate(found):
+            total = total / own.diff().view(-1, *[1] * (total.ndim - 1 - d))
+    return torch.return_types.histogramdd((_whole(x, total), tuple(_whole(x, t) for t in found)))
+
+
+def _ranges(x: ShardTensor) -> list[float]:
+    """Return the least and the greatest coordinate along every axis of points."""
+    if not x.numel():
+        return [0.0] * (2 * x.shape[-1])
+    lead = tuple(range(x.ndim - 1))
+    low, high = (t._local.tolist() for t in (x.amin(lead), x.amax(lead)))
+    return [float(v) for pair in zip(low, high) for v in pair]

@@ -13,9 +13,10 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, normal_dim, reduced, worst
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
+_MAX_NDIM = 64
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
@@ -37,7 +38,18 @@ class _Found:
         return _Found(self._spread, self._collect, self._spread)
 
 
-def _check_cells(x: ShardTensor, dims: tuple[int, ...], name: str) -> None:
+def _operand(input: ShardTensor, func: Callable[..., Any]) -> ShardTensor:
+    """Return the operand of a search; torch's error for a dtype without order, also from a block without cells."""
+    x = resolved(input)
+    if x._local.is_complex():
+        func(x._local.new_zeros(1), 0)
+    return x
+
+
+def _check_cells(x: ShardTensor, dims: tuple[int, ...], func: Callable[..., Any]) -> None:
+    name = func.__name__
+    if x.ndim > _MAX_NDIM:  # torch refuses those, on a rank with cells
+        func(x._local.new_zeros((1,) * x.ndim), dims[0])
     if any(x.shape[d] == 0 for d in dims):
         raise IndexError(f"{name}(): Expected reduction dim to have non-zero size.")
 
@@ -86,11 +98,11 @@ def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> Sha
 def _amax_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
-        x = resolved(input)
+        x = _operand(input, func)
         plan = reduced(x._layout, dim, keepdim)
         if not plan.over:
             return wrap(func(x._local, plan.dims, keepdim), plan.out, x._mesh)
-        _check_cells(x, plan.dims, func.__name__)
+        _check_cells(x, plan.dims, func)
         return _extreme(x, plan, keepdim, largest)
 
     return rule
@@ -101,10 +113,8 @@ implements(torch.amin, torch.Tensor.amin, sharded="reduction")(_amax_rule(torch.
 
 
 @implements(torch.aminmax, torch.Tensor.aminmax, sharded="reduction")
-def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
+def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Smallest and largest value. Collective where the dim is sharded."""
-    if out is not None:
-        raise no_out(torch.aminmax)
     return torch.return_types.aminmax(  # type: ignore[attr-defined]
         (torch.amin(input, () if dim is None else dim, keepdim), torch.amax(input, () if dim is None else dim, keepdim))
     )
@@ -162,20 +172,20 @@ def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: boo
         other = kwargs.pop("other", None)
         if other is not None or (args and isinstance(args[0], Tensor)):
             return binary(input, other if other is not None else args[0], *args[1:], **kwargs)
-        x = resolved(input)
+        x = _operand(input, func)
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         if dim is None:
             plan = reduced(x._layout, None)
             if not plan.over:
                 return wrap(func(x._local), plan.out, x._mesh)
-            _check_cells(x, plan.dims, name)
+            _check_cells(x, plan.dims, func)
             return _extreme(x, plan, False, largest)
         dim = normal_dim(dim, x.ndim)
         plan = reduced(x._layout, dim, keepdim)
         if not plan.over:
             pairs = func(x._local, dim, keepdim)
         else:
-            _check_cells(x, plan.dims, name)
+            _check_cells(x, plan.dims, func)
             pairs = _with_index(x, dim, plan, keepdim, largest)
         return kind(tuple(wrap(t, plan.out, x._mesh) for t in pairs))
 
@@ -200,12 +210,12 @@ def _flat_position(x: ShardTensor, index: Tensor) -> Tensor:
 def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
-        x = resolved(input)
+        x = _operand(input, func)
         x = wrap(x._local.detach(), x._layout, x._mesh)
         plan = reduced(x._layout, dim, keepdim)
         if not plan.over:
             return wrap(func(x._local, dim, keepdim), plan.out, x._mesh)
-        _check_cells(x, plan.dims, func.__name__)
+        _check_cells(x, plan.dims, func)
         if dim is not None:
             dim = normal_dim(dim, x.ndim)
             return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x._mesh)

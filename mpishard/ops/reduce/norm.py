@@ -14,7 +14,7 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import Reduced, in_parts, normal_dim, reduced, wide_of
 from mpishard.tensor.operand import fitted, mesh_of, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -70,22 +70,14 @@ def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool)
 
 
 @implements(torch.linalg.vector_norm, sharded="reduction")
-def vector_norm(
-    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
-) -> ShardTensor:
+def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
     """Vector norm over dims. Collective where one of them is sharded."""
-    if out is not None:
-        raise no_out(torch.linalg.vector_norm)
     return _norm(x, ord, dim, keepdim, dtype)
 
 
 @implements(torch.linalg.norm, sharded="reduction")
-def linalg_norm(
-    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
-) -> ShardTensor:
+def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
     """Vector norms, and the Frobenius norm of matrices. Collective where a reduced dim is sharded."""
-    if out is not None:
-        raise no_out(torch.linalg.norm)
     if ord is not None and dim is None and A.ndim not in (1, 2):
         raise RuntimeError(
             f"linalg.norm: If dim is not specified but ord is, the input must be 1D or 2D. Got {A.ndim}D."
@@ -98,11 +90,9 @@ def linalg_norm(
 
 @implements(torch.linalg.matrix_norm, sharded="gathers")
 def matrix_norm(
-    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
+    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> ShardTensor:
     """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
-    if out is not None:
-        raise no_out(torch.linalg.matrix_norm)
     x = resolved(A)
     rows, columns = (normal_dim(d, x.ndim) for d in dim)
     plan = reduced(x._layout, (rows, columns), keepdim)
@@ -123,38 +113,30 @@ def matrix_norm(
 
 
 @implements(torch.frobenius_norm, sharded="reduction")
-def frobenius_norm(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+def frobenius_norm(input: Any, dim: Any, keepdim: bool = False) -> ShardTensor:
     """Root of the sum of squares over dims. Collective where one of them is sharded."""
-    if out is not None:
-        raise no_out(torch.frobenius_norm)
     return _norm(input, 2, dim, keepdim)
 
 
 @implements(torch.nuclear_norm, sharded="gathers")
-def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> ShardTensor:
     """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
     if isinstance(dim, bool):  # nuclear_norm(input, keepdim)
         dim, keepdim = (-2, -1), dim
-    return matrix_norm(input, "nuc", dim, keepdim, out=out)
+    return matrix_norm(input, "nuc", dim, keepdim)
 
 
 @implements(torch.norm, torch.functional.norm, torch.Tensor.norm, sharded="reduction")
-def norm(
-    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> ShardTensor:
+def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> ShardTensor:
     """Vector norm, the old spelling. Collective where a reduced dim is sharded."""
-    if out is not None:
-        raise no_out(torch.norm)
     if p == "nuc":
         return matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 
 @implements(F.normalize, sharded="reduction")
-def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims. Collective where they are sharded."""
-    if out is not None:
-        raise no_out(F.normalize)
     return input / _norm(input, p, dim, True).clamp_min(eps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.empty_block import cropped, filled
 from mpishard.ops.rule.reduction import normal_dim, reduced
-from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import implements, no_out, spellings
+from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -46,8 +48,6 @@ def _rule(
 
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         """Order cells along a dim. Collective where it is cut: it is gathered."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
         x = resolved(input)
         given = kwargs.get("dim", args[position] if len(args) > position else default)
         before = x._layout
@@ -76,12 +76,8 @@ _topk = _rule(torch.topk, 1, -1, _resized)
 
 
 @implements(*spellings("topk"), sharded="gathers")
-def topk(
-    input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
-) -> Any:
+def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
-    if out is not None:
-        raise no_out(torch.topk)
     x = resolved(input)
     d = normal_dim(dim, x.ndim)
     if not reduced(x._layout, d).over:
@@ -108,29 +104,20 @@ for _function in spellings("msort"):
 
 def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 
-    def quantile(
-        input: ShardTensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
-    ) -> ShardTensor:
+    def quantile(input: Any, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> ShardTensor:
         """Interpolate between ordered cells. Collective where the dim is cut: it is gathered."""
-        if kwargs.get("out") is not None:
-            raise no_out(func)
-        x, own = _whole(resolved(input), dim)
+        x, own = _whole(on_mesh(input, mesh_of((input, q))), dim)
         if isinstance(q, Tensor):
             q = q.full_tensor() if isinstance(q, ShardTensor) else q
             q = use(q, x._mesh, x._layout.sharded_mesh_dims)
-        if own is not None and not x._local.numel() and x.shape[own]:
-            # torch refuses blocks without rows; made of q, whose gradient is summed over all ranks
-            func(x._local.new_zeros(1), q, **kwargs)
-            local = x._local.sum(own, keepdim=keepdim)
-            if isinstance(q, Tensor):
-                local = local + q.reshape((*q.shape, *[1] * (q.ndim and local.ndim)))
-        else:
-            local = func(x._local, q, own, keepdim, **kwargs)
         out = reduced(x._layout, own, keepdim).out
         if isinstance(q, Tensor) and q.ndim == 1:  # one result after the other, along a new dim 0
             placements = [Shard(p.dim + 1) if type(p) is Shard else p for p in out.placements]
-            out = layout_of(out.mesh_shape, placements, local.shape[:1] + torch.Size(out.shape), (None, *out.sizes))
-        return wrap(local, out, x._mesh)
+            out = layout_of(out.mesh_shape, placements, (len(q), *out.shape), (None, *out.sizes))
+        # torch refuses blocks without rows; where q's graph goes on depends on the interpolation
+        block = filled(x._local) if math.prod(x.shape) else x._local
+        local = func(block, q, own, keepdim, **kwargs)
+        return wrap(cropped(local, out.local_shape(x._mesh.coords)), out, x._mesh)
 
     return quantile
 

@@ -14,6 +14,7 @@ from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import CACHED, whole_along
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
@@ -164,7 +165,8 @@ def batchwise(func: Callable[..., Any], operands: Sequence[Any], cores: Sequence
             t = t[:0].reshape(*block, *t.shape[count:])
         return met.wrapped(t, (*batch, *(None,) * (t.ndim - count)))
 
-    return mapped_results(func(*locals_), grow)
+    # a matrix that has no inverse, or factor, is one rank's; what it does with it is every rank's
+    return mapped_results(agreed(lambda: func(*locals_), met.mesh, met.fit.targets), grow)
 
 
 def _spare(x: Tensor, core: int, count: int) -> Tensor:

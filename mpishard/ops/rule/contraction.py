@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
@@ -20,6 +21,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import CACHED
+from mpishard.ops.rule.sparse import require_sparse_gradient, sparse_block
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -177,6 +179,8 @@ def contract(
             locals_.append(x._local)
             layouts.append(x._layout)
         else:
+            if x.layout is not torch.strided:
+                require_sparse_gradient(name, x)
             locals_.append(x)
             layouts.append(replicated_layout(mesh, x.shape))
     plan = plan_contraction(name, tuple(layouts), labels, out)
@@ -189,6 +193,8 @@ def contract(
 
 def block(x: Tensor, mesh: CartMesh, layout: Layout, target: Layout, used: tuple[int, ...]) -> Tensor:
     """Return the block of an operand that a product needs. Collective where ``target`` is another layout."""
+    if x.layout is not torch.strided:
+        return sparse_block(x, mesh, target, used)
     if layout is not target:
         x = redistribute(x, mesh, layout, target)
     return use(x, mesh, used) if used else x

@@ -201,6 +201,14 @@ def settle(x: ShardTensor) -> None:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
+def kept(x: ShardTensor) -> ShardTensor:
+    """Return what a function reads whose result is written into ``x``: a copy where its derivative reads it again.
+
+    Not collective.
+    """
+    return x.clone() if torch.is_grad_enabled() and x.requires_grad else x  # type: ignore[return-value]
+
+
 def trivially_sharded(layout: Layout, dim: int) -> bool:
     """Tell whether ``dim`` is sharded into one block only. Not collective."""
     sizes = layout.sizes[dim]

@@ -13,7 +13,7 @@ def filled(x: Any, cells: int = 1) -> Any:
 
     Not collective.
     """
-    return x.new_zeros([n or cells for n in x.shape]) + x.sum() if x is not None and 0 in x.shape else x
+    return x.new_zeros([n or cells for n in x.shape]) + x.sum().to(x.dtype) if x is not None and 0 in x.shape else x
 
 
 def cropped(y: Tensor, shape: Sequence[int]) -> Tensor:

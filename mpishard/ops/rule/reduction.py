@@ -13,7 +13,6 @@ from mpishard.autograd.linear import apply, pair
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
-from mpishard.tensor.registry import no_out
 from mpishard.tensor.shard_tensor import ShardTensor
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -97,8 +96,6 @@ def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
 
 def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
     """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, axis=0, keepdims=True)``. Not collective."""
-    if kwargs.pop("out", None) is not None:
-        raise no_out(func)
     given = dict(zip(("dim", "keepdim"), args))
     for key, value in kwargs.items():
         given[{"axis": "dim", "keepdims": "keepdim"}.get(key, key)] = value

@@ -15,7 +15,7 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, bounds, layout_of
 from mpishard.ops.rule.dim import wrapped
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -115,13 +115,11 @@ def _aligned(tensors: Sequence[Any], dim: int, plan: Any) -> tuple[list[Tensor],
 
 
 @implements(torch.cat, torch.concat, torch.concatenate, sharded="moves")
-def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None) -> ShardTensor:
+def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> ShardTensor:
     """Concatenate. Collective where operands are laid out differently, or along a sharded dim.
 
     The result is laid out as the first operand that is sharded; along a sharded dim its blocks are balanced.
     """
-    if out is not None:
-        raise no_out(torch.cat)
     # torch skips the empty vectors that old code starts its lists with, but for the dtype
     cells = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)
     if len(cells) < len(tensors):
@@ -136,19 +134,17 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: A
 
 
 @implements(torch.stack, sharded="moves")
-def stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> ShardTensor:
+def stack(tensors: Sequence[Any], dim: int = 0) -> ShardTensor:
     """Join along a new dim. Collective where operands are laid out differently."""
-    if out is not None:
-        raise no_out(torch.stack)
     dim = wrapped(dim, tensors[0].ndim + 1)
     blocks, layout, mesh = _aligned(tensors, dim, plan_stack)
     return wrap(torch.stack(blocks, dim), layout, mesh)
 
 
 def _join_rule(grow: Any, dim_of: Any) -> Any:
-    def rule(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    def rule(tensors: Sequence[Any]) -> Any:
         grown = [grow(t) for t in tensors]
-        return torch.cat(grown, dim_of(grown[0].ndim), out=out)
+        return torch.cat(grown, dim_of(grown[0].ndim))
 
     return rule
 

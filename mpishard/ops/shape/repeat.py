@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
-from mpishard.ops.rule.dim import ints, resized, settled, whole_along, wrapped
+from mpishard.ops.rule.dim import ints, plain, resized, settled, whole_along, wrapped
 from mpishard.ops.shape.cat import cat
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -45,12 +45,19 @@ def tile(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
 
 @implements(torch.repeat_interleave, torch.Tensor.repeat_interleave, sharded="local")
 def repeat_interleave(
-    input: ShardTensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> ShardTensor:
-    """Repeat each cell of a dim where it is. Not collective."""
-    if isinstance(repeats, ShardTensor):
-        repeats = repeats.full_tensor()
-    x = settled(input)
+    """Repeat each cell of a dim where it is. Not collective, but for repeats that are sharded."""
+    mesh = mesh_of((input, repeats))
+    if repeats is None:  # the numbers of the cells, each as often as it is told
+        cells = torch.arange(input.numel(), device=mesh.device)
+        return repeat_interleave(on_mesh(cells, mesh), input, 0, output_size=output_size)
+    repeats = plain(repeats)
+    if isinstance(repeats, Tensor) and (repeats.ndim > 1 or repeats.dtype not in (torch.int64, torch.int32)):
+        raise RuntimeError(
+            f"repeats must be 0-dim or 1-dim tensor of integers, got {repeats.ndim} dims of {repeats.dtype}"
+        )
+    x = settled(input) if isinstance(input, ShardTensor) else on_mesh(input, mesh)
     if dim is None:
         x, dim = x.reshape(-1), 0
     d = wrapped(dim, x.ndim)
@@ -59,6 +66,8 @@ def repeat_interleave(
     counts = torch.as_tensor(repeats).reshape(-1)
     if counts.numel() not in (1, n):
         raise RuntimeError("repeats must have the same size as input along dim")
+    if counts.numel() and int(counts.min()) < 0:
+        raise RuntimeError("repeats can not be negative")
     ends = bounds(tuple(counts.expand(n).tolist()))
     cut = layout.sizes[d]
     if output_size not in (None, ends[-1]):

@@ -137,10 +137,10 @@ def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
 
 
 @lru_cache(maxsize=CACHED)
-def _squeezed_dims(layout: Layout, dims: tuple[int, ...] | None) -> tuple[int, ...]:
-    if dims is None:
-        dims = tuple(range(layout.ndim))
-    elif layout.ndim == 0:
+def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
+    """Return the dims of one cell among those that are asked for: None, one, or several. Not collective."""
+    dims = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if layout.ndim == 0:
         return ()
     return tuple(sorted({d for d in (wrapped(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
 
@@ -149,7 +149,7 @@ def _squeezed_dims(layout: Layout, dims: tuple[int, ...] | None) -> tuple[int, .
 def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(input) if input._layout.partial_dims else input
-    dims = _squeezed_dims(x._layout, dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim))
+    dims = squeezed_dims(x._layout, tuple(dim) if isinstance(dim, (list, torch.Size)) else dim)
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
     return viewed(x, x._local.squeeze(dims), without(x._layout, dims))
@@ -204,12 +204,12 @@ def expand_as(self: Any, other: Tensor) -> Any:
 
 
 @implements(*spellings("broadcast_tensors"), sharded="local")
-def broadcast_tensors(*tensors: Any) -> list[Any]:
+def broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     """Expand all tensors to their common shape. Not collective, unless a sharded dim of one cell is broadcast."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         tensors = tuple(tensors[0])
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in tensors])
-    return [x.expand(shape) for x in tensors]
+    return tuple(x.expand(shape) for x in tensors)
 
 
 def _at_least(ndim: int, grow: Callable[[ShardTensor], ShardTensor]) -> Callable[..., Any]:

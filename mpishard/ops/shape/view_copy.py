@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from mpishard.errors import UnsupportedOperationError, described
-from mpishard.tensor.registry import implements
+from mpishard.ops.rule.dim import settled, trivially_sharded
+from mpishard.ops.shape.view import squeezed_dims
+from mpishard.tensor.registry import aten, implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _COPIED = """
@@ -16,7 +17,7 @@ alias diagonal expand permute select slice split split_with_sizes squeeze t tran
 view_as_complex view_as_real view
 """.split()
 
-_IN_PLACE = "squeeze unsqueeze transpose swapaxes swapdims t".split()
+_IN_PLACE = "unsqueeze transpose swapaxes swapdims t".split()
 
 
 def _slice(input: ShardTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -26,7 +27,7 @@ def _slice(input: ShardTensor, dim: int = 0, start: Any = None, end: Any = None,
 _OTHER: dict[str, Callable[..., Any]] = {
     "alias": lambda x: x,
     "slice": _slice,
-    "expand": lambda x, size, **_: x.expand(size),
+    "expand": lambda x, size, *, implicit=False: x.expand(size),  # noqa: ARG005 (torch's name)
     "unfold": lambda x, dimension, size, step: x.unfold(dimension, size, step),
     "view": lambda x, size=None, dtype=None: x.view(size if dtype is None else dtype),
 }
@@ -46,27 +47,42 @@ for _name in _COPIED:
         implements(_twin, sharded="local")(_copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name)))
 
 
+def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
+    """Make ``x`` what a view of it is."""
+    x._local, x._layout, x._root = view._local, view._layout, None
+    return x
+
+
+@implements(torch.Tensor.squeeze_, sharded="local")
+def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
+    """Drop dims of one cell, in place. Not collective, unless such a dim is sharded: then its owner broadcasts.
+
+    What is written into the tensor later is written into the owner's cell, too, where other views of it lie.
+    """
+    if self.requires_grad and self.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    x = settled(self)
+    dims = squeezed_dims(x._layout, dim)
+    if not any(d in x._layout.shard_dims and not trivially_sharded(x._layout, d) for d in dims):
+        return _become(self, torch.squeeze(x, dims))
+    # an index: of its result it is known what it was taken from
+    out = x._twin(x._local)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
+    self._gathered_view, self._origin = True, out._origin
+    return _become(self, out)
+
+
 def _in_place(name: str) -> Callable[..., Any]:
     view = getattr(torch.Tensor, name)
 
     def rule(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         if self.requires_grad and self.is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        out = view(self, *args, **kwargs)
-        if out._gathered_view and not self._gathered_view:
-            raise UnsupportedOperationError(
-                described(
-                    f"{name}_ of a sharded dim of one cell",
-                    expected="dims of one cell that every rank holds",
-                    got=list(self._layout.placements),
-                    fix=f"use {name}, which gathers the cell",
-                )
-            )
-        self._local, self._layout, self._root = out._local, out._layout, None
-        return self
+        return _become(self, view(self, *args, **kwargs))
 
     return rule
 
 
 for _name in _IN_PLACE:
     implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place(_name))
+for _func in aten("slice"):
+    implements(_func, sharded="local")(_slice)

@@ -17,7 +17,7 @@ from mpishard.layout import Layout, Trip, layout_of, plan_route
 from mpishard.ops.rule.dim import on_domain, wrapped
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 Transform = Callable[..., Tensor]
@@ -165,9 +165,7 @@ def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, n
 def _rule_1d(name: str) -> Any:
     func = getattr(torch.fft, name)
 
-    def rule(input: ShardTensor, n: Any = None, dim: int = -1, norm: Any = None, *, out: Any = None) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, n: Any = None, dim: int = -1, norm: Any = None) -> ShardTensor:
         return _transformed(name, func, input, n, dim, norm)
 
     return rule
@@ -176,11 +174,7 @@ def _rule_1d(name: str) -> Any:
 def _rule_nd(name: str, default: tuple[int, ...] | None) -> Any:
     func = getattr(torch.fft, name)
 
-    def rule(
-        input: ShardTensor, s: Any = None, dim: Any = default, norm: Any = None, *, out: Any = None
-    ) -> ShardTensor:
-        if out is not None:
-            raise no_out(func)
+    def rule(input: ShardTensor, s: Any = None, dim: Any = default, norm: Any = None) -> ShardTensor:
         return _transformed(name, func, input, s, dim, norm)
 
     return rule

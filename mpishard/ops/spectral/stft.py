@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.rule.dim import on_domain, whole_along
-from mpishard.tensor.operand import resolved
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -49,7 +49,7 @@ def stft(
     UnsupportedOperationError
         ``align_to_window=True``.
     """
-    x, window = resolved(input), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
     if align_to_window:
         raise UnsupportedOperationError(
             described(
@@ -86,9 +86,15 @@ def stft(
     return out if result.is_complex() else torch.view_as_real(out)  # type: ignore[no-any-return]
 
 
+@implements(torch._C._VariableFunctions.stft, sharded="halo")  # type: ignore[attr-defined]
+def stft_of_padded(input: Any, n_fft: int, hop: Any, length: Any, window: Any, *rest: Any) -> ShardTensor:
+    """Transform the frames of signals that torch has padded, as it does for a plain signal and a sharded window."""
+    return stft(input, n_fft, hop, length, window, False, "constant", *rest)
+
+
 @implements(torch.istft, torch.Tensor.istft, sharded="halo")
 def istft(
-    input: ShardTensor,
+    input: Any,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -103,7 +109,7 @@ def istft(
 
     Collective where frequencies are sharded, else neighborwise collective.
     """
-    x, window = resolved(input), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
     hop = n_fft // 4 if hop_length is None else hop_length
     own = n_fft if win_length is None else win_length
     if onesided is None:

@@ -120,6 +120,8 @@ def _plan_conv(
     strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
     kernel = weight.shape[2:]
     if padding == "same":
+        if any(s != 1 for s in strides):
+            raise RuntimeError("padding='same' is not supported for strided convolutions")
         pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
         lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
     else:

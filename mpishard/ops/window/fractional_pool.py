@@ -1,15 +1,17 @@
-"""Fractional max pooling, with given samples: its regions are spread over the whole extent of a dim."""
+"""Fractional max pooling: its regions are spread over the whole extent of a dim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.rule.align import meet
 from mpishard.tensor.registry import implements
+from mpishard.tensor.stream import drawn_once
 
 
 def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
@@ -25,17 +27,12 @@ def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
     ) -> Any:
         """Pool over random regions.
 
-        Not collective where batch and channels are sharded. Collective where other dims are: they are gathered.
+        Not collective where batch and channels are sharded, and samples are given: else rank 0 draws them as torch
+        does. Collective where other dims are sharded: they are gathered.
         """
         if _random_samples is None:
-            raise UnsupportedOperationError(
-                described(
-                    f"fractional_max_pool{ndim}d of a ShardTensor without samples",
-                    expected="_random_samples, the same on every rank: the result must not depend on the mesh",
-                    got="regions that each rank would draw for itself",
-                    fix=f"give _random_samples=torch.rand(batch, channels, {ndim}), drawn with one seed",
-                )
-            )
+            shape = ((*(1,) * ndim, *input.shape)[-ndim - 2], input.shape[-ndim - 1], ndim)
+            _random_samples = drawn_once(input.mesh, partial(torch.rand, shape, dtype=input.dtype, device=input.device))
         lead = ("batch", "channel")[ndim + 2 - input.ndim :]
         # samples always have a batch dim
         met = meet((input, _random_samples), ((*lead, *(None,) * ndim), (*(None,) * (2 - len(lead)), *lead, None)))

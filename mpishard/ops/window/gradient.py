@@ -14,7 +14,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import bounds
-from mpishard.ops.rule.dim import wrapped
+from mpishard.ops.rule.dim import plain, wrapped
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -36,11 +36,9 @@ def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int =
     Neighborwise collective where a dim is sharded; coordinates given as tensors are whole on every rank (gathered
     if they are sharded).
     """
+    spacing = 1 if spacing is None else spacing
     if not isinstance(input, ShardTensor):
-        return torch.gradient(
-            input, spacing=[s.full_tensor() if isinstance(s, ShardTensor) else s for s in spacing],
-            dim=dim, edge_order=edge_order,
-        )  # fmt: skip
+        return torch.gradient(input, spacing=plain(spacing), dim=dim, edge_order=edge_order)
     x = resolved(input)
     given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     dims = [wrapped(d, x.ndim) for d in given]

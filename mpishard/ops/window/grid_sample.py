@@ -18,7 +18,7 @@ from mpishard.ops.rule.dim import unsharded, whole_along
 from mpishard.ops.rule.empty_block import cropped, filled
 from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
 from mpishard.tensor.operand import moved, on_mesh, resolved
-from mpishard.tensor.registry import implements
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _MODES = ("bilinear", "nearest", "bicubic")
@@ -57,6 +57,12 @@ def grid_sample(
     cells, points = met.locals
     local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
     return met.wrapped(_of_points(local, cells, points), ("batch", "channel", *spatial))
+
+
+@implements(*spellings("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), sharded="halo")
+def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> ShardTensor:
+    """Sample as `grid_sample`, with numbers for the modes. Neighborwise collective."""
+    return grid_sample(input, grid, _MODES[interpolation_mode], _PADDINGS[padding_mode], align_corners)
 
 
 def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:

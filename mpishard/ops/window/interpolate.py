@@ -25,7 +25,7 @@ from mpishard.layout.stencil import pairs
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import implements
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # cells that an output cell reads on each side of its centre, at most
@@ -146,6 +146,52 @@ def interpolate(
     if plan.local is not None:
         y = on_planes(lambda t: F.interpolate(t, **plan.local), y, x.ndim - 2)
     return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x._mesh)
+
+
+def _upsample_rule(mode: str, antialias: bool) -> Any:
+    corners = mode in ("linear", "bilinear", "bicubic", "trilinear", "lanczos")
+
+    def rule(input: ShardTensor, output_size: Any, *rest: Any, **named: Any) -> ShardTensor:
+        """Interpolate, as torch's own functions do below `interpolate`. Neighborwise collective."""
+        rest, align = list(rest), False
+        if corners:
+            align = bool(named.pop("align_corners") if "align_corners" in named else rest.pop(0))
+        scales = [*rest, *named.values()]
+        # of one argument for all dims, or of one argument for each
+        scales = scales[0] if len(scales) == 1 and isinstance(scales[0], (list, tuple)) else scales
+        given = [s for s in scales or () if s is not None]
+        how = {"mode": mode, "align_corners": align if corners else None, "antialias": antialias}
+        if output_size is None:
+            return interpolate(input, scale_factor=tuple(given), **how)
+        size = tuple(int(n) for n in output_size)
+        if not given or align:
+            return interpolate(input, size, **how)
+        if tuple(int(n * s) for n, s in zip(input.shape[2:], given)) != size:
+            raise UnsupportedOperationError(
+                described(
+                    f"upsampling in mode {mode!r}: scales and an output size",
+                    expected=f"scales that lead from {list(input.shape[2:])} to {list(size)}, or none",
+                    got=given,
+                    fix="use torch.nn.functional.interpolate with one of both",
+                )
+            )
+        return interpolate(input, scale_factor=tuple(given), **how)
+
+    return rule
+
+
+for _name, _mode in {
+    "upsample_linear1d": "linear",
+    "upsample_bilinear2d": "bilinear",
+    "upsample_bicubic2d": "bicubic",
+    "upsample_trilinear3d": "trilinear",
+    **{f"upsample_nearest{_n}d": "nearest" for _n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{_n}d": "nearest-exact" for _n in (1, 2, 3)},
+    "_upsample_bilinear2d_aa": "bilinear",
+    "_upsample_bicubic2d_aa": "bicubic",
+    "_upsample_lanczos2d_aa": "lanczos",
+}.items():
+    implements(*spellings(_name), sharded="halo")(_upsample_rule(_mode, _name.endswith("_aa")))
 
 
 def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:

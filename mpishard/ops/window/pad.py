@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import Wanted, intervals_wanted, window_op
@@ -32,12 +33,16 @@ def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: A
 
     Neighborwise collective. A rank keeps its cells; the ranks at the edges get the new ones.
     """
+    return _padded(input, pad, mode, value, F.pad)
+
+
+def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func: Any) -> ShardTensor:
     x = resolved(input)
     mesh, widths, fill = x._mesh, tuple(pad), 0.0 if value is None else value
     key = ("pad", x._layout, x.dtype, widths, mode, fill)
     plan = mesh.plans.get(key)
     if plan is None:
-        plan = mesh.plan(key, lambda: _plan(x, widths, mode, value))
+        plan = mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
     local = apply(plan.window, x._local)
     # torch's result is never its argument
     return wrap(local.clone() if local is x._local else local, plan.out, mesh)
@@ -46,12 +51,18 @@ def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: A
 @implements(torch.constant_pad_nd, sharded="halo")
 def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> ShardTensor:
     """Pad with a constant. Neighborwise collective."""
-    return pad(input, pad_, "constant", value)
+    if isinstance(value, complex) and value.imag and not input.is_complex():
+        raise RuntimeError(f"value {value} cannot be converted to {input.dtype}")
+
+    def constant(t: Tensor, widths: Sequence[int], _mode: str, fill: Any) -> Tensor:
+        return torch.constant_pad_nd(t, widths, fill)  # which knows complex numbers; F.pad does not
+
+    return _padded(input, pad_, "constant", value, constant)
 
 
-def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any) -> PadPlan:
+def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any, func: Any) -> PadPlan:
     layout, mesh = x._layout, x._mesh
-    shape = tuple(F.pad(on_domain(layout.shape, x._local), widths, mode, value).shape)
+    shape = tuple(func(on_domain(layout.shape, x._local), widths, mode, value).shape)
     wanted, sizes = [], list(layout.sizes)
     for i in range(len(widths) // 2):
         dim, (lo, hi) = x.ndim - 1 - i, widths[2 * i : 2 * i + 2]

@@ -61,6 +61,10 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     of it: the result is then a copy, and refuses to be written into.
     """
     x = resolved(self)
+    if not x.ndim:
+        if size > 1:
+            raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
+        return x.reshape(1)[:size]  # type: ignore[no-any-return]
     key = ("Tensor.unfold", x._layout, x.dtype, dimension, size, step)
     plan = x._mesh.plans.get(key)
     if plan is None:

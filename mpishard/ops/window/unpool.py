@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
-from mpishard.comm import guard
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
+from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import frozen, on_domain
-from mpishard.tensor.operand import fitted, mesh_of, resolved
-from mpishard.tensor.registry import implements
+from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
+from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -90,9 +92,11 @@ def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
     return found[::-1]
 
 
-def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name: str) -> None:
-    """Raise on every rank where any rank has an index outside the window of its cell. Collective."""
-    ndim = len(plan.extents)
+def _refuse_far_indices(indices: Tensor, plan: UnpoolPlan, name: str) -> None:
+    """Raise where an index lies outside the window of its cell. Not collective."""
+    ndim, cells = len(plan.extents), math.prod(plan.extents)
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < cells:
+        raise RuntimeError(f"Found an invalid max index: output volumes are of size {list(plan.extents)}")
     coordinates = _coordinates(indices, plan.extents)
     far = torch.zeros((), dtype=torch.bool, device=indices.device)
     for i, stride, pad, kernel, lo in plan.reaches:
@@ -100,9 +104,8 @@ def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name:
         start = (torch.arange(indices.shape[dim], device=indices.device) + lo) * stride - pad
         start = start.reshape(-1, *[1] * (ndim - 1 - i))
         far = far | ((coordinates[i] < start) | (coordinates[i] >= start + kernel)).any()
-    error = None
     if bool(far):
-        error = UnsupportedOperationError(
+        raise UnsupportedOperationError(
             described(
                 f"{name}: an index lies outside the window of its cell",
                 expected="indices that max_pool gave with the same kernel, stride and padding, and no dilation",
@@ -110,7 +113,6 @@ def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name:
                 fix="redistribute both operands, so that the spatial dims are whole on every rank",
             )
         )
-    guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, name)
 
 
 def _rule(ndim: int) -> Callable[..., ShardTensor]:
@@ -126,16 +128,9 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         output_size: Any = None,
     ) -> ShardTensor:
         mesh = mesh_of((input, indices))
-        if not isinstance(input, ShardTensor):
-            raise UnsupportedOperationError(
-                described(
-                    f"{name}: operands",
-                    expected="values as a ShardTensor",
-                    got=type(input).__name__,
-                    fix="distribute the values like their indices",
-                )
-            )
-        x = resolved(input)
+        x = on_mesh(input, mesh)
+        if not isinstance(input, ShardTensor) and x._layout.shape == indices._layout.shape:
+            x = moved(x, resolved(indices)._layout)
         at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x._layout)
         kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
         output_size = None if output_size is None else tuple(output_size)
@@ -149,11 +144,22 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        if plan.reaches:
-            _refuse_far_indices(mesh, at, plan, name)
+        agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x._layout,))
         return wrap(_scattered(apply(plan.values, x._local), apply(plan.indices, at), plan), plan.out, mesh)
 
     return max_unpool
+
+
+def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    def rule(input: Any, indices: Any, output_size: Any, *window: Any) -> ShardTensor:
+        """Scatter to cells anywhere in the plane. Collective where spatial dims are sharded: they are gathered."""
+        lead = tuple(range(-input.ndim, -ndim))
+        met = meet((input, indices), ((*lead, *(None,) * ndim),) * 2)
+        values, at = met.locals
+        y = func(filled(values), filled(at), output_size, *window)
+        return met.wrapped(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
+
+    return rule
 
 
 def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
@@ -172,3 +178,6 @@ def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
 
 for _n in (1, 2, 3):
     implements(getattr(F, f"max_unpool{_n}d"), sharded="halo")(_rule(_n))
+for _n in (2, 3):
+    for _func in spellings(f"max_unpool{_n}d"):
+        RULES.setdefault(_func, _anywhere_rule(_func, _n))

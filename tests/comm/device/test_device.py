@@ -68,8 +68,8 @@ def test_halo_exchange_and_its_adjoint(device, mode):
         def block(t, coords, x=x, widths=widths):
             index = [slice(None)] * 3
             for m, (d, (lo, hi)) in enumerate(widths.items()):
-                start = sum(x.layout.sizes[d][: coords[m]])
-                index[d] = slice(start, start + x.layout.sizes[d][coords[m]] + lo + hi)
+                start = sum(x.sharding.sizes[d][: coords[m]])
+                index[d] = slice(start, start + x.sharding.sizes[d][coords[m]] + lo + hi)
             return t[tuple(index)]
 
         torch.testing.assert_close(padded.detach(), block(wide, mesh.coords).detach(), rtol=0, atol=0)
@@ -118,8 +118,8 @@ def test_exchanges_of_every_item_size(device, dtype):
     full = values(3, 8, 5, dtype=dtype)
     x = ms.distribute_tensor(full, mesh, (ms.Shard(1),))
     padded = ms.halo_exchange(x, {1: (1, 1)}, mode="circular")
-    start = sum(x.layout.sizes[1][: mesh.rank])
-    rows = [i % 8 for i in range(start - 1, start + x.layout.sizes[1][mesh.rank] + 1)]
+    start = sum(x.sharding.sizes[1][: mesh.rank])
+    rows = [i % 8 for i in range(start - 1, start + x.sharding.sizes[1][mesh.rank] + 1)]
     assert torch.equal(padded, full[:, rows])
 
 
@@ -146,7 +146,7 @@ def test_redistribution(device):
         for source, target in itertools.islice(itertools.permutations(options, 2), 0, None, 5):
             x = ms.distribute_tensor(full, mesh, source).requires_grad_()
             y = x.redistribute(placements=target)
-            assert y.layout == layout_of(mesh.shape, target, full.shape)
+            assert y.sharding == layout_of(mesh.shape, target, full.shape)
             assert torch.equal(y.detach().full_tensor(), full)
             (grad,) = torch.autograd.grad(y, x, y.detach())
             assert torch.equal(grad.full_tensor(), full)
@@ -159,8 +159,8 @@ def test_messages_in_pieces(device, monkeypatch, nbytes):
     mesh = device.mesh((WORLD.size,), periodic=True)
     full = values(8, 6)
     x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
-    start = sum(x.layout.sizes[0][: mesh.rank])
-    rows = [i % 8 for i in range(start - 2, start + x.layout.sizes[0][mesh.rank] + 2)]
+    start = sum(x.sharding.sizes[0][: mesh.rank])
+    rows = [i % 8 for i in range(start - 2, start + x.sharding.sizes[0][mesh.rank] + 2)]
     for _ in range(3):
         assert torch.equal(ms.halo_exchange(x, {0: (2, 2)}, mode="circular"), full[rows])
 
@@ -223,7 +223,7 @@ def test_exchanges_on_alternating_streams(device):
             device.follow(before if k % 3 == 0 else (k - 1) % 3)
             padded = ms.halo_exchange(wide, {0: (1, 1)}, mode="circular")
             local = padded[:-2] + padded[2:]
-        wide = ms.ShardTensor.from_local(local, mesh, (ms.Shard(0),), sharding_shapes={0: x.layout.sizes[0]})
+        wide = ms.ShardTensor.from_local(local, mesh, (ms.Shard(0),), sharding_shapes={0: x.sharding.sizes[0]})
     expected = values(12, 4)
     for _ in range(12):
         expected = expected.roll(1, 0) + expected.roll(-1, 0)

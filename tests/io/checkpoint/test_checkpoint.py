@@ -168,7 +168,7 @@ def test_every_layout_onto_every_other(folder, asynchronous):
         as_saved = ms.io.load_checkpoint(folder, mesh=mesh, rng=False).tensors["x"]
         assert as_saved.placements == x.placements
         like = ms.io.load_checkpoint(folder, tensors={"x": x}, rng=False).tensors["x"]
-        assert like.layout is x.layout
+        assert like.sharding is x.sharding
         one_dim = ms.io.load_checkpoint(folder, mesh=mesh_of((SIZE,)), placements=(ms.Shard(1),), rng=False)
         assert torch.equal(one_dim.tensors["x"].full_tensor(), full)
 
@@ -586,7 +586,7 @@ def test_checksums_do_not_depend_on_the_mesh(monkeypatch, run):
             expected = checksum.tile_sums(full, whole, (0,))
             for mesh, placements, sizes in list(layouts(full.shape, (0, 2))):
                 x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
-                mine = checksum.tile_sums(x.to_local(), x.layout, mesh.coords)
+                mine = checksum.tile_sums(x.to_local(), x.sharding, mesh.coords)
                 held = any(c for c, p in zip(mesh.coords, x.placements) if not p.is_shard())
                 total = torch.zeros_like(expected)
                 WORLD.Allreduce((mine * (not held)).numpy(), total.numpy())

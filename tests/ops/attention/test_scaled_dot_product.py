@@ -205,7 +205,7 @@ def dropped(mesh, placements, causal, mask):
     torch.manual_seed(7)
     x = [shard(t, mesh, placements, requires_grad=True) for t in operands()]
     y = sdpa(*x, mask, 0.3, causal)
-    sizes = {d: s for d, s in enumerate(y.layout.sizes) if s is not None}
+    sizes = {d: s for d, s in enumerate(y.sharding.sizes) if s is not None}
     w = ms.distribute_tensor(field(*y.shape), y.mesh, y.placements, sizes=sizes)
     first = torch.autograd.grad(y, x, w, create_graph=True)
     for a, b in zip(first, torch.autograd.grad(y, x, w), strict=True):
@@ -239,7 +239,7 @@ def test_half_types_are_summed_in_float32():
         assert y.dtype == dtype
         torch.testing.assert_close(gathered(y).double(), e.detach(), rtol=1e-2, atol=1e-2)
         w = field(*y.shape)
-        sizes = {2: y.layout.sizes[2]}
+        sizes = {2: y.sharding.sizes[2]}
         got = torch.autograd.grad(y, parts, ms.distribute_tensor(w.to(dtype), y.mesh, y.placements, sizes=sizes))
         for g, x in zip(got, torch.autograd.grad(e, exact, w), strict=True):
             torch.testing.assert_close(gathered(g).double(), x, rtol=3e-2, atol=3e-2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 from tests.ops.windows import check, field, same, sampled
 
 SHAPE = (5, 7, 6)
@@ -146,6 +146,14 @@ def test_masks_pick_in_torchs_order():
 def test_what_a_mask_picks_stays_sharded():
     x = shard(field(*SHAPE), mesh_of((WORLD.size,)), (ms.Shard(1),))
     assert x[x > 0.3].placements == (ms.Shard(0),)
+
+
+@pytest.mark.parametrize("size", [0, 3, 400])
+def test_so_many_places(size):
+    for mesh, placements, sizes in list(layouts((5, 7, 6), (0, 1, 2)))[::2]:
+        x = shard(WHERE, mesh, placements, sizes)
+        expected = torch.nonzero_static(WHERE, size=size, fill_value=-3)
+        assert torch.equal(gathered(torch.nonzero_static(x, size=size, fill_value=-3)), expected)
 
 
 def test_out_of_range():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard, skew
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import check, field, sampled
 
 W, B = field(5, 6), field(5)
@@ -75,6 +75,17 @@ def test_weights_that_are_sharded_too(placement):
         compare(lambda x, w: x @ w.T, [x, w], what=f"{own} @ {placement}")
 
 
+@pytest.mark.parametrize("case", range(3))
+def test_one_operand_alone_is_sharded(case):
+    full = [field(4, 6), field(5, 6), field(5)]
+    for mesh, placements, sizes in layouts(full[case].shape, range(full[case].ndim), 1):
+        operands = [(t, mesh, *((placements, sizes) if i == case else (None, None))) for i, t in enumerate(full)]
+        compare(F.linear, operands, what=f"linear {placements} {sizes}")
+        if case == 2:
+            x, w = field(4, 6), field(5, 6, 6)
+            compare(lambda b: F.bilinear(x, x, w, b), operands[2:], what=f"bilinear {placements} {sizes}")
+
+
 def test_parameters_get_the_whole_gradient():
     mesh = mesh_of((WORLD.size,))
     w, b = W.clone().requires_grad_(), B.clone().requires_grad_()
@@ -118,3 +129,23 @@ def test_shapes_that_do_not_fit(wrong):
     for mesh, placements, sizes in sampled((4, 7, 6), [1], 0, 2):
         with pytest.raises((RuntimeError, ms.LayoutError)):
             wrong(shard(field(4, 7, 6), mesh, placements, sizes))
+
+
+@pytest.mark.parametrize("factors", [{"alpha": 2.5}, {"beta": 1.5}, {"alpha": 0.2, "beta": 0.6}, {"beta": 3}])
+def test_products_of_integers_take_the_whole_part_of_factors(factors):
+    a, b = torch.arange(12).reshape(3, 4), torch.arange(20).reshape(4, 5) - 7
+    cases = [
+        (torch.addmm, torch.ones(3, 5).long(), a, b),
+        (torch.addmv, torch.ones(3).long(), a, b[:, 0]),
+        (torch.addbmm, torch.ones(3, 5).long(), a.expand(2, 3, 4), b.expand(2, 4, 5)),
+        (torch.baddbmm, torch.ones(2, 3, 5).long(), a.expand(2, 3, 4), b.expand(2, 4, 5)),
+    ]
+    mesh = mesh_of((WORLD.size,))
+    for f, *operands in cases:
+        expected = f(*operands, **factors)
+        for k in range(3):
+            got = f(*[shard(t, mesh, (ms.Shard(0),)) if k in (i, 0) else t for i, t in enumerate(operands)], **factors)
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(gathered(got), expected)
+    with pytest.raises(RuntimeError, match="must not be a floating point number"):
+        torch.addr(shard(a, mesh, (ms.Shard(0),)), a[:, 0], a[0], alpha=2.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import compare, gathered, layouts, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 from tests.ops.windows import check, field, refused_alike, same, sampled
 
 
@@ -59,6 +59,36 @@ def test_covariances(options):
         options["fweights"] = torch.tensor([1, 2, 1, 3, 1, 2])
     check(lambda x: torch.cov(x, **options), field(4, 6), (0, 1), w, count=6)
     check(lambda x: torch.cov(x, **options), field(6), (0,), w)
+
+
+@pytest.mark.filterwarnings("ignore:cov")
+def test_one_row_of_covariances_is_a_number():
+    for f in (torch.cov, torch.corrcoef):
+        check(f, field(1, 6), (0, 1), 0)
+        same(f, torch.arange(12).reshape(3, 4) ** 2, (0, 1), 1, exact=False)
+        same(f, torch.arange(5), (0,), 2, exact=False)
+        same(lambda x, f=f: torch.nan_to_num(f(x), 7.0), field(3, 0), (0,), 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fweights": torch.ones(6)},
+        {"fweights": torch.ones(5, dtype=torch.int64)},
+        {"fweights": torch.tensor([1, 2, -1, 1, 1, 1])},
+        {"aweights": torch.ones(6, dtype=torch.int64)},
+        {"aweights": torch.ones(1, 6)},
+        {"aweights": torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, -6.0])},
+    ],
+)
+def test_weights_that_torch_refuses(options):
+    x = shard(field(4, 6).float(), mesh_of((WORLD.size,)), (ms.Shard(1),))
+    with pytest.raises(RuntimeError, match="weights"):
+        torch.cov(x, **options)
+    if next(iter(options.values())).ndim == 1:
+        cut = {k: shard(w, mesh_of((WORLD.size,)), (ms.Shard(0),)) for k, w in options.items()}
+        with pytest.raises(RuntimeError, match="weights"):
+            torch.cov(x, **cut)
 
 
 def test_correlations():

@@ -106,6 +106,40 @@ def test_running_statistics(track):
         torch.testing.assert_close(gathered(there(shard(x, mesh, placements))), here(x), rtol=1e-10, atol=1e-11)
 
 
+WITH_PARAMETERS = {
+    "batch": lambda x, w, b, m, v: F.batch_norm(x, m, v, w, b, True, 0.3),
+    "batch eval": lambda x, w, b, m, v: F.batch_norm(x, m, v, w, b),
+    "instance": lambda x, w, b, m, v: F.instance_norm(x, m, v, w, b, True, 0.3),
+    "instance eval": lambda x, w, b, m, v: F.instance_norm(x, m, v, w, b, False),
+    "group": lambda x, w, b, m, v: F.group_norm(x, 3, w, b),
+    "layer": lambda x, w, b, m, v: F.layer_norm(x.movedim(1, -1), (6,), w, b),
+    "rms": lambda x, w, b, m, v: F.rms_norm(x.movedim(1, -1), (6,), w) + b,
+    "native batch": lambda x, w, b, m, v: torch.native_batch_norm(x, w, b, m, v, True, 0.3, 1e-5),
+    "native batch eval": lambda x, w, b, m, v: torch.native_batch_norm(x, w, b, m, v, False, 0.3, 1e-5),
+    "legit": lambda x, w, b, m, v: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.3, 1e-5),
+    "update": lambda x, w, b, m, v: torch.ops.aten._batch_norm_with_update(x, w, b, m, v, 0.3, 1e-5),
+    "native group": lambda x, w, b, m, v: torch.native_group_norm(x, w, b, 4, 6, 9, 3, 1e-5),
+    "native layer": lambda x, w, b, m, v: torch.native_layer_norm(x.movedim(1, -1), (6,), w, b, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_parameters_and_running_statistics_that_are_sharded(name):
+    def f(x, w, b, m, v):
+        m, v = m.clone(), v.clone()
+        y = WITH_PARAMETERS[name](x, w, b, m, v)
+        return y, m, v
+
+    whole = [values(4, 6, 9), W.detach(), B.detach(), values(6), values(6).abs() + 0.5]
+    own = list(layouts((6,), (0,), 1))[::2]
+    for i, (mesh, placements, sizes) in enumerate(layouts((4, 6, 9), (0, 1, 2), 1)):
+        other = (mesh, *own[i % len(own)][1:])
+        plain = (mesh, None, None)
+        for x, parts in (((mesh, placements, sizes), other), (plain, other)):
+            operands = [(whole[0], *x), *((t, *parts) for t in whole[1:])]
+            compare(f, operands, differentiable=[True] * 3 + [False] * 2, what=f"{name} {placements} {sizes} {parts}")
+
+
 def test_running_statistics_where_a_rank_has_no_samples():
     def f(x):
         mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
@@ -214,7 +248,7 @@ def test_forward_mode():
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(local, tangent)
             if isinstance(t, ms.ShardTensor):
-                sizes = {m: t.layout.sizes[p.dim] for m, p in enumerate(t.placements)}
+                sizes = {m: t.sharding.sizes[p.dim] for m, p in enumerate(t.placements)}
                 dual = ms.ShardTensor.from_local(dual, mesh, t.placements, sizes)
             y = F.group_norm(dual, 2)
             d = torch.autograd.forward_ad.unpack_dual(y.to_local() if isinstance(y, ms.ShardTensor) else y).tangent

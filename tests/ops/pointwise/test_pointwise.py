@@ -205,9 +205,9 @@ def test_broadcasting_of_shards():
 def test_the_smaller_of_two_operands_moves():
     mesh = mesh_of((WORLD.size,))
     x, y = ms.distribute_tensor(X, mesh, ms.Shard(0)), ms.distribute_tensor(X[0], mesh, ms.Shard(0))
-    assert (x + y).layout is (y + x).layout is x.layout
+    assert (x + y).sharding is (y + x).sharding is x.sharding
     z = ms.distribute_tensor(X, mesh, ms.Shard(1))
-    assert (z + x).layout is z.layout
+    assert (z + x).sharding is z.sharding
 
 
 def test_gradients_of_plain_operands():
@@ -282,7 +282,7 @@ def test_partial_operands_are_summed_first():
     for f in (torch.exp, lambda t: t + 1, lambda t: 2 * t, lambda t: t * t, lambda t: t + torch.ones(3), torch.clone):
         x = ms.ShardTensor.from_local(local, mesh, ms.Partial())
         y = f(x)
-        assert not y.layout.partial_dims
+        assert not y.sharding.partial_dims
         torch.testing.assert_close(gathered(y), f(torch.full((3,), total, dtype=torch.float64)))
     x = ms.ShardTensor.from_local(local.clone(), mesh, ms.Partial())
     x += 1
@@ -318,7 +318,7 @@ def test_conversions():
     assert x.type_as(shard(I, mesh, (ms.Shard(1),))).dtype == torch.int64
     assert x.to(x.float()).dtype == torch.float32
     assert x.to("cpu") is x
-    assert x.type(torch.float32).layout is x.layout
+    assert x.type(torch.float32).sharding is x.sharding
     assert gathered(x.type("torch.FloatTensor")).dtype == torch.float32
     assert x.type() == X.type()
     assert torch.arange(3).to(x).dtype == x.dtype

@@ -57,3 +57,24 @@ def test_methods():
         torch.testing.assert_close(gathered(x.unique()), NUMBERS.unique())
         torch.testing.assert_close(gathered(x.unique_consecutive()), NUMBERS.unique_consecutive())
         torch.testing.assert_close(gathered((x > 3).unique(return_inverse=True)[1]), (NUMBERS > 3).long())
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_histograms_of_points(part):
+    def pick(found):
+        return found[0] if part == 0 else found[1][1]
+
+    edges = [torch.tensor([-1.0, 0.5, 3.0]), torch.tensor([-2.0, 0.0, 1.0, 2.0])]
+    points = field(9, 2).float()
+    same(lambda x: pick(torch.histogramdd(x, [3, 4])), points, (0, 1), 0)
+    same(
+        lambda x: pick(torch.histogramdd(x, 3, range=[-1.0, 2.0, 0.0, 1.0], density=True)),
+        points,
+        (0, 1),
+        1,
+        exact=False,
+    )
+    same(lambda x: pick(torch.histogramdd(x, edges)), points, (0, 1), 2)
+    same(lambda x: pick(torch.histogramdd(x, 3, weight=x[..., 0] ** 2)), field(3, 4, 2), (0, 1, 2), 3, exact=False)
+    same(lambda x: pick(torch.histogramdd(x * 0, 3)), points, (0, 1), 4)
+    same(lambda w: pick(torch.histogramdd(points, 3, weight=w)), field(9).float(), (0,), 1, exact=False)

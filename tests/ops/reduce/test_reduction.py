@@ -305,6 +305,9 @@ FORWARD = {
     "logsumexp": lambda x: x.logsumexp(0),
     "std": lambda x: x.std(0),
     "prod": lambda x: x.prod(1),
+    "cumprod": lambda x: x.cumprod(0),
+    "cummax": lambda x: x.cummax(0).values,
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
 }
 
 
@@ -390,13 +393,15 @@ def test_scans_keep_torchs_dtype(dtype):
                 torch.testing.assert_close(gathered(g), e)
 
 
-@pytest.mark.parametrize("name", ["cumprod", "logcumsumexp"])
-def test_second_gradients_of_scans_with_small_blocks(name):
+@pytest.mark.parametrize(
+    "f", [torch.cumprod, torch.logcumsumexp, lambda x, dim: x.cummax(dim).values, lambda x, dim: x.cummin(dim).values]
+)
+def test_second_gradients_of_scans_with_small_blocks(f):
     """Of a linear function of the scan: torch's own for one cell or none would not depend on the cells."""
     for full, dim in ((values(3, 5), 1), (values(3, 1), 0)):
         for mesh, placements, sizes in few(full.shape, (0, 1), 1, 1):
             compare(
-                lambda x, dim=dim: getattr(x, name)(dim),
+                lambda x, dim=dim: f(x, dim),
                 [(full, mesh, placements, sizes)],
                 second=True,
                 what=f"{dim} {placements} {sizes}",
@@ -408,3 +413,14 @@ def test_second_gradients_of_a_variance_with_empty_blocks(f):
     for full, dim in ((values(3, 5), 1), (values(1, 5), 1), (values(5, 4), 0)):
         for mesh, placements, sizes in few(full.shape, (0, 1), 1, 1):
             compare(lambda x, dim=dim: f(x, dim), [(full, mesh, placements, sizes)], second=True, what=f"{dim} {sizes}")
+
+
+@pytest.mark.parametrize("name", ["cumsum_", "cumprod_", "renorm_"])
+def test_gradients_of_what_is_written_over_its_argument(name):
+    arguments = (2, 0, 1.0) if name == "renorm_" else (0,)
+    for mesh, placements, sizes in few((5, 4), (0, 1), 3):
+        compare(
+            lambda x: getattr(x * 1.5, name)(*arguments) * x,
+            [(values(5, 4), mesh, placements, sizes)],
+            what=f"{placements} {sizes}",
+        )

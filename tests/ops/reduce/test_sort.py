@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, compare, mesh_of, shard
+from tests.compare import WORLD, compare, mesh_of, shard, skew
 from tests.ops.windows import check, field, sampled
 
 SHAPE = (5, 7, 6)
@@ -50,8 +50,8 @@ def test_functions(case):
 def test_what_is_sorted_is_cut_as_before():
     x = shard(field(*SHAPE), mesh_of((WORLD.size,)), (ms.Shard(1),))
     values, index = x.sort(1)
-    assert values.layout is x.layout
-    assert index.layout is x.layout
+    assert values.sharding is x.sharding
+    assert index.sharding is x.sharding
 
 
 def test_the_largest_of_each_block_travel_alone():
@@ -81,3 +81,16 @@ def test_gradient_of_the_fraction(f):
         for own in (ms.Replicate(), ms.Shard(0)):
             given = (two.detach(), mesh, [own] + [ms.Replicate()] * (mesh.ndim - 1), None)
             compare(lambda x, q: f(x, q, 1), [(x, mesh, placements, sizes), given])
+
+
+@pytest.mark.parametrize("how", ["linear", "lower", "higher", "midpoint", "nearest"])
+def test_gradient_of_the_fraction_beside_an_empty_block(how):
+    """Where q's gradient stops is torch's to say, and the same on every rank."""
+    q = torch.tensor([0.15, 0.8], dtype=torch.float64, requires_grad=True)
+    mesh, x = mesh_of((WORLD.size,)), field(4, 6)
+    for sizes in (None, {0: skew(4, WORLD.size)}):
+        own = (x, mesh, (ms.Shard(0),), sizes)
+        compare(lambda x: torch.quantile(x, q, 1, interpolation=how), [own], [q], what=f"{how} {sizes}")
+        compare(lambda x: torch.nanquantile(x * q.sum(), 0.3, 1, interpolation=how), [own], [q], what=f"{how} {sizes}")
+    given = (q.detach(), mesh, (ms.Shard(0),), None)
+    compare(lambda x, q: torch.quantile(x, q, 0, interpolation=how), [(x, None, None, None), given])

@@ -74,6 +74,9 @@ def test_vectors_and_scalars():
 ONE_CELL = {
     "squeeze": lambda x: x.squeeze(),
     "squeeze dim": lambda x: x.squeeze(0) * 2,
+    "squeeze in place": lambda x: (x * 1).squeeze_(),
+    "squeeze dim in place": lambda x: (x * 1).squeeze_(-1).mul_(3),
+    "squeeze dims in place": lambda x: (x * 1).squeeze_((0, 2)).exp(),
     "squeeze dims": lambda x: torch.squeeze(x, (0, 2)),
     "expand": lambda x: x.expand(3, 5, 4),
     "expand_as": lambda x: x.expand_as(torch.empty(2, 3, 5, 2)),
@@ -85,6 +88,18 @@ ONE_CELL = {
 @pytest.mark.parametrize("name", ONE_CELL)
 def test_dims_of_one_cell_that_are_sharded(name):
     check(ONE_CELL[name], (1, 5, 1), (0, 1, 2), name, step=2)
+
+
+def test_writes_after_squeezing_in_place_reach_other_views():
+    def f(x):
+        y = x * 1
+        view = y[:, 1:3]
+        y.squeeze_(0)
+        y.mul_(2)
+        y[2] = 7
+        return y, view
+
+    check(f, (1, 5, 2), (0, 1, 2), "squeeze_")
 
 
 # shape, dims that may be sharded, the reshape
@@ -121,7 +136,7 @@ def test_split_of_a_sharded_dim():
             compare(f, [(x, mesh, (ms.Shard(0),), sizes)], what=f"{rows}")
         back = shard(x, mesh, (ms.Shard(0),), sizes).view(-1, 6, 2).view(-1, 2)
         if n > 1:  # one rank's only block is as good as whole
-            assert back.layout == shard(x, mesh, (ms.Shard(0),), sizes).layout
+            assert back.sharding == shard(x, mesh, (ms.Shard(0),), sizes).sharding
 
 
 # shape, the reshape: cells of any sharded dim may have to move
@@ -399,7 +414,7 @@ def test_writes_into_a_partial(name, retain):
 
     mesh = mesh_of((WORLD.size,))
     x = shard(a, mesh, [ms.Shard(1)], requires_grad=True)
-    assert WORLD.size == 1 or (x @ shard(b, mesh, [ms.Shard(0)])).layout.partial_dims
+    assert WORLD.size == 1 or (x @ shard(b, mesh, [ms.Shard(0)])).sharding.partial_dims
     for got, expected in zip(written(x, shard(b, mesh, [ms.Shard(0)])), written(a, b), strict=True):
         torch.testing.assert_close(gathered(got), gathered(expected))
 
@@ -411,8 +426,8 @@ def test_views_of_a_partial_settle_it():
     x = ms.ShardTensor.from_local(local, mesh, ms.Partial())
     with torch.no_grad():
         y = x.T
-    assert not y.layout.partial_dims
-    assert not x.layout.partial_dims
+    assert not y.sharding.partial_dims
+    assert not x.sharding.partial_dims
     torch.testing.assert_close(gathered(y), torch.full((3, 2), total, dtype=torch.float64))
     x.view(-1).sum().backward()
     torch.testing.assert_close(local.grad, torch.ones(2, 3, dtype=torch.float64))

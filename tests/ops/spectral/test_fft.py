@@ -109,10 +109,10 @@ def test_conjugated_cells():
 def test_the_result_is_laid_out_as_the_argument():
     for mesh, placements, sizes in layouts((8, 6, 5), (0, 1, 2)):
         x = shard(field(8, 6, 5), mesh, placements, sizes)
-        assert FFT.fftn(x).layout is x.layout
+        assert FFT.fftn(x).sharding is x.sharding
         y = FFT.rfftn(x)
         assert y.placements == x.placements
-        assert y.layout.sizes[:2] == x.layout.sizes[:2]
+        assert y.sharding.sizes[:2] == x.sharding.sizes[:2]
 
 
 @pytest.mark.ranks(2, 3, 4)

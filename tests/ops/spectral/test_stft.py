@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, mesh_of, shard
-from tests.ops.windows import check, field, refused_alike
+from tests.compare import WORLD, compare, mesh_of, shard
+from tests.ops.windows import check, field, refused_alike, sampled
 
 HANN = torch.hann_window(8, dtype=torch.float64)
 SHORT = torch.hamming_window(6, dtype=torch.float64)
@@ -32,6 +32,15 @@ def test_there_and_back(case):
     check(lambda x: torch.stft(x, **arguments, return_complex=True), field(*shape), dims, case)
     spectrum = torch.stft(field(*shape), **arguments, return_complex=True)
     check(lambda x: torch.istft(x, **split(arguments), **inverse), spectrum, range(spectrum.ndim), case, count=6)
+
+
+def test_windows_that_are_sharded():
+    for mesh, placements, sizes in sampled((8,), (0,), 0, 3):
+        for signal in (None, [ms.Shard(1)] * mesh.ndim):
+            compare(
+                lambda x, w: torch.stft(x, 8, window=w, return_complex=True),
+                [(field(2, 33), mesh, signal, None), (HANN, mesh, placements, sizes)],
+            )
 
 
 def test_complex_signals():

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpishard as ms
-from tests.compare import shard
-from tests.ops.windows import check, field, sampled
+from tests.ops.windows import check, field
 
 
 def test_planes():
@@ -25,7 +23,13 @@ def test_volumes():
     check(lambda x: F.fractional_max_pool3d(x, 2, 3, _random_samples=samples), field(2, 2, 6, 7, 5), (0, 1, 3), 3)
 
 
-def test_samples_are_needed():
-    mesh, placements, sizes = next(iter(sampled((2, 3, 9, 7), (0,), 0, 2)))
-    with pytest.raises(ms.UnsupportedOperationError, match="_random_samples"):
-        nn.FractionalMaxPool2d(2, output_size=3)(shard(field(2, 3, 9, 7), mesh, placements, sizes))
+@pytest.mark.parametrize("shape", [(2, 3, 9, 7), (3, 9, 7), (2, 2, 6, 7, 5)])
+def test_samples_are_drawn_as_torch_draws_them(shape):
+    ndim = 3 if len(shape) == 5 else 2
+    pool = nn.FractionalMaxPool3d(2, output_size=3) if ndim == 3 else nn.FractionalMaxPool2d(2, output_size=3)
+
+    def f(x):
+        torch.manual_seed(3)
+        return pool(x)
+
+    check(f, field(*shape), range(len(shape)), 1)

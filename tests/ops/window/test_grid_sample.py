@@ -46,11 +46,21 @@ def test_volumes(mode):
         )
 
 
+def test_modes_by_number():
+    for x, g, f in (
+        (field(2, 3, 6, 5), points(2, 4, 7, 2), lambda x, g: torch.grid_sampler_2d(x, g, 2, 1, True)),
+        (field(2, 2, 4, 3, 5), points(2, 3, 4, 2, 3), lambda x, g: torch.grid_sampler_3d(x, g, 0, 2, False)),
+        (field(2, 3, 6, 5), points(2, 4, 7, 2), lambda x, g: torch.ops.aten.grid_sampler(x, g, 1, 0, False)),
+    ):
+        for mesh, placements, sizes in sampled(x.shape, range(x.ndim), 0, 3):
+            compare(f, [(x, mesh, placements, sizes), (g, mesh, None, None)], what=f"{placements} {sizes}")
+
+
 def test_a_plain_grid_is_cut_as_the_field():
     mesh = mesh_of((WORLD.size,))
     x = ms.distribute_tensor(field(2, 3, 8, 8), mesh, (ms.Shard(2),))
     y = F.grid_sample(x, points(2, 8, 8, 2), align_corners=False)
-    assert y.layout == x.layout
+    assert y.sharding == x.sharding
     assert F.grid_sample(x, points(2, 5, 8, 2), align_corners=False).placements == (ms.Shard(2),)
 
 

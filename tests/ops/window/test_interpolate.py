@@ -110,3 +110,22 @@ def test_antialiasing(mode):
     full = full_of(2)
     for mesh, placements, sizes in layouts(full.shape, (2, 3)):
         compare(lambda x: F.interpolate(x, size=(4, 5), mode=mode, antialias=True), [(full, mesh, placements, sizes)])
+
+
+AA = torch.ops.aten._upsample_bilinear2d_aa
+BELOW = {
+    "aa": lambda x: torch._C._nn._upsample_bilinear2d_aa(x, (4, 5), False),
+    "aa of scales": lambda x: torch._C._nn._upsample_bicubic2d_aa(x, None, False, (0.5, 0.75)),
+    "aten aa": lambda x: AA(x, [4, 5], True),
+    "aten scales": lambda x: AA(x, [4, 5], align_corners=False, scales_h=0.5, scales_w=0.75),
+    "bilinear": lambda x: torch._C._nn.upsample_bilinear2d(x, (12, 5), True),
+    "nearest": lambda x: torch._C._nn.upsample_nearest2d(x, None, (1.5, 2.0)),
+    "aten exact": lambda x: torch.ops.aten._upsample_nearest_exact2d(x, [12, 5]),
+}
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_functions_below_interpolate(name):
+    full = full_of(2)
+    for mesh, placements, sizes in list(layouts(full.shape, (1, 2, 3)))[::2]:
+        compare(BELOW[name], [(full, mesh, placements, sizes)], what=f"{name} {placements} {sizes}")

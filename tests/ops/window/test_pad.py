@@ -43,7 +43,7 @@ def test_pad(case):
 def test_edge_blocks_grow_and_the_others_stay():
     n = WORLD.size
     x = shard(field(2, 1, 4 * n), mesh_of((n,)), (ms.Shard(2),))
-    sizes = F.pad(x, (3, 1)).layout.sizes[2]
+    sizes = F.pad(x, (3, 1)).sharding.sizes[2]
     expected = [4] * n
     expected[0] += 3
     expected[-1] += 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
-from tests.compare import WORLD, gathered, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, mesh_of, shard
 from tests.ops.windows import check, field, refused_alike, same, sampled
 
 # shape, kernel, stride, padding, dilation, ceil_mode
@@ -140,6 +142,18 @@ def test_max_unpool(case):
         return up(values, indices, *args, output_size=shape[-ndim:])
 
     check(f, field(*shape), range(len(shape)), case, second=case % 2 == 0)
+
+
+@pytest.mark.parametrize("case", range(len(UNPOOL)))
+def test_max_unpool_of_plain_values_or_indices(case):
+    shape, *args = UNPOOL[case]
+    ndim = len(args[0]) if isinstance(args[0], tuple) else max(1, len(shape) - 2)
+    values, indices = getattr(F, f"max_pool{ndim}d")(field(*shape), *args, return_indices=True)
+    up = partial(getattr(F, f"max_unpool{ndim}d"), kernel_size=args[0], stride=args[1], padding=args[2])
+    for mesh, placements, sizes in sampled(values.shape, range(len(shape)), case, 3):
+        sharded, plain = (mesh, placements, sizes), (mesh, None, None)
+        for a, b in ((sharded, plain), (plain, sharded)):
+            compare(lambda v, i: up(v, i, output_size=shape[-ndim:]), [(values, *a), (indices, *b)])
 
 
 def test_max_unpool_refuses_indices_that_lie_elsewhere():

@@ -1,0 +1,233 @@
+"""Functions of ``torch.ops.aten`` and kin that libraries call, and torch's decompositions: below the public ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
+from mpishard.ops.pointwise.pointwise import pointwise
+from mpishard.ops.rule.reduction import HALVES
+from mpishard.tensor.operand import mesh_of, on_mesh
+from mpishard.tensor.registry import aten, implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# cotangents of pointwise functions
+pointwise(
+    *aten(
+        *"""
+        elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+        leaky_relu_backward log_sigmoid_backward logit_backward mish_backward native_dropout_backward
+        rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward
+        threshold_backward
+        """.split()
+    )
+)
+
+
+# -- softmax
+
+
+@implements(*spellings("_softmax"), sharded="reduction")
+def softmax(input: Any, dim: int, half_to_float: bool) -> Any:
+    """As ``torch.softmax``. Collective where the dim is sharded."""
+    return torch.softmax(input, dim, torch.float32 if half_to_float else None)
+
+
+@implements(*spellings("_log_softmax"), sharded="reduction")
+def log_softmax(input: Any, dim: int, half_to_float: bool) -> Any:
+    """As ``torch.log_softmax``. Collective where the dim is sharded."""
+    return torch.log_softmax(input, dim, torch.float32 if half_to_float else None)
+
+
+@implements(*spellings("_safe_softmax"), sharded="reduction")
+def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
+    """As ``torch.softmax``, and zeros where every number is minus infinity. Collective where the dim is sharded."""
+    nothing = (input == -torch.inf).all(dim, keepdim=True)
+    return torch.softmax(input.masked_fill(nothing, 0), dim, dtype).masked_fill(nothing, 0)
+
+
+@implements(*spellings("_softmax_backward_data"), sharded="reduction")
+def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """Return the cotangent of the input of softmax. Collective where the dim is sharded."""
+    g, y = _wide(grad_output), _wide(output)
+    return (y * (g - (g * y).sum(dim, keepdim=True))).to(input_dtype)
+
+
+@implements(*spellings("_log_softmax_backward_data"), sharded="reduction")
+def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """Return the cotangent of the input of log_softmax. Collective where the dim is sharded."""
+    g, y = _wide(grad_output), _wide(output)
+    return (g - y.exp() * g.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if x.dtype in HALVES else x
+
+
+# -- normalisation, with the statistics
+
+
+def _moments(x: ShardTensor, dims: Sequence[int], eps: float, keepdim: bool) -> tuple[Any, Any]:
+    """Return mean and 1/std over dims. Collective where one is sharded."""
+    var, mean = torch.var_mean(_wide(x), tuple(dims), correction=0, keepdim=keepdim)
+    return mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype)
+
+
+@implements(*spellings("native_layer_norm"), sharded="reduction")
+def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """As ``layer_norm``, with mean and 1/std. Collective where one of the last dims is sharded."""
+    x = on_mesh(input, mesh_of((input, weight, bias)))
+    y = layer_norm(x, normalized_shape, weight, bias, eps)
+    return y, *_moments(x.detach(), range(x.ndim - len(tuple(normalized_shape)), x.ndim), eps, True)
+
+
+@implements(*spellings("native_group_norm"), sharded="reduction")
+def native_group_norm(
+    input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Any, Any, Any]:
+    """As ``group_norm``, with mean and 1/std. Collective where a spatial dim is sharded."""
+    x = on_mesh(input, mesh_of((input, weight, bias)))
+    rows: Any = x if tuple(x.shape[:2]) == (N, C) else x.reshape(N, C, HxW)
+    y: Any = group_norm(rows, group, weight, bias, eps)
+    grouped = rows.unflatten(1, (group, C // group))
+    mean, rstd = _moments(grouped, range(2, grouped.ndim), eps, False)
+    return y.reshape(x.shape), mean, rstd
+
+
+def _native_batch_norm(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    """As ``batch_norm``, with mean and 1/std of the batch. Collective in training."""
+    x = on_mesh(input, mesh_of((input, weight, bias, mean, var)))
+    y = batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    if not training:
+        return y, x.new_empty(0), x.new_empty(0)
+    return y, *_moments(x.detach(), (0, *range(2, x.ndim)), eps, False)
+
+
+def _native_batch_norm_legit(input: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> Any:
+    """As ``native_batch_norm``, with or without running statistics. Collective in training."""
+    if "training" in named or (rest and isinstance(rest[0], bool)):
+        return _native_batch_norm(input, weight, bias, None, None, *rest, **named)
+    stats = dict(zip(("mean", "var"), (named.pop(n) for n in ("running_mean", "running_var") if n in named)))
+    return _native_batch_norm(input, weight, bias, *rest, **stats, **named)
+
+
+def _batch_norm_with_update(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    """As ``native_batch_norm`` in training, with what cuDNN would keep. Collective."""
+    found = _native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *found, found[0].new_empty(0, dtype=torch.uint8)
+
+
+for _func in spellings("native_batch_norm", "_native_batch_norm_legit"):
+    implements(_func, sharded="reduction")(_native_batch_norm_legit)
+for _func in (*spellings("_batch_norm_with_update"), *aten("_batch_norm_with_update")):
+    implements(_func, sharded="reduction")(_batch_norm_with_update)
+
+
+# -- other
+
+
+@implements(*aten("index"), sharded="reduction")
+def index(input: Any, indices: Sequence[Any]) -> Any:
+    """As ``input[indices]``. Collective as indexing is."""
+    return input[tuple(slice(None) if i is None else i for i in indices)]
+
+
+@implements(*aten("_unsafe_view"), sharded="reduction")
+def unsafe_view(input: Any, size: Any) -> Any:
+    """As ``reshape``. Collective as it is."""
+    return input.reshape(size)
+
+
+@implements(*aten("_to_copy"), sharded="local")
+def to_copy(input: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
+    """As ``to``, of a copy. Not collective."""
+    how = {} if memory_format is None else {"memory_format": memory_format}
+    return input.to(device=device or input.device, dtype=dtype or input.dtype, copy=True, **how)
+
+
+@implements(*spellings("convolution"), sharded="halo")
+def convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    """As ``conv1d`` and kin, transposed or not. Neighborwise collective where a spatial dim is sharded."""
+    name = f"conv{'_transpose' if transposed else ''}{weight.ndim - 2}d"
+    rest = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    return getattr(F, name)(input, weight, bias, stride, padding, *rest)
+
+
+def _max_pool_backward(pool: Any) -> Any:
+    def rule(
+        grad_output: Any,
+        self: Any,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: Any,
+    ) -> Any:
+        """Return the cotangent of the input of max_pool, which is pooled again. Neighborwise collective."""
+        own = on_mesh(self, mesh_of((grad_output, self, indices)))
+        x: Any = own.detach().requires_grad_()
+        with torch.enable_grad():
+            y = pool(x, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+        again = torch.is_grad_enabled() and grad_output.requires_grad
+        out: Any = torch.autograd.grad(y, x, grad_output, create_graph=again)[0]
+        # of the input it depends as a step does: with a gradient of zeros
+        return wrap(out._local + own._local[:0].sum(), out._layout, out._mesh)
+
+    return rule
+
+
+implements(*aten("max_pool2d_with_indices_backward"), sharded="halo")(_max_pool_backward(F.max_pool2d))
+implements(*aten("max_pool3d_with_indices_backward"), sharded="halo")(_max_pool_backward(F.max_pool3d))
+
+
+def _within(x: Any, indices: Sequence[Any]) -> list[Any]:
+    return [None if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape)]
+
+
+@implements(*spellings("_unsafe_masked_index"), sharded="reduction")
+def unsafe_masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+    """Pick cells by indices, which count where a mask is true. Collective as indexing is."""
+    if not input.numel():
+        return mask.new_full(mask.shape, fill, dtype=input.dtype)
+    at = tuple(slice(None) if i is None else i for i in _within(input, indices))
+    return torch.where(mask, input[at], fill)
+
+
+@implements(*spellings("_unsafe_masked_index_put_accumulate"), sharded="reduction")
+def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+    """Add values by indices, which count where a mask is true. Collective as indexing is."""
+    if not input.numel():
+        return input.clone()
+    input = on_mesh(input, mesh_of((input, mask, values, *indices)))
+    return torch.index_put(input, _within(input, indices), values.masked_fill(~mask, 0), accumulate=True)
+
+
+@implements(*spellings("_chunk_cat"), sharded="reduction")
+def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
+    """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move."""
+    parts = []
+    for t in tensors:
+        d = dim % t.ndim
+        n = -(-t.shape[d] // num_chunks) * num_chunks
+        t = F.pad(t, (0, 0) * (t.ndim - 1 - d) + (0, n - t.shape[d]))
+        parts.append(t.reshape(*t.shape[:d], num_chunks, -1))
+    return torch.cat(parts, dim % tensors[0].ndim + 1)

@@ -1,0 +1,69 @@
+"""The argument ``out=``: what a function gives is copied into it, unless its rule can write it there itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.tensor.registry import name_of, outline, tensors_in
+
+
+def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a rule with ``out=`` among its arguments. Collective as the rule is, and as copying its result is.
+
+    A rule with an attribute ``into``, a function that takes ``out``, leaves it to that. Of others the result is
+    copied: it may be laid out differently.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        ``out`` is a plain tensor, or has another shape than the result.
+    RuntimeError
+        A gradient is asked for, or the dtype of ``out`` does not hold the result.
+    """
+    given = dict(kwargs)
+    out = given.pop("out")
+    if out is None:
+        return rule(*args, **given)
+    operands = list(tensors_in([*args, *given.values()]))
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    for t in outs:
+        if not hasattr(t, "placements"):
+            raise unfit(function, "a ShardTensor", t)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in [*operands, *outs]):
+        raise RuntimeError(
+            f"{name_of(function)}(): functions with out=... arguments don't support automatic differentiation, "
+            "but one of the arguments requires grad."
+        )
+    into = getattr(rule, "into", None)
+    if into is not None:
+        return into(*args, out=out, **given)
+    # where all operands are plain, so is the result, and every rank has it
+    result = (rule if any(hasattr(t, "placements") for t in operands) else function)(*args, **given)
+    parts = [result] if isinstance(result, Tensor) else list(result)
+    if len(parts) != len(outs):
+        raise TypeError(f"{name_of(function)}(): out= takes {len(parts)} tensors, got {len(outs)}")
+    for t, part in zip(outs, parts):
+        if tuple(t.shape) != tuple(part.shape):
+            raise unfit(function, f"a ShardTensor of shape {tuple(part.shape)}", t)
+        if not torch.can_cast(part.dtype, t.dtype):
+            raise RuntimeError(f"result type {part.dtype} can't be cast to the desired output type {t.dtype}")
+    for t, part in zip(outs, parts):
+        t.copy_(part)
+    return out if isinstance(result, Tensor) else type(result)(outs)
+
+
+def unfit(function: Any, expected: str, got: Any) -> UnsupportedOperationError:
+    """Return the error for an ``out`` that the result cannot be written into. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            f"{name_of(function)}: out= with ShardTensors",
+            expected=expected,
+            got=outline(got) if isinstance(got, Tensor) else type(got).__name__,
+            fix="make it with mpishard.empty(shape, mesh=..., placements=...), or assign the result",
+        )
+    )

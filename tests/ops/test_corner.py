@@ -1,0 +1,181 @@
+"""Corners of many functions: plain beside sharded operands, tensors without dims, nothing to index, odd masks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from tests.compare import WORLD, compare, gathered, mesh_of, shard, skew
+from tests.ops.windows import field
+
+NUMBER, VECTOR, MATRIX = field(1)[0], field(5), field(5, 4)
+ZERO, NONE = torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
+TWICE = torch.tensor([1, 3, 1, 1])
+MASK = torch.tensor([[True, False, True, True]])
+
+# operands are sharded one at a time, and all; integers and masks too
+CASES = {
+    "bucketize": (torch.bucketize, VECTOR, VECTOR.sort()[0]),
+    "gather nothing": (lambda x, i: x.gather(0, i), MATRIX, NONE),
+    "gather nothing of another shape": (lambda x, i: x.gather(0, i), VECTOR, NONE.reshape(2, 0)),
+    "gather of a number": (lambda x, i: x.gather(0, i), NUMBER, ZERO),
+    "gather one": (lambda x, i: x.gather(0, i), VECTOR, TWICE[1]),
+    "gradient": (lambda x: torch.gradient(x, spacing=None), MATRIX),
+    "gradient on a grid": (lambda x, t: torch.gradient(x, spacing=[t], dim=1), MATRIX, MATRIX[0].sort()[0]),
+    "index_add twice": (lambda x, i, s: x.index_add(0, i, s), VECTOR, TWICE, MATRIX[0]),
+    "index_add to a number": (lambda x, i, s: x.index_add(0, i, s, alpha=3), NUMBER, ZERO, NUMBER),
+    "index_copy to a number": (lambda x, i, s: x.index_copy(0, i, s), NUMBER, ZERO, NUMBER),
+    "index_fill twice": (lambda x, i, v: x.index_fill(0, i, v), VECTOR, TWICE, NUMBER),
+    "index_fill rows twice": (lambda x, i, v: x.index_fill(0, i, v), MATRIX, TWICE, NUMBER),
+    "index_fill a number": (lambda x, i, v: x.index_fill(0, i, v), NUMBER, ZERO, NUMBER),
+    "index_fill_ columns": (lambda x, i, v: (x * 2).index_fill_(1, i, v), MATRIX, TWICE, NUMBER),
+    "index_fill nothing": (lambda x, i: x.index_fill(0, i, 3.0), MATRIX, NONE),
+    "index_reduce a number": (lambda x, i, s: x.index_reduce(0, i, s, "prod"), NUMBER, ZERO, NUMBER),
+    "index_select nothing": (lambda x, i: x.index_select(0, i), MATRIX, NONE),
+    "index_select of a number": (lambda x, i: x.index_select(0, i), NUMBER, ZERO),
+    "istft": (
+        lambda s, w: torch.istft(s * (1 + 1j), 4, window=w.abs() + 1, return_complex=False),
+        field(3, 6),
+        field(4),
+    ),
+    "masked_scatter, mask broadcasts": (lambda x, m, s: x.masked_scatter(m, s), MATRIX, MASK, field(20)),
+    "masked_scatter, values broadcast": (lambda x, m, s: x.masked_scatter(m, s), MATRIX[0], MATRIX > 0, field(20)),
+    "multi_margin_loss of a number": (F.multi_margin_loss, NUMBER, ZERO[0]),
+    "narrow": (lambda x, i: torch.narrow(x, 0, i, 2), VECTOR, TWICE[0]),
+    "constant_pad_nd": (lambda x: torch.constant_pad_nd(torch.complex(x, x), (1, 2), 2 - 1j), MATRIX),
+    "quantile": (lambda x, q: torch.quantile(x, q, 0), MATRIX, VECTOR.sigmoid()),
+    "repeat_interleave": (lambda x, n: x.repeat_interleave(n, 0), MATRIX[:4], TWICE),
+    "repeat_interleave of counts": (torch.repeat_interleave, TWICE),
+    "scatter nothing": (lambda x, i, s: x.scatter(0, i, s), MATRIX, NONE, field(0)),
+    "scatter from a longer source": (lambda x, i, s: x.scatter_add(0, i, s.detach()), MATRIX, TWICE[None], field(7, 6)),
+    "scatter to a number": (lambda x, i, s: x.scatter(0, i, s), NUMBER, ZERO, VECTOR[:1]),
+    "scatter_reduce of numbers": (lambda x, i, s: x.scatter_reduce(0, i, s, "prod"), NUMBER, ZERO[0], NUMBER),
+    "take": (torch.take, MATRIX, TWICE),
+    "take nothing": (torch.take, MATRIX, NONE),
+    "take_along_dim, around": (lambda x, i: torch.take_along_dim(x, i[:, None] - 7, 0), MATRIX, TWICE),
+    "tensor_split": (lambda x, i: x.tensor_split(i.sort()[0]), MATRIX, TWICE),
+    "tensor_split evenly": (lambda x, i: x.tensor_split(i), MATRIX, TWICE[1]),
+    "unfold of a number": (lambda x: x.unfold(0, 1, 1), NUMBER),
+    "unfold nothing of a number": (lambda x: x.unfold(0, 0, 1), NUMBER),
+    "vander of a number": (lambda x: torch.linalg.vander(x, N=3), NUMBER),
+    "diff of order 0": (lambda x, p: torch.diff(x, 0, 0, prepend=p), MATRIX, MATRIX),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", CASES)
+def test_corner(name):
+    f, *operands = CASES[name]
+    mesh = mesh_of((WORLD.size,))
+
+    def cut(t, uneven):
+        if not t.ndim:
+            return (t, mesh, (ms.Replicate(),), None)
+        return (t, mesh, (ms.Shard(0),), {0: skew(len(t), WORLD.size)} if uneven else None)
+
+    every = range(len(operands))
+    for which in {tuple(every), *((k,) for k in every)}:
+        for uneven in (False, True):
+            parts = [cut(t, uneven) if k in which else (t, None, None, None) for k, t in enumerate(operands)]
+            compare(f, parts, what=f"{which} {uneven}")
+
+
+REFUSED = {
+    "masked_fill": lambda x: x.masked_fill((x > 0).byte(), 1.0),
+    "masked_scatter": lambda x: x.masked_scatter((x > 0).long(), x),
+    "masked_scatter, dtype": lambda x: x.masked_scatter(x > 0, x.float()),
+    "masked_scatter, too few": lambda x: x.masked_scatter(x < 99, x[:1]),
+    "masked_select": lambda x: x.masked_select((x > 0).byte()),
+    "index_add, shape": lambda x: x.index_add(0, TWICE, x[:2]),
+    "index_fill, dtype": lambda x: x.index_fill(0, TWICE.int(), 1.0),
+    "index_fill, value": lambda x: x.index_fill(0, TWICE, x[0]),
+    "index_select, negative": lambda x: x.index_select(0, -TWICE),
+    "narrow, dtype": lambda x: torch.narrow(x, 0, torch.tensor(True), 2),
+    "prelu": lambda x: F.prelu(x, torch.ones(3).double()),
+    "repeat_interleave, dtype": lambda x: x.repeat_interleave(torch.ones(5), 0),
+    "repeat_interleave, dims": lambda x: x.repeat_interleave(torch.ones(5, 1).long(), 0),
+    "scatter, short source": lambda x: x.scatter(0, TWICE[None], x[:1, :2]),
+    "tensor_split, dtype": lambda x: x.tensor_split(torch.tensor([1.0, 2.0])),
+    "tensor_split, dims": lambda x: x.tensor_split(TWICE[None]),
+    "conv, same with a stride": lambda x: F.conv1d(x[:, None], x[:1, None], stride=2, padding="same"),
+    "batch_norm, weight": lambda x: F.batch_norm(x, None, None, torch.ones(5).double(), training=True),
+    "batch_norm, statistics": lambda x: F.batch_norm(x, torch.ones(3), torch.ones(4)),
+    "group_norm, weight": lambda x: F.group_norm(x, 2, torch.ones(5).double()),
+    "instance_norm, weight": lambda x: F.instance_norm(x[None], weight=torch.ones(4).double()),
+    "amax of complex": lambda x: torch.amax(x * 1j, 0),
+    "local_response_norm": lambda x: F.local_response_norm(x[None].int(), 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused(name):
+    with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
+        REFUSED[name](MATRIX.clone())
+    for dim, n in enumerate(MATRIX.shape):
+        for sizes in (None, {dim: skew(n, WORLD.size)}):
+            with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
+                REFUSED[name](shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (0, 3), (2, 3, 0), (2, 0, 4)])
+def test_batch_norm_of_no_cells(shape):
+    w, b = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mesh = mesh_of((WORLD.size,))
+    for training in (True, False):
+        mean, var = (torch.full((shape[1],), v, dtype=torch.float64) for v in (1.0, 2.0))
+        for dim in range(len(shape)):
+            compare(
+                lambda x: F.batch_norm(x, mean, var, *((w, b) if x.shape[1] else ()), training=training),
+                [(torch.zeros(shape).double(), mesh, (ms.Shard(dim),), None)],
+                [w, b],
+            )
+        assert (mean == 1).all()
+        assert (var == 2).all()
+
+
+def test_norms_without_eps_beside_an_empty_block():
+    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    own = (field(2, 6, 3), mesh_of((WORLD.size,)), (ms.Shard(0),), {0: skew(2, WORLD.size)})
+    compare(lambda x: F.group_norm(x, 2, w, eps=0.0), [own], [w])
+    compare(lambda x: F.instance_norm(x, weight=w, eps=0.0), [own], [w])
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (1, 5, 2, 2)])
+def test_local_response_of_integers(shape):
+    x = torch.arange(30 if len(shape) == 3 else 20).reshape(shape) % 7
+    expected = F.local_response_norm(x, 3, alpha=1.0)
+    for dim, n in enumerate(shape):
+        for sizes in (None, {dim: skew(n, WORLD.size)}):
+            got = F.local_response_norm(shard(x, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes), 3, alpha=1.0)
+            torch.testing.assert_close(gathered(got), expected)
+
+
+def test_broadcast_tensors_is_a_tuple():
+    x = shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    assert type(torch.broadcast_tensors(x, VECTOR[:, None])) is type(torch.broadcast_tensors(MATRIX, VECTOR[:, None]))
+
+
+def test_normal_numbers_take_part_in_autograd():
+    mesh = mesh_of((WORLD.size,))
+    mean, std = (shard(MATRIX.abs(), mesh, (ms.Shard(0),), None, True) for _ in range(2))
+    for given in ((mean, std), (mean, 2.0), (0.0, std), (mean, MATRIX[0].abs().requires_grad_())):
+        y = torch.normal(*given)
+        leaves = [t for t in given if isinstance(t, torch.Tensor)]
+        assert y.requires_grad
+        assert all((gathered(g) == 0).all() for g in torch.autograd.grad(y.sum(), leaves))
+    assert not torch.normal(mean.detach(), 1.0).requires_grad
+
+
+def test_named_operands_in_any_order():
+    mesh, a = mesh_of((WORLD.size,)), field(4, 4)
+    x = shard(a, mesh, (ms.Shard(0),))
+    torch.testing.assert_close(gathered(torch.addmm(x, mat2=a, mat1=x.mT)), torch.addmm(a, a.mT, a))
+
+
+def test_options_of_random_tensors_are_read():
+    x = shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for draw in (torch.rand_like, torch.randn_like, lambda x, **o: torch.randint_like(x, 9, **o)):
+        assert draw(x, requires_grad=True).requires_grad
+        assert draw(x, memory_format=torch.preserve_format, dtype=torch.float32).dtype == torch.float32
+        with pytest.raises(ms.UnsupportedOperationError, match="another device"):
+            draw(x, device="meta")

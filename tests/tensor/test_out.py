@@ -1,0 +1,86 @@
+"""``out=``: what a function gives lies in it afterwards, laid out as it was."""
+
+import pytest
+import torch
+
+import mpishard as ms
+from tests.compare import WORLD, gathered, mesh_of, shard, skew
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+SPD = X @ X.mT + 4 * torch.eye(4, dtype=torch.float64)
+INDEX = torch.tensor([[0, 3, 1, 2], [2, 2, 0, 1]])
+
+CASES = {
+    "abs": lambda x, i, **o: torch.abs(x, **o),
+    "add": lambda x, i, **o: torch.add(x, x.mT, alpha=2, **o),
+    "bernoulli": lambda x, i, **o: torch.bernoulli((x > 0).double(), **o),
+    "cat": lambda x, i, **o: torch.cat([x, x], 1, **o),
+    "cholesky": lambda x, i, **o: torch.linalg.cholesky(x, **o),
+    "column_stack": lambda x, i, **o: torch.column_stack([x, x], **o),
+    "cumsum": lambda x, i, **o: torch.cumsum(x, 0, **o),
+    "cummax": lambda x, i, **o: torch.cummax(x, 0, **o),
+    "diag": lambda x, i, **o: torch.diag(x, **o),
+    "expand_copy": lambda x, i, **o: torch.expand_copy(x, (2, 4, 4), **o),
+    "frexp": lambda x, i, **o: torch.frexp(x, **o),
+    "gather": lambda x, i, **o: torch.gather(x, 0, i, **o),
+    "histogram": lambda x, i, **o: torch.histogram(x, 5, **o),
+    "index_select": lambda x, i, **o: torch.index_select(x, 1, i[0], **o),
+    "isin": lambda x, i, **o: torch.isin(x, x[0], **o),
+    "linspace in buckets": lambda x, i, **o: torch.bucketize(x, x[0].sort()[0], **o),
+    "max": lambda x, i, **o: torch.max(x, 0, **o),
+    "mean": lambda x, i, **o: torch.mean(x, 1, **o),
+    "mm": lambda x, i, **o: torch.mm(x, x, **o),
+    "nanmean": lambda x, i, **o: torch.nanmean(x, 0, **o),
+    "norm": lambda x, i, **o: torch.norm(x, 2, 0, **o),
+    "normalize": lambda x, i, **o: torch.nn.functional.normalize(x, **o),
+    "renorm": lambda x, i, **o: torch.renorm(x, 2, 0, 1.0, **o),
+    "scatter_add": lambda x, i, **o: torch.scatter_add(x, 0, i, x[:2], **o),
+    "sort": lambda x, i, **o: torch.sort(x, 0, **o),
+    "std": lambda x, i, **o: torch.std(x, 0, **o),
+    "sum": lambda x, i, **o: torch.sum(x, 0, **o),
+    "svd": lambda x, i, **o: torch.linalg.svd(x, **o),
+    "take": torch.take,
+    "tril": lambda x, i, **o: torch.tril(x, **o),
+    "transpose_copy": lambda x, i, **o: torch.transpose_copy(x, 0, 1, **o),
+    "var": lambda x, i, **o: torch.var(x, 0, **o),
+    "where": lambda x, i, **o: torch.where(x > 0, x, x.mT, **o),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_out(name):
+    call, mesh = CASES[name], mesh_of((WORLD.size,))
+    expected = call(SPD, INDEX)
+    many = isinstance(expected, tuple)
+    for dim, sizes in ((0, None), (1, {1: skew(4, WORLD.size)})):
+        x, index = shard(SPD, mesh, (ms.Shard(dim),), sizes), shard(INDEX, mesh, (ms.Shard(1),))
+        outs = [
+            shard(torch.zeros_like(t), mesh, (ms.Shard(0) if t.ndim else ms.Replicate(),))
+            for t in (expected if many else [expected])
+        ]
+        before = [t.sharding for t in outs]
+        got = call(x, index, out=tuple(outs) if many else outs[0])
+        assert type(got) is type(expected) if many else got is outs[0]
+        assert all(a is b for a, b in zip(got if many else [got], outs, strict=True))
+        for t, e, own in zip(outs, expected if many else [expected], before, strict=True):
+            torch.testing.assert_close(gathered(t), e)
+            assert t.sharding is own
+
+
+def test_out_of_plain_operands_takes_their_result():
+    out = shard(torch.zeros(4, 4).double(), mesh_of((WORLD.size,)), (ms.Shard(1),))
+    assert torch.mm(X, X, out=out) is out
+    torch.testing.assert_close(gathered(out), X @ X)
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = mesh_of((WORLD.size,))
+    x = shard(X, mesh, (ms.Shard(0),))
+    for out in (torch.zeros(4).double(), shard(torch.zeros(3).double(), mesh, (ms.Shard(0),))):
+        for call in (lambda out: torch.sum(x, 0, out=out), lambda out: torch.add(x[0], x[1], out=out)):
+            with pytest.raises(ms.UnsupportedOperationError, match="out="):
+                call(out)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.sum(x, 0, out=shard(torch.zeros(4, dtype=torch.int64), mesh, (ms.Shard(0),)))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.sum(x.clone().requires_grad_(), 0, out=shard(torch.zeros(4).double(), mesh, (ms.Shard(0),)))
