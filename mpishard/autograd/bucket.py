@@ -30,9 +30,7 @@ class _Buckets:
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
         self._suspect: dict[Replica, Tensor] = {}
 
-    def add(
-        self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]
-    ) -> None:
+    def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
         replica.postpone(param)
         if replica.is_suspect:

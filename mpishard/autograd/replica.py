@@ -8,7 +8,7 @@ first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -145,18 +145,21 @@ def compare(due: _Due) -> None:
     meshes = list({id(mesh): mesh for replica, _ in due for mesh in replica.meshes()}.values())
     error: MpishardError | None = None
     for mesh in meshes:
-        try:
-            _compare_on(mesh, [(replica, param) for replica, param in due if mesh in replica.meshes()])
-        except MpishardError as e:
-            error = e
+        error = _found(lambda mesh=mesh: _compare_on(mesh, [d for d in due if mesh in d[0].meshes()])) or error
     # the ranks of one mesh may agree where those of another do not
     for mesh in meshes:
-        try:
-            guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, "replicated parameters")
-        except MpishardError as e:
-            error = e
+        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        error = _found(lambda comm=comm, error=error: guard.agree(comm, error, "replicated parameters"))
     if error is not None:
         raise error
+
+
+def _found(check: Callable[[], None]) -> MpishardError | None:
+    try:
+        check()
+    except MpishardError as error:
+        return error
+    return None
 
 
 def _compare_on(mesh: CartMesh, due: _Due) -> None:

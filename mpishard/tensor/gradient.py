@@ -153,8 +153,8 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__name__ == "_DDPSink":
         raise UnsupportedOperationError(
             described(
-                "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that returns "
-                "ShardTensors: it looks for the parameters that they were made of, and finds none",
+                "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that "
+                "returns ShardTensors: it looks for the parameters that they were made of, and finds none",
                 expected="neither of the two",
                 got=got,
                 fix="leave them out, and add (parameter * 0).sum() of a parameter that is not always used to the loss",
