@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.comm import collective, guard
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError, described
 
 # under MPISHARD_DEBUG=1, passes between two comparisons
@@ -194,6 +194,13 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
             "batch, and plain random numbers, must be the same on every rank",
         )
     )
+
+
+def apart(x: Tensor, group: Group) -> bool:
+    """Tell whether a tensor differs between the ranks of a group, beyond rounding. Collective."""
+    own = _digest(x)
+    most, least = collective.all_reduce(torch.stack([own, -own]), group, "max")
+    return bool(((most + least) > torch.finfo(x.dtype).eps ** 0.5 * most[1] + torch.finfo(torch.float64).tiny).any())
 
 
 def _digest(x: Tensor | None) -> Tensor:

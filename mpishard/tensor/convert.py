@@ -15,6 +15,7 @@ from torch import Tensor
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
 from mpishard.autograd.argument import require_plain
+from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.halo import Width
 from mpishard.comm.mesh import CartMesh, two_meshes
@@ -69,7 +70,7 @@ def from_local(
         local = torch.from_dlpack(local)  # shares the memory
     require_plain("from_local", local)
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
-        return wrap(local, _inferred(local, mesh, placements), mesh)
+        return ShardTensor(local, _inferred(local, mesh, placements), mesh)
     if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
         raise LayoutError(
             described(
@@ -110,7 +111,7 @@ def from_local(
                 fix="give the sizes of the blocks that the ranks hold, or 'infer'",
             )
         )
-    return wrap(local, layout, mesh)
+    return ShardTensor(local, layout, mesh)
 
 
 def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
@@ -327,16 +328,45 @@ def scatter_tensor(
     return wrap(local.requires_grad_(requires_grad), layout, mesh)
 
 
-def full_tensor(x: ShardTensor) -> Tensor:
+def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     """Return the whole tensor on every rank: a plain tensor, differentiable.
 
     Collective.
 
+    Parameters
+    ----------
+    x
+        Any ShardTensor.
+    grad_placements
+        What the cotangent of the result is, one placement per mesh dim: ``Replicate()`` where all ranks find the same,
+        ``Partial()`` where each finds a part of a sum, because it goes on with data of its own. None: as in the notes.
+
+    Raises
+    ------
+    LayoutError
+        ``grad_placements`` do not fit.
+    DesyncError
+        In the backward pass: cotangents differ between ranks that must be the same.
+
     Notes
     -----
-    Adjoint: each rank keeps its block of the cotangent, which must be the same on every rank.
+    Adjoint: each rank keeps its block of the cotangent, which is the same on every rank; or (`Partial`) of the sum of
+    the ranks' cotangents, a reduce-scatter. Where ``grad_placements`` are not given, it is a sum over the mesh dims
+    that shard the ShardTensor which the result becomes part of (``ShardTensor.from_local``), or over which it is
+    reduced (`all_reduce` and its kin); over others the cotangents are compared, and ranks that differ raise.
+
+    Examples
+    --------
+    >>> nearest = torch.cdist(x.to_local(), y.full_tensor(grad_placements=[ms.Partial()])).amin(1)
     """
-    return moved(resolved(x), replicated_layout(x._mesh, x._layout.shape))._local
+    x = resolved(x)
+    shown = replicated_layout(x._mesh, x._layout.shape)
+    given = None
+    if grad_placements is not None:
+        given = given_layout("full_tensor", shown, as_placements(grad_placements, x._mesh.ndim, x.ndim))
+    if x._local.requires_grad and torch.is_grad_enabled():
+        return taken(x._local, x._mesh, x._layout, shown, given)
+    return moved(x, shown)._local
 
 
 def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,27 @@ class _Rules(dict[Any, Rule]):
 
 
 RULES: dict[Any, Rule] = _Rules()
+
+_depth = 0
+
+
+def in_rule() -> bool:
+    """Tell whether a rule of the user's runs. Not collective."""
+    return _depth > 0
+
+
+def _of_user(rule: R) -> R:
+    @functools.wraps(rule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _depth  # noqa: PLW0603
+        _depth += 1
+        try:
+            return rule(*args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return run  # type: ignore[return-value]
+
 
 # functions that, given one tensor without Partial dims alone, are the same function of its block: their rule need
 # not be asked
@@ -43,7 +65,8 @@ def implements(*functions: Any) -> Callable[[R], R]:
     Callable
         A decorator. The rule is called with the arguments of the torch function, ShardTensors among them,
         and returns what the torch function would, as ShardTensors. A rule registered later replaces an
-        earlier one.
+        earlier one. A whole tensor that the rule takes of a ShardTensor, with ``full_tensor()`` or ``to_local()`` of a
+        `Replicate`, may be used with this rank's blocks: its gradient is then summed over the ranks.
 
     Examples
     --------
@@ -54,7 +77,7 @@ def implements(*functions: Any) -> Callable[[R], R]:
 
     def register(rule: R) -> R:
         for function in functions:
-            RULES[function] = rule
+            RULES[function] = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
         return rule
 
     return register
