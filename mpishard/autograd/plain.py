@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import apply

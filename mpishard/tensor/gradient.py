@@ -122,12 +122,13 @@ def detach_(self: ShardTensor) -> ShardTensor:
 # -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
 
 
-def _holds_shards(values: Any) -> bool:
+def holds_shards(values: Any) -> bool:
+    """Tell whether arguments hold a ShardTensor, in lists and dicts too. Not collective."""
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return isinstance(values, ShardTensor)
-    return any(map(_holds_shards, values))
+    return any(map(holds_shards, values))
 
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,9 +136,9 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("mpishard."):
         return apply(*args, **kwargs)
     got = "ShardTensor arguments"
-    if not _holds_shards((args, kwargs)):
+    if not holds_shards((args, kwargs)):
         result = apply(*args, **kwargs)
-        if not _holds_shards(result):
+        if not holds_shards(result):
             return result
         got = "a ShardTensor as its result"
     name = f"{cls.__module__}.{cls.__qualname__}"

@@ -116,6 +116,8 @@ def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> No
     layouts = ", ".join(map(outline, _tensors([*args, *kwargs.values()])))
     # below torch's functions: mostly a transform, which has unpacked the call
     within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
+    if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
+        within = "; of a model in torch.jit: call the model that it was made of"
     return NoShardingRule(
         described(
             f"no sharding rule for {name_of(function)}({layouts})",

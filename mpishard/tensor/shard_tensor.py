@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -248,15 +249,17 @@ class ShardTensor(Tensor):
             out._gathered_view = True
         return out
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedOperationError(
-            described(
-                "a ShardTensor cannot be pickled",
-                expected="data of one process",
-                got=outline(self),
-                fix="pickle x.to_local() and x.placements, x.full_tensor(), or write it with mpishard.io",
-            )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        text = described(
+            "a ShardTensor cannot be pickled",
+            expected="data of one process",
+            got=outline(self),
+            fix="pickle x.to_local() and x.placements, x.full_tensor(), or write it with mpishard.io; give a stream of "
+            "samples to mpishard.io.Loader",
         )
+        if multiprocessing.parent_process() is not None:
+            return _refuse, (text,)  # a queue drops what fails here, and its reader would wait for ever
+        return _refuse(text)
 
     def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise _whole_needed("numpy.asarray", self)
@@ -268,6 +271,10 @@ class ShardTensor(Tensor):
     def data_ptr(self) -> NoReturn:
         """Refuse: the data is not on this rank alone. Not collective."""
         raise _whole_needed("data_ptr", self)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise UnsupportedOperationError(text)
 
 
 def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
