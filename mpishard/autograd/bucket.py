@@ -13,9 +13,9 @@ from torch.autograd import Function
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
 from mpishard.autograd.replica import Replica, compare, note_use, replica_of
-from mpishard.comm.collective import all_reduce
+from mpishard.comm.collective.blocking import all_reduce
+from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.comm.pending import PendingReduction, iall_reduce
 
 BUCKET_NBYTES = 4 << 20
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mpishard.comm import collective, guard
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError, described
 
@@ -168,7 +169,7 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     guard.agree(group.comm, None, f"gradients of {names}")
     with torch.no_grad():
         own = torch.stack([_digest(x) for _, param in due for x in (param, param.grad)])
-    most, least = collective.all_reduce(torch.stack([own, -own]), group, "max")
+    most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
     limits = torch.finfo(torch.float64).tiny + torch.tensor(
         [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
     )
@@ -199,7 +200,7 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
 def apart(x: Tensor, group: Group) -> bool:
     """Tell whether a tensor differs between the ranks of a group, beyond rounding. Collective."""
     own = _digest(x)
-    most, least = collective.all_reduce(torch.stack([own, -own]), group, "max")
+    most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
     return bool(((most + least) > torch.finfo(x.dtype).eps ** 0.5 * most[1] + torch.finfo(torch.float64).tiny).any())
 
 
