@@ -43,13 +43,24 @@ def _of_user(rule: R) -> R:
 
     return run  # type: ignore[return-value]
 
+# what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
+TREATMENTS = {
+    "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
+    "halo": "cells near the borders come from the ranks beside",
+    "reduction": "small sums or other totals over ranks",
+    "moves": "cells change ranks, and no rank holds more than its share",
+    "gathers": "the sharded dims that the function needs whole are gathered; with a warning above "
+    "`MPISHARD_GATHER_WARN` bytes (default 1 GiB; 0: always, -1: never)",
+}
+# of every function with a rule, one of them
+SHARDED: dict[Any, str] = {}
 
 # functions that, given one tensor without Partial dims alone, are the same function of its block: their rule need
 # not be asked
 BLOCKWISE: set[Any] = set()
 
 
-def implements(*functions: Any) -> Callable[[R], R]:
+def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
     """Register the decorated function as the sharding rule of torch functions.
 
     Not collective.
@@ -59,6 +70,9 @@ def implements(*functions: Any) -> Callable[[R], R]:
     *functions
         What ``__torch_function__`` is given: ``torch.add``, ``torch.Tensor.add``,
         ``torch.nn.functional.relu`` ... List every spelling that users call.
+    sharded
+        What the rule does with a sharded dim, for `mpishard ops`: ``"local"``, ``"halo"``, ``"reduction"``,
+        ``"moves"`` or ``"gathers"``.
 
     Returns
     -------
@@ -68,16 +82,27 @@ def implements(*functions: Any) -> Callable[[R], R]:
         earlier one. A whole tensor that the rule takes of a ShardTensor, with ``full_tensor()`` or ``to_local()`` of a
         `Replicate`, may be used with this rank's blocks: its gradient is then summed over the ranks.
 
+    Raises
+    ------
+    ValueError
+        ``sharded`` is none of these.
+
     Examples
     --------
     >>> @ms.implements(torch.special.expit)
     ... def expit(x):
     ...     return ms.ShardTensor.from_local(torch.special.expit(x.to_local()), x.mesh, x.placements)
     """
+    if sharded not in TREATMENTS:
+        raise ValueError(
+            described("implements: sharded", expected=", ".join(TREATMENTS), got=repr(sharded), fix="say one of these")
+        )
 
     def register(rule: R) -> R:
         for function in functions:
             RULES[function] = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
+            RULES[function] = rule
+            SHARDED[function] = sharded
         return rule
 
     return register
