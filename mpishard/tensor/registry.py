@@ -43,6 +43,7 @@ def _of_user(rule: R) -> R:
 
     return run  # type: ignore[return-value]
 
+
 # what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
 TREATMENTS = {
     "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
