@@ -12,12 +12,12 @@ from torch.autograd import Function
 
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
+from mpishard.autograd.replica import Replica, compare, note_use, replica_of
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 
 BUCKET_NBYTES = 4 << 20
-_MARK = "_mpishard_bucketed"
 
 _Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
@@ -28,9 +28,13 @@ class _Buckets:
     def __init__(self) -> None:
         self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
+        self._suspect: dict[Replica, Tensor] = {}
 
-    def add(self, param: Tensor, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
+    def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
+        replica.postpone(param)
+        if replica.is_suspect:
+            self._suspect[replica] = param
         key = mesh, mesh_dims, g.dtype
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
@@ -64,6 +68,8 @@ class _Buckets:
                     param.grad = g.clone()
                 else:
                     param.grad.add_(g)
+        if self._suspect:
+            compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
 
 
 _active: list[_Buckets] = []
@@ -72,7 +78,7 @@ _abandoned: list[_Buckets] = []
 
 @contextmanager
 def bucketed() -> Iterator[None]:
-    """Sum the gradients of marked parameters in buckets during the backward pass inside. Collective.
+    """Sum the gradients of replicated parameters in buckets during the backward pass inside. Collective.
 
     For a pass that accumulates into ``.grad`` of all leaves and builds no graph of its own.
     """
@@ -89,31 +95,23 @@ def bucketed() -> Iterator[None]:
         _active.remove(buckets)
 
 
-def mark(param: Tensor) -> None:
-    """Let the gradient of a leaf travel in buckets. Not collective."""
-    setattr(param, _MARK, True)
-
-
-def is_marked(x: Tensor) -> bool:
-    """Tell whether `mark` was called on ``x``. Not collective."""
-    return hasattr(x, _MARK)
-
-
 class _UseParameter(Function):
-    """`use` of a marked parameter."""
+    """`use` of a replicated parameter."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
-        ctx.param, ctx.mesh, ctx.mesh_dims = param, mesh, mesh_dims
+    def forward(ctx: Any, param: Tensor, replica: Replica, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+        ctx.param, ctx.replica, ctx.mesh, ctx.mesh_dims = param, replica, mesh, mesh_dims
+        note_use(replica, mesh)
         return param.view_as(param)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        param = ctx.param
-        if _active and not param._backward_hooks and not param._post_accumulate_grad_hooks:
-            _active[-1].add(param, grads[0], ctx.mesh, ctx.mesh_dims)
-            return None, None, None
-        return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, grads[0]), None, None
+        param, replica = ctx.param, ctx.replica
+        # hooks, and what waits for autograd's own accumulation, need the sum now
+        if _active and not replica.direct and not param._backward_hooks and len(param._post_accumulate_grad_hooks) == 1:
+            _active[-1].add(param, replica, grads[0], ctx.mesh, ctx.mesh_dims)
+            return None, None, None, None
+        return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, grads[0]), None, None, None
 
 
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]
@@ -126,7 +124,7 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
 
     Notes
     -----
-    Adjoint: the sum over the ranks along ``mesh_dims``. That of a marked parameter may be postponed to the end
+    Adjoint: the sum over the ranks along ``mesh_dims``. That of a replicated parameter may be postponed to the end
     of the backward pass, where it is added to ``.grad``.
     """
     if not mesh_dims:
@@ -135,6 +133,6 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     if not in_transform():
         if not x.requires_grad:
             return x
-        if hasattr(x, _MARK):
-            return _node(x, mesh, mesh_dims)
+        if (replica := replica_of(x)) is not None:
+            return _node(x, replica, mesh, mesh_dims)
     return apply(use_step(mesh, mesh_dims), x)

@@ -24,6 +24,7 @@ from mpishard.autograd.argument import (
     tensor_dim,
 )
 from mpishard.autograd.linear import Step, apply
+from mpishard.autograd.plain import note_reduced
 from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.memory.reduction_type import rule_of
@@ -97,6 +98,8 @@ def all_reduce(
         else:
             dims = mesh_dims(mesh, mesh_dim)
             run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
+    if x.requires_grad:
+        note_reduced(x, mesh, mesh_dims(mesh, mesh_dim) if mesh_dim != () else ())
     return run(x)  # type: ignore[no-any-return]
 
 
@@ -154,6 +157,7 @@ def all_gather(
     """
     require_plain("all_gather", x)
     dims = mesh_dims(mesh, mesh_dim)
+    note_reduced(x, mesh, dims)
     group = mesh.group(dims)
     dim = tensor_dim("all_gather", x, dim)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
@@ -225,6 +229,7 @@ def reduce_scatter(
     """
     require_plain("reduce_scatter", x)
     dims = mesh_dims(mesh, mesh_dim)
+    note_reduced(x, mesh, dims)
     group = mesh.group(dims)
     dim = tensor_dim("reduce_scatter", x, dim)
     sizes = balanced(x.shape[dim], group.size) if sizes is None else tuple(sizes)
@@ -292,6 +297,7 @@ def all_to_all(
     """
     require_plain("all_to_all", x)
     dims = mesh_dims(mesh, mesh_dim)
+    note_reduced(x, mesh, dims)
     group = mesh.group(dims)
     split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
     split = None if split_sizes is None else tuple(split_sizes)
@@ -367,6 +373,7 @@ def broadcast(
     """
     require_plain("broadcast", x)
     dims = mesh_dims(mesh, mesh_dim)
+    note_reduced(x, mesh, dims)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

@@ -34,13 +34,18 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Step:
-    """One half of an adjoint pair."""
+    """One half of an adjoint pair.
 
-    __slots__ = ("adjoint", "run")
+    ``cotangent`` says, of mesh dims, whether ranks along them find parts of a sum (True) or the same (False) for the
+    argument; None: its caller noted it (see `mpishard.autograd.plain`).
+    """
+
+    __slots__ = ("adjoint", "cotangent", "run")
     adjoint: Step
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.cotangent: tuple[tuple[int, bool], ...] | None = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Communicate."""

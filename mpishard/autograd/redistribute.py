@@ -38,6 +38,8 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     if step is None:
         group = mesh.group(mesh_dims)
         step = mesh.plans[key] = pair(same, lambda g: blocking.all_reduce(g, group))
+        step.cotangent = tuple((m, False) for m in mesh_dims)
+        step.adjoint.cotangent = tuple((m, True) for m in mesh_dims)
     return step  # type: ignore[no-any-return]
 
 
@@ -51,6 +53,7 @@ def keep_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     if step is None:
         first = all(mesh.coords[m] == 0 for m in mesh_dims)
         step = mesh.plans[key] = pair(same if first else torch.zeros_like, same)
+        step.cotangent = tuple((m, False) for m in mesh_dims)
     return step  # type: ignore[no-any-return]
 
 
@@ -75,13 +78,24 @@ def redistribute(x: Tensor, mesh: CartMesh, source: Layout, target: Layout) -> T
     """
     if source is target or source == target:
         return x
-    key = ("redistribute", source, target)
-    steps = mesh.plans.get(key)
-    if steps is None:
-        steps = mesh.plan(key, lambda: list(_steps(mesh, source, target)))
-    for step in steps:
+    for step in _planned(mesh, source, target):
         x = apply(step, x)
     return x
+
+
+def run_steps(mesh: CartMesh, source: Layout, target: Layout, x: Tensor) -> Tensor:
+    """Return what `redistribute` does, without autograd. Collective as it is."""
+    if source is target or source == target:
+        return x
+    for step in _planned(mesh, source, target):
+        x = step(x)
+    return x
+
+
+def _planned(mesh: CartMesh, source: Layout, target: Layout) -> list[Step]:
+    key = ("redistribute", source, target)
+    steps = mesh.plans.get(key)
+    return mesh.plan(key, lambda: list(_steps(mesh, source, target))) if steps is None else steps
 
 
 def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
@@ -113,7 +127,9 @@ def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
         for t in (now, target)
     )
     if before != after:
-        yield pair(mover(mesh, before, after), mover(mesh, after, before))
+        step = pair(mover(mesh, before, after), mover(mesh, after, before))
+        step.cotangent = tuple((m, type(p) is Shard) for m, p in enumerate(before.placements))
+        yield step
     if keep:
         yield keep_step(mesh, keep)
 
@@ -136,10 +152,12 @@ def _placed(now: Layout, target: Layout, mesh_dim: int, placement: Shard) -> Lay
 def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Step:
     group, sizes = mesh.group((mesh_dim,)), after.sizes[dim]
     assert sizes is not None
-    return pair(
+    step = pair(
         lambda x: blocking.reduce_scatter(x, group, dim=dim, sizes=sizes),
         lambda g: blocking.all_gather(g, group, dim=dim, sizes=sizes),
     )
+    step.cotangent = ((mesh_dim, True),)
+    return step
 
 
 def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:

@@ -23,7 +23,7 @@ from mpishard.layout import balanced
 def sum_step(group: Group, replicated: bool = False, deterministic: bool | None = None) -> Step:
     """Return the sum over a group; its adjoint is itself, or (``replicated``) the identity. Not collective."""
     run = partial(blocking.all_reduce, group=group, deterministic=deterministic)
-    return pair(run, same if replicated else run)
+    return _noted(pair(run, same if replicated else run))
 
 
 def gather_step(
@@ -38,15 +38,21 @@ def gather_step(
     def scatter(g: Tensor) -> Tensor:
         return blocking.reduce_scatter(g, group, dim, sizes, deterministic=deterministic)
 
-    return pair(partial(blocking.all_gather, group=group, dim=dim, sizes=sizes), own if replicated else scatter)
+    gather = partial(blocking.all_gather, group=group, dim=dim, sizes=sizes)
+    return _noted(pair(gather, own if replicated else scatter))
+
+
+def _noted(step: Step) -> Step:
+    step.cotangent = step.adjoint.cotangent = None
+    return step
 
 
 def broadcast_step(group: Group, root: int, replicated: bool = False, deterministic: bool | None = None) -> Step:
     """Return the broadcast; its adjoint is the sum (``replicated``: the root's own) on the root. Not collective."""
     forward = partial(blocking.broadcast, group=group, root=root)
     if replicated:
-        return pair(forward, torch.clone if group.rank == root else torch.zeros_like)
-    return pair(forward, partial(blocking.reduce, group=group, root=root, deterministic=deterministic))
+        return _noted(pair(forward, torch.clone if group.rank == root else torch.zeros_like))
+    return _noted(pair(forward, partial(blocking.reduce, group=group, root=root, deterministic=deterministic)))
 
 
 def message_step(

@@ -19,7 +19,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOp
 from mpishard.io.file.hyperslab import Block
 from mpishard.io.file.open import Path, check_sources, damaged, found, opened
 from mpishard.io.read import Part, Window, part_of
-from mpishard.layout import Shard, as_placements, layout_of
+from mpishard.layout import Layout, Replicate, Shard, as_placements, layout_of
 from mpishard.tensor import ShardTensor, wrap
 
 
@@ -149,8 +149,15 @@ class Dataset(data.Dataset[Any]):
             )
         )
 
-    def _fetched(self, indices: list[int]) -> _Fetched:
-        """Read the local blocks of some samples: file reading only, no MPI, from any thread."""
+    def _fetched(self, indices: list[int], mesh_dim: int | None = None) -> _Fetched:
+        """Read the local blocks of some samples: file reading only, no MPI, from any thread.
+
+        Along ``mesh_dim`` the ranks share the samples.
+        """
+        item = indices
+        if mesh_dim is not None:
+            lo, hi = self._batched(len(item), mesh_dim).box(self.mesh.coords)[0]
+            indices = item[lo:hi]
         try:
             if os.getpid() != self._pid:
                 raise UnsupportedOperationError(
@@ -169,20 +176,28 @@ class Dataset(data.Dataset[Any]):
                 with self._lock:
                     for _ in Block(axes, runs, out[i], self._part.stored, self._part.decoding).read(self._dataset):
                         pass
-            return _Fetched(indices, out, None)
+            return _Fetched(item, out, None)
         except MpishardError as e:
-            return _Fetched(indices, None, e)
+            return _Fetched(item, None, e)
         except (OSError, RuntimeError, ValueError) as e:
-            return _Fetched(indices, None, damaged(self.path, self.name, e))
+            return _Fetched(item, None, damaged(self.path, self.name, e))
+
+    def _batched(self, count: int, mesh_dim: int | None) -> Layout:
+        """Return the layout of so many samples."""
+        own = self._part.layout
+        placements = [Shard(0) if m == mesh_dim else p for m, p in enumerate(own.placements)]
+        return layout_of(own.mesh_shape, placements, (count, *own.shape[1:]), (None, *own.sizes[1:]))
 
 
 class _Fetched(NamedTuple):
+    """What a rank has read of an item: of the samples ``indices``, those that it holds."""
+
     indices: list[int]
     local: Tensor | None
     error: MpishardError | None
 
 
-def _tensor(ds: Dataset, got: _Fetched, single: bool) -> ShardTensor:
+def _tensor(ds: Dataset, got: _Fetched, single: bool, mesh_dim: int | None = None) -> ShardTensor:
     """Make the blocks that every rank has read a ShardTensor. Collective."""
     guard.agree(ds._comm, got.error, f"sample {got.indices} of {ds.name}")
     assert got.local is not None
@@ -192,8 +207,7 @@ def _tensor(ds: Dataset, got: _Fetched, single: bool) -> ShardTensor:
         placements = [Shard(p.dim - 1) if isinstance(p, Shard) else p for p in own.placements]
         layout = layout_of(own.mesh_shape, placements, own.shape[1:], own.sizes[1:])
         return wrap(local[0], layout, ds.mesh)
-    layout = layout_of(own.mesh_shape, own.placements, (len(got.indices), *own.shape[1:]), own.sizes)
-    return wrap(local, layout, ds.mesh)
+    return wrap(local, ds._batched(len(got.indices), mesh_dim), ds.mesh)
 
 
 class Loader:
@@ -218,12 +232,27 @@ class Loader:
         Items read ahead, at least 1.
     transform
         Applied to every item on the main thread.
+    batch_dim
+        Mesh dim that shards the samples of a batch, by name or index, such as ``"data"``: each rank reads its own.
+        The samples themselves must not be sharded over it.
+
+    Attributes
+    ----------
+    epoch : int
+        Number of the next iteration, or of the one that goes on.
+
+    Raises
+    ------
+    LayoutError
+        Datasets, sizes or ``batch_dim`` do not fit each other.
 
     Examples
     --------
-    >>> loader = ms.io.Loader((inputs, targets), batch_size=4, shuffle=True, seed=1)
+    >>> loader = ms.io.Loader((inputs, targets), batch_size=4, shuffle=True, seed=1, batch_dim="data")
     >>> for x, y in loader:
     ...     ...
+    >>> state = loader.state_dict()  # numbers: keep them with a checkpoint; the next iteration goes on from there
+    >>> loader.load_state_dict(state)
     """
 
     def __init__(
@@ -236,6 +265,7 @@ class Loader:
         drop_last: bool = False,
         prefetch: int = 2,
         transform: Callable[[Any], Any] | None = None,
+        batch_dim: str | int | None = None,
     ) -> None:
         self.datasets = datasets
         own = _all(datasets)
@@ -251,30 +281,89 @@ class Loader:
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.drop_last, self.prefetch, self.transform = drop_last, prefetch, transform
         self.epoch = 0
+        self._position = 0
+        # of the iteration whose state it is
+        self._current: object | None = None
+        self._batch_dim = None if batch_dim is None else own[0].mesh.mesh_dim(batch_dim)
+        m = self._batch_dim
+        if m is not None and (
+            batch_size is None or any(type(ds._part.layout.placements[m]) is not Replicate for ds in own)
+        ):
+            raise LayoutError(
+                described(
+                    f"Loader: batch_dim={batch_dim!r}",
+                    expected="a batch_size, and datasets with Replicate() there",
+                    got=f"batch_size={batch_size}, placements {[ds._part.layout.placements[m] for ds in own]}",
+                    fix="place samples on the other mesh dims alone",
+                )
+            )
 
     def __len__(self) -> int:
         n, b = len(_all(self.datasets)[0]), self.batch_size or 1
         return n // b if self.drop_last else -(-n // b)
 
+    def state_dict(self) -> dict[str, int]:
+        """Return where the iteration is, the same on all ranks, as numbers. Not collective.
+
+        Of items that were given; those that the thread has read ahead are read again.
+        """
+        ended = self._position == len(self)
+        return {"epoch": self.epoch + ended, "position": 0 if ended else self._position, **self._order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next iteration go on where `state_dict` was taken: it gives the rest of that epoch.
+
+        Not collective.
+
+        Raises
+        ------
+        LayoutError
+            The state is that of another order: other samples, batches, seed, or shuffled otherwise.
+        """
+        own, given = self._order(), {key: int(value) for key, value in state.items()}
+        epoch, position = given.pop("epoch", -1), given.pop("position", -1)
+        if given != own or epoch < 0 or not 0 <= position <= len(self):
+            raise LayoutError(
+                described(
+                    "Loader.load_state_dict: the state of another order of samples",
+                    expected=f"an epoch, a position up to {len(self)}, and {own}",
+                    got=dict(state),
+                    fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
+                )
+            )
+        self.epoch, self._position, self._current = epoch, position, None
+
+    def _order(self) -> dict[str, int]:
+        """Return what decides the items of an epoch."""
+        return {
+            "samples": len(_all(self.datasets)[0]),
+            "batch_size": self.batch_size or 0,
+            "shuffle": int(self.shuffle),
+            "seed": self.seed,
+            "drop_last": int(self.drop_last),
+        }
+
     def __iter__(self) -> Iterator[Any]:
-        """Start an iteration: a thread begins to read. Not collective; every step is."""
+        """Start an iteration, or go on with one that was loaded. Not collective; every step is."""
         own = _all(self.datasets)
+        if self._current is not None:  # broken off
+            self.epoch, self._position = self.epoch + 1, 0
+        self._current = token = object()
         order = list(range(len(own[0])))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
-        self.epoch += 1
         b = self.batch_size or 1
         items = [order[i * b : (i + 1) * b] for i in range(len(self))]
-        return self._steps(own, items)
+        return self._steps(own, items[self._position :], token)
 
-    def _steps(self, own: list[Dataset], items: list[list[int]]) -> Iterator[Any]:
+    def _steps(self, own: list[Dataset], items: list[list[int]], token: object) -> Iterator[Any]:
         ready: queue.Queue[list[_Fetched]] = queue.Queue(self.prefetch)
         stop = threading.Event()
 
         def work() -> None:
             for item in items:
-                got = [ds._fetched(item) for ds in own]
+                got = [ds._fetched(item, self._batch_dim) for ds in own]
                 while not stop.is_set():
                     try:
                         ready.put(got, timeout=0.1)
@@ -289,9 +378,14 @@ class Loader:
         try:
             for _ in items:
                 single = self.batch_size is None
-                tensors = [_tensor(ds, got, single) for ds, got in zip(own, ready.get())]
+                tensors = [_tensor(ds, got, single, self._batch_dim) for ds, got in zip(own, ready.get())]
                 item = _like(self.datasets, tensors)
-                yield item if self.transform is None else self.transform(item)
+                item = item if self.transform is None else self.transform(item)
+                if self._current is token:
+                    self._position += 1
+                yield item
+            if self._current is token:
+                self.epoch, self._position, self._current = self.epoch + 1, 0, None
         finally:
             stop.set()
             thread.join()

@@ -23,7 +23,7 @@ from mpishard.io.backend.virtual import prune, write_virtual
 from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written, noted
-from mpishard.io.file.schema import Form, Variable, checked_dims, chunks_of, extents, option
+from mpishard.io.file.schema import Form, Variable, checked_dims, chunks_of, extents, named, option
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import write_xdmf
 from mpishard.tensor import ShardTensor
@@ -84,11 +84,12 @@ def write(
     compression
         As h5py has it: ``"gzip"``, ``"lzf"``, or a gzip level. One for all, or name -> compression.
     dims
-        Names of each dataset's dims, as in netCDF: name -> names, or one sequence for all.
+        Names of each dataset's dims, as in netCDF: name -> names, or one sequence for all. Where some dims have
+        names, or the file is appended to, others are named by place and extent: ``"dim0_64"``.
     scales
         Dim name -> its values (of the dim appended along: the step's value), kept as dimension scales.
     variable_attrs
-        Dataset name -> its attributes.
+        Dataset name -> its attributes; those of a dim's values too: ``{"time": {"units": "hours since 2000-01-01"}}``.
     xdmf
         Whether to write a companion, with the suffix ``.xdmf``, that ParaView opens: grids at the values of their
         scales.
@@ -223,18 +224,28 @@ def _form(
                 )
             )
         own = dict((variable_attrs or {}).get(name, {}))
-        named = checked_dims(option(dims, name), name, shape)
+        names = checked_dims(option(dims, name), name, shape)
         variables.append(
-            Variable(name, shape, dtype, None if cut is None else tuple(cut), option(compression, name), named, own)
+            Variable(name, shape, dtype, None if cut is None else tuple(cut), option(compression, name), names, own)
         )
-    unknown = sorted(set(variable_attrs or ()) - set(tensors))
+    if append is not None or scales or any(v.dims is not None for v in variables):
+        variables = list(named(variables))
+    given = dict(scales or {}) if append is None else {append: 0, **(scales or {})}
+    unknown = sorted(set(variable_attrs or ()) - set(tensors) - set(given))
     if unknown:
         raise FileError(
-            described("write: variable_attrs", expected=f"names of {list(tensors)}", got=unknown, fix="name a tensor")
+            described(
+                "write: variable_attrs",
+                expected=f"names of {[*tensors, *given]}",
+                got=unknown,
+                fix="name a tensor, or a dim whose values scales= gives: a dim without values has no attributes",
+            )
         )
-    form = Form(tuple(variables), dict(attrs or {}), dict(scales or {}), append)
-    for where, given in (("the file", form.attrs), *((v.name, v.attrs) for v in form.variables)):
-        for key, value in given.items():
+    own_attrs = {dim: dict(a) for dim, a in (variable_attrs or {}).items() if dim in given and dim not in tensors}
+    form = Form(tuple(variables), dict(attrs or {}), dict(scales or {}), append, own_attrs)
+    everything = (("the file", form.attrs), *((v.name, v.attrs) for v in form.variables), *own_attrs.items())
+    for where, attributes in everything:
+        for key, value in attributes.items():
             _check_attribute(where, key, value)
     extents(form)
     return form

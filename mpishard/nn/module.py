@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mpishard.autograd.bucket import mark
+from mpishard.autograd.replica import replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
@@ -36,12 +36,25 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
         ``module`` itself. After ``loss.backward()`` every parameter's ``.grad`` is the full, identical gradient
         on every rank, as it is without this call; here the sums of many parameters share one message.
 
+    Notes
+    -----
+    What is summed is what data on the mesh contribute. Data of a rank's own outside it (a plain batch, a ShardTensor
+    on some dims of the mesh) must be the same on every rank: else the gradients differ, which raises in the
+    backward pass. They are compared in the 1st, 2nd, 4th, 8th ... pass to which such data contribute; under
+    ``MPISHARD_DEBUG=1`` in those and every 16th pass of any data, with the parameters. Two ways to train on batches
+    that differ between ranks:
+
+    - one ShardTensor of the whole mesh, with ``Shard(0)`` on the dims that hold parts of the batch: means and norms
+      are those of the whole batch;
+    - ``DistributedDataParallel(ms.distribute_module(model, mesh["y"]), process_group)`` with inputs on
+      ``mesh["y"]``: torch averages what the replicas find.
+
     Raises
     ------
     LayoutError
         Parameters or buffers are ShardTensors.
     DesyncError
-        They differ in name, shape or dtype between ranks.
+        They differ in name, shape or dtype between ranks; in a backward pass: their gradients differ.
 
     Examples
     --------
@@ -68,8 +81,9 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))
-    for param in module.parameters():
-        mark(param)
+    for name, param in module.named_parameters():
+        if param.is_leaf and (param.is_floating_point() or param.is_complex()):
+            replicate(param, mesh, name)
     return module
 
 

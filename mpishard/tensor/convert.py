@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
-from mpishard.autograd.argument import require_plain
+from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.halo.exchanger import Width
@@ -22,11 +20,10 @@ from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
 from mpishard.tensor.factory import asked, new_layout
+from mpishard.tensor.foreign import shared
+from mpishard.tensor.infer import inferred
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-_MAX_NDIM = 16
-_DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
 
 def from_local(
@@ -60,16 +57,21 @@ def from_local(
     ------
     LayoutError
         Placements that do not fit, or local shapes, dtypes or ``requires_grad`` that disagree.
+    UnsupportedDtypeError, UnsupportedOperationError
+        Torch cannot share the memory of the array: it is read-only, runs backwards, or has no type of torch's.
 
     Examples
     --------
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
-    if not isinstance(local, Tensor):
-        local = torch.from_dlpack(local)  # shares the memory
-    require_plain("from_local", local)
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
-        return wrap(local, _inferred(local, mesh, placements), mesh)
+        error = None
+        try:
+            local = shared("from_local", local)
+        except MpishardError as e:
+            error = e
+        return ShardTensor(local, inferred(local, mesh, placements, error), mesh)
+    local = shared("from_local", local)
     if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
         raise LayoutError(
             described(
@@ -110,70 +112,7 @@ def from_local(
                 fix="give the sizes of the blocks that the ranks hold, or 'infer'",
             )
         )
-    return wrap(local, layout, mesh)
-
-
-def _inferred(local: Tensor, mesh: CartMesh, placements: Any) -> Layout:
-    mine = np.full(_MAX_NDIM + 3, -1, np.int64)
-    mine[:3] = local.ndim, _DTYPES.index(local.dtype), local.requires_grad
-    mine[3 : 3 + local.ndim] = local.shape
-    # placements are checked after this: a rank that fails earlier would leave the others waiting
-    everyone = np.empty((mesh.size, len(mine)), np.int64)
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
-    if guard.DEBUG:
-        guard.check(comm, "from_local", None, None)
-    with guard.waiting("from_local", (), comm):
-        comm.Allgather(mine, everyone)
-    given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
-    found = _layout_of_blocks(everyone[:, : 3 + local.ndim].tobytes(), mesh.shape, given)
-    if isinstance(found, str):
-        raise guard.common(LayoutError(found), comm)
-    return found
-
-
-# in a loop over time steps the same blocks come again, and to go through those of thousands of ranks takes a while;
-# few are kept: each is known by the shapes of all ranks
-@lru_cache(maxsize=32)
-def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> Layout | str:
-    """Return the layout of blocks, given ndim, dtype, requires_grad and shape of all, or what does not fit."""
-    count = math.prod(mesh_shape)
-    everyone = np.frombuffer(gathered, np.int64).reshape(count, -1)
-
-    def unfit(rank: int, expected: object, got: object) -> str:
-        return described(
-            f"from_local: the block of rank {rank} does not fit the others",
-            expected=expected,
-            got=got,
-            fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
-        )
-
-    ndim = int(everyone[0, 0])
-
-    def kind(rank: int) -> str:
-        n, dtype, requires_grad = everyone[rank, :3]
-        return f"{n} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
-
-    odd = np.flatnonzero((everyone[:, :3] != everyone[0, :3]).any(1))
-    if len(odd):
-        return unfit(int(odd[0]), f"{kind(0)}, as rank 0 has", kind(odd[0]))
-    shapes = everyone[:, 3:]
-    own = as_placements(placements, len(mesh_shape), ndim)
-    probe = layout_of(mesh_shape, own, (0,) * ndim)
-    shape, sizes = [int(n) for n in shapes[0]], {}
-    coords = [np.unravel_index(r, mesh_shape) for r in range(count)]
-    for dim in range(ndim):
-        seen: dict[int, int] = {}
-        for rank in range(count):
-            position = probe.index(dim, [int(c) for c in coords[rank]])
-            n = int(shapes[rank, dim])
-            if seen.setdefault(position, n) != n:
-                return unfit(
-                    rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}"
-                )
-        if dim in probe.shard_dims:
-            sizes[dim] = [seen[i] for i in range(len(seen))]
-            shape[dim] = sum(sizes[dim])
-    return layout_of(mesh_shape, own, shape, sizes)
+    return ShardTensor(local, layout, mesh)
 
 
 def distribute_tensor(
@@ -327,16 +266,45 @@ def scatter_tensor(
     return wrap(local.requires_grad_(requires_grad), layout, mesh)
 
 
-def full_tensor(x: ShardTensor) -> Tensor:
+def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     """Return the whole tensor on every rank: a plain tensor, differentiable.
 
     Collective.
 
+    Parameters
+    ----------
+    x
+        Any ShardTensor.
+    grad_placements
+        What the cotangent of the result is, one placement per mesh dim: ``Replicate()`` where all ranks find the same,
+        ``Partial()`` where each finds a part of a sum, because it goes on with data of its own. None: as in the notes.
+
+    Raises
+    ------
+    LayoutError
+        ``grad_placements`` do not fit.
+    DesyncError
+        In the backward pass: cotangents differ between ranks that must be the same.
+
     Notes
     -----
-    Adjoint: each rank keeps its block of the cotangent, which must be the same on every rank.
+    Adjoint: each rank keeps its block of the cotangent, which is the same on every rank; or (`Partial`) of the sum of
+    the ranks' cotangents, a reduce-scatter. Where ``grad_placements`` are not given, it is a sum over the mesh dims
+    that shard the ShardTensor which the result becomes part of (``ShardTensor.from_local``), or over which it is
+    reduced (`all_reduce` and its kin); over others the cotangents are compared, and ranks that differ raise.
+
+    Examples
+    --------
+    >>> nearest = torch.cdist(x.to_local(), y.full_tensor(grad_placements=[ms.Partial()])).amin(1)
     """
-    return moved(resolved(x), replicated_layout(x._mesh, x._layout.shape))._local
+    x = resolved(x)
+    shown = replicated_layout(x._mesh, x._layout.shape)
+    given = None
+    if grad_placements is not None:
+        given = given_layout("full_tensor", shown, as_placements(grad_placements, x._mesh.ndim, x.ndim))
+    if x._local.requires_grad and torch.is_grad_enabled():
+        return taken(x._local, x._mesh, x._layout, shown, given)
+    return moved(x, shown)._local
 
 
 def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:

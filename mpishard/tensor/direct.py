@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpishard.errors import MpishardError
@@ -15,6 +16,9 @@ from mpishard.tensor.shard_tensor import ShardTensor
 
 # inside `with SomeTorchFunctionMode():` the mode is asked first, by torch
 _modes_active = torch._C._is_torch_function_mode_enabled
+
+
+_OPERANDS = (torch.Tensor, int, float, complex, np.generic, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _method(function: Any) -> Any:
@@ -28,8 +32,16 @@ def _method(function: Any) -> Any:
     return method
 
 
-def _operator(function: Any) -> Any:
+def _operator(function: Any, *, in_place: bool) -> Any:
     def operator(self: Any, other: Any) -> Any:
+        if not isinstance(other, _OPERANDS):
+            # as torch does: an array counts as a tensor, but not for writing, and not one without dims
+            if not isinstance(other, np.ndarray) or in_place or not other.ndim:
+                return NotImplemented
+            try:
+                other = torch.as_tensor(np.ascontiguousarray(other), device=self.device)
+            except TypeError:
+                return NotImplemented
         try:
             return function(self, other) if _modes_active() else RULES[function](self, other)
         except MpishardError:
@@ -53,4 +65,5 @@ def install() -> None:
         if name in vars(ShardTensor) or not callable(function) or function not in RULES:
             continue
         binary = name.startswith("__") and name not in _NOT_BINARY
-        setattr(ShardTensor, name, _operator(function) if binary else _method(function))
+        in_place = name.startswith("__i") and name != "__invert__"
+        setattr(ShardTensor, name, _operator(function, in_place=in_place) if binary else _method(function))

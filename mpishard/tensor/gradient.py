@@ -122,12 +122,13 @@ def detach_(self: ShardTensor) -> ShardTensor:
 # -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
 
 
-def _holds_shards(values: Any) -> bool:
+def holds_shards(values: Any) -> bool:
+    """Tell whether arguments hold a ShardTensor, in lists and dicts too. Not collective."""
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return isinstance(values, ShardTensor)
-    return any(map(_holds_shards, values))
+    return any(map(holds_shards, values))
 
 
 # torch's own that hand their tensors through, to be called in backward
@@ -139,9 +140,9 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("mpishard."):
         return apply(*args, **kwargs)
     got = "ShardTensor arguments"
-    if not _holds_shards((args, kwargs)):
+    if not holds_shards((args, kwargs)):
         result = apply(*args, **kwargs)
-        if not _holds_shards(result):
+        if not holds_shards(result):
             return result
         got = "a ShardTensor as its result"
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -152,6 +153,16 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 expected="non-reentrant checkpointing",
                 got="use_reentrant=True (or not given, in old torch versions)",
                 fix="pass use_reentrant=False",
+            )
+        )
+    if cls.__name__ == "_DDPSink":
+        raise UnsupportedOperationError(
+            described(
+                "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that "
+                "returns ShardTensors: it looks for the parameters that they were made of, and finds none",
+                expected="neither of the two",
+                got=got,
+                fix="leave them out, and add (parameter * 0).sum() of a parameter that is not always used to the loss",
             )
         )
     if cls is BackwardHookFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -31,6 +32,27 @@ _OF_ATEN = (
     torch._C._fft,  # type: ignore[attr-defined]
     torch._C._special,  # type: ignore[attr-defined]
 )
+_depth = 0
+
+
+def in_rule() -> bool:
+    """Tell whether a rule of the user's runs. Not collective."""
+    return _depth > 0
+
+
+def _of_user(rule: R) -> R:
+    @functools.wraps(rule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _depth  # noqa: PLW0603
+        _depth += 1
+        try:
+            return rule(*args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return run  # type: ignore[return-value]
+
+
 # what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
 TREATMENTS = {
     "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
@@ -67,7 +89,8 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
     Callable
         A decorator. The rule is called with the arguments of the torch function, ShardTensors among them,
         and returns what the torch function would, as ShardTensors. A rule registered later replaces an
-        earlier one.
+        earlier one. A whole tensor that the rule takes of a ShardTensor, with ``full_tensor()`` or ``to_local()`` of a
+        `Replicate`, may be used with this rank's blocks: its gradient is then summed over the ranks.
 
     Raises
     ------
@@ -87,6 +110,7 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
 
     def register(rule: R) -> R:
         for function in functions:
+            RULES[function] = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
             RULES[function] = rule
             SHARDED[function] = sharded
         return rule
@@ -158,6 +182,8 @@ def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> No
     layouts = ", ".join(map(outline, tensors_in([*args, *kwargs.values()])))
     # below torch's functions: mostly a transform, which has unpacked the call
     within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
+    if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
+        within = "; of a model in torch.jit: call the model that it was made of"
     return NoShardingRule(
         described(
             f"no sharding rule for {name_of(function)}({layouts})",

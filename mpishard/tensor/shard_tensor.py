@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import apply
+from mpishard.autograd.plain import given_layout, note_wrapped, taken
 from mpishard.autograd.redistribute import keep_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, Partial, Replicate, layout_of
+from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
 from mpishard.tensor.out import call_into
-from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline, rule_below
+from mpishard.tensor.registry import BLOCKWISE, RULES, in_rule, no_rule, outline, rule_below
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -56,6 +58,7 @@ class ShardTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
         """Wrap a block; use `ShardTensor.from_local`, which checks it. Not collective."""
+        note_wrapped(local, layout, mesh)
         return wrap(local, layout, mesh)
 
     @classmethod
@@ -161,15 +164,47 @@ class ShardTensor(Tensor):
     redistribute: Callable[..., ShardTensor]
     rebalance: Callable[..., ShardTensor]
 
-    def to_local(self) -> Tensor:
-        """Return this rank's block: differentiable, no copy. Not collective.
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """Return this rank's block: differentiable, no copy.
+
+        Not collective; nor its backward, but for what ``grad_placements`` sums and as the notes say.
+
+        Parameters
+        ----------
+        grad_placements
+            What the cotangent of the block is, one placement per mesh dim: that of the tensor, or ``Partial()`` where
+            all ranks hold the same (`Replicate`) and each finds a part of the cotangent. None: as in the notes.
+
+        Raises
+        ------
+        LayoutError
+            ``grad_placements`` do not fit.
+        DesyncError
+            In the backward pass: cotangents differ that must be the same.
 
         Notes
         -----
-        Adjoint: the cotangent of the block is the block of the cotangent. Of a Replicate dim, give every rank
-        the same, whole cotangent.
+        Adjoint: the cotangent of the block is the block of the cotangent (DTensor's rule). So a loss that a rank
+        computes of its blocks counts as one term of a *sum* over the ranks: ``F.mse_loss(model(x).to_local(),
+        y.to_local()).backward()`` has as many times the gradient of the mean as there are blocks. Give the loss the
+        ShardTensors, ``F.mse_loss(model(x), y)``, and the mean is that of all cells, also where blocks are uneven.
+
+        Of a `Replicate` dim every rank holds the whole cotangent, the same on all. In a rule (`implements`), and of
+        what was computed, it is a sum over the ranks where the result becomes a ShardTensor that is sharded there, or
+        is reduced with `all_reduce` and its kin; else it is compared in the backward pass.
         """
-        return self._local
+        local = self._local
+        if not local.requires_grad or not torch.is_grad_enabled():
+            return local
+        held = cotangent_layout(self._layout)
+        if grad_placements is not None:
+            given = given_layout("to_local", held, as_placements(grad_placements, self._mesh.ndim, self.ndim))
+            return taken(local, self._mesh, held, held, given)
+        if len(self._layout.sharded_mesh_dims) == self._mesh.ndim or not (
+            in_rule() or (local.grad_fn is not None and local.numel() > 1)
+        ):
+            return local
+        return taken(local, self._mesh, held, held)
 
     # -- Python's protocols
 
@@ -219,15 +254,17 @@ class ShardTensor(Tensor):
             out._gathered_view = True
         return out
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedOperationError(
-            described(
-                "a ShardTensor cannot be pickled",
-                expected="data of one process",
-                got=outline(self),
-                fix="pickle x.to_local() and x.placements, x.full_tensor(), or write it with mpishard.io",
-            )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        text = described(
+            "a ShardTensor cannot be pickled",
+            expected="data of one process",
+            got=outline(self),
+            fix="pickle x.to_local() and x.placements, x.full_tensor(), or write it with mpishard.io; give a stream of "
+            "samples to mpishard.io.Loader",
         )
+        if multiprocessing.parent_process() is not None:
+            return _refuse, (text,)  # a queue drops what fails here, and its reader would wait for ever
+        return _refuse(text)
 
     def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise _whole_needed("numpy.asarray", self)
@@ -239,6 +276,10 @@ class ShardTensor(Tensor):
     def data_ptr(self) -> NoReturn:
         """Refuse: the data is not on this rank alone. Not collective."""
         raise _whole_needed("data_ptr", self)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise UnsupportedOperationError(text)
 
 
 def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:

@@ -166,3 +166,51 @@ def test_where_there_are_no_locks(mesh, folder, monkeypatch):
     append(at, mesh, 1)
     check(at, mesh, 2)
     ms.io.heal(at)
+
+
+@pytest.mark.parametrize("dims", [None, {"a": ("y", "x")}])
+def test_every_dim_has_a_scale(mesh, folder, dims):
+    """As netCDF's libraries want it: of all dims, those without a name too; and time has units."""
+    path = folder / "run.nc"
+    whole = torch.arange(30.0).reshape(5, 6)
+    fields = {
+        "a": ms.distribute_tensor(whole, mesh, [ms.Shard(0), ms.Shard(1)]),
+        "g/b": ms.ones(6, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()]),
+    }
+    units = {"units": "hours since 2000-01-01", "calendar": "standard"}
+    for t in (0.5, 1.5):
+        ms.io.write(path, fields, append="time", dims=dims, scales={"time": t}, variable_attrs={"time": units})
+    with h5py.File(path, "r", locking=False) as f:
+        for name in fields:
+            scales = [list(dim.values()) for dim in f[name].dims]
+            assert [len(found) for found in scales] == [1] * f[name].ndim
+            assert [found[0].shape[0] for found in scales] == list(f[name].shape)
+        assert f["time"].attrs["units"] == units["units"]
+        assert f["time"][:].tolist() == [0.5, 1.5]
+
+
+def test_attributes_of_coordinates(mesh, folder):
+    x = ms.ones(4, 6, mesh=mesh, placements=[ms.Shard(0), ms.Shard(1)])
+    about = {"y": {"units": "degrees_north"}, "a": {"units": "K"}}
+    ms.io.write(folder / "a.nc", {"a": x}, dims=("y", "x"), scales={"y": range(4)}, variable_attrs=about)
+    with h5py.File(folder / "a.nc", "r", locking=False) as f:
+        assert f["y"].attrs["units"] == "degrees_north"
+        assert f["a"].attrs["units"] == "K"
+    with pytest.raises(FileError, match="a dim without values"):
+        ms.io.write(folder / "a.nc", {"a": x}, dims=("y", "x"), variable_attrs={"x": {"units": "m"}})
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"scales": {"z": [1]}, "dims": ("y", "x")}, "name the dims of a dataset"),
+        ({"scales": {"time": 1.0}, "dims": ("y", "x")}, "append='time'"),
+        ({"scales": {"time": [1.0, 2.0]}, "append": "time"}, "the value of this step"),
+        ({"scales": {"y": [1.0, 2.0]}, "dims": ("y", "x")}, "4 numbers, those of the whole dim"),
+        ({"scales": {"y": 1.0}, "dims": ("y", "x")}, "a sequence of 4 numbers"),
+    ],
+)
+def test_scales_that_do_not_fit_say_the_fix(mesh, folder, options, fix):
+    x = ms.ones(4, 6, mesh=mesh, placements=[ms.Shard(0), ms.Shard(1)])
+    with pytest.raises(ms.LayoutError, match=fix):
+        ms.io.write(folder / "a.nc", {"a": x}, **options)

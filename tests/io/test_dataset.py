@@ -167,3 +167,55 @@ def test_a_file_that_is_cut_while_it_is_read(mesh, folder):
     with pytest.raises(ms.MpishardError, match="cannot read 'a'") as e:
         list(ds)
     same_on_all(e)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True, "seed": 3}, {"batch_size": 2}, {"batch_size": 2, "shuffle": True}]
+)
+def test_an_iteration_that_goes_on_later(stream, options):
+    ds, _ = stream
+
+    def run(loader, epochs, stop=None):
+        """Samples given until item ``stop``, and the state there."""
+        given = []
+        for _ in range(epochs):
+            for x in loader:
+                given.append(x.full_tensor())
+                if len(given) == stop:
+                    return given, loader.state_dict()
+        return given, loader.state_dict()
+
+    whole, last = run(ms.io.Loader(ds, **options), 3)
+    assert last["epoch"] == 3
+    per_epoch = len(ms.io.Loader(ds, **options))
+    for stop in (1, per_epoch - 1, per_epoch, per_epoch + 2, 2 * per_epoch):
+        before, state = run(ms.io.Loader(ds, **options), 3, stop)
+        assert all(type(v) is int for v in state.values())
+        loader = ms.io.Loader(ds, **options)
+        loader.load_state_dict(state)
+        after, _ = run(loader, 3 - state["epoch"])
+        for expected, got in zip(whole, before + after, strict=True):
+            assert torch.equal(expected, got)
+    with pytest.raises(ms.LayoutError, match="another order"):
+        ms.io.Loader(ds, **{**options, "seed": 99}).load_state_dict(last)
+    loader = ms.io.Loader(ds, **options)
+    next(iter(loader))
+    next(iter(loader))  # broken off: the next order
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_a_batch_that_ranks_share(folder, batch_size):
+    mesh = ms.init_mesh((-1, 2 if WORLD.size == 4 else 1), ("data", "y"))
+    full = values((5, 6, 7))
+    store(folder / "a.h5", a=(full.numpy(), {}))
+    with ms.io.Dataset(folder / "a.h5", "a", mesh, (ms.Replicate(), ms.Shard(0))) as ds:
+        for i, x in enumerate(ms.io.Loader(ds, batch_size=batch_size, batch_dim="data")):
+            assert x.placements == (ms.Shard(0), ms.Shard(1))
+            assert torch.equal(x.full_tensor(), full[i * batch_size : (i + 1) * batch_size])
+        with pytest.raises(ms.LayoutError, match="batch_dim"):
+            ms.io.Loader(ds, batch_dim="data")
+        with pytest.raises(ms.LayoutError, match="batch_dim"):
+            ms.io.Loader(ds, batch_size=2, batch_dim="y")
+        with pytest.raises(ms.MeshError):
+            ms.io.Loader(ds, batch_size=2, batch_dim="z")

@@ -31,6 +31,18 @@ def test_they_agree_with_one_process(name):
         compare(TUTORIAL[name], [(full, mesh, placements, sizes)], what=f"{name} {placements} {sizes}")
 
 
+def test_a_rule_that_gathers():
+    points, others = field(7, 3), field(9, 3)
+    for mesh, placements, sizes in list(layouts(points.shape, (0, 1))):
+        for mine, theirs in (
+            ((mesh, placements, sizes), (mesh, [ms.Replicate()] * mesh.ndim, None)),
+            ((mesh, placements, sizes), (mesh, [ms.Shard(0)] * mesh.ndim, None)),
+            ((mesh, placements, sizes), (None, None, None)),
+            ((None, None, None), (mesh, placements, None)),
+        ):
+            compare(TUTORIAL["nearest"], [(points, *mine), (others, *theirs)], what=f"{mine} {theirs}")
+
+
 def test_what_travels():
     x = shard(field(1, 2, 4 * WORLD.size, 5), mesh_of((WORLD.size,)), (ms.Shard(2),))
     for name, exchanges in [("limited", 0), ("slope", 1), ("rms", 1)]:

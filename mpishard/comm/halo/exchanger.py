@@ -52,7 +52,7 @@ class HaloExchanger:
         Of all fields (numpy's or torch's), or a sequence with one dtype per field.
     dims
         ``{array dim: mesh dim}``; without it, array dim d lies on mesh dim d. Dims that lie on no mesh dim are
-        not exchanged.
+        not exchanged. An array of more dims than the mesh needs it, or a width per dim.
     order
         Memory order of most fields, ``"C"`` or ``"F"``: which dim's slabs are dense. Fields of the other order,
         or of any strides, are refreshed as well, only slower. The same on all ranks.
@@ -97,7 +97,7 @@ class HaloExchanger:
         error = None
         try:
             self.shape = tuple(int(n) for n in local_shape_with_halo)
-            self.mesh_dims = _mesh_dims(mesh, len(self.shape), dims)
+            self.mesh_dims = _mesh_dims(mesh, len(self.shape), dims, isinstance(halo_width, Iterable))
             self.halo_width = _widths(self.shape, halo_width, self.mesh_dims)
             self.dtypes = dtype_names(dtype)
             if order not in ("C", "F"):
@@ -340,8 +340,18 @@ def _channel(mesh: CartMesh) -> _Channel:
     return channel  # type: ignore[no-any-return]
 
 
-def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None) -> dict[int, int]:
+def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, per_dim: bool) -> dict[int, int]:
     if dims is None:
+        if ndim > mesh.ndim and not per_dim:
+            raise LayoutError(
+                described(
+                    "HaloExchanger: which array dims does the mesh cut?",
+                    expected=f"an array of {mesh.ndim} dims, as {mesh.outline} has, or dims=",
+                    got=f"an array of {ndim} dims, and one width for all",
+                    fix=f"say which, e.g. dims={dict(zip(range(ndim - mesh.ndim, ndim), mesh.mesh_dim_names))}; where "
+                    f"they are the first, halo_width={(1,) * mesh.ndim + (0,) * (ndim - mesh.ndim)} says it too",
+                )
+            )
         return {d: d for d in range(min(ndim, mesh.ndim))}
     found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
     if len(found) != len(dims) or len(set(found.values())) != len(dims):

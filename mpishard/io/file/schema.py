@@ -40,6 +40,7 @@ class Form(NamedTuple):
     attrs: dict[str, Any]
     scales: dict[str, Any]
     append: str | None
+    scale_attrs: dict[str, dict[str, Any]] = {}
 
 
 def chunks_of(layout: Layout, itemsize: int) -> tuple[int, ...]:
@@ -82,6 +83,17 @@ def checked_dims(dims: Any, name: str, shape: Sequence[int]) -> tuple[str, ...] 
     )
 
 
+def named(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+    """Return the variables with names for all dims: netCDF wants one for every dim, or for none in the file.
+
+    Not collective.
+    """
+    return tuple(
+        v if v.dims is not None else v._replace(dims=tuple(f"dim{i}_{n}" for i, n in enumerate(v.shape)))
+        for v in variables
+    )
+
+
 def extents(form: Form) -> dict[str, int]:
     """Return the extent of every named dim.
 
@@ -109,19 +121,18 @@ def extents(form: Form) -> dict[str, int]:
     for dim, values in form.scales.items():
         n = np.size(values) if np.ndim(values) == (dim != form.append) else -1
         expected = 1 if dim == form.append else out.get(dim)
-        if n != expected:
-            raise LayoutError(
-                described(
-                    f"write: scale of dim {dim!r}",
-                    expected="a dim that a dataset has (see dims=)"
-                    if expected is None
-                    else f"{expected} values"
-                    if dim != form.append
-                    else "one number: that of the step",
-                    got=f"shape {np.shape(values)}",
-                    fix="give one value per cell of the dim",
-                )
-            )
+        if n == expected:
+            continue
+        if expected is None:
+            wanted, got = f"one of the dims {sorted(out)}, or the one appended along", f"values of {dim!r}"
+            fix = f"name the dims of a dataset, e.g. dims=({', '.join(map(repr, [dim, 'x']))}), or append={dim!r}"
+        elif dim == form.append:
+            wanted, got = "one number, the step's own", f"shape {np.shape(values)}"
+            fix = f"give the value of this step: scales={{{dim!r}: t}}; every step adds one"
+        else:
+            wanted, got = f"{expected} values, one per cell of the dim", f"shape {np.shape(values)}"
+            fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
+        raise LayoutError(described(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix))
     return out
 
 
@@ -180,10 +191,13 @@ def _add_dims(file: Any, form: Form) -> None:
             file[dim].make_scale(dim)
         else:
             file.create_dataset(dim, shape=(n,), dtype=">f4").make_scale(f"{_NO_VARIABLE}{n:10d}")
+    for dim, attributes in form.scale_attrs.items():
+        for key, value in attributes.items():
+            file[dim].attrs[key] = value
     for v in form.variables:
         dims = v.dims or ()
         if form.append is not None:
-            dims = (form.append, *(dims or ("",) * len(v.shape)))
+            dims = (form.append, *dims)
         for i, dim in enumerate(dims):
             if dim and dim != v.name:
                 file[v.name].dims[i].attach_scale(file[dim])

@@ -194,3 +194,12 @@ def test_freed_mesh(make_mesh):
     for call in (lambda: h(u), lambda: h.start(u), lambda: HaloExchanger(mesh, (5,), 1, "f4")):
         with pytest.raises(MeshError, match="after free"):
             call()
+
+
+def test_more_dims_than_the_mesh(make_mesh):
+    mesh = make_mesh((SIZE, 1))
+    text = raised_everywhere(LayoutError, lambda: HaloExchanger(mesh, (3, 6, 6), 1, "f4"))
+    assert "dims={1: " in text
+    assert "halo_width=(1, 1, 0)" in text
+    for options in ({"dims": {1: 0, 2: 1}}, {"halo_width": (1, 1, 0)}):
+        HaloExchanger(mesh, (3, 6, 6), **{"halo_width": 1, "dtype": "f4", **options})

@@ -1,0 +1,199 @@
+"""Plain tensors taken out of ShardTensors: how the cotangents that ranks find for one value come together.
+
+Of a value that every rank holds whole, the cotangent is the same on every rank where all of them go on with it in
+the same way, and a sum over the ranks where each uses it with its own block. Which of the two is known where the
+result becomes a ShardTensor again, or is reduced: there the graph is looked through, back to the value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import run_steps
+from mpishard.autograd.replica import apart
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import DesyncError, LayoutError, described
+from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of
+
+_open: weakref.WeakSet[Plain] = weakref.WeakSet()
+
+
+class Plain:
+    """The linear operation from a block to the plain tensor that a user gets of it.
+
+    Attributes
+    ----------
+    mesh
+        The mesh.
+    held, shown
+        Layouts of the block and of the result, as `Shard` and `Replicate`.
+    sequence
+        Autograd's number of the node.
+    """
+
+    def __init__(self, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None) -> None:
+        self.mesh, self.held, self.shown = mesh, held, shown
+        self.sequence = 0
+        self._given = given
+        # mesh dims over which ranks were seen to use it with blocks of their own, and all in the same way
+        self._apart: set[int] = set()
+        self._alike: set[int] = set()
+
+    @property
+    def adjoint(self) -> _Back:
+        """The way back of the cotangent."""
+        return _Back(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Gather."""
+        return run_steps(self.mesh, self.held, self.shown, x)
+
+    def note(self, states: Mapping[int, bool]) -> None:
+        """Note per mesh dim whether ranks use it with blocks of their own. Not collective."""
+        for m, is_apart in states.items():
+            (self._apart if is_apart else self._alike).add(m)
+
+    def back(self, g: Tensor) -> Tensor:
+        """Return the block's cotangent. Collective."""
+        given = self._given
+        if given is None:
+            summed = self._apart - self._alike
+            placements = [
+                Partial() if m in summed and type(p) is Replicate else p for m, p in enumerate(self.shown.placements)
+            ]
+            given = layout_of(self.shown.mesh_shape, placements, self.shown.shape, self.shown.sizes)
+            whole = tuple(m for m, p in enumerate(placements) if type(p) is Replicate and self.mesh.shape[m] > 1)
+            if whole and apart(g, self.mesh.group(whole)):
+                raise self._differ()
+        return run_steps(self.mesh, given, self.held, g)
+
+    def _differ(self) -> DesyncError:
+        return DesyncError(
+            described(
+                f"the gradient of a plain tensor of shape {self.shown.shape}, taken from a ShardTensor, differs "
+                "between ranks",
+                expected="the same cotangent on every rank, of what every rank holds whole",
+                got="another one on each: every rank went on with its own data",
+                fix="say what the cotangents are: full_tensor(grad_placements=[ms.Partial(), ...]) sums those of the "
+                "ranks; or work on the ShardTensor itself",
+            )
+        )
+
+
+class _Back:
+    """Adjoint of a `Plain`."""
+
+    def __init__(self, forward: Plain) -> None:
+        self.adjoint = forward
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return self.adjoint.back(g)
+
+
+def taken(x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None = None) -> Tensor:
+    """Return the plain tensor of a block that lies as ``held`` says, as ``shown`` says.
+
+    Collective where they differ.
+
+    Parameters
+    ----------
+    x
+        The block.
+    mesh
+        Its mesh.
+    held, shown
+        Layouts without `Partial`.
+    given
+        The layout of the cotangent, where the user says it.
+
+    Notes
+    -----
+    Adjoint: the redistribution of the cotangent to ``held``. Where the cotangent of what is whole on all ranks is not
+    ``given``, it is a sum over the ranks that were seen to use the value with blocks of their own; over the others it
+    must be the same, which is compared.
+    """
+    op = Plain(mesh, held, shown, given)
+    y = apply(op, x)
+    if given is None and y.grad_fn is not None:
+        op.sequence = y.grad_fn._sequence_nr()
+        _open.add(op)
+    return y
+
+
+def given_layout(what: str, shown: Layout, placements: tuple[Any, ...]) -> Layout:
+    """Return the layout of a cotangent by ``grad_placements``.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        It is none of a tensor that lies as ``shown`` says.
+    """
+    fits = all(p == q if type(q) is Shard else type(p) is not Shard for p, q in zip(placements, shown.placements))
+    if len(placements) != len(shown.placements) or not fits:
+        raise LayoutError(
+            described(
+                f"{what}: grad_placements do not fit",
+                expected=f"one per mesh dim: {shown.placements}, with Partial() where cotangents are to be summed",
+                got=placements,
+                fix="Replicate() says that all ranks find the same cotangent, Partial() that theirs are parts of a sum",
+            )
+        )
+    return layout_of(shown.mesh_shape, placements, shown.shape, shown.sizes)
+
+
+def note_wrapped(x: Tensor, layout: Layout, mesh: CartMesh) -> None:
+    """Note what the cotangent of a block of ``layout`` means for the plain tensors that it is made of.
+
+    Not collective.
+    """
+    if _open and x.grad_fn is not None:
+        _look(x, mesh, {m: type(p) is not Replicate for m, p in enumerate(layout.placements)})
+
+
+def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
+    """Note that ``x`` is each rank's own part of what is made over ``mesh_dims``. Not collective."""
+    if _open and x.grad_fn is not None:
+        _look(x, mesh, dict.fromkeys(mesh_dims, True))
+
+
+def _look(x: Tensor, mesh: CartMesh, states: dict[int, bool]) -> None:
+    """Go back through the graph, to the plain tensors that were taken."""
+    first = min((op.sequence for op in _open), default=0)
+    for node, found in _walk(x.grad_fn, tuple(states.items()), first):
+        op = getattr(node, "op", None)
+        if isinstance(op, Plain) and op.mesh is mesh:
+            op.note(dict(found))
+
+
+_States = tuple[tuple[int, bool], ...]
+
+
+def _walk(root: Any, states: _States, first: int) -> Iterator[tuple[Any, _States]]:
+    """Yield nodes not older than ``first``, and what a cotangent is there."""
+    todo, seen = [(root, states)], set()
+    while todo:
+        node, states = todo.pop()
+        if (node, states) in seen or node._sequence_nr() < first:
+            continue
+        seen.add((node, states))
+        yield node, states
+        op = getattr(node, "op", None)
+        if isinstance(op, Plain):
+            continue
+        if op is not None:
+            changes = getattr(op, "cotangent", ())
+            if changes is None:
+                continue  # a reduction of plain tensors: noted where it was called
+            states = tuple({**dict(states), **dict(changes)}.items())
+        else:
+            function = getattr(type(node), "_forward_cls", None)
+            if function is not None and function.__module__.startswith("mpishard."):
+                continue  # sums on its own: what it leaves is compared
+        todo += [(child, states) for child, _ in node.next_functions if child is not None]

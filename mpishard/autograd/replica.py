@@ -1,0 +1,220 @@
+"""Parameters that every rank holds a copy of: whether they and their gradients stay the same on all ranks.
+
+What arrives from data on the mesh is summed over it, and the same everywhere. A gradient that came another way (of
+a plain batch, or of data on some dims of the mesh) is the same only where the data are: that is compared, in the
+first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every gradient, and more often.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh, Group
+from mpishard.errors import DesyncError, MpishardError, described
+
+# under MPISHARD_DEBUG=1, passes between two comparisons
+_PERIOD = 16
+
+_seen_ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class Replica:
+    """What is known of a replicated parameter; it is its hook, called where autograd itself added to ``.grad``.
+
+    Attributes
+    ----------
+    name
+        Of the parameter, for errors.
+    direct
+        Whether every gradient must reach autograd's own accumulation, where others (DDP) wait for it.
+    """
+
+    __slots__ = ("_before", "_meshes", "_passes", "direct", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.direct = False
+        self._meshes: list[weakref.ref[CartMesh]] = []
+        self._passes = 0
+        # of ``.grad``, where a bucket took a gradient in this pass
+        self._before: tuple[int, int] | None = None
+
+    def __call__(self, param: Tensor) -> None:
+        """Have a gradient compared that no bucket summed. Not collective."""
+        before, self._before = self._before, None
+        # torch calls also where nothing arrived
+        if (before is None or before != _state(param.grad)) and self.is_due():
+            _compare_after_backward(self, param)
+
+    def postpone(self, param: Tensor) -> None:
+        """Note that a bucket takes a gradient, before autograd accumulates the rest of it. Not collective."""
+        self._before = _state(param.grad)
+
+    def on(self, mesh: CartMesh) -> None:
+        """Note that the ranks of ``mesh`` hold copies. Not collective."""
+        if all(known() is not mesh for known in self._meshes):
+            self._meshes.append(weakref.ref(mesh))
+
+    def meshes(self) -> list[CartMesh]:
+        """Return the meshes whose ranks hold copies. Not collective."""
+        found = [mesh for known in self._meshes if (mesh := known()) is not None]
+        return [mesh for mesh in found if not mesh.freed and mesh.size > 1]
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a sum over one mesh may leave copies that differ."""
+        return guard.DEBUG or len(self._meshes) > 1
+
+    def is_due(self) -> bool:
+        """Count a backward pass, and tell whether its gradient is to be compared. Not collective."""
+        self._passes += 1
+        n = self._passes
+        return n & (n - 1) == 0 or (guard.DEBUG and n % _PERIOD == 0)
+
+
+def _state(grad: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def replica_of(param: Tensor) -> Replica | None:
+    """Return what is known of a parameter, or None. Not collective."""
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if not hooks:
+        return None
+    return next((hook for hook in hooks.values() if type(hook) is Replica), None)
+
+
+def replicate(param: Tensor, mesh: CartMesh, name: str) -> None:
+    """Note that every rank of ``mesh`` holds a copy of a leaf, which is to stay the same. Not collective."""
+    replica = replica_of(param)
+    if replica is None:
+        replica = Replica(name)
+        frozen = not param.requires_grad
+        param.requires_grad_()  # torch registers no hook otherwise; one that is there stays
+        param.register_post_accumulate_grad_hook(replica)
+        param.requires_grad_(not frozen)
+    replica.on(mesh)
+
+
+def note_use(replica: Replica, mesh: CartMesh) -> None:
+    """Note that a parameter is used with data on ``mesh``. Not collective."""
+    replica.on(mesh)
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and ddp not in _seen_ddp:
+        _seen_ddp.add(ddp)
+        for param in ddp.parameters():
+            if (other := replica_of(param)) is not None:
+                other.direct = True
+
+
+# -- comparison
+
+_Due = list[tuple[Replica, Tensor]]
+_pass: tuple[int, _Due] = (-1, [])
+
+
+def _compare_after_backward(replica: Replica, param: Tensor) -> None:
+    global _pass  # noqa: PLW0603
+    task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    if _pass[0] != task:
+        _pass = task, []
+        at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        # in two steps: what DDP queues meanwhile to finish its averages comes first
+        at_end(partial(at_end, partial(compare, _pass[1])))
+    _pass[1].append((replica, param))
+
+
+def compare(due: _Due) -> None:
+    """Raise where copies of parameters, or their gradients, differ between ranks.
+
+    Collective over all meshes that hold copies.
+
+    Raises
+    ------
+    DesyncError
+        On every rank.
+    """
+    meshes = list({id(mesh): mesh for replica, _ in due for mesh in replica.meshes()}.values())
+    error: MpishardError | None = None
+    for mesh in meshes:
+        error = _found(lambda mesh=mesh: _compare_on(mesh, [d for d in due if mesh in d[0].meshes()])) or error
+    # the ranks of one mesh may agree where those of another do not
+    for mesh in meshes:
+        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        error = _found(lambda comm=comm, error=error: guard.agree(comm, error, "replicated parameters"))
+    if error is not None:
+        raise error
+
+
+def _found(check: Callable[[], None]) -> MpishardError | None:
+    try:
+        check()
+    except MpishardError as error:
+        return error
+    return None
+
+
+def _compare_on(mesh: CartMesh, due: _Due) -> None:
+    group = mesh.group(tuple(range(mesh.ndim)))
+    names = [replica.name for replica, _ in due]
+    guard.agree(group.comm, None, f"gradients of {names}")
+    with torch.no_grad():
+        own = torch.stack([_digest(x) for _, param in due for x in (param, param.grad)])
+    most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
+    limits = torch.finfo(torch.float64).tiny + torch.tensor(
+        [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
+    )
+    # of gradients that cancel out only rounding is left: what is small beside all others does not count
+    norms = most[:, 1]
+    bound = limits * torch.maximum(norms, limits * norms.view(-1, 2).amax(0).repeat(len(due)))
+    apart = (most + least).amax(1) > bound
+    if not apart.any():
+        return
+    odd = int(apart.nonzero()[0])
+    values = group.comm.allgather(own[odd].tolist())
+    what = "parameters" if odd % 2 == 0 else "gradients"
+    differ = [due[i // 2][0].name for i in apart.nonzero().flatten().tolist() if i % 2 == odd % 2]
+    raise DesyncError(
+        described(
+            f"{what} differ between ranks: {', '.join(differ[:4])}{' and more' if len(differ) > 4 else ''} "
+            f"({_odd_ones(values)})",
+            expected=f"the same on every rank of {mesh.outline}: each holds a copy",
+            got="norms " + ", ".join(f"{norm:.6g}" for _, norm in values[:8]) + (", ..." if len(values) > 8 else ""),
+            fix="nothing sums over data that lie outside the mesh: make one ShardTensor of the whole mesh of a batch "
+            "of which ranks hold parts (ShardTensor.from_local(batch, mesh, ms.Shard(0)): a mean is then over all); or "
+            "average replicas with torch's DistributedDataParallel(ms.distribute_module(model, mesh['y'])); a plain "
+            "batch, and plain random numbers, must be the same on every rank",
+        )
+    )
+
+
+def apart(x: Tensor, group: Group) -> bool:
+    """Tell whether a tensor differs between the ranks of a group, beyond rounding. Collective."""
+    own = _digest(x)
+    most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
+    return bool(((most + least) > torch.finfo(x.dtype).eps ** 0.5 * most[1] + torch.finfo(torch.float64).tiny).any())
+
+
+def _digest(x: Tensor | None) -> Tensor:
+    """Return two numbers that differ where tensors differ: sum and norm."""
+    if x is None or not x.numel():
+        return torch.zeros(2, dtype=torch.float64)
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
+    return found.cpu().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
+
+
+def _odd_ones(values: Sequence[Any]) -> str:
+    counts = [sum(v == other for other in values) for v in values]
+    odd = [rank for rank, n in enumerate(counts) if n < max(counts)]
+    few = 0 < len(odd) < len(values) / 2
+    return f"rank {', '.join(map(str, odd))} unlike the others" if few else "on many ranks"

@@ -1,0 +1,219 @@
+"""Copies of parameters on ranks that see different data: gradients are those of all of them, or it raises."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpishard as ms
+from mpishard.comm import guard
+from tests.compare import WORLD
+
+ROWS = 7
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Torch's process groups over all ranks (None), and over the ranks along "data" of `mesh_2d`."""
+    port = None
+    if WORLD.rank == 0:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+    port = WORLD.bcast(port)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=WORLD.rank, world_size=WORLD.size)
+    mesh = mesh_2d()
+    along = [dist.new_group([mesh.rank_at((d, y)) for d in range(mesh.shape[0])]) for y in range(mesh.shape[1])]
+    yield {"world": None, "data": along[mesh.coords[1]]}
+    dist.destroy_process_group()
+
+
+def mesh_2d():
+    return ms.init_mesh((-1, WORLD.size // 2 if WORLD.size % 2 == 0 and WORLD.size > 2 else 1), ("data", "y"))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.b = nn.Conv2d(4, 2, 3)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.double()
+
+    def forward(self, x):
+        return self.b(torch.relu(self.norm(self.a(x)))) * self.scale + self.scale.square()
+
+
+def batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 2, 2, ROWS, 5, dtype=torch.float64, generator=generator).unbind(0)
+
+
+def shard(x, mesh, dim=2):
+    return ms.distribute_tensor(x, mesh, [ms.Shard(dim) for _ in mesh.shape])
+
+
+def loss_of(y):
+    return y.square().mean()
+
+
+def check(model, expected):
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def frozen(model):
+    model.a.requires_grad_(False)
+    return model
+
+
+def outside(model, x):
+    """A parameter that is used beside the module's own forward."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return loss_of(model(x)) + (inner.scale * x).square().mean()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("marked", "group", "view", "change", "loss"),
+    [
+        (True, "data", False, Net, lambda model, x: loss_of(model(x))),
+        (True, "world", True, Net, outside),
+        (True, "data", True, lambda: frozen(Net()), outside),
+        (False, "data", False, Net, outside),
+    ],
+)
+def test_ddp_averages_replicas_that_are_sharded(groups, marked, group, view, change, loss):
+    mesh = mesh_2d()
+    found = batches(2 * mesh.shape[0])
+    expected = change()
+    for x in found:
+        (loss(expected, x) / mesh.shape[0]).backward()
+    model = change()
+    if marked:
+        model = ms.distribute_module(model, mesh["y"])
+    ddp = DistributedDataParallel(model, process_group=groups[group], gradient_as_bucket_view=view)
+    mine = [shard(x, mesh["y"]) for x in found[mesh.coords[0] :: mesh.shape[0]]]
+    for accumulated, x in enumerate(mine, 1):  # gradients accumulate, without and with an average
+        with ddp.no_sync() if accumulated < len(mine) else contextlib.nullcontext():
+            loss(ddp, x).backward()
+    check(model, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_ddp_that_looks_at_the_graph_is_refused(groups, option):
+    mesh = mesh_2d()
+    ddp = DistributedDataParallel(ms.distribute_module(Net(), mesh["y"]), **{option: True})
+    with pytest.raises(ms.UnsupportedOperationError, match="find_unused_parameters"):
+        ddp(shard(batches(1)[0], mesh["y"]))
+
+
+def test_a_batch_over_the_whole_mesh():
+    mesh = mesh_2d()
+    whole = torch.cat(batches(mesh.shape[0]))
+    expected, model = Net(), ms.distribute_module(Net(), mesh)
+    loss_of(expected(whole)).backward()
+    loss_of(model(ms.distribute_tensor(whole, mesh, [ms.Shard(0), ms.Shard(2)]))).backward()
+    check(model, expected)
+
+
+# where a model is distributed, in turn, and the dims on which its data lie
+CASES = [
+    (("data", "y"), [("data", "y")], "y"),
+    (("data", "y"), ["y", "data"], "y"),
+    (("data", "y"), ["y", "data"], "data"),
+    (("a", "b", "c"), [("a", "b", "c")], ("a", "c")),
+    (("a", "b", "c"), [("b", "c"), "a"], ("b", "c")),
+]
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("end", [lambda loss: loss.backward(), lambda loss: loss.to_local().backward()])
+@pytest.mark.parametrize("change", [lambda model: model, frozen])
+def test_data_on_some_dims_of_the_mesh(case, end, change):
+    names, where, used = case
+    mesh = ms.init_mesh((-1,) * len(names), names)
+    part = mesh[used]
+    others = WORLD.size // part.size
+
+    def run(x):
+        model = change(Net())
+        for dims in where:
+            ms.distribute_module(model, mesh[dims])
+        for _ in range(2):
+            end(loss_of(model(shard(x, part))))
+        return model
+
+    x, expected = batches(1)[0], change(Net())
+    (2 * loss_of(expected(x))).backward()
+    check(run(x), expected)  # the same on all ranks: it is right
+    if others > 1:
+        with pytest.raises(ms.DesyncError, match="gradients differ between ranks"):
+            run(batches(1, seed=min(part.comm.allgather(WORLD.rank)))[0])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("change", [lambda model: model, frozen])
+def test_plain_batches(change):
+    mesh = ms.init_mesh((-1,))
+    x, expected = batches(1)[0], change(Net())
+    loss_of(expected(x)).backward()
+    model = change(ms.distribute_module(Net(), mesh))
+    loss_of(model(x)).backward()
+    check(model, expected)
+    with pytest.raises(ms.DesyncError, match="DistributedDataParallel"):
+        loss_of(model(batches(1, seed=WORLD.rank)[0])).backward()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_frozen_parameter_that_thaws():
+    mesh = ms.init_mesh((-1,))
+    model = ms.distribute_module(frozen(Net()), mesh)
+    loss_of(model(batches(1)[0])).backward()
+    model.a.requires_grad_()
+    for p in model.parameters():
+        p.grad = None
+    model.b.requires_grad_(False)
+    model.scale.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    with pytest.raises(ms.DesyncError, match=r"a\.weight"):
+        loss_of(model(batches(1, seed=WORLD.rank)[0])).backward()
+
+
+@pytest.mark.ranks(3, 4)
+def test_the_odd_rank_is_named():
+    mesh = ms.init_mesh((-1,))
+    model = ms.distribute_module(Net(), mesh)
+    with pytest.raises(ms.DesyncError, match="rank 2 unlike the others"):
+        loss_of(model(batches(1, seed=int(WORLD.rank == 2))[0])).backward()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_debug_compares_parameters(monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", True)
+    mesh = ms.init_mesh((-1,))
+    model, x = ms.distribute_module(Net(), mesh), shard(batches(1)[0], mesh)
+    loss_of(model(x)).backward()
+    with torch.no_grad():
+        model.norm.bias.add_(1e-3 * WORLD.rank)
+    with pytest.raises(ms.DesyncError, match=r"parameters differ between ranks: norm\.bias"):
+        sum(loss_of(model(x)) for _ in range(2)).backward()
+
+
+def test_a_copy_is_a_model_of_its_own():
+    mesh = ms.init_mesh((-1,))
+    model = copy.deepcopy(ms.distribute_module(Net(), mesh))
+    loss_of(model(batches(1, seed=WORLD.rank)[0])).backward()

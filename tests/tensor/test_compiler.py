@@ -1,0 +1,77 @@
+"""torch.compile of what meets shards runs it eagerly; traces and exports raise, once and clearly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mpishard as ms
+from mpishard.tensor import compiler
+from tests.compare import WORLD, gathered, mesh_of, shard
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv1d(3, 1, 3, padding=1)).double()
+
+
+def values():
+    return torch.rand(1, 2, 3 * WORLD.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def in_place(m):
+    m.compile(backend="eager")
+    return m
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda m: torch.compile(m, backend="eager"),
+        lambda m: torch.compile(m, backend="eager", fullgraph=True),
+        lambda m: torch.compile(lambda x: m(x) * 1, backend="eager"),
+        lambda m: torch.compile(backend="eager")(lambda x: m(x) + 0),
+        in_place,
+    ],
+)
+def test_compile_runs_eagerly(compiled, monkeypatch):
+    monkeypatch.setattr(compiler, "_warned", False)
+    m, reference = model(), model()
+    run = compiled(m)
+    x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)], requires_grad=True)
+    with pytest.warns(UserWarning, match="runs eagerly") as warned:
+        again = [run(x), run(x)][1]
+    assert len(warned) == 1
+    expected = reference(values())
+    torch.testing.assert_close(gathered(again), expected)
+    again.square().mean().backward()
+    expected.square().mean().backward()
+    for p, q in zip(m.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    if isinstance(run, nn.Module):
+        assert run.state_dict().keys()
+        run.train(False)
+        assert not m.training
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        torch.jit.trace,
+        lambda m, x: torch.jit.trace(m, (x,), strict=False),
+        lambda m, x: torch.export.export(m, (x,)),
+        lambda m, x: torch.export.export(m, args=(), kwargs={"input": x}),
+    ],
+)
+def test_traces_are_refused(export):
+    x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
+    with pytest.raises(ms.UnsupportedOperationError, match=r"torch\.\w+\.\w+ with ShardTensors"):
+        export(model(), x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_model_says_what_to_call():
+    traced = torch.jit.trace(model(), values())
+    with pytest.raises(ms.NoShardingRule, match="call the model that it was made of"):
+        traced(shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)]))

@@ -1,0 +1,181 @@
+"""Plain tensors taken out of ShardTensors: their gradients are those of one process, or it raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import wrap_torch_function
+
+import mpishard as ms
+from tests.compare import WORLD, gathered, mesh_of, mesh_shapes, shard
+
+N = 7
+
+
+def values(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def inside(x, y):
+    return (x[:, None] - y).square().sum(-1).amin(1)
+
+
+@wrap_torch_function(lambda x, y: (x, y))
+def nearest(x, y):
+    return inside(x, y)
+
+
+@wrap_torch_function(lambda x, y: (x, y))
+def composed(x, y):
+    return inside(x, y)
+
+
+@wrap_torch_function(lambda x, y: (x, y))
+def total(x, y):
+    return inside(x, y).sum()
+
+
+@ms.implements(nearest)
+def _(x, y):
+    return ms.ShardTensor(inside(x.to_local(), y.full_tensor()), rows(x), x.mesh)
+
+
+@ms.implements(composed)
+def _(x, y):
+    return inside(x, y.full_tensor())  # torch functions of a ShardTensor and a plain one
+
+
+@ms.implements(total)
+def _(x, y):
+    found = inside(x.to_local(), y.redistribute([ms.Replicate()] * x.mesh.ndim).to_local()).sum()
+    found = ms.all_reduce(found, x.mesh, x.layout.sharded_mesh_dims, replicated=True)
+    return ms.ShardTensor.from_local(found, x.mesh, [ms.Replicate()] * x.mesh.ndim)
+
+
+def rows(x):
+    """The layout of a result with one number per row."""
+    return x.detach().sum(1).layout
+
+
+def layouts():
+    for shape in mesh_shapes(2):
+        some = [ms.Shard(0), ms.Replicate()]
+        choices = [[p] for p in some] if len(shape) == 1 else [[p, q] for p in some for q in some]
+        for mine in choices:
+            for theirs in choices:
+                yield mesh_of(shape), mine, theirs
+
+
+def check(f, end=lambda out: (out * torch.arange(1.0, out.numel() + 1).reshape(out.shape)).sum().backward()):
+    for mesh, mine, theirs in layouts():
+        found = []
+        for where in (None, mesh):
+            x = shard(values(N, 2), mesh, mine if where else None, requires_grad=True)
+            y = shard(values(N + 2, 2), mesh, theirs if where else None, requires_grad=True)
+            end(f(x, y * 1.5) + 0)
+            found.append([gathered(x.grad), gathered(y.grad)])
+        for expected, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, msg=lambda m, a=mine, b=theirs: f"{a} {b}: {m}")
+
+
+@pytest.mark.parametrize("rule", [nearest, composed, total])
+def test_a_rule_that_gathers(rule):
+    check(rule)
+
+
+def test_a_rule_of_a_tensor_with_itself():
+    for mesh, placements, _ in layouts():
+        whole = values(N, 2).requires_grad_()
+        x = shard(values(N, 2), mesh, placements, requires_grad=True)
+        for t in (whole, x):
+            nearest(t, t * 2).square().sum().backward()
+        torch.testing.assert_close(gathered(x.grad), whole.grad)
+
+
+def test_without_a_rule():
+    def f(x, y):
+        if not isinstance(x, ms.ShardTensor):
+            return inside(x, y)
+        return ms.ShardTensor.from_local(inside(x.to_local(), y.full_tensor()), x.mesh, x.placements)
+
+    check(f)
+
+
+def test_a_whole_loss():
+    check(lambda x, y: inside(*(t.full_tensor() if isinstance(t, ms.ShardTensor) else t for t in (x, y))))
+
+
+def mesh_1d():
+    return mesh_of((WORLD.size,))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_loss_of_blocks():
+    mesh = mesh_1d()
+    x, y = (shard(values(*shape), mesh, [ms.Shard(0)], requires_grad=True) for shape in ((N, 2), (N + 2, 2)))
+    with pytest.raises(ms.DesyncError, match="grad_placements"):
+        inside(x.to_local(), y.full_tensor()).sum().backward()
+    whole = [values(N, 2).requires_grad_(), values(N + 2, 2).requires_grad_()]
+    inside(*whole).sum().backward()
+    x.grad = y.grad = None
+    inside(x.to_local(), y.full_tensor(grad_placements=[ms.Partial()])).sum().backward()
+    for t, expected in zip((x, y), whole):
+        torch.testing.assert_close(gathered(t.grad), expected.grad)
+
+
+@pytest.mark.parametrize("placement", [ms.Shard(0), ms.Replicate(), ms.Partial()])
+def test_grad_placements(placement):
+    """Of cotangents that are parts of a sum, and of the same one."""
+    mesh = mesh_1d()
+    full = values(N, 2)
+    for given, factor in ((ms.Partial(), WORLD.size), (ms.Replicate(), 1)):
+        x = shard(full, mesh, [ms.Replicate() if placement.is_partial() else placement], requires_grad=True)
+        y = (x * 1).redistribute([placement])
+        c = values(N, 2)
+        (y.full_tensor(grad_placements=[given]) * c).sum().backward()
+        torch.testing.assert_close(gathered(x.grad), factor * c)
+        if placement != ms.Shard(0):
+            x.grad = None
+            if not placement.is_partial():
+                ((x * 1).to_local(grad_placements=given) * c).sum().backward()
+                torch.testing.assert_close(gathered(x.grad), factor * c)
+        else:
+            x.grad = None
+            (x.to_local(grad_placements=[placement]) * 3).sum().backward()
+            torch.testing.assert_close(gathered(x.grad), torch.full((N, 2), 3.0, dtype=torch.float64))
+
+
+def test_of_second_order():
+    mesh = mesh_1d()
+
+    def f(x):
+        whole = x.full_tensor(grad_placements=[ms.Partial()]) if isinstance(x, ms.ShardTensor) else x
+        mine = x.to_local() if isinstance(x, ms.ShardTensor) else x
+        out = (mine[:, None] * whole).square().sum((1, 2))
+        return ms.ShardTensor.from_local(out, x.mesh, x.placements) if isinstance(x, ms.ShardTensor) else out
+
+    found = []
+    for x in (values(N, 2).requires_grad_(), shard(values(N, 2), mesh, [ms.Shard(0)], requires_grad=True)):
+        (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        found.append([gathered(t) for t in (g, *torch.autograd.grad((g**3).sum(), x))])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_does_not_fit():
+    x = shard(values(N, 2), mesh_1d(), [ms.Shard(0)], requires_grad=True)
+    for bad in ([ms.Shard(0)], [ms.Partial(), ms.Partial()]):
+        with pytest.raises(ms.LayoutError):
+            x.full_tensor(grad_placements=bad)
+    for bad in (ms.Partial(), ms.Replicate(), ms.Shard(1)):
+        with pytest.raises(ms.LayoutError, match="grad_placements do not fit"):
+            x.to_local(grad_placements=bad)
+
+
+def test_the_loss_of_a_block_is_one_term_of_a_sum():
+    x, y = (shard(t, mesh_1d(), [ms.Shard(0)], requires_grad=True) for t in values(2, 4 * WORLD.size, 3))
+    F.mse_loss(x.to_local(), y.to_local()).backward()
+    of_blocks, x.grad = gathered(x.grad), None
+    F.mse_loss(x, y).backward()
+    torch.testing.assert_close(of_blocks, WORLD.size * gathered(x.grad))
