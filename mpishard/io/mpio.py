@@ -20,10 +20,11 @@ from mpishard.comm import guard
 from mpishard.comm.hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.block import Block
-from mpishard.io.file import Path, empty, import_h5py, no_room, not_opened
+from mpishard.io.file import empty, import_h5py, no_room, not_opened
 from mpishard.io.form import begun, create, grow, step_of
 from mpishard.io.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
 from mpishard.io.journal import Journal, taken_back
+from mpishard.io.trust import Path
 from mpishard.layout.slab import Box
 
 # Below the 2 GiB that MPI's file layers count.

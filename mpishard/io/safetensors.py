@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.dtype import NUMPY
 from mpishard.io.folder import flush
 from mpishard.io.snapshot import gives, stored_dtype, the_mesh
+from mpishard.io.trust import fresh, told
 from mpishard.layout import Layout
 from mpishard.layout.slab import slabs
 from mpishard.tensor.operand import on_mesh
@@ -96,7 +98,7 @@ def export_safetensors(
             header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     except MpishardError as e:
         error = e
-    guard.agree(group.comm, error, f"export_safetensors {header}")
+    guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}")
     target = None
     try:
         if group.rank == 0:
@@ -145,7 +147,7 @@ class _Target:
 
     def __init__(self, path: Path, header: dict[str, Any], nbytes: int) -> None:
         self.path = path
-        self.partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
         self.header = header
         self.nbytes = nbytes
         self.start = 0
@@ -156,7 +158,7 @@ class _Target:
         text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
         self.start = 8 + len(text)
         try:
-            with open(self.partial, "wb") as file:
+            with fresh(self.partial) as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.flush()
                 if self.nbytes:
