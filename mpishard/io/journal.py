@@ -10,7 +10,6 @@ both are regular files of this user's own with no other name, and only by a jour
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mpishard.errors import FileError, described
-from mpishard.io.trust import fresh, open_own
+from mpishard.io.lock import locked
+from mpishard.io.trust import fresh, has_name, open_own
 
 # of one length: the first becomes the second when all is kept, before the first change
 _BEGUN = b"mpishard undo 2 begun\n"
@@ -30,7 +30,6 @@ _NBYTES = 16 << 20
 _HEAD_NBYTES = 256 << 20
 # how long a reader waits for a step that is being written
 WAIT_S = 20.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 Region = tuple[int, int]
 
@@ -63,7 +62,7 @@ class Journal:
         try:
             self._keep(regions)
         except BaseException:
-            if _has_name(self._file, self.journal):
+            if has_name(self._file, self.journal):
                 self.journal.unlink()
             self.close()
             raise
@@ -72,12 +71,12 @@ class Journal:
         end = time.monotonic() + WAIT_S
         while True:
             with contextlib.suppress(BlockingIOError):  # a reader that looks whether somebody writes
-                _locked(self._file)
+                locked(self._file)
                 break
             if time.monotonic() > end:
                 raise _written_to(self.path)
             time.sleep(0.02)
-        if not _has_name(self._file, self.journal):
+        if not has_name(self._file, self.journal):
             raise _written_to(self.path)
         with open_own(self.path, mine=False) as source:
             size = os.fstat(source.fileno()).st_size
@@ -159,14 +158,14 @@ def check_settled(path: str | os.PathLike[str]) -> None:
             raise _refused(path, f"a journal beside it that cannot be opened ({e})", _FIX_FOREIGN) from e
         with open(fd, "rb") as file:
             try:
-                locks = _locked(file, fcntl.LOCK_SH)
+                locks = locked(file, fcntl.LOCK_SH)
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise _written_to(path) from None
             else:
                 # once more: one who begins has made it, and locks it next
                 looks += 1
-                if looks > 2 and _has_name(file, journal):
+                if looks > 2 and has_name(file, journal):
                     got = "a step that was not finished" + (
                         "" if locks else ", or is being written: locks do not work on this file system"
                     )
@@ -203,20 +202,20 @@ def heal(path: str | os.PathLike[str], *, writing: bool = False) -> None:
         while os.path.lexists(journal):
             with open_own(journal) as file:
                 try:
-                    locked = _locked(file)
+                    locks = locked(file)
                 except BlockingIOError:
                     if time.monotonic() > end:
                         raise _written_to(path) from None
                     time.sleep(0.02)
                     continue
-                if not (locked or writing):
+                if not (locks or writing):
                     raise _refused(
                         path,
                         "a step that was not finished, or is being written; locks do not work on this file system",
                         "append to it, or, where no job is writing to it, mpishard.io.heal(path, writing=True)",
                     )
                 # another one's, unless it still has the name
-                if _has_name(file, journal):
+                if has_name(file, journal):
                     if os.path.lexists(path):
                         with open_own(path) as changed:
                             _put_back(path, changed, file)
@@ -250,25 +249,6 @@ def _refused(path: str | os.PathLike[str], got: str, fix: str) -> FileError:
             fix=fix,
         )
     )
-
-
-def _has_name(file: IO[bytes], path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    return False
-
-
-def _locked(file: IO[bytes], how: int = fcntl.LOCK_EX) -> bool:
-    """Lock a journal, or tell that this file system has no locks."""
-    try:
-        fcntl.flock(file.fileno(), how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as e:
-        if e.errno in _NO_LOCKS:
-            return False
-        raise
-    return True
 
 
 def _bytes(source: IO[bytes], regions: Sequence[Region]) -> Iterator[bytes]:

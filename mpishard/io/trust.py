@@ -91,6 +91,13 @@ def fresh(path: Path, *, replace: bool = True) -> IO[bytes]:
     return os.fdopen(os.open(path, flags, 0o666), "w+b")
 
 
+def has_name(file: IO[bytes], path: Path) -> bool:
+    """Tell whether an open file still has its name. Not collective."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+    return False
+
+
 def _opened(path: Path, flags: int) -> IO[bytes]:
     mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
     if not stat.S_ISREG(mode):

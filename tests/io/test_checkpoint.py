@@ -43,6 +43,10 @@ def mesh():
     return mesh_of(mesh_shapes(2)[-1])
 
 
+def listed(folder):
+    return sorted(name for name in os.listdir(folder) if name != ".lock")
+
+
 def same_on_all(error):
     texts = WORLD.allgather(str(error.value))
     assert len(set(texts)) == 1, texts
@@ -242,7 +246,7 @@ def test_anything_but_pickle(mesh, folder):
         with pytest.raises(MpishardError, match="extra") as e:
             ms.io.save_checkpoint(folder, 1, extra=thing, mesh=mesh)
         same_on_all(e)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000000"]
+    assert listed(folder) == ["latest", "step_0000000000"]
 
 
 # -- what is kept
@@ -252,7 +256,7 @@ def test_anything_but_pickle(mesh, folder):
 def test_keep_and_latest(mesh, folder, asynchronous):
     def names():
         WORLD.Barrier()
-        return sorted(os.listdir(folder))
+        return listed(folder)
 
     def save(step, keep=2):
         path = ms.io.save_checkpoint(
@@ -295,7 +299,7 @@ def test_what_a_killed_job_left_goes(mesh, folder):
         ms.io.load_checkpoint(folder, mesh=mesh)
     same_on_all(e)
     ms.io.save_checkpoint(folder, 4, mesh=mesh)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000004"]
+    assert listed(folder) == ["latest", "step_0000000004"]
 
 
 # -- what must be noticed
@@ -495,7 +499,7 @@ def test_ranks_that_save_different_things(mesh, folder):
     with pytest.raises(ms.DesyncError) as e:
         ms.io.save_checkpoint(folder, 0, mesh=mesh, tensors={"a": torch.zeros(2 + WORLD.rank)})
     same_on_all(e)
-    assert not os.listdir(folder)
+    assert not listed(folder)
 
 
 @ASYNCHRONOUS
@@ -528,7 +532,7 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert ms.io.load_checkpoint(folder, mesh=mesh).step == 2
     WORLD.Barrier()
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001", "step_0000000002"]
+    assert listed(folder) == ["latest", "step_0000000001", "step_0000000002"]
     ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous)
     assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].to_local(), x.to_local())
 
@@ -544,7 +548,7 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
     same_on_all(e)
     monkeypatch.undo()
     ms.io.save_checkpoint(folder, 1, mesh=mesh)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001"]
+    assert listed(folder) == ["latest", "step_0000000001"]
 
 
 def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
