@@ -17,7 +17,7 @@ from mpishard.io import folder as folder_of
 from mpishard.io.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.restore import Checkpoint, Wanted, apply, restored
 from mpishard.io.snapshot import Snapshot, snapshot, storable
-from mpishard.io.trust import told
+from mpishard.io.trust import absolute, told
 from mpishard.io.write import write
 
 
@@ -101,7 +101,7 @@ def save_checkpoint(
             # versions of the modules, which torch hangs on the dict
             state["metadata"] = getattr(state["model"], "_metadata", {})
         state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
-        taken = snapshot(Path(os.path.abspath(path)), step, keep, mesh, rng, state)
+        taken = snapshot(absolute(path), step, keep, mesh, rng, state)
     except MpishardError as e:
         error = e
     # without one it is not known who the other ranks are
@@ -230,7 +230,9 @@ def load_checkpoint(
     """
     error: MpishardError | None = None
     wanted: Wanted | None = None
+    folder = Path()
     try:
+        folder = absolute(path)
         wanted = Wanted.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
     except MpishardError as e:
         error = e
@@ -243,7 +245,6 @@ def load_checkpoint(
     signature = "" if wanted is None else wanted.signature()
     guard.agree(group.comm, error, f"load_checkpoint {told(path)} step={step} fallback={fallback} {signature}")
     assert wanted is not None
-    folder = Path(os.path.abspath(path))
     finish(folder)
     names: list[str] = []
     if group.rank == 0:

@@ -109,7 +109,13 @@ class Dataset(data.Dataset[Any]):
             error = e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
             error = damaged(path, name, e)
-        guard.agree(self._comm, error, signature)
+        try:
+            guard.agree(self._comm, error, signature)
+        except MpishardError:
+            # open, a file that is damaged would be found as it is now by who opens it when it is mended
+            if self._file is not None:
+                self._file.close()
+            raise
         self.sample_shape = self.shape[1:]
         self.dtype = self._part.dtype
         self._lock = threading.Lock()

@@ -121,12 +121,12 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
     FileError
         There is none of that name (the text lists those that are there), or it leads out of the file.
     """
-    h5py = import_h5py()
     try:
-        dataset = file.get(name) if external else _followed(file, path, name)
-        if isinstance(dataset, h5py.Dataset):
-            if not external:
-                _check_storage(dataset, path, name)
+        dataset = _resolved(file, path, name, external)
+        if dataset is not None:
+            if _grows(dataset):
+                # HDF5 opens its sources to tell how long it is
+                check_sources(dataset, path, external=external)
             if dataset.shape is not None and max(dataset.shape, default=0) <= _MOST_CELLS:
                 return dataset
     except MpishardError:
@@ -141,6 +141,26 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
             fix="name a dataset of the file",
         )
     )
+
+
+def _resolved(file: Any, path: Path, name: str, external: bool) -> Any:
+    """Return a dataset, None where there is none of that name."""
+    dataset = file.get(name) if external else _followed(file, path, name)
+    if not isinstance(dataset, import_h5py().Dataset):
+        return None
+    plist = dataset.id.get_create_plist()
+    if not external and plist.get_external_count():
+        raise _outside(path, name, f"cells in {shown(dataset.external[0][0])}, which is no HDF5 file")
+    return dataset
+
+
+def _grows(dataset: Any) -> bool:
+    """Tell whether a virtual dataset is as long as its sources."""
+    plist = dataset.id.get_create_plist()
+    if not dataset.is_virtual or not plist.get_virtual_count():
+        return False
+    unlimited = import_h5py().h5s.UNLIMITED
+    return any(n in (None, unlimited) for n in plist.get_virtual_vspace(0).get_simple_extent_dims(True))
 
 
 def _followed(file: Any, path: Path, name: str) -> Any:
@@ -172,11 +192,6 @@ def _followed(file: Any, path: Path, name: str) -> Any:
             node = file["/"]
         left += link.path.split("/")[::-1]
     return node
-
-
-def _check_storage(dataset: Any, path: Path, name: str) -> None:
-    if dataset.id.get_create_plist().get_external_count():
-        raise _outside(path, name, f"cells in {shown(dataset.external[0][0])}, which is no HDF5 file")
 
 
 def _names(file: Any) -> str:
@@ -255,7 +270,9 @@ def _check_sources(
         if (at, name) not in known:
             # closed again: HDF5 does not open a file twice in two ways, and says nothing
             with contextlib.nullcontext(dataset.file) if file_name == "." else opened(at) as file:
-                source, deeper = found(file, at, name, external=external), 0
+                source, deeper = _resolved(file, at, name, external), 0
+                if source is None:
+                    found(file, at, name)  # raises
                 if source.is_virtual:
                     deeper = _check_sources(source, at, None, external, (*above, own), known)
                 known[at, name] = 1 + deeper

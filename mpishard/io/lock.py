@@ -66,21 +66,30 @@ def hold(folder: Path) -> None:
     while file is None or not has_name(file, path):
         if file is not None:
             file.close()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
+        file = _taken(path, folder)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as note:
+        note.truncate()
+        note.write(json.dumps(_me()).encode() + b"\n")
+    _held[key] = file
+
+
+def _taken(path: Path, folder: Path) -> IO[bytes]:
+    # for reading: a file that is open for writing keeps a file system from being unmounted or made read-only
+    for way in (os.O_RDONLY, os.O_RDWR):
+        flags = way | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.fdopen(os.open(path, flags, 0o666), "rb")
         try:
             there = os.fstat(file.fileno())
             if not stat.S_ISREG(there.st_mode) or there.st_nlink > 1:
                 raise OSError(f"{path} is no lock, but a file of another kind, or with another name")
             _take(file, folder)
-        except BaseException:
+        except OSError as e:
             file.close()
-            raise
-    file.truncate(0)
-    file.seek(0)
-    file.write(json.dumps(_me()).encode() + b"\n")
-    file.flush()
-    _held[key] = file
+            if e.errno != errno.EBADF:  # of NFS, which locks only what may be written to
+                raise
+        else:
+            return file
+    raise OSError(f"{path} cannot be locked")
 
 
 def _take(file: IO[bytes], folder: Path) -> None:

@@ -23,7 +23,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.dtype import NUMPY
 from mpishard.io.folder import flush
 from mpishard.io.snapshot import gives, stored_dtype, the_mesh
-from mpishard.io.trust import fresh, told
+from mpishard.io.trust import absolute, check_replaceable, fresh, told
 from mpishard.layout import Layout
 from mpishard.layout.slab import slabs
 from mpishard.tensor.operand import on_mesh
@@ -90,8 +90,9 @@ def export_safetensors(
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+    end, own = 0, Path()
     try:
+        own = absolute(path)
         for name, x in state.items():
             _check(name, x)
             begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
@@ -102,7 +103,7 @@ def export_safetensors(
     target = None
     try:
         if group.rank == 0:
-            target = _Target(Path(path), header, end)
+            target = _Target(own, header, end)
             error = target.open()
         guard.agree(group.comm, error)
         for name, x in state.items():
@@ -158,6 +159,7 @@ class _Target:
         text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
         self.start = 8 + len(text)
         try:
+            check_replaceable(self.path)
             with fresh(self.partial) as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.flush()

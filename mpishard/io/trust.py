@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import resource
 import stat
 from functools import lru_cache
@@ -40,6 +41,17 @@ def check_regular(path: Path) -> None:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise OSError(kind_of(mode))
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise OSError where a file that is written would take the place of a pipe, a device or a folder.
+
+    Not collective. A link is replaced, not followed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(f"{os.fspath(path)} is {kind_of(mode)}")
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -126,6 +138,32 @@ def told(path: Any) -> str:
         return os.path.abspath(os.fspath(path))
     except (TypeError, ValueError):
         return repr(path)
+
+
+def absolute(path: Any) -> pathlib.Path:
+    """Return a path that can be one.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        It is of another type, or has a NUL in it.
+    """
+    try:
+        text = os.fspath(path)
+        if not isinstance(text, str) or "\0" in text:
+            raise ValueError("no path")
+        return pathlib.Path(os.path.abspath(text))
+    except (TypeError, ValueError):
+        raise FileError(
+            described(
+                f"{shown(path)} is no path",
+                expected="a str or a pathlib.Path, without NUL",
+                got=shown(path),
+                fix="give one",
+            )
+        ) from None
 
 
 def shown(text: Any) -> str:

@@ -23,7 +23,7 @@ from mpishard.io.job import FAILURES, Job
 from mpishard.io.journal import heal
 from mpishard.io.mpio import write_mpio
 from mpishard.io.root import write_root
-from mpishard.io.trust import open_own, told
+from mpishard.io.trust import absolute, check_replaceable, open_own, told
 from mpishard.io.virtual import prune, write_virtual
 from mpishard.io.vtkhdf import write_vtkhdf
 from mpishard.io.xdmf import write_xdmf
@@ -147,13 +147,14 @@ def write(
     choice = form = own = None
     exists = False
     try:
-        own = Path(os.path.abspath(path))
+        own = absolute(path)
         import_h5py()
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         nbytes = sum(_nbytes(x) for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
         signature += f" through {choice.name}"
         if group.rank == 0:
+            check_replaceable(own)
             heal(own, writing=True)
             if append is not None:
                 exists = _may_append(own)
