@@ -295,7 +295,9 @@ class _Info:
             shape, self.dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
             self.sharded, self.sums = told["sharded"], told["checksums"]
             counts = all(type(n) is int and 0 <= n < 1 << 60 for n in shape) and len(shape) <= 32
-            dims = self.sharded is None or all(d is None or type(d) is int for d in self.sharded)
+            dims = self.sharded is None or all(
+                d is None or (type(d) is int and 0 <= d < len(shape)) for d in self.sharded
+            )
             right = counts and dims and isinstance(name, str) and isinstance(self.sums, str)
         except (KeyError, TypeError) as e:
             raise damaged(path, f"what it says of {shown(name)} cannot be understood ({e!r})") from e

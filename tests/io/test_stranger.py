@@ -157,7 +157,9 @@ def test_sizes_that_there_is_no_memory_for(mesh, folder):
 
     on_root(make)
     for name in ("flat", "cut"):
-        refused(mesh, at, name, "does not fit into memory")
+        with pytest.raises(FileError, match="does not fit into memory") as e:
+            ms.io.read(at, name, mesh, HALVES)
+        same_on_all(e)
         # a part of it is what is stored: nothing
         x = ms.io.read(at, name, mesh, HALVES, select=(slice(7, 12), slice(0, 1 << 24, 1 << 20)))
         assert not x.full_tensor().any()
@@ -191,14 +193,12 @@ def test_types_that_torch_has_not(mesh, folder):
                 "wide": np.longdouble,
             }.items():
                 f.create_dataset(name, (4, 6), dtype)
-            space = h5py.h5s.create_simple((4, 6))
-            bits = h5py.h5t.STD_B8LE.copy()
-            h5py.h5d.create(f.id, b"bits", bits, space)
+            h5py.h5d.create(f.id, b"time", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((4, 6)))
             f["none"] = h5py.Empty("f4")
             f["type"] = np.dtype("f4")
 
     on_root(make)
-    for name in ("record", "text", "short", "ragged", "reference", "region", "opaque", "array", "wide", "bits"):
+    for name in ("record", "text", "short", "ragged", "reference", "region", "opaque", "array", "wide", "time"):
         refused(mesh, at, name, "dtype that torch and HDF5 do not share")
     for name in ("none", "type", "../a", "x\0y", "", "/", ".", "x" * 100_000, "\udc80", 3, None, b"record"):
         refused(mesh, at, name, "no dataset")
