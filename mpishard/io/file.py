@@ -378,7 +378,7 @@ def damaged(path: Path, name: str, e: Exception) -> FileError:
     """Return the error for a dataset whose cells cannot be read. Not collective."""
     return FileError(
         described(
-            f"read: cannot read {name!r} of {os.fspath(path)!r}",
+            f"read: cannot read {shown(name)} of {os.fspath(path)!r}",
             expected="the whole dataset in the file",
             got=f"{type(e).__name__}: {e}",
             fix="check that the file is complete",
