@@ -153,6 +153,7 @@ def commit(partial: Path, step: int, keep: int | None) -> Path:
 def _drop(folder: Path, name: str) -> None:
     # first out of sight: half a checkpoint must not have a checkpoint's name
     hidden = folder / f".{name}.old"
+    _listed.pop(folder / name, None)
     try:
         os.rename(folder / name, hidden)
         _remove(hidden)
@@ -169,10 +170,18 @@ def _point(folder: Path, lines: list[str]) -> None:
     flush(folder)
 
 
+# the files of checkpoints whose state was read once: it may be long
+_listed: dict[Path, tuple[tuple[int, ...], dict[str, int]]] = {}
+
+
 def is_whole(checkpoint: Path) -> bool:
     """Tell whether a checkpoint has its state, and all files that it was saved with, in full. Not collective."""
     try:
-        files = read_state(checkpoint).get("files", {})
+        there = os.lstat(checkpoint / STATE)
+        state = (there.st_ino, there.st_size, there.st_mtime_ns)
+        if _listed.get(checkpoint, ((), {}))[0] != state:
+            _listed[checkpoint] = (state, read_state(checkpoint).get("files", {}))
+        files = _listed[checkpoint][1]
         return all(os.lstat(checkpoint / name).st_size == nbytes for name, nbytes in files.items())
     except (OSError, AttributeError, TypeError, ValueError):
         return False
