@@ -90,6 +90,7 @@ def _read(raw: bytes, is_known: Callable[[Name], bool]) -> Any:
         items, stack = stack, below.pop()
         return items
 
+    arg: Any
     for opcode, arg, _ in pickletools.genops(raw):
         op = opcode.name
         if op in _VALUES:

@@ -422,7 +422,7 @@ def check_fits(path: Path, taken: dict[str, Any], wanted: Wanted) -> None:
     if isinstance(wanted.optimizer, torch.optim.Optimizer):
         # its own checks, on a copy that shares all but what is loaded
         trial: Any = object.__new__(type(wanted.optimizer))
-        hooks = {k: OrderedDict() for k in vars(wanted.optimizer) if k.endswith("_post_hooks")}
+        hooks: dict[str, Any] = {k: OrderedDict() for k in vars(wanted.optimizer) if k.endswith("_post_hooks")}
         vars(trial).update(vars(wanted.optimizer) | hooks)
         trial.load_state_dict(taken["optimizer"])
     if wanted.scheduler is not None:
