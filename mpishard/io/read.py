@@ -135,7 +135,7 @@ def read(
         try:
             file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
             dataset = found(file, path, name, external=external)
-            if dataset.is_virtual and choice.name == "mpio":
+            if (dataset.is_virtual or dataset.external) and choice.name == "mpio":
                 choice = choose_reading(mesh, backend, virtual=True)
                 files.close()
                 dataset = found(files.enter_context(opened(path)), path, name, external=external)
