@@ -15,8 +15,8 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError, MpishardError
-from mpishard.io import folder as folders
-from mpishard.io.inert_pickle import RefusedError, read
+from mpishard.io.checkpoint import folder as folders
+from mpishard.io.foreign.inert_pickle import RefusedError, read
 from tests.io.files import WORLD, on_root, same_on_all, sharded, values
 
 HALVES = (ms.Shard(0), ms.Shard(1))
