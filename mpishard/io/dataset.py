@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -17,7 +18,8 @@ from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
 from mpishard.io.file.hyperslab import Block
-from mpishard.io.file.open import Path, check_sources, damaged, found, opened
+from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
+from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, part_of
 from mpishard.layout import Layout, Replicate, Shard, as_placements, layout_of
 from mpishard.tensor import ShardTensor, wrap
@@ -30,7 +32,7 @@ class Dataset(data.Dataset[Any]):
 
     Parameters
     ----------
-    path, name, mesh, dtype, device, multiple, decode
+    path, name, mesh, dtype, device, multiple, decode, external
         As of `read`.
     placements
         Of one sample, that is of ``ds[t]``: the dataset's dims without the first.
@@ -69,6 +71,7 @@ class Dataset(data.Dataset[Any]):
         sizes: Mapping[int, Sequence[int]] | None = None,
         multiple: int = 1,
         decode: bool = False,
+        external: bool = False,
     ) -> None:
         self.path, self.name, self.mesh = path, name, mesh
         self.device = torch.device(mesh.device if device is None else device)
@@ -76,10 +79,10 @@ class Dataset(data.Dataset[Any]):
         self._pid = os.getpid()
         self._file: Any = None
         error: MpishardError | None = None
-        signature = f"io.Dataset {name}"
+        signature = f"io.Dataset {shown(name)} of {told(path)}, external={external}"
         try:
             self._file = opened(path)
-            self._dataset = found(self._file, path, name)
+            self._dataset = found(self._file, path, name, external=external)
             self.shape = tuple(self._dataset.shape)
             if not self.shape:
                 raise LayoutError(
@@ -98,12 +101,21 @@ class Dataset(data.Dataset[Any]):
                 self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
             )
             self._window: Window = self._part.window(mesh)
-            check_sources(self._dataset, path, self._part.layout.box(mesh.coords))
+            check_sources(self._dataset, path, self._part.layout.box(mesh.coords), external=external)
+            check_chunks(self._dataset, name)
             self._local = self._window.shape[1:]
             signature += f" {self._part!r}"
         except MpishardError as e:
             error = e
-        guard.agree(self._comm, error, signature)
+        except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
+            error = damaged(path, name, e)
+        try:
+            guard.agree(self._comm, error, signature)
+        except MpishardError:
+            # open, a file that is damaged would be found as it is now by who opens it when it is mended
+            if self._file is not None:
+                self._file.close()
+            raise
         self.sample_shape = self.shape[1:]
         self.dtype = self._part.dtype
         self._lock = threading.Lock()
@@ -121,7 +133,7 @@ class Dataset(data.Dataset[Any]):
 
     def batch(self, indices: Sequence[int]) -> ShardTensor:
         """Return some samples along a new first dim that is not sharded. Collective."""
-        return _tensor(self, self._fetched(list(indices)), False)
+        return _tensor(self, self._fetched(indices if isinstance(indices, range) else list(indices)), False)
 
     def __iter__(self) -> Iterator[ShardTensor]:
         """Give every sample in order, reading two ahead in a thread. Collective, step by step."""
@@ -149,7 +161,7 @@ class Dataset(data.Dataset[Any]):
             )
         )
 
-    def _fetched(self, indices: list[int], mesh_dim: int | None = None) -> _Fetched:
+    def _fetched(self, indices: Sequence[int], mesh_dim: int | None = None) -> _Fetched:
         """Read the local blocks of some samples: file reading only, no MPI, from any thread.
 
         Along ``mesh_dim`` the ranks share the samples.
@@ -168,6 +180,7 @@ class Dataset(data.Dataset[Any]):
                         fix="use mpishard.io.Loader, which reads ahead in a thread",
                     )
                 )
+            check_memory(len(indices) * math.prod(self._local) * self.dtype.itemsize, f"samples of {self.name!r}")
             out = host_tensor((len(indices), *self._local), self.dtype, self.device)
             first, *rest = self._part.axes
             runs = self._window.runs[1:]
@@ -179,7 +192,7 @@ class Dataset(data.Dataset[Any]):
             return _Fetched(item, out, None)
         except MpishardError as e:
             return _Fetched(item, None, e)
-        except (OSError, RuntimeError, ValueError) as e:
+        except Exception as e:  # noqa: BLE001
             return _Fetched(item, None, damaged(self.path, self.name, e))
 
     def _batched(self, count: int, mesh_dim: int | None) -> Layout:
@@ -192,7 +205,7 @@ class Dataset(data.Dataset[Any]):
 class _Fetched(NamedTuple):
     """What a rank has read of an item: of the samples ``indices``, those that it holds."""
 
-    indices: list[int]
+    indices: Sequence[int]
     local: Tensor | None
     error: MpishardError | None
 
@@ -349,20 +362,23 @@ class Loader:
         if self._current is not None:  # broken off
             self.epoch, self._position = self.epoch + 1, 0
         self._current = token = object()
-        order = list(range(len(own[0])))
+        # a range, of what a file calls its length, takes no memory
+        order: Sequence[int] = range(len(own[0]))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            check_memory(64 * len(order), "Loader: the order of the samples")
             order = torch.randperm(len(order), generator=generator).tolist()
-        b = self.batch_size or 1
-        items = [order[i * b : (i + 1) * b] for i in range(len(self))]
-        return self._steps(own, items[self._position :], token)
+        return self._steps(own, order, self._position, token)
 
-    def _steps(self, own: list[Dataset], items: list[list[int]], token: object) -> Iterator[Any]:
+    def _steps(self, own: list[Dataset], order: Sequence[int], first: int, token: object) -> Iterator[Any]:
         ready: queue.Queue[list[_Fetched]] = queue.Queue(self.prefetch)
         stop = threading.Event()
+        count = len(self)
 
         def work() -> None:
-            for item in items:
+            b = self.batch_size or 1
+            for i in range(first, count):
+                item = list(order[i * b : (i + 1) * b])
                 got = [ds._fetched(item, self._batch_dim) for ds in own]
                 while not stop.is_set():
                     try:
@@ -376,7 +392,7 @@ class Loader:
         thread = threading.Thread(target=work, name="mpishard-read-ahead", daemon=True)
         thread.start()
         try:
-            for _ in items:
+            for _ in range(first, count):
                 single = self.batch_size is None
                 tensors = [_tensor(ds, got, single, self._batch_dim) for ds, got in zip(own, ready.get())]
                 item = _like(self.datasets, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.io.backend.choice import Choice, choose_reading, tell
 from mpishard.io.backend.mpio import opened_together, read_mpio
 from mpishard.io.file.cf import Decoding, decoding_of
-from mpishard.io.file.dtype import torch_dtype
+from mpishard.io.file.dtype import stored_type, torch_dtype
 from mpishard.io.file.hyperslab import Block
-from mpishard.io.file.open import Path, check_sources, damaged, found, import_h5py, opened, unreadable
+from mpishard.io.file.open import check_chunks, check_sources, damaged, found, import_h5py, opened, unreadable
 from mpishard.io.file.selection import Axis, selected
+from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
 from mpishard.tensor import wrap
 
@@ -42,6 +44,7 @@ def read(
     mode: str | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
+    external: bool = False,
 ) -> Any:
     """Read a dataset of an HDF5 (or netCDF-4) file, each rank its own block and nothing else.
 
@@ -50,7 +53,7 @@ def read(
     Parameters
     ----------
     path
-        The file; every rank opens it.
+        The file; every rank opens it, by the same path. It may be a stranger's: see ``external``.
     name
         Name of the dataset, with its groups: ``"fields/temperature"``.
     mesh, placements
@@ -81,6 +84,9 @@ def read(
         ``"mpio"`` to read collectively through MPI-IO, ``"root"`` or ``"virtual"`` for each rank on its own;
         None: MPI-IO where it works (see `choose_backend`). Parts that overlap (a halo, a replicated dim) are
         always read by each rank on its own.
+    external
+        Whether the dataset may lie outside: in files of other folders, behind links to other files, or in raw
+        files. Without it such a dataset is an error: who made the file could have any file of yours read.
 
     Returns
     -------
@@ -90,7 +96,8 @@ def read(
     Raises
     ------
     FileError
-        The file or the dataset is missing or damaged, or a part of a virtual dataset is.
+        The file or the dataset is missing or damaged, or a part of a virtual dataset is; it leads out of its
+        folder, is no regular file, was left in the middle of a step (see `heal`), or does not fit into memory.
     LayoutError
         Placements, a selection, a halo or a buffer that do not fit the dataset.
     UnsupportedDtypeError
@@ -119,17 +126,19 @@ def read(
             error = unreadable(path)
     except MpishardError as e:
         error = e
-    guard.agree(group.comm, error, f"io.read {name} by {choice}")
+    signature = f"io.read {shown(name)} of {told(path)}"
+    # a file that one rank does not see is told as that, where ranks may open files on their own
+    together = choice is not None and choice.name == "mpio"
+    guard.agree(group.comm, error, f"{signature if together else 'io.read'} by {choice}, external={external}")
     assert choice is not None
-    signature = f"io.read {name}"
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
-            dataset = found(file, path, name)
-            if dataset.is_virtual and choice.name == "mpio":
+            dataset = found(file, path, name, external=external)
+            if (dataset.is_virtual or dataset.external) and choice.name == "mpio":
                 choice = choose_reading(mesh, backend, virtual=True)
                 files.close()
-                dataset = found(files.enter_context(opened(path)), path, name)
+                dataset = found(files.enter_context(opened(path)), path, name, external=external)
             part = part_of(
                 dataset,
                 name,
@@ -146,9 +155,12 @@ def read(
             out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
             block = part.block(plan, out)
             if block.pieces:
-                check_sources(dataset, path, _touched(block))
+                check_sources(dataset, path, _touched(block), external=external)
+                check_chunks(dataset, name)
         except MpishardError as e:
             error = e
+        except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
+            error = damaged(path, name, e)
         guard.agree(group.comm, error, signature)
         assert out is not None
         tell(mesh, choice, "read")
@@ -159,7 +171,7 @@ def read(
             try:
                 for _ in block.read(dataset):
                     pass
-            except (OSError, RuntimeError) as e:
+            except Exception as e:  # noqa: BLE001
                 failure = e
     guard.agree(group.comm, None if failure is None else damaged(path, name, failure))
     return wrap(out, part.layout, mesh) if halo is None else out
@@ -235,7 +247,8 @@ def part_of(
             )
         )
     layout = layout_of(mesh.shape, own, shape, sizes, multiple)
-    stored = torch_dtype(dataset.dtype, name)
+    cells = stored_type(dataset, name)
+    stored = torch_dtype(cells, name)
     decoding = decoding_of(dataset, stored) if decode else None
     wanted = dtype or (stored if decoding is None else decoding.dtype)
     if decoding is not None and not wanted.is_floating_point:
@@ -244,7 +257,7 @@ def part_of(
                 f"read: {name!r} decoded", expected="a floating dtype", got=wanted, fix="leave dtype out, or decode"
             )
         )
-    return Part(axes, layout, wanted, dataset.dtype, decoding)
+    return Part(axes, layout, wanted, cells, decoding)
 
 
 def _widths(halo: Halo, layout: Layout, mesh: CartMesh, mode: str | None) -> dict[int, tuple[int, int]]:
@@ -271,6 +284,7 @@ def _buffer(
     shape: tuple[int, ...], dtype: torch.dtype, mesh: CartMesh, device: torch.device | str | None, out: Tensor | None
 ) -> Tensor:
     if out is None:
+        check_memory(math.prod(shape) * dtype.itemsize, "read: this rank's block")
         return torch.empty(shape, dtype=dtype, device=mesh.device if device is None else device)
     if type(out) is not Tensor or tuple(out.shape) != shape or out.requires_grad:
         raise LayoutError(

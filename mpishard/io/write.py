@@ -24,6 +24,7 @@ from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written, noted
 from mpishard.io.file.schema import Form, Variable, checked_dims, chunks_of, extents, named, option
+from mpishard.io.file.trust import absolute, check_replaceable, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import write_xdmf
 from mpishard.tensor import ShardTensor
@@ -77,7 +78,8 @@ def write(
         Name of an unlimited first dim, such as ``"time"``: every dataset gets one step more, the tensor. The
         file is made where there is none; else the step is written into it, and taken back where that fails. A
         job that is killed in the middle of a step leaves a journal (``.NAME.undo``) beside the file: the next call
-        of this library that opens it, or `heal`, puts it back as it was before the step.
+        of `write` for it, or `heal`, puts it back as it was before the step; until then reading it is an error. It
+        must be a regular file, by its own and only name, whose datasets lie in it.
     chunks
         Chunk shape of the datasets, or True for one that follows the decomposition; without the dim appended
         along. One for all, or name -> chunks.
@@ -137,19 +139,26 @@ def write(
     """
     mesh = _mesh_of(tensors)
     group = mesh.group(tuple(range(mesh.ndim)))
-    own = Path(os.path.abspath(path))
-    told = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
-    signature = f"io.write {'; '.join(told)}, append={append!r}, chunks={chunks!r}, compression={compression!r}"
+    each = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
+    signature = (
+        f"io.write to {told(path)}: {'; '.join(each)}, append={append!r}, chunks={chunks!r}, "
+        f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}"
+    )
     error: MpishardError | None = None
-    choice = form = exists = None
+    choice = form = own = None
+    exists = False
     try:
+        own = absolute(path)
         import_h5py()
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         nbytes = sum(_nbytes(x) for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
         signature += f" through {choice.name}"
         if group.rank == 0:
+            check_replaceable(own)
             heal(own, writing=True)
+            if append is not None:
+                exists = _may_append(own)
     except MpishardError as e:
         error = e
     except FAILURES as e:
@@ -158,7 +167,6 @@ def write(
     assert form is not None
     assert choice is not None
     # rank 0's, so that ranks cannot disagree
-    exists = append is not None and own.exists()
     form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)
     tell(mesh, choice, "write")
     with noted() as lost:
@@ -181,6 +189,24 @@ def _tidy(job: Job, backend: str, companions: Sequence[Callable[[Path, Form], No
     except FAILURES as e:
         return job.failed(e)
     return None
+
+
+def _may_append(path: Path) -> bool:
+    """Tell whether there is a file to append to; one that is changed in place is regular, no link, of one name."""
+    if not os.path.lexists(path):
+        return False
+    try:
+        open_own(path, mine=False).close()
+    except OSError as e:
+        raise FileError(
+            described(
+                f"write: cannot append to {os.fspath(path)!r}",
+                expected="a regular file that can be written to, by its own and only name",
+                got=f"{type(e).__name__}: {e}",
+                fix=f"name the file itself ({os.path.realpath(path)}), or write another one",
+            )
+        ) from e
+    return True
 
 
 def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:

@@ -133,7 +133,7 @@ for mode in (True, False):
     assert load() == 2
     refused("full", tensors={"plain": torch.zeros(2_000_000)}, mesh=mesh, asynchronous=mode)
     assert load() == 2
-assert sorted(os.listdir(folder)) == ["latest", "step_0000000001", "step_0000000002"]
+assert sorted(os.listdir(folder)) == [".lock", "latest", "step_0000000001", "step_0000000002"]
 save(3, asynchronous=True).wait()
 world.Barrier()
 if rank == 0:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import h5py
 import pytest
 
 ALIVE = """
@@ -66,3 +69,22 @@ guard.on_finalize(lambda: print("second", MPI.Is_finalized()))
     assert outcome.output == mine + "before ours was registered False\n"
     outcome = job(1, body + "MPI.Finalize()")
     assert outcome.output == mine + "before ours was registered True\n"
+
+
+def test_a_rank_that_leaves_without_a_word(job, tmp_path):
+    """The launcher or the watchdog ends the job, and the file that the other one was writing is as it was."""
+    at = tmp_path / "a.h5"
+    body = """
+mesh = ms.init_mesh((-1,), ("x",))
+x = ms.distribute_tensor(torch.arange(64.0), mesh, (ms.Shard(0),))
+ms.io.write(os.environ["AT"], {"x": x})
+world.Barrier()
+if rank == 1:
+    os._exit(0)
+ms.io.write(os.environ["AT"], {"x": x + 1})
+note("WRITTEN")
+"""
+    outcome = job(2, body, AT=os.fspath(at), MPISHARD_TIMEOUT="5")
+    assert not outcome.noted("WRITTEN"), outcome.output
+    with h5py.File(at, "r") as file:
+        assert file["x"][:].tolist() == list(range(64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import h5py
 import torch
 from mpi4py import MPI
@@ -27,6 +29,19 @@ def store(path, **datasets):
             for name, (array, options) in datasets.items():
                 f.create_dataset(name, data=array, **options)
     WORLD.Barrier()
+
+
+def on_root(f):
+    """Run ``f`` on rank 0; every rank goes on afterwards, or fails with it."""
+    WORLD.Barrier()
+    error = None
+    if WORLD.rank == 0:
+        try:
+            f()
+        except Exception:  # noqa: BLE001
+            error = traceback.format_exc()
+    error = WORLD.bcast(error)
+    assert error is None, error
 
 
 def block(x, full):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
+import random
 
 import h5py
 import numpy as np
@@ -48,10 +51,19 @@ def test_a_journal_undoes_any_step(mesh, folder, backend, options, monkeypatch):
         WORLD.Barrier()
         append(at, mesh, step, backend=backend, **options)
         WORLD.Barrier()
-        assert at.read_bytes() != before
+        half = at.read_bytes()
+        assert half != before
+        WORLD.Barrier()
+        # reading it changes nothing
+        with pytest.raises(FileError, match=r"was not finished[\s\S]*mpishard\.io\.heal\(") as e:
+            check(at, mesh, step)
+        same_on_all(e)
+        assert at.read_bytes() == half
+        WORLD.Barrier()
+        ms.io.heal(at)  # the first that comes does it
+        assert at.read_bytes() == before
         WORLD.Barrier()
         check(at, mesh, step)
-        assert at.read_bytes() == before
         assert os.listdir(folder) == ["a.h5"]
         WORLD.Barrier()
         monkeypatch.undo()
@@ -122,24 +134,63 @@ def test_a_file_that_is_being_written_to(mesh, folder, monkeypatch):
 
 
 def test_journals_that_do_not_fit(mesh, folder):
+    """Whatever was written into a journal, not a byte of the file changes before all of it was found right."""
     at = folder / "a.h5"
     append(at, mesh, 0)
-    for harm in ("foreign", "cut", "longer"):
+    before, size = at.read_bytes(), os.path.getsize(at)
+    WORLD.Barrier()
+    draw = random.Random(0)
+
+    def head(raw, **other):
+        magic, line, kept = raw.split(b"\n", 2)
+        told = {**json.loads(line), **other}
+        whole = hashlib.blake2b(json.dumps([told["size"], told["regions"]]).encode(), digest_size=16)
+        whole.update(kept)
+        return b"\n".join([magic, json.dumps({**told, "digest": whole.hexdigest()}).encode(), kept])
+
+    def flipped(raw):
+        at = draw.randrange(len(raw))
+        return raw[:at] + bytes([raw[at] ^ 1 << draw.randrange(8)]) + raw[at + 1 :]
+
+    harms = {
+        "foreign": lambda raw: b"notes",
+        "empty": lambda raw: b"",
+        "cut": lambda raw: raw[:-1],
+        "more": lambda raw: raw + b"x",
+        "longer file": lambda raw: head(raw, size=size + 1),
+        "behind": lambda raw: head(raw, regions=[[size - 50, 100]]),
+        "before": lambda raw: head(raw, regions=[[-100, 100]]),
+        "twice": lambda raw: head(raw, regions=[[0, 50], [0, 50]]),
+        "vast": lambda raw: head(raw, regions=[[0, 1 << 60]]),
+        "words": lambda raw: head(raw, regions=[["0", "100"]]),
+        "deep": lambda raw: raw[:22] + b"[" * 100_000 + raw[22:],
+        **{f"cut {i}": lambda raw: raw[: draw.randrange(len(raw))] for i in range(20)},
+        **{f"flipped {i}": flipped for i in range(40)},
+    }
+    for name, harm in harms.items():
         if WORLD.rank == 0:
             Journal(at, [(0, 100)]).close()
-            raw = journal_of(at).read_bytes()
-            size = os.path.getsize(at)
-            other = raw.replace(f'"size": {size}'.encode(), f'"size": {size + 1}'.encode())
-            journal_of(at).write_bytes({"foreign": b"notes", "cut": raw[:-1], "longer": other}[harm])
-        WORLD.Barrier()
-        for call in (lambda: check(at, mesh, 1), lambda: append(at, mesh, 1)):
-            with pytest.raises(FileError, match="longer file" if harm == "longer" else "damaged"):
-                call()
-        WORLD.Barrier()
+            journal_of(at).write_bytes(harm(journal_of(at).read_bytes()))
+            with pytest.raises(FileError, match="longer file" if name == "longer file" else "damaged"):
+                ms.io.heal(at)
+            assert at.read_bytes() == before, name
+        if " " not in name:
+            WORLD.Barrier()
+            with pytest.raises(FileError, match="damaged") as e:
+                append(at, mesh, 1)
+            same_on_all(e)
+            assert at.read_bytes() == before
         if WORLD.rank == 0:
             journal_of(at).unlink()
-        WORLD.Barrier()
-        check(at, mesh, 1)
+    WORLD.Barrier()
+    # kept, but not to its end: the file was not touched
+    if WORLD.rank == 0:
+        Journal(at, [(0, 100)]).close()
+        journal_of(at).write_bytes(b"mpishard undo 2 begun\n{")
+        ms.io.heal(at)
+        assert at.read_bytes() == before
+    WORLD.Barrier()
+    check(at, mesh, 1)
     # of a file that is gone
     if WORLD.rank == 0:
         Journal(at, [(0, 100)]).close()
@@ -148,6 +199,122 @@ def test_journals_that_do_not_fit(mesh, folder):
     append(at, mesh, 0)
     append(at, mesh, 1)
     check(at, mesh, 2)
+
+
+def test_a_strangers_journal_overwrites_nothing(mesh, folder):
+    """Links, pipes, second names and others' files: no call writes through them, and every rank has the error."""
+    at, mine, other = folder / "a.h5", folder / "mine", folder / "b.h5"
+    append(at, mesh, 0)
+    append(other, mesh, 0)
+
+    def journal(of, where):
+        Journal(of, [(0, 100)]).close()
+        os.rename(journal_of(of), where)
+
+    def linked_file():
+        os.rename(at, mine)
+        journal(mine, journal_of(at))
+        os.symlink(mine, at)
+
+    def hard_linked_file():
+        os.link(at, mine)
+        journal(other, journal_of(at))
+
+    def linked_journal():
+        journal(at, mine)
+        os.symlink(mine, journal_of(at))
+
+    def hard_linked_journal():
+        journal(at, mine)
+        os.link(mine, journal_of(at))
+
+    def link_to_nothing():
+        os.symlink(mine, journal_of(at))
+
+    def foreign():
+        journal(at, journal_of(at))
+        os.chown(journal_of(at), 12345, -1)
+
+    def foreign_file():
+        journal(at, journal_of(at))
+        os.chown(at, 12345, -1)
+
+    kinds = [linked_file, hard_linked_file, linked_journal, hard_linked_journal, link_to_nothing]
+    kinds += [lambda: os.mkfifo(journal_of(at)), lambda: journal_of(at).mkdir()]
+    if os.geteuid() == 0:
+        kinds += [foreign, foreign_file]
+    original = at.read_bytes()
+    WORLD.Barrier()
+    for make in kinds:
+        if WORLD.rank == 0:
+            make()
+        WORLD.Barrier()
+        before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+        WORLD.Barrier()
+        calls = [lambda: ms.io.heal(at), lambda: append(at, mesh, 1), lambda: check(at, mesh, 1)]
+        if make is linked_file:
+            calls = calls[:-1]  # a link may be read, as the file that it leads to
+        for call in calls:
+            with pytest.raises(FileError, match=r"cannot open|cannot append"):
+                call()
+            WORLD.Barrier()
+            assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
+            WORLD.Barrier()
+        if WORLD.rank == 0:
+            for p in (at, mine, journal_of(at)):
+                p.rmdir() if p.is_dir() else p.unlink(missing_ok=True)
+            at.write_bytes(original)
+        WORLD.Barrier()
+    check(at, mesh, 1)
+    # what a killed or hostile program may leave under names that we take
+    if WORLD.rank == 0:
+        mine.write_bytes(b"precious")
+        for name in (".a.h5.undo.partial", ".a.xdmf.partial", ".a.vtkhdf.partial", ".a.h5.partial"):
+            os.symlink(mine, folder / name)
+    WORLD.Barrier()
+    append(at, mesh, 1, xdmf=True, vtkhdf=True)
+    assert mine.read_bytes() == b"precious"
+    check(at, mesh, 2)
+
+
+@pytest.mark.parametrize("what", ["link", "soft", "raw", "virtual", "scale", "vast"])
+def test_a_strangers_file_is_not_written_through(mesh, folder, what):
+    """Datasets that lie elsewhere are not appended to, whatever leads there."""
+    at, mine = folder / "a.h5", folder / "mine.h5"
+    append(at, mesh, 0)
+    append(mine, mesh, 0)
+    if WORLD.rank == 0:
+        (folder / "raw").write_bytes(bytes(1 << 16))
+        with h5py.File(at, "r+", libver="latest") as file:
+            name = "time" if what == "scale" else "x"
+            if what != "vast":
+                del file[name]
+            if what == "link" or what == "scale":
+                file[name] = h5py.ExternalLink("mine.h5", name)
+            elif what == "soft":
+                file["up"] = h5py.ExternalLink("mine.h5", "/")
+                file["x"] = h5py.SoftLink("/up/x")
+            elif what == "raw":
+                raw = [(os.fspath(folder / "raw"), 0, h5py.h5f.UNLIMITED)]
+                file.create_dataset("x", (1, 12, 16), "f4", maxshape=(None, 12, 16), external=raw)
+            elif what == "virtual":
+                layout = h5py.VirtualLayout((1, 12, 16), "f4", maxshape=(None, 12, 16))
+                layout[:1] = h5py.VirtualSource("mine.h5", "x", (1, 12, 16))
+                file.create_virtual_dataset("x", layout)
+            else:
+                # nobody can look at each of its chunks
+                file.create_dataset("vast", (1 << 40, 1 << 20), "f4", chunks=(1, 8))
+    WORLD.Barrier()
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    WORLD.Barrier()
+    if what == "vast":
+        append(at, mesh, 1)
+        check(at, mesh, 2)
+        return
+    with pytest.raises(FileError, match="cannot append") as e:
+        append(at, mesh, 1)
+    same_on_all(e)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
 def test_where_there_are_no_locks(mesh, folder, monkeypatch):

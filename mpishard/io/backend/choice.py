@@ -94,7 +94,7 @@ def choose_reading(mesh: CartMesh, backend: str | None, virtual: bool, disjoint:
     if asked == "mpio":
         choose_backend(mesh, 0, "mpio")
     if virtual:
-        return Choice("own", "a virtual dataset cannot be read through MPI-IO")
+        return Choice("own", "cells that lie in other files (a virtual dataset) cannot be read through MPI-IO")
     if not disjoint and mesh.size > 1:
         # seen with Open MPI 4.1.4 on four ranks: cells of one rank come as zeros
         return Choice("own", "parts of the ranks overlap, which some MPI-IO read wrongly")

@@ -22,8 +22,9 @@ from mpishard.comm.mesh import Group
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
 from mpishard.io.file.hyperslab import Block
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import Path, empty, import_h5py, no_room, not_opened
+from mpishard.io.file.open import empty, import_h5py, no_room, not_opened
 from mpishard.io.file.schema import begun, create, grow, step_of
+from mpishard.io.file.trust import Path
 from mpishard.layout.slab import Box
 
 # Below the 2 GiB that MPI's file layers count.

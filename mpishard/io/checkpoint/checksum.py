@@ -112,14 +112,34 @@ def to_text(sums: Tensor) -> str:
 
 def wrong_tile(sums: Tensor, text: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Return which tile is not what ``text`` says, in words, or None. Not collective."""
+    wrong = _wrong(sums, text)
+    if wrong is None:
+        return None
+    if not wrong:
+        return f"{len(text) // 16} tiles of which {len(sums)} are there"
+    first, last = cells_of(wrong[0], shape, dtype)
+    ends = [tuple(map(int, np.unravel_index(i, shape))) for i in (first, last)] if shape else ["()", "()"]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"tile {wrong[0]} of {len(sums)}, cells {ends[0]} to {ends[1]}{more}"
+
+
+def first_wrong_cells(sums: Tensor, text: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int] | None:
+    """Return the first and the last cell, in row-major order, of the first wrong tile. Not collective."""
+    wrong = _wrong(sums, text)
+    return cells_of(wrong[0], shape, dtype) if wrong else None
+
+
+def _wrong(sums: Tensor, text: str) -> list[int] | None:
+    """Return the tiles that are not what ``text`` says; None where all are, none of them where their number is not."""
     found = to_text(sums)
     if found == text:
         return None
     if len(found) != len(text):
-        return f"{len(text) // 16} tiles of which {len(found) // 16} are there"
-    wrong = [t for t in range(len(sums)) if found[16 * t : 16 * t + 16] != text[16 * t : 16 * t + 16]]
+        return []
+    return [t for t in range(len(sums)) if found[16 * t : 16 * t + 16] != text[16 * t : 16 * t + 16]]
+
+
+def cells_of(tile: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Return the first and the last cell of a tile, in row-major order. Not collective."""
     step = TILE // _words(dtype)
-    first, last = wrong[0] * step, min((wrong[0] + 1) * step, math.prod(shape)) - 1
-    ends = [tuple(map(int, np.unravel_index(i, shape))) for i in (first, last)] if shape else ["()", "()"]
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"tile {wrong[0]} of {len(sums)}, cells {ends[0]} to {ends[1]}{more}"
+    return tile * step, min((tile + 1) * step, math.prod(shape)) - 1

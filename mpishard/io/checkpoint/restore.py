@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,15 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, described
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.io.checkpoint.background import broadcast_text
-from mpishard.io.checkpoint.checksum import tile_sums, wrong_tile
+from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
 from mpishard.io.checkpoint.snapshot import stored_dtype, the_mesh
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.open import opened
+from mpishard.io.file.open import check_sources, found, opened
+from mpishard.io.file.trust import check_memory, shown
 from mpishard.io.read import read
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
@@ -92,6 +94,12 @@ class Wanted:
             mesh = next(iter(meshes.values()))
         mesh = the_mesh("load_checkpoint", mesh, [*current.values(), *params, *given])
         return cls(mesh, model, optimizer, scheduler, tensors, placements, rng, strict, current, params)
+
+    def signature(self) -> str:
+        """Return what the ranks must have in common. Not collective."""
+        parts = [x is not None for x in (self.model, self.optimizer, self.scheduler)]
+        tensors = None if self.tensors is None else {name: _told(spec) for name, spec in self.tensors.items()}
+        return f"{parts} tensors={tensors} placements={self.placements} rng={self.rng} strict={self.strict}"
 
     def sections(self, tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """Return the parts of the state that are wanted.
@@ -222,6 +230,12 @@ class Wanted:
         return _without_partial(keys, current.sharding) if isinstance(current, ShardTensor) else None
 
 
+def _told(spec: Any) -> str:
+    if isinstance(spec, ShardTensor):
+        return repr(spec.layout)
+    return repr(spec[1:] if type(spec) is tuple and spec and isinstance(spec[0], CartMesh) else spec)
+
+
 def _without_partial(keys: Keys, layout: Layout) -> Layout:
     if layout.partial_dims:
         raise LayoutError(
@@ -236,7 +250,7 @@ def _without_partial(keys: Keys, layout: Layout) -> Layout:
 
 
 def restored(path: Path, wanted: Wanted) -> dict[str, Any]:
-    """Read the wanted state of one checkpoint. Collective.
+    """Read the wanted state of one checkpoint, and check that all of it can be taken. Collective.
 
     Raises
     ------
@@ -260,79 +274,180 @@ def restored(path: Path, wanted: Wanted) -> dict[str, Any]:
             error = damaged(path, str(e)) if "load_checkpoint" not in str(e) else e
     try:
         guard.agree(group.comm, error)
-        return _decoded(path, broadcast_text(text, group), file, wanted, group)
+        taken = _decoded(path, broadcast_text(text, group), file, wanted, group)
+        try:
+            check_fits(path, taken, wanted)
+        except (FileError, LayoutError) as e:
+            error = e
+        except Exception as e:  # noqa: BLE001 (what a state makes an optimizer raise)
+            error = damaged(path, f"its state cannot be taken ({type(e).__name__}: {e})")
+        guard.agree(group.comm, error)
+        return taken
     finally:
         if file is not None:
             file.close()
 
 
+class _Info:
+    """What a state says of a tensor, checked: it may be forged."""
+
+    def __init__(self, path: Path, name: Any, told: Any) -> None:
+        try:
+            shape, self.dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
+            self.sharded, self.sums = told["sharded"], told["checksums"]
+            counts = all(type(n) is int and 0 <= n < 1 << 60 for n in shape) and len(shape) <= 32
+            dims = self.sharded is None or all(
+                d is None or (type(d) is int and 0 <= d < len(shape)) for d in self.sharded
+            )
+            right = counts and dims and isinstance(name, str) and isinstance(self.sums, str)
+        except (KeyError, TypeError) as e:
+            raise damaged(path, f"what it says of {shown(name)} cannot be understood ({e!r})") from e
+        self.shape, self.stored = shape, stored_dtype(self.dtype)
+        # so a shape is no larger than its text of checksums: memory is taken by it
+        if not right or len(self.sums) != 16 * tile_count(shape, self.stored):
+            raise damaged(path, f"what it says of {shown(name)} does not fit together")
+
+
 def _decoded(path: Path, text: str, file: Any, wanted: Wanted, group: Any) -> dict[str, Any]:
     state = json.loads(text)
+    taken: set[str] = set()
     try:
         infos, tree = state["tensors"], wanted.sections(state["state"], path)
         step = int(state["step"])
 
         def tensor(name: str, keys: Keys) -> Tensor:
-            info = infos[name]
-            shape, dtype = tuple(map(int, info["shape"])), DTYPES[info["dtype"]]
-            layout = wanted.place(keys, shape, info["sharded"])
+            if name in taken:
+                raise damaged(path, f"it names the tensor {shown(name)} twice")
+            taken.add(name)
+            info = _Info(path, name, infos[name])
+            layout = wanted.place(keys, info.shape, info.sharded)
             if layout is None:
-                x: Any = _plain(path, file, name, shape, dtype, info["checksums"], wanted.mesh, group)
+                x: Any = _plain(path, file, name, info, wanted.mesh, group)
             else:
-                x = _sharded(path, name, layout, dtype, info["checksums"], wanted.mesh, group)
+                x = _sharded(path, name, info, layout, wanted.mesh, group)
             return x if layout is not None or keys[0] != "tensors" else x.to(wanted.mesh.device)
 
-        found: dict[str, Any] = {key: decode(value, (key,), tensor) for key, value in tree.items()}
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        given: dict[str, Any] = {key: decode(value, (key,), tensor) for key, value in tree.items()}
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
         if isinstance(e, MpishardError):
             raise
         raise damaged(path, f"its state cannot be understood ({type(e).__name__}: {e})") from e
-    return found | {"step": step}
+    return given | {"step": step}
 
 
-def _plain(
-    path: Path, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, sums: str, mesh: CartMesh, group: Any
-) -> Tensor:
-    stored = stored_dtype(dtype)
+def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group: Any) -> Tensor:
     error: MpishardError | None = None
-    x = torch.empty(shape, dtype=stored)
-    if group.rank == 0:
-        try:
-            dataset: Any = None if file is None else file.get(name)
-            if getattr(dataset, "shape", None) != shape or dataset.dtype != np.dtype(NUMPY[stored]):
-                raise damaged(path, f"no dataset {name!r} of shape {shape} and {stored}")
+    x = torch.empty(0)
+    try:
+        check_memory(math.prod(info.shape) * info.stored.itemsize, f"load_checkpoint: {name!r}")
+        x = torch.empty(info.shape, dtype=info.stored)
+        if group.rank == 0:
+            dataset: Any = None if file is None else found(file, path / TENSORS, name)
+            if getattr(dataset, "shape", None) != info.shape or dataset.dtype != np.dtype(NUMPY[info.stored]):
+                raise damaged(path, f"{TENSORS}: no dataset {name!r} of shape {info.shape} and {info.stored}")
+            check_sources(dataset, path / TENSORS)
             if x.numel():
                 dataset.read_direct(x.numpy())
-            wrong = wrong_tile(tile_sums(x, replicated_layout(mesh, shape), mesh.coords), sums, shape, stored)
-            if wrong is not None:
-                raise damaged(path, f"{name!r} is not what was written: {wrong}")
-        except FileError as e:
-            error = e
-        except (OSError, RuntimeError) as e:
-            error = damaged(path, f"{name!r}: {type(e).__name__}: {e}")
+            sums = tile_sums(x, replicated_layout(mesh, info.shape), mesh.coords)
+            error = _wrong(path, name, info, sums)
+    except FileError as e:
+        error = e if "load_checkpoint" in str(e) else damaged(path, str(e))
+    except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
+        error = damaged(path, f"{TENSORS}: {name!r}: {type(e).__name__}: {e}")
     guard.agree(group.comm, error)
-    return blocking.broadcast(x, group, 0, in_place=True).view(dtype)
+    return blocking.broadcast(x, group, 0, in_place=True).view(info.dtype)
 
 
-def _sharded(
-    path: Path, name: str, layout: Layout, dtype: torch.dtype, sums: str, mesh: CartMesh, group: Any
-) -> ShardTensor:
-    stored = stored_dtype(dtype)
+def _sharded(path: Path, name: str, info: _Info, layout: Layout, mesh: CartMesh, group: Any) -> ShardTensor:
     sizes = {d: s for d, s in enumerate(layout.sizes) if s is not None}
-    x = read(path / TENSORS, name, mesh, layout.placements, sizes=sizes)
+    try:
+        x = read(path / TENSORS, name, mesh, layout.placements, sizes=sizes)
+    except (FileError, LayoutError, UnsupportedDtypeError) as e:
+        # on all ranks: what is in the file is not what its state says
+        raise damaged(path, str(e)) from None
     error: MpishardError | None = None
-    if tuple(x.shape) != layout.shape or x.dtype != stored:
-        error = damaged(path, f"{name!r} has shape {tuple(x.shape)} and {x.dtype}, not {layout.shape} and {stored}")
+    if tuple(x.shape) != info.shape or x.dtype != info.stored:
+        got = f"has shape {tuple(x.shape)} and {x.dtype}, not {info.shape} and {info.stored}"
+        error = damaged(path, f"{TENSORS}: {name!r} {got}")
     guard.agree(group.comm, error)
     # every copy of the whole is checked by the ranks that hold it together
-    found = tile_sums(x._local, layout, mesh.coords)
+    sums = tile_sums(x._local, layout, mesh.coords)
     if layout.sharded_mesh_dims:
-        found = blocking.all_reduce(found, mesh.group(layout.sharded_mesh_dims))
-    wrong = wrong_tile(found, sums, layout.shape, stored)
-    if wrong is not None:
-        error = damaged(path, f"{name!r} is not what was written: {wrong}")
-    guard.agree(group.comm, error)
-    return wrap(x._local.view(dtype), layout, mesh)
+        sums = blocking.all_reduce(sums, mesh.group(layout.sharded_mesh_dims))
+    guard.agree(group.comm, _wrong(path, name, info, sums))
+    return wrap(x._local.view(info.dtype), layout, mesh)
+
+
+def _wrong(path: Path, name: str, info: _Info, sums: Tensor) -> MpishardError | None:
+    """Return the error of a tensor whose checksums are not those that were saved, with the file that it lies in."""
+    wrong = wrong_tile(sums, info.sums, info.shape, info.stored)
+    if wrong is None:
+        return None
+    files = TENSORS
+    cells = first_wrong_cells(sums, info.sums, info.shape, info.stored)
+    if cells is not None:
+        files = _files_of(path, name, info.shape, cells)
+    return damaged(path, f"{files}: {name!r} is not what was written: {wrong}")
+
+
+def _files_of(path: Path, name: str, shape: tuple[int, ...], cells: tuple[int, int]) -> str:
+    """Return the names of the files that hold some cells, in row-major order, of a tensor."""
+    files: list[str] = []
+    try:
+        with opened(path / TENSORS) as file:
+            dataset = found(file, path / TENSORS, name)
+            for space, at, _, _ in dataset.virtual_sources() if dataset.is_virtual else ():
+                lo, hi = (int(np.ravel_multi_index(end, shape)) for end in space.get_select_bounds())
+                if lo <= cells[1] and hi >= cells[0]:
+                    files.append(at)
+    except Exception:  # noqa: BLE001 (the error that is told is another one)
+        files = []
+    more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+    return f"{TENSORS} ({', '.join(files[:4])}{more})" if files else TENSORS
+
+
+def check_fits(path: Path, taken: dict[str, Any], wanted: Wanted) -> None:
+    """Look whether all that was read can be given to what it is for, before any of it is. Not collective.
+
+    Raises
+    ------
+    Exception
+        It cannot; of any kind, where an optimizer finds that out.
+    """
+    if wanted.model is not None:
+        plain = [k for k, v in wanted.current.items() if isinstance(v, Tensor) and k in taken["model"]]
+        odd = [k for k in plain if not isinstance(taken["model"][k], Tensor)]
+        modules = taken.get("metadata", {})
+        if odd or not all(isinstance(v, dict) for v in (modules, *modules.values())):
+            raise damaged(path, f"its model has no tensor {odd[0]!r}" if odd else "its model's versions are none")
+    if isinstance(wanted.optimizer, torch.optim.Optimizer):
+        # its own checks, on a copy that shares all but what is loaded
+        trial: Any = object.__new__(type(wanted.optimizer))
+        hooks: dict[str, Any] = {k: OrderedDict() for k in vars(wanted.optimizer) if k.endswith("_post_hooks")}
+        vars(trial).update(vars(wanted.optimizer) | hooks)
+        trial.load_state_dict(taken["optimizer"])
+    if wanted.scheduler is not None:
+        own = wanted.scheduler.state_dict()
+        for key, value in taken["scheduler"].items():
+            # load_state_dict sets every attribute that it is told
+            other = hasattr(wanted.scheduler, key) if key not in own else not _is_like(value, own[key])
+            if other:
+                raise damaged(path, f"its scheduler's {shown(key)} is {shown(value)}")
+    for kind, x in taken.get("rng", {}).items():
+        if kind == "cpu" or (kind == "cuda" and wanted.mesh.device.type == "cuda"):
+            torch.Generator(wanted.mesh.device if kind == "cuda" else "cpu").set_state(_own_row(x))
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    if value is None or own is None:
+        return True
+    kind = (int, float) if isinstance(own, (int, float)) else list if isinstance(own, (list, tuple)) else type(own)
+    return isinstance(value, kind) or (kind is list and isinstance(value, tuple))
+
+
+def _own_row(x: Any) -> Tensor:
+    row: Tensor = (x._local if isinstance(x, ShardTensor) else x)[0].cpu()
+    return row
 
 
 def apply(found: dict[str, Any], wanted: Wanted) -> None:
@@ -346,7 +461,7 @@ def apply(found: dict[str, Any], wanted: Wanted) -> None:
         if thing is not None:
             thing.load_state_dict(found[key])
     for kind, x in found.get("rng", {}).items():
-        own = (x._local if isinstance(x, ShardTensor) else x)[0].cpu()
+        own = _own_row(x)
         if kind == "cpu":
             torch.set_rng_state(own)
         elif kind == "cuda" and wanted.mesh.device.type == "cuda":

@@ -18,6 +18,7 @@ from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, Wanted, apply, restored
 from mpishard.io.checkpoint.snapshot import Snapshot, snapshot, storable
+from mpishard.io.file.trust import absolute, told
 from mpishard.io.write import write
 
 
@@ -40,8 +41,8 @@ def save_checkpoint(
 
     Collective over the mesh. Nothing is pickled: tensors become HDF5 datasets (of global shape), the rest JSON.
     The checkpoint is written under a hidden name, opened again and checked, flushed to the disk and then renamed;
-    only after that the oldest ones go. Of plain tensors (the parameters of `distribute_module`) those of rank 0
-    are saved.
+    only after that the oldest ones go. A folder belongs to the job that saves into it first, until its process ends
+    (``.lock`` in it tells which). Of plain tensors (the parameters of `distribute_module`) those of rank 0 are saved.
 
     Parameters
     ----------
@@ -59,7 +60,8 @@ def save_checkpoint(
     rng
         Whether to save torch's random generators, those of every rank.
     keep
-        How many checkpoints stay; None: all.
+        How many checkpoints stay; None: all. One that has lost its state or one of its files, or a part of them,
+        does not count, and those that are older than it stay for it.
     mesh
         Needed where no tensor is sharded.
     asynchronous
@@ -77,7 +79,8 @@ def save_checkpoint(
     Raises
     ------
     FileError
-        It cannot be written (also: the asynchronous one before it could not). Older checkpoints stay as they are.
+        It cannot be written (also: the asynchronous one before it could not), or another job, which the text
+        names, saves into this folder. Older checkpoints stay as they are.
     MeshError
         Tensors on several meshes, or no mesh at all.
     MpishardError
@@ -87,27 +90,39 @@ def save_checkpoint(
     --------
     >>> ms.io.save_checkpoint("checkpoints", step, model=model, optimizer=optimizer, mesh=mesh)
     """
-    _check_numbers(step, keep)
-    sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
-    if model is not None:
-        # versions of the modules, which torch hangs on the dict
-        state["metadata"] = getattr(state["model"], "_metadata", {})
-    state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
-    taken = snapshot(Path(os.path.abspath(path)), step, keep, mesh, rng, state)
-    group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
-    finish(taken.folder)
     error: MpishardError | None = None
-    if asynchronous and backend is not None:
-        error = _background_backend(backend)
-    guard.agree(group.comm, error, taken.signature())
+    taken: Snapshot | None = None
+    try:
+        _check_numbers(step, keep)
+        if asynchronous and backend is not None:
+            raise _background_backend(backend)
+        sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
+        if model is not None:
+            # versions of the modules, which torch hangs on the dict
+            state["metadata"] = getattr(state["model"], "_metadata", {})
+        state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
+        taken = snapshot(absolute(path), step, keep, mesh, rng, state)
+    except MpishardError as e:
+        error = e
+    # without one it is not known who the other ranks are
+    whole = taken.mesh if taken is not None else mesh
+    if whole is None:
+        assert error is not None
+        raise error
+    group = whole.group(tuple(range(whole.ndim)))
+    signature = "save_checkpoint" if taken is None else taken.signature()
+    guard.agree(group.comm, error, f"{signature} asynchronous={asynchronous} backend={backend}")
+    assert taken is not None
+    finish(taken.folder)
+    hidden = ""
     if group.rank == 0:
         try:
-            folder_of.begin(taken.folder, step)
+            hidden = folder_of.begin(taken.folder, step)
         except MpishardError as e:
             error = e
     guard.agree(group.comm, error)
-    taken = storable(taken)
+    taken = storable(taken._replace(hidden=broadcast_text(hidden, group)))
     return in_background(taken) if asynchronous else Saving(taken, _saved(taken, group, backend))
 
 
@@ -171,8 +186,8 @@ def load_checkpoint(
     """Load a checkpoint, from whatever mesh it was saved, after checking every tile of every tensor.
 
     Collective over the mesh. Each rank reads its own blocks of what is sharded; rank 0 reads what is not, and
-    sends it. Nothing is changed before all of it is read and found right. A file cannot run code: there is no
-    pickle in it.
+    sends it. Nothing is changed before all of it is read and found right: in the meantime a rank holds, besides the
+    model and the rest, what it has read for them. A file cannot run code: there is no pickle in it.
 
     Parameters
     ----------
@@ -191,7 +206,8 @@ def load_checkpoint(
     step
         Which one; the latest, if not given.
     fallback
-        Where a checkpoint is damaged, warn and try the one before it.
+        Where a checkpoint is damaged, whatever is damaged, warn and try the one before it; where ``latest`` is, warn
+        and begin with the highest step.
     strict
         As of `torch.nn.Module.load_state_dict`.
     mesh
@@ -205,7 +221,7 @@ def load_checkpoint(
     Raises
     ------
     FileError
-        There is none, or it is damaged (the tensor and the tile are named), or written by a newer version.
+        There is none, or it is damaged (file, tensor and tile are named), or written by a newer version.
     LayoutError
         The model, optimizer or placements do not fit what was saved.
 
@@ -213,23 +229,36 @@ def load_checkpoint(
     --------
     >>> start = ms.io.load_checkpoint("checkpoints", model=model, optimizer=optimizer, mesh=mesh).step
     """
-    wanted = Wanted.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
-    folder = Path(os.path.abspath(path))
-    group = wanted.mesh.group(tuple(range(wanted.mesh.ndim)))
-    finish(folder)
     error: MpishardError | None = None
+    wanted: Wanted | None = None
+    folder = Path()
+    try:
+        folder = absolute(path)
+        wanted = Wanted.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
+    except MpishardError as e:
+        error = e
+    # without one it is not known who the other ranks are
+    whole = wanted.mesh if wanted is not None else mesh
+    if whole is None:
+        assert error is not None
+        raise error
+    group = whole.group(tuple(range(whole.ndim)))
+    signature = "" if wanted is None else wanted.signature()
+    guard.agree(group.comm, error, f"load_checkpoint {told(path)} step={step} fallback={fallback} {signature}")
+    assert wanted is not None
+    finish(folder)
     names: list[str] = []
     if group.rank == 0:
         try:
-            names = _candidates(folder, step)
+            names = _candidates(folder, step, fallback)
         except FileError as e:
             error = e
-    guard.agree(group.comm, error, f"load_checkpoint {folder} {step} fallback={fallback}")
+    guard.agree(group.comm, error)
     names = broadcast_text("\n".join(names), group).split("\n")
     skipped: list[str] = []
     for i, name in enumerate(names):
         try:
-            found = restored(folder / name, wanted)
+            taken = restored(folder / name, wanted)
         except FileError as e:
             if not fallback or i == len(names) - 1:
                 raise guard.common(e, group.comm) from None
@@ -239,14 +268,14 @@ def load_checkpoint(
             continue
         except LayoutError as e:
             raise guard.common(e, group.comm) from None
-        apply(found, wanted)
-        return Checkpoint(folder / name, found["step"], found.get("tensors", {}), found.get("extra"), tuple(skipped))
+        apply(taken, wanted)
+        return Checkpoint(folder / name, taken["step"], taken.get("tensors", {}), taken.get("extra"), tuple(skipped))
     raise AssertionError
 
 
-def _candidates(folder: Path, step: int | None) -> list[str]:
+def _candidates(folder: Path, step: int | None, fallback: bool) -> list[str]:
     try:
-        names = folder_of.names(folder)
+        names, problem, gone = folder_of.look(folder)
     except OSError as e:
         raise _missing(folder, f"{type(e).__name__}: {e}", "give the folder that save_checkpoint was given") from e
     if not names:
@@ -255,6 +284,15 @@ def _candidates(folder: Path, step: int | None) -> list[str]:
             "no such folder" if not folder.exists() else "no complete checkpoint in it",
             "check the path, and that every node sees it",
         )
+    if problem is not None and step is None:
+        # which one is the latest is not known
+        if not fallback:
+            fix = f"fallback=True takes the one of the highest step, {names[0]}; or remove {folder / folder_of.LATEST}"
+            raise _missing(folder, problem, fix)
+        warnings.warn(f"{folder}: {problem}\n  fallback: {names[0]}, of the highest step", RuntimeWarning, stacklevel=3)
+    elif gone and step is None:
+        text = f"{folder}: the latest checkpoints {', '.join(gone)} are not there any more; {names[0]} instead"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
     if step is None:
         return names
     there = sorted({folder_of.step_of(name) for name in names})

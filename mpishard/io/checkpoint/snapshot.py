@@ -37,6 +37,8 @@ class Snapshot(NamedTuple):
     ----------
     mesh, folder, step, keep
         As given to `save_checkpoint`.
+    hidden
+        Name of the folder in it that the checkpoint is written in; empty until that is made.
     tree
         Everything but the tensors, in JSON's types.
     tensors
@@ -49,6 +51,7 @@ class Snapshot(NamedTuple):
     folder: Path
     step: int
     keep: int | None
+    hidden: str
     tree: dict[str, Any]
     tensors: dict[str, ShardTensor]
     info: dict[str, dict[str, Any]]
@@ -56,7 +59,7 @@ class Snapshot(NamedTuple):
     @property
     def partial(self) -> Path:
         """The hidden folder in which it is written."""
-        return folder_of.partial_of(self.folder, self.step)
+        return self.folder / self.hidden
 
     def signature(self) -> str:
         """Return what the ranks must have in common. Not collective."""
@@ -76,12 +79,13 @@ class Snapshot(NamedTuple):
         """Write what is missing, verify all of it, and give the checkpoint its name. For one rank; not collective."""
         parts = sums.split([len_of(x) for x in self.tensors.values()]) if self.tensors else ()
         info = {name: {**i, "checksums": to_text(part)} for (name, i), part in zip(self.info.items(), parts)}
-        state = {"step": self.step, "ranks": self.mesh.size, "state": self.tree, "tensors": info}
+        files = folder_of.sizes(self.partial)
+        state = {"step": self.step, "ranks": self.mesh.size, "state": self.tree, "tensors": info, "files": files}
         folder_of.write_state(self.partial, state)
         folder_of.read_state(self.partial)
         if self.tensors:
             verify(self.partial, self.tensors)
-        return folder_of.commit(self.folder, self.step, self.keep)
+        return folder_of.commit(self.partial, self.step, self.keep)
 
 
 def len_of(x: ShardTensor) -> int:
@@ -122,7 +126,7 @@ def snapshot(
         dtype = str(x.dtype).removeprefix("torch.")
         info[name] = {"shape": list(x.shape), "dtype": dtype, "sharded": dims}
         tensors[name] = x if sharded else wrap(x.detach(), replicated_layout(mesh, x.shape), mesh)
-    return Snapshot(mesh, folder, step, keep, tree, tensors, info)
+    return Snapshot(mesh, folder, step, keep, "", tree, tensors, info)
 
 
 def storable(taken: Snapshot) -> Snapshot:

@@ -20,6 +20,8 @@ from torch import Tensor
 from mpishard.errors import FileError, MpishardError, described
 
 Keys = tuple[Any, ...]
+# of dicts in dicts and the like: Python's own limit must not be met half way
+DEPTH = 64
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -50,6 +52,15 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
+    if len(keys) > DEPTH:
+        raise MpishardError(
+            described(
+                f"save_checkpoint: {'/'.join(map(str, keys[:4]))}/... is nested too deep",
+                expected=f"at most {DEPTH} levels",
+                got="more of them, or something that holds itself",
+                fix="store it flat",
+            )
+        )
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, Tensor):
@@ -121,7 +132,7 @@ def decode(value: Any, keys: Keys, tensor: Callable[[str, Keys], Tensor]) -> Any
         return _decoded(tag, content, keys, tensor)
     except MpishardError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
         raise FileError(
             described(
                 f"load_checkpoint: {'/'.join(map(str, keys))} is damaged",

@@ -8,6 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.errors import FileError, described
+
+# of one attribute: these are numbers, a few at most
+_ATTRIBUTE_NBYTES = 1 << 16
+
 
 class Decoding(NamedTuple):
     """``stored * scale + offset``, and NaN where ``stored`` is one of ``missing``."""
@@ -45,17 +50,34 @@ def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
         Its dtype. Integers of up to 16 bits, and half and single precision, become float32, all others
         float64.
     """
-    attrs = dataset.attrs
-    scale, offset = (_number(attrs, key, value) for key, value in (("scale_factor", 1.0), ("add_offset", 0.0)))
-    missing: list[Any] = []
-    for key in ("_FillValue", "missing_value"):
-        if key in attrs:
-            missing += [v for v in np.asarray(attrs[key]).ravel().tolist() if isinstance(v, (int, float))]
-    if scale == 1 and offset == 0 and not missing:
+    scale, offset = (_numbers(dataset, key)[:1] for key in ("scale_factor", "add_offset"))
+    missing = [v for key in ("_FillValue", "missing_value") for v in _numbers(dataset, key)]
+    if scale in ([], [1]) and offset in ([], [0]) and not missing:
         return None
     small = stored in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.float32)
-    return Decoding(scale, offset, tuple(dict.fromkeys(missing)), torch.float32 if small else torch.float64)
+    dtype = torch.float32 if small else torch.float64
+    return Decoding(float(*scale or [1]), float(*offset or [0]), tuple(dict.fromkeys(missing)), dtype)
 
 
-def _number(attrs: Any, key: str, value: float) -> float:
-    return float(np.asarray(attrs[key]).ravel()[0]) if key in attrs else value
+def _numbers(dataset: Any, key: str) -> list[Any]:
+    """Return the numbers of an attribute, none where there is no such attribute or where it is text."""
+    if key not in dataset.attrs:
+        return []
+    try:
+        nbytes = dataset.attrs.get_id(key).get_storage_size()
+        if nbytes <= _ATTRIBUTE_NBYTES:
+            each = np.asarray(dataset.attrs[key]).ravel().tolist()
+            numbers = [v for v in each if isinstance(v, (int, float))]
+            if numbers or key in ("_FillValue", "missing_value"):
+                return numbers
+        got: object = f"{nbytes} bytes" if nbytes > _ATTRIBUTE_NBYTES else "no number"
+    except Exception as e:  # noqa: BLE001 (h5py raises what it likes)
+        got = f"{type(e).__name__}: {e}"
+    raise FileError(
+        described(
+            f"read: attribute {key!r} of {dataset.name!r}",
+            expected="a number",
+            got=got,
+            fix="read it with decode=False, or mend the attribute",
+        )
+    )

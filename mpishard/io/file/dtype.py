@@ -33,6 +33,24 @@ def torch_dtype(stored: np.dtype[Any], name: str) -> torch.dtype:
         raise unsupported(f"read: {name!r}", stored) from None
 
 
+def stored_type(dataset: Any, name: str) -> np.dtype[Any]:
+    """Return the type of a dataset's cells.
+
+    Not collective.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        It is none of numpy's, or none of torch's: a bitfield, say, or a record.
+    """
+    try:
+        stored: np.dtype[Any] = dataset.dtype
+    except Exception as e:
+        raise unsupported(f"read: {name!r}", e) from e
+    torch_dtype(stored, name)
+    return stored
+
+
 def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
     """Return the type of a dataset that holds ``dtype``. Not collective."""
     try:

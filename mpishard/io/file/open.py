@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpishard.errors import FileError, MissingPackageError, described
-from mpishard.io.file.journal import heal
-
-Path = str | os.PathLike[str]
+from mpishard.errors import FileError, MissingPackageError, MpishardError, described
+from mpishard.io.file.journal import check_settled
+from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
 
 _FALLOC_FL_KEEP_SIZE = 1  # fallocate(2)
 
 _NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
+
+# of what a stranger's file may ask for
+_MOST_CELLS = 1 << 60  # of a dim
+_MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
+_MOST_NAMES = 50  # in an error's text
+_MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
+_PATTERN = re.compile("%[0-9]*b")  # of virtual sources by number
 
 
 def import_h5py() -> Any:
@@ -38,14 +46,17 @@ def opened(path: Path) -> Any:
     Raises
     ------
     FileError
-        It is missing, damaged, or of another format.
+        It is missing, damaged, of another format, no regular file, or was left in the middle of a step.
     """
     h5py = import_h5py()
-    heal(path)
     try:
+        check_settled(path)
+        check_regular(path)
         # Without a lock: read-only shared file systems refuse one, and nobody writes.
         return h5py.File(path, "r", locking=False)
-    except (OSError, RuntimeError) as e:
+    except FileError:
+        raise
+    except Exception as e:
         raise not_opened(path, e) from e
 
 
@@ -55,12 +66,12 @@ def unreadable(path: Path) -> FileError | None:
     Not collective.
     """
     try:
-        heal(path)
-        with open(path, "rb") as file:
+        check_settled(path)
+        with open_regular(path) as file:
             magic = file.read(4)
     except FileError as e:
         return e
-    except OSError as e:
+    except Exception as e:  # noqa: BLE001 (a path of the wrong type, say)
         return not_opened(path, e)
     return not_opened(path, OSError("another format")) if magic in _NETCDF3 else None
 
@@ -68,22 +79,22 @@ def unreadable(path: Path) -> FileError | None:
 def not_opened(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be opened, with what is wrong with it. Not collective."""
     got, fix = f"{type(e).__name__}: {e}", "check that it is complete"
-    if not os.path.exists(path):
+    if not isinstance(path, (str, os.PathLike)):
+        got, fix = repr(path), "give a path"
+    elif not os.path.exists(path):
         got, fix = "no such file", "check the path, and that every node sees it"
     elif os.path.isdir(path):
         got, fix = "a folder", "name a file in it"
     else:
-        try:
-            with open(path, "rb") as f:
-                magic = f.read(4)
-        except OSError:
-            magic = b""
+        magic = b""
+        with contextlib.suppress(OSError), open_regular(path) as f:
+            magic = f.read(4)
         if magic in _NETCDF3:
             got = "a netCDF-3 file (the classic format), which is not HDF5"
             fix = "convert it once: nccopy -k netCDF-4 in.nc out.nc"
     return FileError(
         described(
-            f"read: cannot open {os.fspath(path)!r}",
+            f"read: cannot open {told(path)!r}",
             expected="an HDF5 (or netCDF-4) file that every rank can read",
             got=got,
             fix=fix,
@@ -91,53 +102,201 @@ def not_opened(path: Path, e: Exception) -> FileError:
     )
 
 
-def found(file: Any, path: Path, name: str) -> Any:
-    """Return a dataset of an open file.
+def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
+    """Return a dataset of an open file, one whose cells lie in this file or (a virtual one) in others of its folder.
 
     Not collective.
+
+    Parameters
+    ----------
+    file, path
+        The open file, and where it is.
+    name
+        Of the dataset, with its groups.
+    external
+        Whether links and cells may lie outside: anywhere that this user can read.
 
     Raises
     ------
     FileError
-        There is none of that name; the text lists those that are there.
+        There is none of that name (the text lists those that are there), or it leads out of the file.
     """
-    h5py = import_h5py()
-    dataset = file.get(name)
-    if isinstance(dataset, h5py.Dataset) and dataset.shape is not None:
-        return dataset
-    names: list[str] = []
-    file.visititems(lambda at, node: names.append(at) if isinstance(node, h5py.Dataset) else None)
+    try:
+        dataset = _resolved(file, path, name, external)
+        if dataset is not None:
+            if _grows(dataset):
+                # HDF5 opens its sources to tell how long it is
+                check_sources(dataset, path, external=external)
+            if dataset.shape is not None and max(dataset.shape, default=0) <= _MOST_CELLS:
+                return dataset
+    except MpishardError:
+        raise
+    except Exception as e:
+        raise damaged(path, name, e) from e
     raise FileError(
         described(
-            f"read: no dataset {name!r} in {os.fspath(path)!r}",
-            expected=f"one of {', '.join(sorted(names)) or '(the file has none)'}",
-            got=repr(name),
+            f"read: no dataset {shown(name)} in {os.fspath(path)!r}",
+            expected=f"one of {_names(file)}",
+            got=shown(name),
             fix="name a dataset of the file",
         )
     )
 
 
-def check_sources(dataset: Any, path: Path, box: Sequence[tuple[int, int]]) -> None:
+def _resolved(file: Any, path: Path, name: str, external: bool) -> Any:
+    """Return a dataset, None where there is none of that name."""
+    dataset = file.get(name) if external else _followed(file, path, name)
+    if not isinstance(dataset, import_h5py().Dataset):
+        return None
+    plist = dataset.id.get_create_plist()
+    if not external and plist.get_external_count():
+        raise _outside(path, name, f"cells in {shown(dataset.external[0][0])}, which is no HDF5 file")
+    return dataset
+
+
+def _grows(dataset: Any) -> bool:
+    """Tell whether a virtual dataset is as long as its sources."""
+    plist = dataset.id.get_create_plist()
+    if not dataset.is_virtual or not plist.get_virtual_count():
+        return False
+    unlimited = import_h5py().h5s.UNLIMITED
+    return any(n in (None, unlimited) for n in plist.get_virtual_vspace(0).get_simple_extent_dims(True))
+
+
+def _followed(file: Any, path: Path, name: str) -> Any:
+    """Return what a name leads to within its own file, or None."""
+    h5py = import_h5py()
+    if not isinstance(name, str) or "\0" in name:
+        return None
+    node, left, hops = file, name.split("/")[::-1], 0
+    if name.startswith("/"):
+        node = file["/"]
+    while left:
+        part = left.pop()
+        if part in ("", "."):
+            continue
+        if not isinstance(node, h5py.Group):
+            return None
+        link = node.get(part, getlink=True)
+        if link is None:
+            return None
+        if isinstance(link, h5py.ExternalLink):
+            raise _outside(path, name, f"a link to {shown(link.path)} in {shown(link.filename)}")
+        if not isinstance(link, h5py.SoftLink):
+            node = node[part]
+            continue
+        hops += 1
+        if hops > _MOST_LINKS:
+            raise _outside(path, name, f"more than {_MOST_LINKS} links, one to the other")
+        if link.path.startswith("/"):
+            node = file["/"]
+        left += link.path.split("/")[::-1]
+    return node
+
+
+def _names(file: Any) -> str:
+    """Return the names of a file's datasets for an error's text, as many as one can read."""
+    h5py = import_h5py()
+    names: list[str] = []
+    seen = 0
+
+    def visit(at: str, node: Any) -> bool | None:
+        nonlocal seen
+        seen += 1
+        if isinstance(node, h5py.Dataset):
+            names.append(at)
+        return True if len(names) > _MOST_NAMES or seen > 100 * _MOST_NAMES else None
+
+    with contextlib.suppress(Exception):
+        file.visititems(visit)
+    told = sorted(at if at.isprintable() and len(at) <= 200 else shown(at) for at in names[:_MOST_NAMES])
+    more = [] if len(names) <= _MOST_NAMES else ["and more"]
+    return ", ".join([*told, *more]) or "(the file has none)"
+
+
+def check_sources(
+    dataset: Any, path: Path, box: Sequence[tuple[int, int]] | None = None, *, external: bool = False
+) -> None:
     """Open the files that a virtual dataset takes a box from: HDF5 reads fill values where one is not there.
 
-    Not collective.
+    Not collective. HDF5 ends the process at one that is made of itself, and at a pipe it waits.
+
+    Parameters
+    ----------
+    dataset, path
+        The dataset, and its file.
+    box
+        (start, stop) per dim; None for all cells.
+    external
+        Whether sources may lie outside of the file's folder.
 
     Raises
     ------
     FileError
-        One of them is missing or damaged.
+        One of them is missing or damaged, lies outside, or is made of the dataset itself.
     """
-    if not dataset.is_virtual:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
+    if dataset.is_virtual:
+        _check_sources(dataset, path, box, external, (), {})
+
+
+def _check_sources(
+    dataset: Any,
+    path: Path,
+    box: Sequence[tuple[int, int]] | None,
+    external: bool,
+    above: tuple[Any, ...],
+    known: dict[Any, int],
+) -> int:
+    """Return how many datasets HDF5 opens to read this one."""
+    folders = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
+    own = (os.path.realpath(path), dataset.name)
+    if own in above or len(above) > _MOST_LINKS:
+        raise _outside(path, dataset.name, "a virtual dataset that is made of itself", "ask who made it")
+    count = 0
     for space, file_name, name, _ in dataset.virtual_sources():
         lo, hi = space.get_select_bounds() if space.get_select_npoints() else ((1,), (0,))
-        if file_name == "." or any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
+        if box is not None and any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
             continue
-        at = os.path.join(folder, file_name)
-        # closed again: HDF5 does not open a file twice in two ways, and says nothing
-        with opened(at) as file:
-            found(file, at, name)
+        places = [os.fspath(path)] if file_name == "." else [os.path.join(folder, file_name) for folder in folders]
+        at = next(filter(os.path.lexists, places), places[0])
+        pattern = _PATTERN.search(file_name) or _PATTERN.search(name)
+        if not external:
+            if pattern:
+                raise _outside(path, dataset.name, f"sources by a pattern, {shown(file_name)}:{shown(name)}")
+            if not any(is_inside(at, folder) for folder in folders):
+                raise _outside(path, dataset.name, f"a source outside of its folder, {shown(file_name)}")
+        elif pattern:
+            continue
+        if (at, name) not in known:
+            # closed again: HDF5 does not open a file twice in two ways, and says nothing
+            with contextlib.nullcontext(dataset.file) if file_name == "." else opened(at) as file:
+                source, deeper = _resolved(file, at, name, external), 0
+                if source is None:
+                    found(file, at, name)  # raises
+                if source.is_virtual:
+                    deeper = _check_sources(source, at, None, external, (*above, own), known)
+                known[at, name] = 1 + deeper
+        count += known[at, name]
+    if count > _MOST_SOURCES:
+        raise _outside(path, dataset.name, f"{count} sources, of each other", "ask who made it")
+    return count
+
+
+def check_chunks(dataset: Any, name: str) -> None:
+    """Refuse chunks that take more memory than there is: HDF5 reads whole ones. Not collective."""
+    if dataset.chunks:
+        check_memory(math.prod(dataset.chunks) * dataset.id.get_type().get_size(), f"a chunk of {shown(name)}")
+
+
+def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileError:
+    return FileError(
+        described(
+            f"read: {shown(name)} of {os.fspath(path)!r} leads out of its file",
+            expected="cells in this file, or in files of the same folder",
+            got=got,
+            fix=fix or "where you trust who made it: external=True",
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -219,7 +378,7 @@ def damaged(path: Path, name: str, e: Exception) -> FileError:
     """Return the error for a dataset whose cells cannot be read. Not collective."""
     return FileError(
         described(
-            f"read: cannot read {name!r} of {os.fspath(path)!r}",
+            f"read: cannot read {shown(name)} of {os.fspath(path)!r}",
             expected="the whole dataset in the file",
             got=f"{type(e).__name__}: {e}",
             fix="check that the file is complete",

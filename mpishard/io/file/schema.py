@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.errors import FileError, LayoutError, described
 from mpishard.io.file.journal import Journal
-from mpishard.io.file.open import import_h5py
+from mpishard.io.file.open import found, import_h5py
 from mpishard.layout import Layout
 
 CHUNK_NBYTES = 4 << 20
@@ -214,27 +214,50 @@ def step_of(file: Any, form: Form, path: Any) -> int:
     FileError
         A dataset is missing, or of another shape or dtype, or cannot grow, or has other steps than the rest.
     """
-    h5py = import_h5py()
     steps: int | None = None
     for v in form.variables:
-        got: Any = "no such dataset"
-        dataset = file.get(v.name)
-        if isinstance(dataset, h5py.Dataset) and dataset.shape:
-            got = f"shape {dataset.shape}, at most {dataset.maxshape}, {dataset.dtype}"
+        dataset, got = _in_place(file, path, v.name)
+        if dataset is not None:
             fits = dataset.shape[1:] == v.shape and dataset.dtype.newbyteorder("=") == v.dtype
-            if fits and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
+            if fits and dataset.shape and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
                 steps = dataset.shape[0]
                 continue
-        raise FileError(
-            described(
-                f"write: cannot append {v.name!r} to {str(path)!r}",
-                expected=f"a dataset of steps of shape {v.shape}, {v.dtype}, with room for more"
-                + ("" if steps is None else f", {steps} of them"),
-                got=got,
-                fix="append the same datasets at every step, or write another file",
-            )
+        raise _cannot_append(
+            path,
+            v.name,
+            f"a dataset of steps of shape {v.shape}, {v.dtype}, with room for more"
+            + ("" if steps is None else f", {steps} of them"),
+            got,
         )
+    if form.append is not None:
+        scale, got = _in_place(file, path, form.append)
+        if scale is None or scale.maxshape != (None,):
+            raise _cannot_append(path, form.append, "a scale with room for more values", got)
     return steps or 0
+
+
+def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
+    """Return a dataset that can be written to in the file itself, or None; and what was found."""
+    try:
+        dataset = found(file, path, name)
+        if dataset.is_virtual:
+            return None, "a virtual dataset"
+        return dataset, f"shape {dataset.shape}, at most {dataset.maxshape}, {dataset.dtype}"
+    except FileError as e:
+        return None, str(e).splitlines()[0]
+    except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
+        return None, f"{type(e).__name__}: {e}"
+
+
+def _cannot_append(path: Any, name: str, expected: str, got: str) -> FileError:
+    return FileError(
+        described(
+            f"write: cannot append {name!r} to {str(path)!r}",
+            expected=expected,
+            got=got,
+            fix="append the same datasets at every step, or write another file",
+        )
+    )
 
 
 def grow(file: Any, form: Form, steps: int) -> None:
@@ -251,6 +274,9 @@ class _Kept(NamedTuple):
     state: tuple[int, ...]
     steps: dict[str, int]
     spans: list[tuple[int, int]]
+
+
+_MANY = 1 << 20  # chunks
 
 
 # of files that this process appends to: looking up every chunk at every step would take longer than to write it
@@ -281,6 +307,14 @@ def _state(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _chunks(dataset: Any, grid: list[range]) -> Iterator[Any]:
+    """Give where the chunks of a grid lie, of a vast and empty one those that there are."""
+    if math.prod(map(len, grid)) <= _MANY:
+        return (dataset.id.get_chunk_info_by_coord(at) for at in product(*grid))
+    each = (dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks()))
+    return (chunk for chunk in each if all(i in within for i, within in zip(chunk.chunk_offset, grid)))
+
+
 def _kept(file: Any, known: _Kept) -> tuple[dict[str, int], list[tuple[int, int]]]:
     h5py = import_h5py()
     datasets: dict[str, Any] = {}
@@ -294,11 +328,10 @@ def _kept(file: Any, known: _Kept) -> tuple[dict[str, int], list[tuple[int, int]
             n, step = dataset.shape[0], dataset.chunks[0]
             # of one that grows, a chunk with room for more steps is written again
             steps[name] = n // step * step if dataset.maxshape[0] is None else -(-n // step) * step
-            rest = [range(0, extent, c) for extent, c in zip(dataset.shape[1:], dataset.chunks[1:])]
-            for at in product(range(known.steps.get(name, 0), steps[name], step), *rest):
-                chunk = dataset.id.get_chunk_info_by_coord(at)
-                if chunk.byte_offset is not None:
-                    spans.append((chunk.byte_offset, chunk.byte_offset + chunk.size))
+            grid = [range(known.steps.get(name, 0), steps[name], step)]
+            grid += [range(0, extent, c) for extent, c in zip(dataset.shape[1:], dataset.chunks[1:])]
+            there = (chunk for chunk in _chunks(dataset, grid) if chunk.byte_offset is not None)
+            spans += [(chunk.byte_offset, chunk.byte_offset + chunk.size) for chunk in there]
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if joined and start <= joined[-1][1]:

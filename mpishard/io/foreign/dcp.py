@@ -1,20 +1,20 @@
 """Import of checkpoints of torch.distributed.checkpoint (DCP), without running what is in them.
 
-Their list of contents is a pickle, which can run code. Here it may name nothing but the few classes that such a list
-is made of, and cells are read by torch's own reader of weights only: other files are refused.
+Their list of contents is a pickle, which can run code. Here it is read as data, without any unpickler; cells are read
+by torch's own reader of weights only. Sizes are compared with those of the files before anything is read.
 """
 
 from __future__ import annotations
 
-import enum
-import importlib
 import io
+import math
 import os
-import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +22,15 @@ from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, described
 from mpishard.io.checkpoint.snapshot import the_mesh
+from mpishard.io.checkpoint.state import DTYPES
+from mpishard.io.file.trust import absolute, check_memory, is_inside, open_regular, read_bounded, shown, told
+from mpishard.io.foreign.inert_pickle import Name, Pairs, Record, RefusedError, read
 from mpishard.tensor import ShardTensor, wrap
+
+_LIST_NBYTES = 1 << 30
+_MOST_PIECES = 1 << 17
+# of a piece besides its cells: names, an index, padding
+_HEAD_NBYTES = 1 << 20
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -41,6 +49,8 @@ _CLASSES = {
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),
+    # so Python 3.11.0 to 3.11.3 write a member of an enumeration
+    "builtins": ("getattr",),
 }
 
 
@@ -78,7 +88,7 @@ def import_dcp(
     Raises
     ------
     FileError
-        It is missing or damaged, or its list names anything but tensors.
+        It is missing or damaged, its pieces overlap or leave a gap, or its list names anything but tensors.
     LayoutError
         A tensor is not there, or has another shape.
 
@@ -92,15 +102,17 @@ def import_dcp(
     error: MpishardError | None = None
     found: dict[str, Tensor] = {}
     try:
-        stored = _Stored(Path(path))
+        stored = _Stored(absolute(path))
         for name, like in wanted.items():
             if prefix + name in stored.tensors or strict:
                 found[name] = stored.like(prefix + name, like)
     except MpishardError as e:
         error = e
+    except RefusedError as e:
+        error = _refused(path, f"a list of contents of which {e}", "ask who made it")
     except Exception as e:  # noqa: BLE001 (a damaged pickle can raise anything)
         error = _refused(path, f"{type(e).__name__}: {e}", "check that it is complete, and holds plain tensors")
-    guard.agree(comm, error, f"import_dcp {sorted(wanted)} {prefix!r}")
+    guard.agree(comm, error, f"import_dcp {told(path)} {sorted(wanted)} {prefix!r} strict={strict}")
     if isinstance(model, torch.nn.Module):
         model.load_state_dict(found, strict=strict)
     return found
@@ -111,20 +123,26 @@ class _Stored:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path / ".metadata", "rb") as file:
-            listed = _Careful(path, file).load()
-        entries = listed.state_dict_metadata
-        self.tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "chunks")}
-        self.places = {
-            (index.fqn, tuple(index.offset or ())): place
-            for index, place in listed.storage_data.items()
-            if index.fqn in self.tensors
+        raw = read_bounded(path / ".metadata", _LIST_NBYTES)
+        check_memory(64 * len(raw), "import_dcp: the list of contents")
+        listed = _made(read(raw, _is_known), "Metadata").fields()
+        entries = _pairs(listed["state_dict_metadata"])
+        self.tensors = {
+            name: entry.fields()
+            for name, entry in entries
+            if isinstance(name, str) and isinstance(entry, Record) and entry.kind.name == "TensorStorageMetadata"
         }
+        self.places: dict[Any, dict[str, Any]] = {}
+        for index, place in _pairs(listed["storage_data"]):
+            own = _made(index, "MetadataIndex").fields()
+            if own["fqn"] in self.tensors:
+                offset = () if own["offset"] is None else _numbers(own["offset"])
+                self.places[own["fqn"], offset] = _made(place, "_StorageInfo").fields()
 
     def like(self, name: str, like: Tensor) -> Tensor:
         """Read a tensor, or this rank's block of it."""
         entry = self.tensors.get(name)
-        shape = None if entry is None else tuple(entry.size)
+        shape = None if entry is None else _numbers(entry["size"])
         if entry is None or shape != tuple(like.shape):
             raise LayoutError(
                 described(
@@ -134,67 +152,129 @@ class _Stored:
                     fix="give the model that was saved, and prefix= if it was saved with others",
                 )
             )
-        layout: Any = like.sharding if isinstance(like, ShardTensor) else None
-        sharded = layout is not None and not layout.partial_dims
+        dtype = _dtype_of(entry)
+        chunks = [_made(chunk, "ChunkStorageMetadata").fields() for chunk in entry["chunks"]]
+        pieces = [(_numbers(chunk["offsets"]), _numbers(chunk["sizes"])) for chunk in chunks]
+        problem = _gap_or_overlap(pieces, shape)
+        if problem is not None:
+            raise _refused(self.path, f"{name!r} of shape {shape} with {problem}", "check that it is complete")
+        sharded = isinstance(like, ShardTensor) and not like.sharding.partial_dims
+        layout: Any = like.sharding if sharded else None
         box = layout.box(like.mesh.coords) if sharded else [(0, n) for n in shape]  # type: ignore[attr-defined]
-        out = torch.empty([hi - lo for lo, hi in box], dtype=entry.properties.dtype)
-        count = 0
-        for chunk in entry.chunks:
-            start = tuple(chunk.offsets)
-            common = [(max(lo, s), min(hi, s + n)) for (lo, hi), s, n in zip(box, start, chunk.sizes)]
+        local = [hi - lo for lo, hi in box]
+        check_memory(math.prod(local) * dtype.itemsize, f"import_dcp: {name!r}")
+        out = torch.empty(local, dtype=dtype)
+        for start, sizes in pieces:
+            common = [(max(lo, s), min(hi, s + n)) for (lo, hi), s, n in zip(box, start, sizes)]
             if any(lo >= hi for lo, hi in common):
                 continue
-            part, into = self._cells(name, start, tuple(chunk.sizes)), out
+            part, into = self._cells(name, start, sizes, dtype), out
             for dim, ((lo, hi), s, (at, _)) in enumerate(zip(common, start, box)):
                 part, into = part.narrow(dim, lo - s, hi - lo), into.narrow(dim, lo - at, hi - lo)
             into.copy_(part)
-            count += part.numel()
-        if count != out.numel():
-            raise _refused(self.path, f"{count} of {out.numel()} cells of {name!r}", "check that it is complete")
         out = out.to(like.device)
         return wrap(out, layout, like.mesh) if sharded else out  # type: ignore[attr-defined]
 
-    def _cells(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _cells(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         place = self.places[name, start]
-        if getattr(place, "transform_descriptors", None):
+        if place.get("transform_descriptors"):
             raise _refused(self.path, "compressed or encrypted pieces", "save it without extensions")
-        file = self.path / place.relative_path
-        if not file.resolve().is_relative_to(self.path.resolve()):
-            raise _refused(self.path, f"a piece outside of its folder: {place.relative_path}", "ask who made it")
-        with open(file, "rb") as f:
-            f.seek(place.offset)
-            raw = io.BytesIO(f.read(place.length))
+        file = self.path / place["relative_path"]
+        if not is_inside(file, self.path):
+            raise _refused(
+                self.path, f"a piece outside of its folder: {shown(place['relative_path'])}", "ask who made it"
+            )
+        offset, length = _numbers((place["offset"], place["length"]))
+        most = math.prod(shape) * dtype.itemsize + _HEAD_NBYTES
+        with open_regular(file) as f:
+            there = os.fstat(f.fileno()).st_size
+            if length > most or offset + length > there:
+                got = f"{length} bytes at {offset} of {file.name}, of {there} bytes, for a piece of {name!r}"
+                raise _refused(self.path, got, "check that it is complete")
+            check_memory(3 * length, f"import_dcp: a piece of {name!r}")
+            f.seek(offset)
+            raw = io.BytesIO(f.read(length))
+        with zipfile.ZipFile(raw) as archive:
+            members = archive.infolist()
+            # what is packed could be any number of times larger
+            packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+            if packed or sum(member.file_size for member in members) > length:
+                raise _refused(self.path, f"packed cells of {name!r}", "ask who made it")
+            # torch does not compare them
+            if archive.testzip() is not None:
+                fix = "check that it is complete; torch.serialization.set_crc32_options(True) where it is saved"
+                raise _refused(self.path, f"{file.name}: the checksum of a piece of {name!r} is wrong", fix)
+        raw.seek(0)
         cells = torch.load(raw, map_location="cpu", weights_only=True)
-        if not isinstance(cells, Tensor) or tuple(cells.shape) != shape:
+        if not isinstance(cells, Tensor) or tuple(cells.shape) != shape or cells.dtype != dtype:
             raise _refused(self.path, f"another thing than cells of {name!r}", "check that it is complete")
         return cells
 
 
-class _Careful(pickle.Unpickler):
-    """Reads a list of contents, and refuses to look up anything else than what such a list is made of."""
-
-    def __init__(self, path: Path, file: Any) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
-            return getattr(importlib.import_module(module), name)
-        if (module, name) == ("builtins", "getattr"):
-            return self._member  # so Python 3.11.0 to 3.11.3 write a member of an enumeration
-        asked = f"a list of contents that asks for {module}.{name}, which could run code"
-        raise _refused(self._path, asked, "ask who made it")
-
-    def _member(self, kind: Any, name: Any) -> Any:
-        if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
-            return kind.__members__[name]
-        raise _refused(self._path, "a list of contents that looks up an attribute", "ask who made it")
+def _is_known(name: Name) -> bool:
+    known: tuple[str, ...] = _CLASSES.get(name.module, ())
+    return name.name in known or (name.module == "torch" and name.name in DTYPES)
 
 
-def _refused(path: str | os.PathLike[str], got: str, fix: str) -> FileError:
+def _made(value: Any, kind: str) -> Record:
+    if not isinstance(value, Record) or value.kind.name != kind:
+        raise RefusedError(f"it has a {type(value).__name__} in place of a {kind}")
+    return value
+
+
+def _pairs(value: Any) -> Pairs:
+    if not isinstance(value, Pairs):
+        raise RefusedError(f"it has a {type(value).__name__} in place of a dict")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """Return a torch.Size, or a tuple."""
+    numbers = value.args[0] if isinstance(value, Record) else value
+    if not isinstance(numbers, tuple) or not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers):
+        raise RefusedError(f"it has {shown(numbers)} in place of sizes")
+    return numbers
+
+
+def _dtype_of(entry: dict[str, Any]) -> torch.dtype:
+    state = _made(entry["properties"], "TensorProperties").state
+    dtype = state[0] if isinstance(state, tuple) else dict(_pairs(state))["dtype"]
+    if not isinstance(dtype, Name):
+        raise RefusedError("it has a tensor without a dtype")
+    return DTYPES[dtype.name]
+
+
+def _gap_or_overlap(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> str | None:
+    """Return what is wrong with pieces that shall be all of a shape, each cell once; None where they are."""
+    if any(len(start) != len(shape) or len(sizes) != len(shape) for start, sizes in pieces):
+        return "pieces of other numbers of dims"
+    pieces = [(start, sizes) for start, sizes in pieces if math.prod(sizes)]
+    for start, sizes in pieces:
+        if any(s + n > whole for s, n, whole in zip(start, sizes, shape)):
+            return f"a piece at {start} of shape {sizes}, which is beyond its end"
+    if len(pieces) > _MOST_PIECES:
+        return f"{len(pieces)} pieces, of at most {_MOST_PIECES}"
+    if shape and pieces:
+        lo = np.array([start for start, _ in pieces])
+        hi = lo + np.array([sizes for _, sizes in pieces])
+        # along the dim that is cut most often few pieces lie side by side
+        dim = max(range(len(shape)), key=lambda d: len(np.unique(lo[:, d])))
+        order = np.argsort(lo[:, dim], kind="stable")
+        lo, hi = lo[order], hi[order]
+        for i, end in enumerate(np.searchsorted(lo[:, dim], hi[:, dim])):
+            others = slice(i + 1, end)
+            if ((lo[others] < hi[i]) & (hi[others] > lo[i])).all(axis=1).any():
+                return f"pieces that overlap at {tuple(map(int, lo[i]))}"
+    elif len(pieces) > 1:
+        return "more than one piece of one cell"
+    count = sum(math.prod(sizes) for _, sizes in pieces)
+    return None if count == math.prod(shape) else f"a gap: {count} of {math.prod(shape)} cells"
+
+
+def _refused(path: Any, got: str, fix: str) -> FileError:
     return FileError(
         described(
-            f"import_dcp: cannot read {os.fspath(path)!r}",
+            f"import_dcp: cannot read {told(path)!r}",
             expected="a folder that torch.distributed.checkpoint has written, of tensors",
             got=got,
             fix=fix,

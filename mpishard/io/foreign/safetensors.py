@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.checkpoint.folder import flush
 from mpishard.io.checkpoint.snapshot import gives, stored_dtype, the_mesh
 from mpishard.io.file.dtype import NUMPY
+from mpishard.io.file.trust import absolute, check_replaceable, fresh, told
 from mpishard.layout import Layout
 from mpishard.layout.slab import slabs
 from mpishard.tensor.operand import on_mesh
@@ -88,19 +90,20 @@ def export_safetensors(
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+    end, own = 0, Path()
     try:
+        own = absolute(path)
         for name, x in state.items():
             _check(name, x)
             begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
             header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     except MpishardError as e:
         error = e
-    guard.agree(group.comm, error, f"export_safetensors {header}")
+    guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}")
     target = None
     try:
         if group.rank == 0:
-            target = _Target(Path(path), header, end)
+            target = _Target(own, header, end)
             error = target.open()
         guard.agree(group.comm, error)
         for name, x in state.items():
@@ -145,7 +148,7 @@ class _Target:
 
     def __init__(self, path: Path, header: dict[str, Any], nbytes: int) -> None:
         self.path = path
-        self.partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
         self.header = header
         self.nbytes = nbytes
         self.start = 0
@@ -156,7 +159,8 @@ class _Target:
         text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
         self.start = 8 + len(text)
         try:
-            with open(self.partial, "wb") as file:
+            check_replaceable(self.path)
+            with fresh(self.partial) as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.flush()
                 if self.nbytes:

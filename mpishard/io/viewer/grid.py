@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.schema import Form, Variable
+from mpishard.io.file.trust import fresh
 
 # of one dataset: each cell of its leading dims is one field
 _MAX_FIELDS = 64
@@ -63,8 +65,9 @@ def grids(path: Path, form: Form, takes: Callable[[str], bool]) -> list[Grid]:
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a hidden name, and give it its own. Not collective; one rank calls it."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
     try:
+        fresh(partial).close()
         write(partial)
         os.replace(partial, target)
     finally:

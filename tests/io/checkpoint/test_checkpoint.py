@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import resource
+import shutil
+import signal
+import socket
 import time
 import warnings
 from collections import Counter
@@ -19,7 +23,7 @@ from torch import nn
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
-from mpishard.io.checkpoint import checksum
+from mpishard.io.checkpoint import checksum, lock
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.checkpoint.snapshot import Snapshot
 from mpishard.layout import layout_of
@@ -41,6 +45,10 @@ def folder(tmp_path):
 @pytest.fixture
 def mesh():
     return mesh_of(mesh_shapes(2)[-1])
+
+
+def listed(folder):
+    return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
 def same_on_all(error):
@@ -242,7 +250,7 @@ def test_anything_but_pickle(mesh, folder):
         with pytest.raises(MpishardError, match="extra") as e:
             ms.io.save_checkpoint(folder, 1, extra=thing, mesh=mesh)
         same_on_all(e)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000000"]
+    assert listed(folder) == ["latest", "step_0000000000"]
 
 
 # -- what is kept
@@ -252,7 +260,7 @@ def test_anything_but_pickle(mesh, folder):
 def test_keep_and_latest(mesh, folder, asynchronous):
     def names():
         WORLD.Barrier()
-        return sorted(os.listdir(folder))
+        return listed(folder)
 
     def save(step, keep=2):
         path = ms.io.save_checkpoint(
@@ -295,7 +303,175 @@ def test_what_a_killed_job_left_goes(mesh, folder):
         ms.io.load_checkpoint(folder, mesh=mesh)
     same_on_all(e)
     ms.io.save_checkpoint(folder, 4, mesh=mesh)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000004"]
+    assert listed(folder) == ["latest", "step_0000000004"]
+
+
+def spoil(checkpoint, name="tensors.h5"):
+    on_root(lambda: os.truncate(checkpoint / name, (checkpoint / name).stat().st_size - 10))
+
+
+def test_what_is_damaged_does_not_count(mesh, folder):
+    """The last one that is whole stays, however many there are that are not."""
+    for step in (1, 2, 3, 4):
+        ms.io.save_checkpoint(folder, step, extra=step, mesh=mesh, keep=9)
+    spoil(folder / "step_0000000002")
+    spoil(folder / "step_0000000003", "state.json")
+    on_root((folder / "step_0000000009").mkdir)
+    ms.io.save_checkpoint(folder, 4, extra=4, mesh=mesh, keep=1)
+    # one is kept: the one that was just saved
+    assert listed(folder) == ["latest", "step_0000000004-2"]
+    for step in (5, 6, 7):
+        ms.io.save_checkpoint(folder, step, extra=step, mesh=mesh, keep=9)
+    spoil(folder / "step_0000000006")
+    spoil(folder / "step_0000000007", "state.json")
+    on_root((folder / "step_0000000009").mkdir)
+    ms.io.save_checkpoint(folder, 8, extra=8, mesh=mesh, keep=2)
+    assert listed(folder) == ["latest", *(f"step_{step:010d}" for step in (5, 6, 7, 8))]
+    spoil(folder / "step_0000000008")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ms.io.load_checkpoint(folder, mesh=mesh, fallback=True).step == 5
+
+
+def test_what_latest_says_is_checked(mesh, folder):
+    for step in (8, 9, 5):
+        ms.io.save_checkpoint(folder, step, mesh=mesh)
+    latest = folder / "latest"
+    told = latest.read_text()
+    assert told.splitlines()[0] == "step_0000000005"
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 5
+    lines = told.splitlines(keepends=True)
+    harms = [told.replace("5", "4"), told.replace("9", "8"), "", "\n", "x" * 100, lines[0], "".join(lines[1:])]
+    harms += ["".join(reversed(lines)), lines[1] + lines[0] + "".join(lines[2:]), told + "x", "\ud800", "9" * 10_000]
+    harms += ["step_0000000007\n", "".join(lines[:-1]).replace("9", "7")]
+    for harm in harms:
+        on_root(lambda harm=harm: latest.write_text(harm, errors="surrogateescape" if harm < "x" else "replace"))
+        if harm in ("", lines[0]):
+            # as one of a version without a checksum
+            assert ms.io.load_checkpoint(folder, mesh=mesh).step == (9 if harm == "" else 5)
+            continue
+        with pytest.raises(FileError, match=r"latest[\s\S]*fallback=True") as e:
+            ms.io.load_checkpoint(folder, mesh=mesh)
+        same_on_all(e)
+        assert os.fspath(folder) in str(e.value)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert ms.io.load_checkpoint(folder, mesh=mesh, fallback=True).step == 9
+        assert ["of the highest step" in str(w.message) for w in seen] == [True] * (WORLD.rank == 0)
+        assert ms.io.load_checkpoint(folder, mesh=mesh, step=5).step == 5
+    # another save mends it
+    ms.io.save_checkpoint(folder, 6, mesh=mesh, keep=9)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 6
+    on_root(lambda: shutil.rmtree(folder / "step_0000000006"))
+    with pytest.warns(RuntimeWarning, match="step_0000000006") if WORLD.rank == 0 else contextlib.nullcontext():
+        assert ms.io.load_checkpoint(folder, mesh=mesh).step == 9
+
+
+# -- several jobs
+
+
+class OtherJob:
+    """A process on rank 0 that holds a folder, as another job's first rank does."""
+
+    def __init__(self, folder):
+        self.pid = 0
+        if WORLD.rank == 0:
+            ready, told = os.pipe()
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    lock.hold(folder)
+                    os.write(told, b"held")
+                    time.sleep(60)
+                except FileError as e:
+                    os.write(told, str(e).encode())
+                finally:
+                    os._exit(0)
+            self.told = os.read(ready, 10_000).decode()
+            os.close(ready)
+            os.close(told)
+        WORLD.Barrier()
+
+    def end(self):
+        if WORLD.rank == 0:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        WORLD.Barrier()
+
+
+@ASYNCHRONOUS
+def test_two_jobs_and_one_folder(mesh, folder, asynchronous, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    path = ms.io.save_checkpoint(folder, 1, extra=1, mesh=mesh, keep=1, asynchronous=asynchronous).wait()
+    # who comes second is told who was first
+    second = OtherJob(folder)
+    if WORLD.rank == 0:
+        for text in ("another job saves into", f"process '{os.getpid()}'", socket.gethostname(), "SLURM_JOB_ID=4711"):
+            assert text in second.told, second.told
+    second.end()
+    assert ms.io.save_checkpoint(folder, 2, mesh=mesh, keep=1, asynchronous=asynchronous).wait() != path
+    # and every rank of it
+    on_root((folder / "other").mkdir)
+    first = OtherJob(folder / "other")
+    for _ in range(2):
+        with pytest.raises(FileError, match=r"another job saves into[\s\S]*is held by process") as e:
+            ms.io.save_checkpoint(folder / "other", 1, mesh=mesh, asynchronous=asynchronous)
+        same_on_all(e)
+        assert f"'{WORLD.bcast(first.pid)}'" in str(e.value)
+    first.end()
+    assert ms.io.save_checkpoint(folder / "other", 1, mesh=mesh, asynchronous=asynchronous).wait()
+    assert listed(folder / "other") == ["latest", "step_0000000001"]
+
+
+@pytest.mark.ranks(1)
+def test_whose_folder_it_is_without_locks(mesh, folder, monkeypatch):
+    """By what the lock says: a process that lives, or one of another machine, not long ago."""
+
+    def none(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", none)
+
+    def save():
+        lock._held.clear()
+        return ms.io.save_checkpoint(folder, 1, mesh=mesh)
+
+    def told(**other):
+        (folder / ".lock").write_text(json.dumps({**lock._me(), **other}))
+
+    save()
+    assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+    for other in ({"pid": os.getppid(), "started": lock._started(os.getppid())}, {"host": "elsewhere", "job": "A=1"}):
+        told(**other)
+        with pytest.raises(FileError, match="another job saves into"):
+            save()
+    long_ago = time.time() - 3600
+    os.utime(folder / ".lock", (long_ago, long_ago))
+    save()
+    # gone; another process with its number; this job, queued again; no note
+    for other in (
+        {"pid": 1 << 30},
+        {"pid": os.getppid(), "started": "1"},
+        {"host": "elsewhere", "job": "SLURM_JOB_ID=1"},
+    ):
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        told(**other)
+        save()
+    (folder / ".lock").write_text("[" * 5000)
+    save()
+
+
+def test_a_lock_is_no_way_to_other_files(mesh, folder):
+    """Neither through a link nor by a second name."""
+    mine = folder / "mine"
+    on_root(lambda: mine.write_bytes(b"precious"))
+    for make in (os.symlink, os.link):
+        on_root(lambda make=make: ((folder / "c").mkdir(), make(mine, folder / "c" / ".lock")))
+        with pytest.raises(FileError, match="cannot write a checkpoint") as e:
+            ms.io.save_checkpoint(folder / "c", 1, mesh=mesh)
+        same_on_all(e)
+        assert mine.read_bytes() == b"precious"
+        on_root(lambda: shutil.rmtree(folder / "c"))
 
 
 # -- what must be noticed
@@ -495,7 +671,43 @@ def test_ranks_that_save_different_things(mesh, folder):
     with pytest.raises(ms.DesyncError) as e:
         ms.io.save_checkpoint(folder, 0, mesh=mesh, tensors={"a": torch.zeros(2 + WORLD.rank)})
     same_on_all(e)
-    assert not os.listdir(folder)
+    assert not listed(folder)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_ask_for_different_things(mesh, folder):
+    """Folders, steps and options: the error comes before anything is waited for."""
+    x = on(mesh, values((4, 6)), 0)
+    ms.io.save_checkpoint(folder, 1, tensors={"x": x}, mesh=mesh, asynchronous=True)
+    odd = WORLD.rank == SIZE - 1
+    for options in (
+        {"path": folder / "other"},
+        {"step": -1},
+        {"keep": 2},
+        {"rng": False},
+        {"asynchronous": True},
+        {"extra": object()},
+        {"backend": "root"},
+        {"mesh": mesh, "tensors": {"x": x.redistribute(placements=[ms.Replicate()] * mesh.ndim)}},
+    ):
+        asked = {"path": folder, "step": 2, "tensors": {"x": x}, "mesh": mesh, **(options if odd else {})}
+        with pytest.raises(MpishardError) as e:
+            ms.io.save_checkpoint(**asked)
+        same_on_all(e)
+    for options in (
+        {"path": folder / "other"},
+        {"step": 2},
+        {"fallback": True},
+        {"rng": False},
+        {"strict": False},
+        {"model": nn.Linear(1, 1)},
+        {"tensors": {"x": None}},
+        {"placements": (ms.Shard(1),) * mesh.ndim},
+    ):
+        with pytest.raises(ms.DesyncError) as e:
+            ms.io.load_checkpoint(**{"path": folder, "mesh": mesh, **(options if odd else {})})
+        same_on_all(e)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 1
 
 
 @ASYNCHRONOUS
@@ -528,7 +740,7 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert ms.io.load_checkpoint(folder, mesh=mesh).step == 2
     WORLD.Barrier()
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001", "step_0000000002"]
+    assert listed(folder) == ["latest", "step_0000000001", "step_0000000002"]
     ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous)
     assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].to_local(), x.to_local())
 
@@ -544,7 +756,7 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
     same_on_all(e)
     monkeypatch.undo()
     ms.io.save_checkpoint(folder, 1, mesh=mesh)
-    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001"]
+    assert listed(folder) == ["latest", "step_0000000001"]
 
 
 def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
