@@ -47,6 +47,16 @@ from mpishard.tensor import (
 )
 from mpishard.testing import dot_test
 
+
+def __getattr__(name: str) -> object:
+    if name == "insitu":
+        # what only coupled programs need costs the others nothing
+        import mpishard.insitu
+
+        return mpishard.insitu
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 
 __all__ = [
