@@ -30,7 +30,7 @@ import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
-SERIAL = ("layout", "failure", "examples", "packaging")
+SERIAL = ("layout", "failure", "examples", "packaging", "coupling")
 CLUSTER = "cluster"
 SIZES = (1, 2, 3, 4)
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.

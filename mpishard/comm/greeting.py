@@ -149,13 +149,13 @@ def _send(comm: MPI.Intercomm, tag: int, kind: int, text: bytes, timeout_s: floa
 
 
 def order_of(circle: Circle, mesh_comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return per rank of a mesh the rank of the program, on rank 0; empty where they are the same. Collective.
+    """Return per rank of a mesh the rank of the program; empty where they are the same. Collective.
 
     The table is the one thing here as long as the program has ranks: only a host that had MPI reorder them needs it.
     """
     mine = mesh_comm.Get_rank()
     if circle.agree(None, 60.0, int(mine == circle.rank))[0]:
         return ()
-    table = np.empty(circle.size if circle.rank == 0 else 0, np.int64)
-    circle.comm.Gather([np.array([mine], np.int64), MPI.INT64_T], [table, MPI.INT64_T])
+    table = np.empty(circle.size, np.int64)
+    circle.comm.Allgather([np.array([mine], np.int64), MPI.INT64_T], [table, MPI.INT64_T])
     return tuple(np.argsort(table).tolist())

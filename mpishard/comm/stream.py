@@ -170,6 +170,11 @@ class Outlet:
         Of the fields.
     policy, depth
         What to do when all of ``depth`` slots are full.
+
+    Attributes
+    ----------
+    ended : bool
+        Whether `put` has found that the reader has closed its side: the same on all ranks.
     """
 
     def __init__(
@@ -188,16 +193,12 @@ class Outlet:
         self._putting = False
         self._looked = time.monotonic()
         self._stopped: set[int] = set()
+        self.ended = False
         self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
         self._known: list[Tensor] = []
         self._boxes: list[Tensor] = []
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
         keep_going(self)
-
-    @property
-    def ended(self) -> bool:
-        """Whether a reader has closed its side."""
-        return bool(self._stopped)
 
     def put(self, blocks: Sequence[Tensor], error: MpishardError | None) -> bool:
         """Put a step; return whether it is in a slot. Collective.
@@ -225,6 +226,7 @@ class Outlet:
                 self._fill(slot, blocks)
             room, asked, _ = circle.finish(timeout)
             if room == ENDED:
+                self.ended = True
                 return False
             step, self._next = self._next, self._next + 1
             if self._policy == "latest":
@@ -241,6 +243,8 @@ class Outlet:
             return room == FREE
         finally:
             self._putting = False
+            if self._stopped:
+                self.progress()
 
     def _room(self, slot: _Slot) -> int:
         if self._stopped:
@@ -307,7 +311,10 @@ class Outlet:
             peer = status.Get_source()
             comm.Recv(np.empty(_HEAD // 8, np.int64), peer, tag + wire.STOP)
             self._stopped.add(peer)
-            self._end(peer, wire.END)
+        if not self._putting:
+            # never before a step that is on its way
+            for peer in self._stopped:
+                self._end(peer, wire.END)
         if self._policy == "latest":
             self._progress_requests()
 
