@@ -8,13 +8,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm import wire
+from mpishard.comm.meeting import Far
 from mpishard.comm.patience import Circle, Presence, Wait, presence
 from mpishard.errors import MpishardError, PeerError, described
 
 
 def greet(
     circle: Circle,
-    comm: MPI.Intercomm,
+    far: Far,
     tag: int,
     other: str,
     error: MpishardError | None,
@@ -27,8 +28,8 @@ def greet(
 
     Parameters
     ----------
-    circle, comm, tag
-        This program's ranks, the messages to the other's, and the first tag of the link.
+    circle, far, tag
+        This program's ranks, those of the other, and the first tag of the link.
     other
         Name of the other program.
     error
@@ -49,12 +50,12 @@ def greet(
         circle.agree(error, timeout_s)
     except MpishardError as e:
         if circle.rank == 0:
-            _send(comm, tag, wire.WITHDRAW, str(e).encode(), timeout_s)
+            _send(far, tag, wire.WITHDRAW, str(e).encode(), timeout_s)
         raise
     theirs = b""
     if circle.rank == 0:
         try:
-            theirs = _exchanged(comm, tag, other, offer, timeout_s)
+            theirs = _exchanged(far, tag, other, offer, timeout_s)
         except PeerError as e:
             error = e
     # the others wait for rank 0 longer than it waits
@@ -62,13 +63,13 @@ def greet(
     return circle.told(theirs if circle.rank == 0 else None, timeout_s)
 
 
-def _exchanged(comm: MPI.Intercomm, tag: int, other: str, offer: bytes, timeout_s: float) -> bytes:
+def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -> bytes:
     wait = Wait(timeout_s)
-    sent = [_start(comm, tag, offer)]
+    sent = [_start(far, tag, offer)]
     theirs, accepted = b"", False
     while not (theirs and accepted):
         status = MPI.Status()
-        message = comm.Improbe(0, tag + wire.HELLO, status)
+        message = far.comm.Improbe(far.first, tag + wire.HELLO, status)
         if message is not None:
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv([data, MPI.BYTE])
@@ -87,11 +88,11 @@ def _exchanged(comm: MPI.Intercomm, tag: int, other: str, offer: bytes, timeout_
                 )
             if kind == wire.OFFER:
                 theirs = data.tobytes()
-                sent.append(_start(comm, tag, _head(wire.ACCEPT)))
+                sent.append(_start(far, tag, _head(wire.ACCEPT)))
             else:
                 accepted = True
         elif not wait.pause():
-            _send(comm, tag, wire.WITHDRAW, b"no answer in time", 1.0)
+            _send(far, tag, wire.WITHDRAW, b"no answer in time", 1.0)
             raise PeerError(
                 described(
                     f"connect: program {other!r} did not come",
@@ -105,24 +106,26 @@ def _exchanged(comm: MPI.Intercomm, tag: int, other: str, offer: bytes, timeout_
 
 
 def meet_peers(
-    circle: Circle, comm: MPI.Intercomm, tag: int, other: str, peers: Iterable[int], timeout_s: float
+    circle: Circle, far: Far, tag: int, other: str, peers: Iterable[int], timeout_s: float
 ) -> dict[int, Presence]:
     """Return where the processes of some ranks of the other program are, telling them where this one is.
+
+    Peers are ranks of the communicator of both.
 
     Collective over both programs.
     """
     peers = sorted(peers)
     mine = np.array(presence(), np.int64)
     theirs = np.zeros((len(peers), len(mine)), np.int64)
-    requests = [comm.Irecv(row, peer, tag + wire.PRESENCE) for row, peer in zip(theirs, peers)]
-    requests += [comm.Isend(mine, peer, tag + wire.PRESENCE) for peer in peers]
+    requests = [far.comm.Irecv(row, peer, tag + wire.PRESENCE) for row, peer in zip(theirs, peers)]
+    requests += [far.comm.Isend(mine, peer, tag + wire.PRESENCE) for peer in peers]
     wait, error = Wait(timeout_s), None
     while not MPI.Request.Testall(requests):
         if not wait.pause():
             silent = [p for p, request in zip(peers, requests) if not request.Test()]
             error = PeerError(
                 described(
-                    f"connect: ranks {silent} of program {other!r} did not come",
+                    f"connect: ranks {[p - far.first for p in silent]} of program {other!r} did not come",
                     expected=f"all its ranks within {timeout_s:g} s",
                     got="some of them",
                     fix="look whether they died or hang",
@@ -137,12 +140,12 @@ def _head(kind: int) -> bytes:
     return wire.HEAD.pack(wire.MAGIC, wire.VERSION, kind, 0, 0, 0, 0, 0)
 
 
-def _start(comm: MPI.Intercomm, tag: int, message: bytes) -> tuple[MPI.Request, bytes]:
-    return comm.Isend([message, MPI.BYTE], 0, tag + wire.HELLO), message
+def _start(far: Far, tag: int, message: bytes) -> tuple[MPI.Request, bytes]:
+    return far.comm.Isend([message, MPI.BYTE], far.first, tag + wire.HELLO), message
 
 
-def _send(comm: MPI.Intercomm, tag: int, kind: int, text: bytes, timeout_s: float) -> None:
-    request, _message = _start(comm, tag, _head(kind) + text[: wire.TEXT_NBYTES])
+def _send(far: Far, tag: int, kind: int, text: bytes, timeout_s: float) -> None:
+    request, _message = _start(far, tag, _head(kind) + text[: wire.TEXT_NBYTES])
     wait = Wait(min(1.0, timeout_s))
     while not request.Test() and wait.pause():
         pass

@@ -6,6 +6,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,13 @@ _ANSWER_S = 1.0
 _attempts = 0
 
 
+class Far(NamedTuple):
+    """The ranks of another program: behind or before those of this one in a communicator of both."""
+
+    comm: MPI.Intracomm
+    first: int
+
+
 class Meeting(NamedTuple):
     """What came of it.
 
@@ -35,13 +43,13 @@ class Meeting(NamedTuple):
     circle : Circle
         The same ranks, for the package's use.
     others : dict
-        Name of every other program -> inter-communicator to its ranks.
+        Name of every other program -> communicator of both programs' ranks, and the rank of its first there.
     """
 
     programs: dict[str, int]
     comm: MPI.Intracomm
     circle: Circle
-    others: dict[str, MPI.Intercomm]
+    others: dict[str, Far]
 
 
 def meet(name: object, timeout_s: float) -> Meeting:
@@ -77,13 +85,14 @@ def meet(name: object, timeout_s: float) -> Meeting:
         comm = world.Split(index, rank)
         private = comm.Dup()
         others = {}
-        # in one order on all ranks, so that nobody waits in a circle
-        for i, one in enumerate(entries):
-            for j, other in enumerate(entries[:i]):
-                if index in (i, j):
-                    far = other if index == i else one
-                    others[far.name] = private.Create_intercomm(0, world, far.first, wire.LEADER_TAG)
-    for own in (comm, private, *others.values()):
+        # not by MPI_Intercomm_create, in which MPICH 5 crashes where programs lie between one another
+        for (i, one), (j, other) in combinations(enumerate(entries), 2):
+            both = world.Split(0 if index in (i, j) else MPI.UNDEFINED, rank + (size if index == j else 0))
+            if index == i:
+                others[other.name] = Far(both, one.ranks)
+            elif index == j:
+                others[one.name] = Far(both, 0)
+    for own in (comm, private, *(far.comm for far in others.values())):
         own.Set_errhandler(MPI.ERRORS_RETURN)
     assert size == sum(e.ranks for e in entries)
     return Meeting({e.name: e.ranks for e in entries}, comm, Circle(private, str(name)), others)

@@ -36,6 +36,10 @@ def leave(worker: Any) -> None:
     _background.discard(worker)
 
 
+class CertainError(PeerError):
+    """The error of a peer that is known to have died or to have been stopped, not only to be late."""
+
+
 class Wait:
     """A wait of at most ``timeout_s`` seconds.
 
@@ -107,7 +111,11 @@ class Circle:
                 )
             )
         self._error = error
-        self._mine[:] = (0 if error is None else self.rank - self.size, a, b, c)
+        failed = 0
+        if error is not None:
+            # what is known for certain is told first, then what the lowest rank says
+            failed = self.rank - (2 if isinstance(error, CertainError) else 1) * self.size
+        self._mine[:] = (failed, a, b, c)
         if self.size == 1:
             self._least[:] = self._mine
         else:
@@ -118,7 +126,7 @@ class Circle:
         self._complete(self._request, timeout_s)
         failed, a, b, c = self._least.tolist()
         if failed:
-            self._raise(self.size + failed, timeout_s)
+            self._raise(failed % self.size, timeout_s)
         return a, b, c
 
     def agree(
@@ -150,9 +158,7 @@ class Circle:
         if self.size > 1:
             self._complete(self.comm.Ibcast([data, MPI.BYTE], rank), timeout_s)
         kind, _, text = wire.text_of(data.tobytes()).partition("|")
-        own = getattr(errors, kind, MpishardError)
-        agreed = own(text) if own is not MpishardError or kind == own.__name__ else own(f"{kind}: {text}")
-        raise guard.common(agreed, self.comm) from None
+        raise guard.common(getattr(errors, kind, PeerError)(text), self.comm) from None
 
     def _complete(self, request: MPI.Request, timeout_s: float) -> None:
         if request.Test():

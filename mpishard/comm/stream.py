@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpishard.comm import counter, wire
 from mpishard.comm.buffer import address, pieces
-from mpishard.comm.patience import Circle, Presence, Wait, keep_going, leave, state_of
+from mpishard.comm.patience import CertainError, Circle, Presence, Wait, keep_going, leave, state_of
 from mpishard.errors import MpishardError, PeerError, described
 
 _ALIGN = 64
@@ -35,7 +35,7 @@ Box = Sequence["tuple[int, int]"]
 
 
 class Parcel(NamedTuple):
-    """The message to or from one rank of the other program: boxes of fields, by number of the field."""
+    """The message to or from a rank (of both programs): boxes of fields, by number of the field."""
 
     peer: int
     boxes: tuple[tuple[int, Box], ...]
@@ -46,8 +46,10 @@ class Channel(NamedTuple):
 
     Attributes
     ----------
-    comm : mpi4py.MPI.Intercomm
-        Between the two programs.
+    comm : mpi4py.MPI.Intracomm
+        Of the ranks of both programs.
+    first : int
+        Rank there of the first of the other program.
     tag : int
         The first of the link's tags there.
     serial : int
@@ -57,12 +59,13 @@ class Channel(NamedTuple):
     other : str
         Name of the other program.
     presences : dict
-        Rank there -> where its process is.
+        Rank in ``comm`` -> where its process is.
     timeout_s : float
         How long to wait for the other program.
     """
 
-    comm: MPI.Intercomm
+    comm: MPI.Intracomm
+    first: int
     tag: int
     serial: int
     circle: Circle
@@ -78,7 +81,7 @@ class Channel(NamedTuple):
         """Raise where one of these ranks is known to be dead. Not collective."""
         dead = [p for p in peers if state_of(self.presences[p]) == "dead"]
         if dead:
-            raise PeerError(
+            raise CertainError(
                 described(
                     f"{what}: {self.named(dead)} died",
                     expected="a living peer",
@@ -89,13 +92,14 @@ class Channel(NamedTuple):
 
     def named(self, peers: Sequence[int]) -> str:
         """Return ranks of the other program in words. Not collective."""
-        ranks = ", ".join(map(str, sorted(peers)[:16]))
+        ranks = ", ".join(str(p - self.first) for p in sorted(peers)[:16])
         return f"rank{'s' * (len(peers) > 1)} {ranks} of program {self.other!r}"
 
     def late(self, peers: Sequence[int], what: str) -> PeerError:
         """Return the error of peers that did not come in time. Not collective."""
         stopped = [p for p in peers if state_of(self.presences[p]) == "stopped"]
-        return PeerError(
+        kind = CertainError if stopped else PeerError
+        return kind(
             described(
                 f"{what}: {self.named(peers)} did not answer",
                 expected=f"the other side of the link within {self.timeout_s:g} s",
@@ -224,6 +228,9 @@ class Outlet:
             circle.start(error, room, -self._asked)
             if room == FREE and error is None and self._policy != "latest":
                 self._fill(slot, blocks)
+                if self._policy == "block":
+                    # whatever the others find: a reader that has stopped drops it, and an error ends the link
+                    self._send(slot, self._next)
             room, asked, _ = circle.finish(timeout)
             if room == ENDED:
                 self.ended = True
@@ -239,7 +246,8 @@ class Outlet:
                 self._serve()
             elif room == FREE:
                 self._sent += 1
-                self._send(slot, step)
+                if self._policy != "block":
+                    self._send(slot, step)
             return room == FREE
         finally:
             self._putting = False
@@ -321,8 +329,8 @@ class Outlet:
     def _progress_requests(self) -> None:
         channel, circle, serial = self.channel, self.channel.circle, self.channel.serial
         if circle.rank == 0:
-            while channel.comm.Iprobe(0, channel.tag + wire.REQUEST):
-                channel.comm.Recv(np.empty(_HEAD // 8, np.int64), 0, channel.tag + wire.REQUEST)
+            while channel.comm.Iprobe(channel.first, channel.tag + wire.REQUEST):
+                channel.comm.Recv(np.empty(_HEAD // 8, np.int64), channel.first, channel.tag + wire.REQUEST)
                 self._asked += 1
             told = not self._putting and self._served < self._asked and bool(self._unread)
         else:
@@ -445,7 +453,7 @@ class Inlet:
     def _received(self) -> tuple[int, int]:
         """Wait for a message of every peer; return what they are and the step. Neighborwise collective."""
         if self._asks and self.channel.circle.rank == 0:
-            self._tell(0, wire.REQUEST, 0)
+            self._tell(self.channel.first, wire.REQUEST, 0)
         MPI.Prequest.Startall(self._requests)
         self._running = set(range(len(self._requests)))
         if not MPI.Request.Testall(self._requests):

@@ -16,7 +16,6 @@ TEXT_NBYTES = 1024
 
 # tags: of the meeting on MPI_COMM_WORLD, and of the messages of a link, which has so many
 MEETING_TAG = 32101
-LEADER_TAG = 32102
 LINK_TAGS = 8
 HELLO, PRESENCE, DATA, REQUEST, STOP, SERVE = range(6)
 

@@ -77,8 +77,8 @@ class Link:
                     for offers, given in ((side.out, out), (side.into, into))
                 ),
             )
-        comm, tag = meeting.others[other], number * wire.LINK_TAGS
-        message = greet(circle, comm, tag, other, error, offer.pack(side), self._timeout_s)
+        far, tag = meeting.others[other], number * wire.LINK_TAGS
+        message = greet(circle, far, tag, other, error, offer.pack(side), self._timeout_s)
         theirs = offer.unpack(message)
         try:
             offer.compare(name, side, other, theirs)
@@ -87,9 +87,10 @@ class Link:
         ranks = meeting.programs[other]
         going = _outgoing(side.out, theirs.into, circle.rank, circle.size, ranks)
         coming = _incoming(theirs.out, side.into, circle.rank, ranks, circle.size)
+        going, coming = ([Parcel(far.first + p.peer, p.boxes) for p in side] for side in (going, coming))
         peers = {p.peer for p in (*going, *coming)}
-        presences = meet_peers(circle, comm, tag, other, peers, self._timeout_s)
-        channel = Channel(comm, tag, serial, circle, other, presences, self._timeout_s)
+        presences = meet_peers(circle, far, tag, other, peers, self._timeout_s)
+        channel = Channel(far.comm, far.first, tag, serial, circle, other, presences, self._timeout_s)
         dtypes = [
             [offer.dtype_of(o, them) for o in us] for us, them in ((side.out, theirs.into), (side.into, theirs.out))
         ]

@@ -65,11 +65,12 @@ def test_three_programs_whose_ranks_lie_anywhere(programs, tmp_path):
 
 
 JOINS = """
+import os
 import mpishard as ms
 try:
     ms.insitu.join({name!r}, timeout=4)
 except ms.MpishardError as e:
-    print("TOLD", e, flush=True)
+    os.write(1, f"TOLD {{e}}\\n".encode())
 """
 
 
@@ -93,15 +94,16 @@ LATE = """
 import os, signal, time
 import mpishard as ms
 me = ms.insitu.join("{name}")
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what MPICH's launcher tells the others of a rank that died
 mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
 u = ms.zeros(4, mesh=mesh, placements=(ms.Shard(0),))
 def told(call):
     try:
         call()
     except ms.MpishardError as e:
-        print("TOLD {name}", me.comm.rank, e, flush=True)
+        os.write(1, f"TOLD {name} {{me.comm.rank}} {{e}}\\n".encode())  # at once: lines of ranks do not mix
     else:
-        print("NO ERROR {name}", flush=True)
+        os.write(1, b"NO ERROR {name}\\n")
 """
 SOLVER = """
 told(lambda: me.connect("model", out={"u": u}, timeout=1))
@@ -150,7 +152,7 @@ def test_peer_that_is_killed(programs):
     version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
     if "HYDRA" not in version:
         pytest.skip("this launcher ends the whole job with a rank")
-    leave = "\nos._exit(0)\n"
+    leave = "\ntime.sleep(3)\nos._exit(0)\n"
     done = programs(
         (2, LATE.format(name="solver") + SOLVER + leave),
         (2, LATE.format(name="model") + KILLED + MODEL + leave),
