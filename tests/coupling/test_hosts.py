@@ -1,0 +1,70 @@
+"""Hosts in C and Fortran, compiled from the package's sources, beside a model in Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TESTS, mpiexec
+
+HERE = Path(__file__).parent
+
+
+def wrapper(name: str) -> str:
+    """Return the compiler of the MPI that the launcher belongs to."""
+    launcher = shutil.which(mpiexec()[0])
+    beside = Path(os.path.realpath(launcher)).with_name(name) if launcher else None
+    found = os.fspath(beside) if beside is not None and beside.exists() else shutil.which(name)
+    # a wheel has wrappers, but no compilers
+    if found is None or subprocess.run([found, "--version"], capture_output=True).returncode:
+        pytest.skip(f"no {name} that works")
+    return found
+
+
+def compiled(command: list[str], folder: Path, **wrappers: str) -> Path:
+    """Compile a host against the libraries that `mpishard config` builds."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mpishard", "config", "--cflags", "--libs", "--build", os.fspath(folder / "built")],
+        env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), **wrappers},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    program = folder / "host"
+    subprocess.run([*command, *built.stdout.split(), "-o", os.fspath(program)], check=True, cwd=folder)
+    return program
+
+
+def test_c(programs, tmp_path):
+    cc = wrapper("mpicc")
+    host = compiled([cc, "-Wall", "-Werror", os.fspath(HERE / "host.c")], tmp_path, MPICC=cc)
+    needed = subprocess.run(["ldd", os.fspath(tmp_path / "built/lib/libmpishard_link.so")], capture_output=True, text=True)
+    assert "python" not in needed.stdout
+    for order, ranks in (("C", 2), ("F", 3)):
+        done = programs((ranks, [host, order]), (2, [sys.executable, HERE / "model_of_host.py"]))
+        assert done.returncode == 0, done.stdout
+        assert "C IS RIGHT" in done.stdout
+
+
+def test_fortran(programs, tmp_path):
+    fc, cc = wrapper("mpif90"), wrapper("mpicc")
+    host = compiled([fc, os.fspath(HERE / "host.f90")], tmp_path, MPICC=cc, MPIFC=fc)
+    done = programs((2, [host]), (2, [sys.executable, HERE / "model_of_host.py"]))
+    assert done.returncode == 0, done.stdout
+    assert "FORTRAN IS RIGHT" in done.stdout
+
+
+def test_without_a_compiler(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mpishard", "config", "--build", os.fspath(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), "MPICC": "no-such-mpicc"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "no MPI compiler" in done.stderr
