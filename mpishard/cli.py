@@ -17,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops.add_argument("family", nargs="?", help="only this family")
     ops.add_argument("--markdown", action="store_true", help="print the page docs/operations.md")
     ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
-    config = commands.add_parser("config", help="compile the libraries for C and Fortran hosts, and say how to use them")
+    config = commands.add_parser(
+        "config", help="compile the libraries for C and Fortran hosts, and say how to use them"
+    )
     config.add_argument("--build", metavar="DIR", required=True, help="where they are, or go: compiled if not current")
     config.add_argument("--cflags", action="store_true", help="print what a compiler needs")
     config.add_argument("--libs", action="store_true", help="print what a linker needs")

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpishard import errors
 from mpishard.comm import guard, wire
-from mpishard.errors import MpishardError, PeerError, described
+from mpishard.errors import PeerError, described
 
 _SPIN_S = 3e-4
 _LONGEST_PAUSE_S = 1e-3

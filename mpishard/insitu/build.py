@@ -24,7 +24,7 @@ class Built(NamedTuple):
 
 
 def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str | None = None) -> Built:
-    """Compile ``libmpishard_link`` and, where there is a Fortran compiler, module ``mpishard``, if they are not current.
+    """Compile ``libmpishard_link`` and, where there is a Fortran compiler, module ``mpishard``, where not current.
 
     Not collective.
 
@@ -91,7 +91,7 @@ def _wrapper(given: str | None, variable: str, name: str) -> list[str] | None:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, check=False, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise MpishardError(
             described(

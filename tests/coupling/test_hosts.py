@@ -43,7 +43,9 @@ def compiled(command: list[str], folder: Path, **wrappers: str) -> Path:
 def test_c(programs, tmp_path):
     cc = wrapper("mpicc")
     host = compiled([cc, "-Wall", "-Werror", os.fspath(HERE / "host.c")], tmp_path, MPICC=cc)
-    needed = subprocess.run(["ldd", os.fspath(tmp_path / "built/lib/libmpishard_link.so")], capture_output=True, text=True)
+    needed = subprocess.run(
+        ["ldd", os.fspath(tmp_path / "built/lib/libmpishard_link.so")], capture_output=True, text=True
+    )
     assert "python" not in needed.stdout
     for order, ranks in (("C", 2), ("F", 3)):
         done = programs((ranks, [host, order]), (2, [sys.executable, HERE / "model_of_host.py"]))

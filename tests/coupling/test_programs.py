@@ -76,7 +76,11 @@ except ms.MpishardError as e:
 
 def test_names_that_are_not_right(programs):
     # two programs of one name; then a name that is none, on one of them
-    text = JOINS.format(name="one") + "\n" + JOINS.replace("{name!r}", "{name}").format(name="'a' if '1.py' in __file__ else ''")
+    text = (
+        JOINS.format(name="one")
+        + "\n"
+        + JOINS.replace("{name!r}", "{name}").format(name="'a' if '1.py' in __file__ else ''")
+    )
     done = programs((1, text), (1, text + "# another program"))
     ended_well(done)
     assert done.stdout.count("TOLD join: two programs of one name, 'one'") == 2, done.stdout

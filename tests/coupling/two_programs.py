@@ -7,6 +7,7 @@ import random
 import sys
 import time
 
+import pytest
 import torch
 
 import mpishard as ms
@@ -19,7 +20,7 @@ SOLVER = NAME == "solver"
 
 def drawn(rng: random.Random, ranks: int, shape: tuple[int, ...]):
     """Any decomposition of a shape on so many ranks: meshes of 1 to 3 dims, uneven, empty, replicated."""
-    meshes = [m for m in ((ranks,), (1, ranks), (ranks, 1), (1, ranks, 1), (2, ranks // 2), (1, 2, ranks // 2))]
+    meshes = ((ranks,), (1, ranks), (ranks, 1), (1, ranks, 1), (2, ranks // 2), (1, 2, ranks // 2))
     mesh = rng.choice([m for m in meshes if math.prod(m) == ranks])
     placements = tuple(rng.choice([ms.Replicate(), *map(ms.Shard, range(len(shape)))]) for _ in mesh)
     sizes = {}
@@ -36,7 +37,10 @@ def tensor(me, layout, dtype, values=None):
     box = tuple(slice(lo, hi) for lo, hi in layout.box(mesh.coords))
     block = torch.full(layout.local_shape(mesh.coords), 0, dtype=dtype) if values is None else values[box].clone()
     return ms.ShardTensor.from_local(
-        block, mesh, layout.placements, {min(layout.shard_dims[d]): s for d, s in enumerate(layout.sizes) if s is not None}
+        block,
+        mesh,
+        layout.placements,
+        {min(layout.shard_dims[d]): s for d, s in enumerate(layout.sizes) if s is not None},
     ), box
 
 
@@ -47,8 +51,12 @@ def cells(shape, dtype, offset=0):
 def any_decompositions(me):
     rng = random.Random(7)
     for case in range(int(sys.argv[2])):
-        shapes = [tuple(rng.randint(0 if rng.random() < 0.1 else 1, 7) for _ in range(rng.randint(1, 3))) for _ in range(2)]
-        dtypes = [rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.complex64]) for _ in shapes]
+        shapes = [
+            tuple(rng.randint(0 if rng.random() < 0.1 else 1, 7) for _ in range(rng.randint(1, 3))) for _ in range(2)
+        ]
+        dtypes = [
+            rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.complex64]) for _ in shapes
+        ]
         layouts = {n: [drawn(rng, me.programs[n], s) for s in shapes] for n in ("solver", "model")}
         fields = [tensor(me, layout, t)[0] for layout, t in zip(layouts[NAME], dtypes)]
         boxes = [tensor(me, layout, t)[1] for layout, t in zip(layouts[NAME], dtypes)]
@@ -74,7 +82,10 @@ def any_decompositions(me):
                         assert torch.equal(f.to_local(), cells(s, t, step)[b]), (case, name, layouts)
             if back and SOLVER:
                 assert link.get() == step
-                assert torch.equal(fields[1].to_local(), cells(shapes[1], dtypes[1], 5 * step)[boxes[1]]), (case, layouts)
+                assert torch.equal(fields[1].to_local(), cells(shapes[1], dtypes[1], 5 * step)[boxes[1]]), (
+                    case,
+                    layouts,
+                )
             elif back:
                 fields[1].to_local().copy_(cells(shapes[1], dtypes[1], 5 * step)[boxes[1]])
                 assert link.put()
@@ -88,12 +99,9 @@ def fields_of(me, n=6):
 
 
 def refused(kind, call, *texts):
-    try:
+    with pytest.raises(kind) as caught:
         call()
-    except kind as e:
-        assert all(text in str(e) for text in texts), e
-    else:
-        raise AssertionError(f"no error: {texts}")
+    assert all(text in str(caught.value) for text in texts), caught.value
 
 
 def side(x, **rest):
@@ -117,7 +125,7 @@ def bad_input(me):
         for culprit in ("solver", "model"):
             given = {k: v for k, v in bad.items() if k != "x"}
             fields = {"u": bad.get("x", u)}
-            if NAME == culprit:
+            if culprit == NAME:
                 refused(ms.MpishardError, lambda: me.connect(OTHER, **side(fields, **given)), "connect:")
             else:
                 refused(ms.MpishardError, lambda: me.connect(OTHER, **side({"u": u})), f"{culprit!r} gave up")
