@@ -344,7 +344,7 @@ static void describe(entry_t *entry, const char *name, int rank)
 /* Everybody's entries, merged, or a text that says what is wrong: the same on all ranks. */
 static int call_roll(const char *name, double timeout, list_t *list)
 {
-    int rank, size, children[64], missing[64], count = 0, left, sends = 0, status = MPS_OK;
+    int rank, size, children[64] = {0}, missing[64], count = 0, left, sends = 0, status = MPS_OK;
     char *messages[64];
     MPI_Request requests[64];
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);

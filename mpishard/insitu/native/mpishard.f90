@@ -17,7 +17,7 @@ module mpishard
 
     integer, parameter, public :: MPS_OK = 0, MPS_END = 1, MPS_DROPPED = 2
     integer, parameter, public :: MPS_ERR_ARGUMENT = -1, MPS_ERR_ORDER = -2, MPS_ERR_PEER = -3, MPS_ERR_MATCH = -4
-    integer, parameter, public :: MPS_ERR_MPI = -5, MPS_ERR_MEMORY = -6, MPS_ERR_PYTHON = -7, MPS_ERR_LOST = -8
+    integer, parameter, public :: MPS_ERR_MPI = -5, MPS_ERR_MEMORY = -6, MPS_ERR_LOST = -8
     integer, parameter, public :: MPS_DEFAULT = -1, MPS_BLOCK = 0, MPS_DROP_NEWEST = 1, MPS_LATEST = 2
     integer, parameter, public :: MPS_BOOL = 0, MPS_UINT8 = 1, MPS_INT8 = 2, MPS_INT16 = 3, MPS_INT32 = 4, MPS_INT64 = 5
     integer, parameter, public :: MPS_FLOAT16 = 9, MPS_BFLOAT16 = 10, MPS_FLOAT32 = 11, MPS_FLOAT64 = 12

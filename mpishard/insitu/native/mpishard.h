@@ -1,4 +1,4 @@
-/* mpishard for C: couple a simulation to other programs of its MPI job, and (libmpishard only) run models on its ranks.
+/* mpishard for C: couple a simulation to other programs of its MPI job.
  *
  * Every call returns a status that is the same on all ranks of the program: MPS_OK, MPS_END, MPS_DROPPED, or a negative
  * number; mps_error() then says what was wrong. No call ends the program. Handles are opaque; give each to mps_release
@@ -27,7 +27,6 @@ enum {
     MPS_ERR_MATCH = -4,  /* the two sides of a link do not fit */
     MPS_ERR_MPI = -5,    /* MPI is not initialised, or one of its calls failed */
     MPS_ERR_MEMORY = -6,
-    MPS_ERR_PYTHON = -7, /* a model or Python itself; libmpishard only */
     MPS_ERR_LOST = -8    /* ranks of this program did not come to the call */
 };
 
@@ -81,12 +80,6 @@ int mps_close(mps_handle link);
 
 /* Give back a handle of any kind, and set it to MPS_NULL. Collective where its making was. */
 int mps_release(mps_handle *handle);
-
-/* Only in libmpishard: a model on the same ranks. model is "module:function" or "file.py:function", called with the
- * domain and returning a callable on sharded tensors; the names are of fields. Collective. */
-int mps_hook(mps_handle sim, const char *model, int n_in, const char *const *inputs, int n_out,
-             const char *const *outputs, mps_handle *hook);
-int mps_step(mps_handle hook);
 
 #ifdef __cplusplus
 }

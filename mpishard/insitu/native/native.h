@@ -11,7 +11,7 @@ enum { TAG_HELLO, TAG_PRESENCE, TAG_DATA, TAG_REQUEST, TAG_STOP, TAG_SERVE };
 enum { KIND_STEP, KIND_END, KIND_GONE };
 enum { KIND_OFFER, KIND_ACCEPT, KIND_WITHDRAW };
 
-enum { OBJECT_SIM = 0x51, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK, OBJECT_HOOK };
+enum { OBJECT_SIM = 0x51, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK };
 
 /* layout.c: pure arithmetic */
 
@@ -63,8 +63,8 @@ char presence_state(const presence_t *who); /* 'X' dead, 'T' stopped, ' ' not kn
 typedef struct { char name[NAME_BYTES]; int ranks, first; MPI_Comm both; int connects; } far_t;
 typedef struct { int kind; char name[NAME_BYTES]; int ranks; MPI_Comm comm; circle_t circle; int others; far_t *far; int links; } program_t;
 
-typedef struct { int kind; MPI_Comm comm; circle_t circle; int rank, size, ndim; int64_t shape[MAX_DIMS]; int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS]; int64_t *borders[MAX_DIMS]; void *python; } sim_t;
-typedef struct { int kind; char name[NAME_BYTES]; int dtype; char *data; int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS]; layout_t layout; MPI_Comm comm; void *python; int known; } field_t;
+typedef struct { int kind; MPI_Comm comm; circle_t circle; int rank, size, ndim; int64_t shape[MAX_DIMS]; int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS]; int64_t *borders[MAX_DIMS]; } sim_t;
+typedef struct { int kind; char name[NAME_BYTES]; int dtype; char *data; int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS]; layout_t layout; MPI_Comm comm; } field_t;
 
 int64_t dtype_size(int dtype);
 const char *dtype_name(int dtype);
