@@ -148,7 +148,7 @@ def test_peer_that_does_not_come_and_one_that_stops(programs):
     for rank in range(2):
         assert f"TOLD solver {rank} connect: program 'model' did not come" in done.stdout, done.stdout
         assert f"TOLD model {rank} connect: program 'solver' gave up" in done.stdout, done.stdout
-        assert done.stdout.count(f"TOLD solver {rank} get: rank 1 of program 'model' did not answer") == 2, done.stdout
+        assert done.stdout.count(f"TOLD solver {rank} get: rank 1 of program 'model' did not answer") == 3, done.stdout
     assert "stopped by a signal: rank 1 of program 'model'" in done.stdout, done.stdout
 
 
