@@ -73,7 +73,7 @@ def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -
         if message is not None:
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv([data, MPI.BYTE])
-            magic, version, kind, *_ = wire.HEAD.unpack_from(data)
+            magic, version, kind, *_ = wire.HEAD.unpack_from(data.tobytes())
             if (magic, version) != (wire.MAGIC, wire.VERSION):
                 raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))
             if kind == wire.WITHDRAW:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -82,16 +82,16 @@ def meet(name: object, timeout_s: float) -> Meeting:
     entries = sorted(roll.entries, key=lambda e: e.first)
     index = next(i for i, e in enumerate(entries) if e.name == name)
     with guard.waiting("join", (), world):
-        comm = world.Split(index, rank)
-        private = comm.Dup()
+        comm = MPI.Intracomm(world.Split(index, rank))
+        private = MPI.Intracomm(comm.Dup())
         others = {}
         # not by MPI_Intercomm_create, in which MPICH 5 crashes where programs lie between one another
         for (i, one), (j, other) in combinations(enumerate(entries), 2):
             both = world.Split(0 if index in (i, j) else MPI.UNDEFINED, rank + (size if index == j else 0))
             if index == i:
-                others[other.name] = Far(both, one.ranks)
+                others[other.name] = Far(MPI.Intracomm(both), one.ranks)
             elif index == j:
-                others[one.name] = Far(both, 0)
+                others[one.name] = Far(MPI.Intracomm(both), 0)
     for own in (comm, private, *(far.comm for far in others.values())):
         own.Set_errhandler(MPI.ERRORS_RETURN)
     assert size == sum(e.ranks for e in entries)
@@ -168,10 +168,10 @@ def _merged(one: Roll, other: Roll) -> Roll:
     return one._replace(entries=_joined(entries.values()), text=one.text or other.text)
 
 
-def _joined(entries: Sequence[Entry] | object) -> tuple[Entry, ...]:
+def _joined(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Join entries of one program; what are two of one name stay two."""
     out: list[Entry] = []
-    for e in sorted(entries, key=lambda e: e.first):  # type: ignore[call-overload]
+    for e in sorted(entries, key=lambda e: e.first):
         for i, known in enumerate(out):
             if known.name == e.name and _same_program(known, e):
                 out[i] = known._replace(ranks=known.ranks + e.ranks)

@@ -153,8 +153,8 @@ class Circle:
         data = np.zeros(wire.TEXT_NBYTES, np.uint8)
         error, self._error = self._error, None
         if rank == self.rank:
-            text = wire.clipped(f"{type(error).__name__}|{error}", wire.TEXT_NBYTES)
-            data[: len(text)] = np.frombuffer(text, np.uint8)
+            said = wire.clipped(f"{type(error).__name__}|{error}", wire.TEXT_NBYTES)
+            data[: len(said)] = np.frombuffer(said, np.uint8)
         if self.size > 1:
             self._complete(self.comm.Ibcast([data, MPI.BYTE], rank), timeout_s)
         kind, _, text = wire.text_of(data.tobytes()).partition("|")

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard, wire
+from mpishard.comm.channel import Channel, Parcel
 from mpishard.comm.greeting import greet, meet_peers, order_of
+from mpishard.comm.inlet import Inlet
 from mpishard.comm.meeting import Meeting, checked_timeout
 from mpishard.comm.mesh import init_mesh
-from mpishard.comm.stream import POLICIES, Channel, Inlet, Outlet, Parcel
+from mpishard.comm.outlet import POLICIES, Outlet
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu import offer
 from mpishard.insitu.offer import Offer, Side

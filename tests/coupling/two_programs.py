@@ -193,6 +193,25 @@ def policies(me):
         link.close()
 
 
+def latest_under_way(me):
+    u = fields_of(me)
+    link = me.connect(OTHER, **side({"u": u}), policy="latest" if SOLVER else None)
+    if SOLVER:
+        for step in range(400):
+            u.to_local().fill_(step)
+            assert link.put()
+            time.sleep(0.0005 * (step % 3))
+    else:
+        got = []
+        for step in link:
+            assert torch.equal(u.to_local(), torch.full_like(u.to_local(), step))
+            got.append(step)
+            time.sleep(0.002)
+        assert got == sorted(set(got))
+        assert got[-1] == 399
+    link.close()
+
+
 def both_ways_latest(me):
     u, tau = fields_of(me), fields_of(me)
     link = me.connect(OTHER, out={NAME: u}, into={OTHER: tau}, policy="latest", depth=1)
@@ -307,6 +326,7 @@ def main() -> None:
         bad_input,
         wrong_order,
         policies,
+        latest_under_way,
         both_ways_latest,
         reader_stops_first,
         several_links,

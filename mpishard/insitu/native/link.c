@@ -1,4 +1,4 @@
-/* Links between two programs; the twin of mpishard/insitu/link.py and mpishard/comm/stream.py, in the same wire format. */
+/* Links between two programs; the twin of mpishard/insitu/link.py and mpishard/comm/outlet.py and inlet.py, in the same wire format. */
 #include "native.h"
 
 #include <limits.h>
@@ -556,9 +556,9 @@ static void move(flow_t *flow, char *memory, int pack)
         }
 }
 
-static void serve(flow_t *flow)
+static void serve(flow_t *flow, int64_t asked)
 {
-    while (flow->served < flow->asked && flow->unread_count) {
+    while (flow->served < asked && flow->unread_count) {
         slot_t *slot = flow->unread[0];
         memmove(flow->unread, flow->unread + 1, (size_t)--flow->unread_count * sizeof *flow->unread);
         flow->served++;
@@ -604,7 +604,7 @@ static void progress_requests(link_t *link)
         head(words, TAG_SERVE, flow->asked, HEAD_BYTES);
         MPI_Send(words, HEAD_BYTES, MPI_BYTE, circle->rank + step, link->serial, circle->comm);
     }
-    if (!flow->putting) serve(flow);
+    if (!flow->putting) serve(flow, flow->asked);
 }
 
 static int stopped(const flow_t *flow)
@@ -759,13 +759,14 @@ int mps_put(mps_handle handle)
         flow->ended = 1;
         status = MPS_END;
     } else if (!status && flow->policy == MPS_LATEST) {
+        /* not what rank 0 has heard since: the others do not know of it */
         if (-values[1] > flow->asked) flow->asked = -values[1];
-        serve(flow);
+        serve(flow, -values[1]);
         slot = emptied(link);
         move(flow, slot->memory, 1);
         slot->step = flow->next++;
         flow->unread[flow->unread_count++] = slot;
-        serve(flow);
+        serve(flow, -values[1]);
     } else if (!status) {
         int64_t step = flow->next++;
         if (values[0] == FREE) {

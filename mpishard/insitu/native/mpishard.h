@@ -63,7 +63,7 @@ int mps_rebind(mps_handle field, void *data);
 
 /* Join the other programs of the job by name. Collective over MPI_COMM_WORLD. timeout in seconds, 0: 60. */
 int mps_join(const char *name, double timeout, mps_handle *program);
-/* The communicator of this program's ranks, valid until it is released. Not collective. */
+/* The communicator of this program's ranks, which is never freed. Not collective. */
 int mps_comm(mps_handle program, MPI_Comm *comm);
 /* How many ranks a program has; 0 where there is none of that name. Not collective. */
 int mps_ranks(mps_handle program, const char *name, int *ranks);
