@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard, wire
-from mpishard.comm.channel import Channel, Parcel
-from mpishard.comm.greeting import greet, meet_peers, order_of
-from mpishard.comm.inlet import Inlet
-from mpishard.comm.meeting import Meeting, checked_timeout
+from mpishard.comm import guard
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.channel import Channel, Parcel
+from mpishard.comm.coupling.greeting import greet, meet_peers, order_of
+from mpishard.comm.coupling.inlet import Inlet
+from mpishard.comm.coupling.meeting import Meeting, checked_timeout
+from mpishard.comm.coupling.outlet import POLICIES, Outlet
 from mpishard.comm.mesh import init_mesh
-from mpishard.comm.outlet import POLICIES, Outlet
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu import offer
 from mpishard.insitu.offer import Offer, Side

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpishard.comm import wire
+from mpishard.comm.coupling import wire
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 

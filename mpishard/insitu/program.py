@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.comm.meeting import Meeting, checked_timeout, meet
+from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
 from mpishard.errors import PeerError, described
 from mpishard.insitu.link import Link
 
