@@ -1,8 +1,9 @@
-"""The command line: `mpishard info` and `mpishard ops`, also as `python -m mpishard ...`."""
+"""The command line: `mpishard info`, `mpishard ops` and `mpishard config`, also as `python -m mpishard ...`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -16,13 +17,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops.add_argument("family", nargs="?", help="only this family: a folder such as window, or a file such as pool")
     ops.add_argument("--markdown", action="store_true", help="print the page docs/operations.md")
     ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
+    config = commands.add_parser(
+        "config", help="compile the libraries for C and Fortran hosts, and say how to use them"
+    )
+    config.add_argument("--build", metavar="DIR", required=True, help="where they are, or go: compiled if not current")
+    config.add_argument("--cflags", action="store_true", help="print what a compiler needs")
+    config.add_argument("--libs", action="store_true", help="print what a linker needs")
     given = parser.parse_args(arguments)
     if given.command == "info":
         from mpishard.comm.info import survey
 
         survey(lambda line: print(line, flush=True))
         return 0
+    if given.command == "config":
+        return _config(given.build, given.cflags, given.libs)
     return _ops(parser, given.family, given.markdown, given.missing)
+
+
+def _config(folder: str, cflags: bool, libs: bool) -> int:
+    from mpishard.errors import MpishardError
+    from mpishard.insitu.build import build
+
+    try:
+        built = build(folder)
+    except MpishardError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if cflags or libs:
+        print(*[built.cflags] * cflags, *[built.libs] * libs)
+    return 0
 
 
 def _ops(parser: argparse.ArgumentParser, family: str | None, markdown: bool, missing: bool) -> int:

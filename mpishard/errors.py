@@ -43,6 +43,10 @@ class DesyncError(MpishardError, RuntimeError):
     """Ranks made different calls where all of them must make the same one."""
 
 
+class PeerError(MpishardError, ConnectionError):
+    """Another program of the job did not come, went away, or said something else than expected."""
+
+
 def described(what: str, *, expected: object, got: object, fix: str) -> str:
     """Return the house form of an error text.
 

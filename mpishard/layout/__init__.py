@@ -1,5 +1,6 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
+from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.layout import Layout, by_dim, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
@@ -18,6 +19,7 @@ __all__ = [
     "Run",
     "Runs",
     "Shard",
+    "Share",
     "Stage",
     "Transfer",
     "Trip",
@@ -26,11 +28,14 @@ __all__ = [
     "bounds",
     "by_dim",
     "interval_runs",
+    "is_idle",
     "layout_of",
     "owner",
     "plan_fetch",
     "plan_route",
+    "plan_sources",
     "plan_stage",
+    "plan_targets",
     "plan_transfer",
     "sizes_of",
     "weighted",

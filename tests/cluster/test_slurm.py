@@ -171,3 +171,38 @@ def test_ranks_that_do_not_know_each_other_stop() -> None:
     )
     assert done.returncode != 0
     assert "expected: 4 ranks, as SLURM_NTASKS says" in done.stdout
+
+
+PROGRAMS = """
+import sys
+import torch
+import mpishard as ms
+name, other = sys.argv[1:3]
+me = ms.insitu.join(name)
+assert me.programs == {"solver": 2, "model": 2}, me.programs
+mesh = ms.init_mesh((2,), ("x",), comm=me.comm)
+u = ms.zeros(5, 3, mesh=mesh, placements=(ms.Shard(int(name == "model")),))
+if name == "solver":
+    with me.connect(other, out={"u": u}) as link:
+        for step in range(3):
+            u.to_local().fill_(step)
+            link.put()
+else:
+    with me.connect(other, into={"u": u}) as link:
+        seen = [(step, u.to_local().unique().tolist()) for step in link]
+    if me.comm.rank == 0:
+        print("seen", seen, flush=True)
+"""
+
+
+def test_programs_side_by_side(submit: Submit, tmp_path: Path) -> None:
+    program, conf, script = tmp_path / "program.py", tmp_path / "multi.conf", tmp_path / "job.sh"
+    program.write_text(PROGRAMS)
+    # ranks of a program need not follow one another
+    conf.write_text(f"0,3 {sys.executable} {program} solver model\n1,2 {sys.executable} {program} model solver\n")
+    script.write_text(
+        f"#!/usr/bin/env bash\nexport PYTHONPATH={ROOT}\nsrun -n 4 --overcommit --mpi=pmix --multi-prog {conf}\n"
+    )
+    code, output = submit(script, options=("--ntasks=4",))
+    assert code == 0, output
+    assert "seen [(0, [0.0]), (1, [1.0]), (2, [2.0])]" in output, output

@@ -1,0 +1,144 @@
+"""What both ends of a link between two programs share: where its messages travel, and how a step lies in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.patience import CertainError, Circle, Presence, Wait, state_of
+from mpishard.comm.memory.buffer import pieces
+from mpishard.errors import PeerError, described
+
+_ALIGN = 64
+HEAD = wire.HEAD.size
+
+
+Box = Sequence["tuple[int, int]"]
+
+
+class Parcel(NamedTuple):
+    """The message to or from a rank (of both programs): boxes of fields, by number of the field."""
+
+    peer: int
+    boxes: tuple[tuple[int, Box], ...]
+
+
+class Channel(NamedTuple):
+    """Where the messages of a link travel.
+
+    Attributes
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Of the ranks of both programs.
+    first : int
+        Rank there of the first of the other program.
+    tag : int
+        The first of the link's tags there.
+    serial : int
+        The link's number among this program's.
+    circle : Circle
+        This program's ranks.
+    other : str
+        Name of the other program.
+    presences : dict
+        Rank in ``comm`` -> where its process is.
+    timeout_s : float
+        How long to wait for the other program.
+    """
+
+    comm: MPI.Intracomm
+    first: int
+    tag: int
+    serial: int
+    circle: Circle
+    other: str
+    presences: dict[int, Presence]
+    timeout_s: float
+
+    def wait(self, peers: Callable[[], Sequence[int]], what: str) -> Wait:
+        """Return a wait that ends where a peer is dead. Not collective."""
+        return Wait(self.timeout_s, lambda: self.check(peers(), what))
+
+    def check(self, peers: Sequence[int], what: str) -> None:
+        """Raise where one of these ranks is known to be dead. Not collective."""
+        dead = [p for p in peers if state_of(self.presences[p]) == "dead"]
+        if dead:
+            raise CertainError(
+                described(
+                    f"{what}: {self.named(dead)} died",
+                    expected="a living peer",
+                    got="its process is gone",
+                    fix="see what it printed",
+                )
+            )
+
+    def named(self, peers: Sequence[int]) -> str:
+        """Return ranks of the other program in words. Not collective."""
+        ranks = ", ".join(str(p - self.first) for p in sorted(peers)[:16])
+        return f"rank{'s' * (len(peers) > 1)} {ranks} of program {self.other!r}"
+
+    def late(self, peers: Sequence[int], what: str) -> PeerError:
+        """Return the error of peers that did not come in time. Not collective."""
+        stopped = [p for p in peers if state_of(self.presences[p]) == "stopped"]
+        kind = CertainError if stopped else PeerError
+        return kind(
+            described(
+                f"{what}: {self.named(peers)} did not answer",
+                expected=f"the other side of the link within {self.timeout_s:g} s",
+                got="nothing" + (f"; stopped by a signal: {self.named(stopped)}" if stopped else ""),
+                fix="look whether it died or hangs; give connect a longer timeout where its steps take longer",
+            )
+        )
+
+
+class Load:
+    """Memory for one step: the messages of all peers, each behind its head."""
+
+    def __init__(self, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype]) -> None:
+        shapes = [[tuple(hi - lo for lo, hi in box) for _, box in p.boxes] for p in parcels]
+        nbytes = [
+            [_aligned(math.prod(shape) * dtypes[field].itemsize) for shape, (field, _) in zip(own, p.boxes)]
+            for own, p in zip(shapes, parcels)
+        ]
+        self.sizes = [HEAD + sum(own) for own in nbytes]
+        starts = list(accumulate(self.sizes, initial=0))
+        with torch.inference_mode(False):
+            self.memory = torch.empty(starts[-1], dtype=torch.uint8)
+            # in the order of the parcels and of their boxes
+            self.views: list[Tensor] = []
+            for p, start, own, lengths in zip(parcels, starts, shapes, nbytes):
+                for (field, _), shape, at in zip(p.boxes, own, accumulate(lengths, initial=start + HEAD)):
+                    dtype = dtypes[field]
+                    count = math.prod(shape) * dtype.itemsize
+                    self.views.append(self.memory[at : at + count].view(dtype).view(shape))
+        self.heads = [self.memory[a : a + HEAD].numpy().view(np.int64) for a in starts[:-1]]
+        self.parts = [[(self.memory.data_ptr() + a + at, n) for at, n in pieces(s)] for a, s in zip(starts, self.sizes)]
+
+
+def notice(kind: int, value: int) -> np.ndarray:
+    """Return a message without cells. Not collective."""
+    return np.array([wire.MAGIC, wire.VERSION, kind, value, HEAD, 0, 0, 0], np.int64)
+
+
+def boxes_of(blocks: Sequence[Tensor], parcels: Sequence[Parcel]) -> list[Tensor]:
+    """Return the boxes of blocks, in the order of the parcels, outside autograd. Not collective."""
+    out = []
+    for p in parcels:
+        for field, box in p.boxes:
+            x = blocks[field].detach()
+            for dim, (lo, hi) in enumerate(box):
+                x = x.narrow(dim, lo, hi - lo)
+            out.append(x)
+    return out
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -1,0 +1,181 @@
+"""Inlet: the end of a link that steps are got from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.channel import Channel, Load, Parcel, boxes_of, notice
+from mpishard.comm.memory.buffer import address
+from mpishard.errors import MpishardError, PeerError, described
+
+
+class Inlet:
+    """The end of a link that steps are got from.
+
+    Parameters
+    ----------
+    channel
+        Its messages.
+    parcels
+        Per rank that writes to this one, ascending; also one from which no cell comes, but the end of the stream.
+    dtypes
+        Of the fields.
+    asks
+        Whether the writer waits to be asked.
+    """
+
+    def __init__(self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype], asks: bool) -> None:
+        self.channel = channel
+        self._parcels = parcels
+        self._asks = asks
+        self._load = Load(parcels, dtypes)
+        comm, tag = channel.comm, channel.tag + wire.DATA
+        self._requests = [
+            comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
+        ]
+        self._known: list[Tensor] = []
+        self._boxes: list[Tensor] = []
+        self._notes: list[tuple[MPI.Request, np.ndarray]] = []
+        self._over: set[int] = set()  # ranks whose last message is here
+        self._running: set[int] = set()
+        self.ended = False
+
+    def get(self, blocks: Sequence[Tensor], error: MpishardError | None) -> int | None:
+        """Fill the blocks with the next step; return its number, None at the end. Collective."""
+        circle, timeout = self.channel.circle, self.channel.timeout_s
+        if self.ended:
+            return None
+        kind = step = 0
+        if error is None:
+            try:
+                kind, step = self._received()
+            except PeerError as e:
+                error = e
+        circle.start(error, step, -step, -kind)
+        if error is None and kind == wire.STEP:
+            self._unpack(blocks)
+        least, most, last = circle.finish(timeout)
+        if last:
+            self.ended = True
+            return None
+        if least != -most:
+            raise PeerError(
+                described(
+                    "get: the ranks got different steps",
+                    expected="one step",
+                    got=f"steps {least} to {-most}",
+                    fix="call put on all ranks of the writing program alike",
+                )
+            )
+        return least
+
+    def _received(self) -> tuple[int, int]:
+        """Wait for a message of every peer; return what they are and the step. Neighborwise collective."""
+        if self._asks and self.channel.circle.rank == 0:
+            self._tell(self.channel.first, wire.REQUEST, 0)
+        MPI.Prequest.Startall(self._requests)
+        self._running = set(range(len(self._requests)))
+        if not MPI.Request.Testall(self._requests):
+            wait = self.channel.wait(self.waits_for, "get")
+            while not MPI.Request.Testall(self._requests):
+                if not wait.pause():
+                    raise self.channel.late(self.waits_for(), "get")
+        self._running.clear()
+        heads = [self._checked(i) for i in range(len(self._parcels))]
+        if len({kind for kind, _ in heads}) > 1 or (heads[0][0] == wire.STEP and len(set(heads)) > 1):
+            raise PeerError(
+                described(
+                    "get: the writers sent different steps",
+                    expected="one step",
+                    got=", ".join(f"{step} from rank {p.peer}" for p, (_, step) in zip(self._parcels, heads)),
+                    fix="call put on all ranks of the writing program alike",
+                )
+            )
+        return heads[0]
+
+    def _checked(self, i: int) -> tuple[int, int]:
+        magic, version, kind, step, nbytes, *_ = self._load.heads[i].tolist()
+        peer = self._parcels[i].peer
+        if (magic, version) != (wire.MAGIC, wire.VERSION):
+            raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))
+        if kind == wire.GONE:
+            raise PeerError(
+                described(
+                    f"get: {self.channel.named([peer])} left",
+                    expected="more steps, or close",
+                    got="the end of its process",
+                    fix="close the link on all ranks before a program ends",
+                )
+            )
+        if kind == wire.END:
+            self._over.add(peer)
+            return kind, 0
+        if nbytes != self._load.sizes[i]:
+            raise PeerError(
+                described(
+                    f"get: a message of {self.channel.named([peer])} of another size",
+                    expected=f"{self._load.sizes[i]} bytes",
+                    got=f"{nbytes} bytes",
+                    fix="report this: both sides plan alike",
+                )
+            )
+        comm, tag = self.channel.comm, self.channel.tag + wire.DATA
+        MPI.Request.Waitall([comm.Irecv(address(*part), peer, tag) for part in self._load.parts[i][1:]])
+        return kind, step
+
+    def _unpack(self, blocks: Sequence[Tensor]) -> None:
+        if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
+            self._known = list(blocks)
+            self._boxes = boxes_of(blocks, self._parcels)
+        with torch.no_grad():
+            for box, view in zip(self._boxes, self._load.views):
+                box.copy_(view)
+
+    def stop(self) -> Callable[[], bool]:
+        """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""
+        if not self.ended:
+            for p in self._parcels:
+                self._tell(p.peer, wire.STOP, 0)
+        self.ended = True
+
+        return lambda: all(self._drained(i) for i in range(len(self._parcels)))
+
+    def _drained(self, i: int) -> bool:
+        """Drop what one rank sends until its last message is here; return whether it is. Not collective."""
+        peer, request = self._parcels[i].peer, self._requests[i]
+        while peer not in self._over:
+            if i not in self._running:
+                request.Start()
+                self._running.add(i)
+            if not request.Test():
+                return False
+            self._running.discard(i)
+            try:
+                self._checked(i)
+            except PeerError:
+                self._over.add(peer)
+        return True
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks whose message is not here. Not collective."""
+        return [p.peer for p, request in zip(self._parcels, self._requests) if not request.Get_status()]
+
+    def _tell(self, peer: int, kind: int, value: int) -> None:
+        self._notes = [(request, note) for request, note in self._notes if not request.Test()]
+        note = notice(kind, value)
+        self._notes.append((self.channel.comm.Isend(note, peer, self.channel.tag + kind), note))
+
+    def release(self) -> None:
+        """Free what is local. Not collective."""
+        for request in self._requests:
+            if not request.Get_status():
+                request.Cancel()
+                request.Wait()
+            request.Free()
+        self._requests = []

@@ -1,0 +1,248 @@
+"""How the programs of a job find each other by name: a tree of messages that no absent rank hangs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.comm import guard
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.patience import Circle, Wait
+from mpishard.comm.coupling.wire import Entry, Roll
+from mpishard.errors import MpishardError, PeerError, described
+
+# a rank gives up after those below it in the tree, and before those above
+_LEVEL_S = 0.2
+_ANSWER_S = 1.0
+
+_attempts = 0
+
+
+class Far(NamedTuple):
+    """The ranks of another program: behind or before those of this one in a communicator of both."""
+
+    comm: MPI.Intracomm
+    first: int
+
+
+class Meeting(NamedTuple):
+    """What came of it.
+
+    Attributes
+    ----------
+    programs : dict
+        Name -> number of ranks, by ascending first rank.
+    comm : mpi4py.MPI.Intracomm
+        Of this program's ranks, for its own use.
+    circle : Circle
+        The same ranks, for the package's use.
+    others : dict
+        Name of every other program -> communicator of both programs' ranks, and the rank of its first there.
+    """
+
+    programs: dict[str, int]
+    comm: MPI.Intracomm
+    circle: Circle
+    others: dict[str, Far]
+
+
+def meet(name: object, timeout_s: float) -> Meeting:
+    """Meet the other programs of the job.
+
+    Collective over MPI_COMM_WORLD.
+
+    Parameters
+    ----------
+    name
+        Of this rank's program.
+    timeout_s
+        How long to wait for ranks that do not come.
+
+    Raises
+    ------
+    PeerError
+        Ranks did not come; or two programs have one name.
+    MpishardError
+        A name is none.
+    """
+    global _attempts  # noqa: PLW0603
+    _attempts += 1
+    world = MPI.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    mine = Roll(_attempts, (_entry(name, rank),)) if _is_name(name) else Roll(_attempts, (), _bad_name(name, rank))
+    roll = _called(world, mine, timeout_s)
+    if roll.text:
+        raise guard.common(PeerError(roll.text), world)
+    entries = sorted(roll.entries, key=lambda e: e.first)
+    index = next(i for i, e in enumerate(entries) if e.name == name)
+    with guard.waiting("join", (), world):
+        comm = MPI.Intracomm(world.Split(index, rank))
+        private = MPI.Intracomm(comm.Dup())
+        others = {}
+        # not by MPI_Intercomm_create, in which MPICH 5 crashes where programs lie between one another
+        for (i, one), (j, other) in combinations(enumerate(entries), 2):
+            both = world.Split(0 if index in (i, j) else MPI.UNDEFINED, rank + (size if index == j else 0))
+            if index == i:
+                others[other.name] = Far(MPI.Intracomm(both), one.ranks)
+            elif index == j:
+                others[one.name] = Far(MPI.Intracomm(both), 0)
+    for own in (comm, private, *(far.comm for far in others.values())):
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+    assert size == sum(e.ranks for e in entries)
+    return Meeting({e.name: e.ranks for e in entries}, comm, Circle(private, str(name)), others)
+
+
+def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
+    """Return everybody's entries, merged, or a text that says what is wrong; the same on all ranks. Collective."""
+    rank, size = world.Get_rank(), world.Get_size()
+    children = _children(rank, size)
+    level = len(children)
+    wait = Wait(timeout_s + level * _LEVEL_S)
+    roll, missing = mine, list(children)
+    going: list[tuple[MPI.Request, bytes]] = []
+    while missing:
+        for child in tuple(missing):
+            if (told := _received(world, child, mine.attempt)) is not None:
+                missing.remove(child)
+                roll = _merged(roll, told)
+        if missing and not wait.pause():
+            roll = roll._replace(text=roll.text or _absent(missing, roll, size, timeout_s))
+            break
+    if rank:
+        parent = rank & (rank - 1)
+        going.append(_sent(world, parent, roll))
+        wait = Wait(timeout_s + _ANSWER_S + (size.bit_length() + 1) * _LEVEL_S)
+        answer = None
+        while answer is None and wait.pause():
+            answer = _received(world, parent, mine.attempt)
+        roll = answer if answer is not None else roll._replace(text=_absent([parent], roll, size, timeout_s))
+    elif not roll.text:
+        roll = roll._replace(text=_one_name(roll.entries))
+    going += [_sent(world, child, roll) for child in children]
+    wait = Wait(_ANSWER_S)
+    # small messages: only a rank that is gone keeps one
+    while not all(request.Test() for request, _ in going) and wait.pause():
+        pass
+    return roll
+
+
+def _children(rank: int, size: int) -> list[int]:
+    out, step = [], 1
+    while rank + step < size and not rank & step:
+        out.append(rank + step)
+        step <<= 1
+    return out
+
+
+def _sent(world: MPI.Intracomm, peer: int, roll: Roll) -> tuple[MPI.Request, bytes]:
+    message = wire.pack_roll(roll)
+    return world.Isend([message, MPI.BYTE], peer, wire.MEETING_TAG), message
+
+
+def _received(world: MPI.Intracomm, peer: int, attempt: int) -> Roll | None:
+    status = MPI.Status()
+    while (message := world.Improbe(peer, wire.MEETING_TAG, status)) is not None:
+        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        message.Recv([data, MPI.BYTE])
+        roll = wire.unpack_roll(data.tobytes())
+        # of an attempt that failed before, nothing counts any more
+        if roll.attempt in (attempt, -1):
+            return roll
+    return None
+
+
+def _merged(one: Roll, other: Roll) -> Roll:
+    entries = {(e.name, e.file, e.appnum, e.command): e for e in one.entries}
+    for e in other.entries:
+        key = (e.name, e.file, e.appnum, e.command)
+        known = entries.get(key)
+        entries[key] = (
+            e if known is None else known._replace(ranks=known.ranks + e.ranks, first=min(known.first, e.first))
+        )
+    return one._replace(entries=_joined(entries.values()), text=one.text or other.text)
+
+
+def _joined(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Join entries of one program; what are two of one name stay two."""
+    out: list[Entry] = []
+    for e in sorted(entries, key=lambda e: e.first):
+        for i, known in enumerate(out):
+            if known.name == e.name and _same_program(known, e):
+                out[i] = known._replace(ranks=known.ranks + e.ranks)
+                break
+        else:
+            out.append(e)
+    return tuple(out)
+
+
+def _same_program(one: Entry, other: Entry) -> bool:
+    # one program may be started in several parts of a job, with the same command, and a launcher may give each of
+    # its ranks another argument
+    return one.file == other.file and (one.appnum == other.appnum or one.command == other.command)
+
+
+def _one_name(entries: Sequence[Entry]) -> str:
+    firsts: dict[str, Entry] = {}
+    for e in entries:
+        known = firsts.setdefault(e.name, e)
+        if known is not e:
+            return described(
+                f"join: two programs of one name, {e.name!r}",
+                expected="another name for every program of the job",
+                got=f"from rank {known.first} on {known.file} ({known.ranks} ranks), "
+                f"from rank {e.first} on {e.file} ({e.ranks} ranks)",
+                fix="name one of them otherwise",
+            )
+    return ""
+
+
+def _absent(ranks: Sequence[int], roll: Roll, size: int, timeout_s: float) -> str:
+    here = ", ".join(f"{e.name!r} ({e.ranks})" for e in roll.entries)
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+    return described(
+        f"join: {who} of MPI_COMM_WORLD did not come",
+        expected=f"all {size} ranks of the job within {timeout_s:g} s",
+        got=f"so far, programs with ranks: {here or 'none'}",
+        fix="call join in every program of the job, on all of its ranks; give a longer timeout where one starts late",
+    )
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name.encode()) < wire.NAME_NBYTES and "\0" not in name
+
+
+def _bad_name(name: object, rank: int) -> str:
+    return described(
+        f"join: no name of a program on rank {rank}",
+        expected=f"a text of 1 to {wire.NAME_NBYTES - 1} bytes",
+        got=repr(name)[:80],
+        fix="give one, the same on all ranks of the program",
+    )
+
+
+def _entry(name: object, rank: int) -> Entry:
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        command = "\0".join(sys.orig_argv).encode()
+    script = sys.argv[0] if sys.argv and sys.argv[0] else sys.executable
+    program = os.path.realpath(script) if os.path.exists(script) else f"{sys.executable} {' '.join(sys.orig_argv[1:])}"
+    appnum = MPI.COMM_WORLD.Get_attr(MPI.APPNUM)
+    return Entry(str(name), program[-250:], 1, rank, -1 if appnum is None else appnum, zlib.crc32(command))
+
+
+def checked_timeout(timeout: object, what: str) -> float:
+    """Return a timeout in seconds: that given, or 60, but less where the watchdog's is. Not collective."""
+    if timeout is None:
+        return min(60.0, guard.TIMEOUT_S * 0.9) if guard.TIMEOUT_S > 0 else 60.0
+    if isinstance(timeout, (int, float)) and 0 < timeout < float("inf"):
+        return float(timeout)
+    raise MpishardError(described(f"{what}: timeout", expected="seconds > 0", got=repr(timeout), fix="give a number"))

@@ -1,0 +1,287 @@
+"""Outlet: the end of a link that steps are put into.
+
+Steps are pushed: a message is a synchronous send, which ends when its receive has begun, so that a slot is free when
+its step was taken, and nothing else holds a step. Only the policy "latest", which may take a step back, keeps it
+until rank 0 of the reader asks. docs/coupling.md has the format.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpishard.comm import counter
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.channel import HEAD, Channel, Load, Parcel, boxes_of, notice
+from mpishard.comm.coupling.patience import keep_going, leave
+from mpishard.comm.memory.buffer import address
+from mpishard.errors import MpishardError, PeerError
+
+POLICIES = ("block", "drop_newest", "latest")
+ENDED, FULL, FREE = range(3)
+_LOOK_S = 0.2
+
+
+class _Slot:
+    """A load that is sent by requests of its own."""
+
+    def __init__(self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype]) -> None:
+        self.load = Load(parcels, dtypes)
+        self.step = -1
+        self.flying = False
+        self.peers: list[int] = []
+        self.requests: list[Any] = []
+        for p, parts in zip(parcels, self.load.parts):
+            for start, nbytes in parts:
+                self.requests.append(channel.comm.Ssend_init(address(start, nbytes), p.peer, channel.tag + wire.DATA))
+                self.peers.append(p.peer)
+
+    def send(self) -> None:
+        self.flying = True
+        if self.requests:
+            MPI.Prequest.Startall(self.requests)
+
+    def done(self) -> bool:
+        if self.flying and MPI.Request.Testall(self.requests):
+            self.flying = False
+        return not self.flying
+
+    def waits_for(self) -> list[int]:
+        return sorted({p for p, request in zip(self.peers, self.requests) if not request.Get_status()})
+
+
+class Outlet:
+    """The end of a link that steps are put into.
+
+    Parameters
+    ----------
+    channel
+        Its messages.
+    parcels
+        Per rank that reads from this one, ascending; also those to which no cell goes, but the end of the stream.
+    dtypes
+        Of the fields.
+    policy, depth
+        What to do when all of ``depth`` slots are full.
+
+    Attributes
+    ----------
+    ended : bool
+        Whether `put` has found that the reader has closed its side: the same on all ranks.
+    """
+
+    def __init__(
+        self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype], policy: str, depth: int
+    ) -> None:
+        self.channel = channel
+        self._parcels = parcels
+        self._depth = depth
+        self._new_slot = partial(_Slot, channel, parcels, dtypes)
+        self._slots = [self._new_slot() for _ in range(depth)]
+        self._policy = policy
+        self._next = 0  # the number of the step that is put next
+        self._sent = 0  # steps in the ring, for policies that push
+        self._unread: list[_Slot] = []  # "latest": filled and not asked for, oldest first
+        self._asked = self._served = 0
+        self._putting = False
+        self._looked = time.monotonic()
+        self._stopped: set[int] = set()
+        self.ended = False
+        self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
+        self._known: list[Tensor] = []
+        self._boxes: list[Tensor] = []
+        self._tree: list[tuple[MPI.Request, np.ndarray]] = []
+        keep_going(self)
+
+    def put(self, blocks: Sequence[Tensor], error: MpishardError | None) -> bool:
+        """Put a step; return whether it is in a slot. Collective.
+
+        Parameters
+        ----------
+        blocks
+            This rank's blocks of the fields.
+        error
+            What is wrong with them, or None.
+        """
+        circle, timeout = self.channel.circle, self.channel.timeout_s
+        room = FULL
+        self.progress()
+        self._putting = True
+        try:
+            slot = self._slots[self._sent % len(self._slots)]
+            if error is None:
+                try:
+                    room = self._room(slot)
+                except PeerError as e:
+                    error = e
+            circle.start(error, room, -self._asked)
+            if room == FREE and error is None and self._policy != "latest":
+                self._fill(slot, blocks)
+                if self._policy == "block":
+                    # whatever the others find: a reader that has stopped drops it, and an error ends the link
+                    self._send(slot, self._next)
+            room, asked, _ = circle.finish(timeout)
+            if room == ENDED:
+                self.ended = True
+                return False
+            step, self._next = self._next, self._next + 1
+            if self._policy == "latest":
+                # not what rank 0 has heard since: the others do not know of it
+                self._asked = max(self._asked, -asked)
+                self._serve(-asked)
+                slot = self._emptied()
+                self._fill(slot, blocks)
+                slot.step = step
+                self._unread.append(slot)
+                self._serve(-asked)
+            elif room == FREE:
+                self._sent += 1
+                if self._policy != "block":
+                    self._send(slot, step)
+            return room == FREE
+        finally:
+            self._putting = False
+            if self._stopped:
+                self.progress()
+
+    def _room(self, slot: _Slot) -> int:
+        if self._stopped:
+            return ENDED
+        if self._policy == "latest" or slot.done():
+            self._look()
+            return FREE
+        if self._policy == "drop_newest":
+            self._look()
+            return FULL
+        wait = self.channel.wait(slot.waits_for, "put")
+        while not slot.done():
+            if self._stopped:
+                return ENDED
+            if not wait.pause():
+                raise self.channel.late(slot.waits_for(), "put")
+        return FREE
+
+    def _look(self) -> None:
+        # a policy that never waits must still find out that nobody reads any more
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self.channel.check([p.peer for p in self._parcels], "put")
+
+    def _emptied(self) -> _Slot:
+        """Return the slot that the newest step goes into: a free one, or that of the oldest unread."""
+        if len(self._unread) == self._depth:
+            return self._unread.pop(0)
+        while True:
+            for slot in self._slots:
+                if slot not in self._unread and slot.done():
+                    return slot
+            # one more than the depth, for the step that is being read: the reader asks for the next when it has it
+            if len(self._slots) <= self._depth:
+                self._slots.append(self._new_slot())
+
+    def _fill(self, slot: _Slot, blocks: Sequence[Tensor]) -> None:
+        if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
+            self._known = list(blocks)
+            self._boxes = boxes_of(blocks, self._parcels)
+        with torch.no_grad():
+            for view, box in zip(slot.load.views, self._boxes):
+                view.copy_(box)
+
+    def _send(self, slot: _Slot, step: int) -> None:
+        for head, nbytes in zip(slot.load.heads, slot.load.sizes):
+            head[:] = (wire.MAGIC, wire.VERSION, wire.STEP, step, nbytes, 0, 0, 0)
+        if counter.active:
+            counter.record("put", len(slot.requests), sum(slot.load.sizes))
+        slot.send()
+
+    def _serve(self, asked: int) -> None:
+        while self._served < asked and self._unread:
+            slot = self._unread.pop(0)
+            self._served += 1
+            self._send(slot, slot.step)
+
+    def progress(self) -> None:
+        """Answer the reader where it asks or stops. Not collective."""
+        comm, tag = self.channel.comm, self.channel.tag
+        status = MPI.Status()
+        while comm.Iprobe(MPI.ANY_SOURCE, tag + wire.STOP, status):
+            peer = status.Get_source()
+            comm.Recv(np.empty(HEAD // 8, np.int64), peer, tag + wire.STOP)
+            self._stopped.add(peer)
+        if not self._putting:
+            # never before a step that is on its way
+            for peer in self._stopped:
+                self._end(peer, wire.END)
+        if self._policy == "latest":
+            self._progress_requests()
+
+    def _progress_requests(self) -> None:
+        channel, circle, serial = self.channel, self.channel.circle, self.channel.serial
+        if circle.rank == 0:
+            while channel.comm.Iprobe(channel.first, channel.tag + wire.REQUEST):
+                channel.comm.Recv(np.empty(HEAD // 8, np.int64), channel.first, channel.tag + wire.REQUEST)
+                self._asked += 1
+            told = not self._putting and self._served < self._asked and bool(self._unread)
+        else:
+            parent, told = circle.rank & (circle.rank - 1), False
+            note = np.empty(HEAD // 8, np.int64)
+            while circle.comm.Iprobe(parent, serial):
+                circle.comm.Recv(note, parent, serial)
+                self._asked = max(self._asked, int(note[3]))
+                told = True
+        if told:
+            # where a rank waits it cannot agree: the others are told, down a tree
+            self._tree = [(request, note) for request, note in self._tree if not request.Test()]
+            step = 1
+            while circle.rank + step < circle.size and not circle.rank & step:
+                note = notice(wire.SERVE, self._asked)
+                request = circle.comm.Isend(note, circle.rank + step, serial)
+                self._tree.append((request, note))
+                step <<= 1
+        if not self._putting:
+            self._serve(self._asked)
+
+    def _end(self, peer: int, kind: int) -> None:
+        if peer not in self._ends:
+            head = notice(kind, self._next)
+            self._ends[peer] = (self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA), head)
+
+    def flush(self) -> Callable[[], bool]:
+        """Return a function to call until it is true: then every step was read, or the reader has stopped."""
+
+        def done() -> bool:
+            self.progress()
+            everything = all(slot.done() for slot in self._slots)
+            if not everything or (self._unread and not self._stopped):
+                return False
+            for p in self._parcels:
+                self._end(p.peer, wire.END)
+            return all(request.Test() for request, _ in self._ends.values())
+
+        return done
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks that have not taken what is there for them. Not collective."""
+        if self._unread and not self._stopped:
+            return [p.peer for p in self._parcels]
+        return sorted({peer for slot in self._slots if slot.flying for peer in slot.waits_for()})
+
+    def release(self, gone: bool = False) -> None:
+        """Free what is local; where the program leaves without having closed the link, say so. Not collective."""
+        leave(self)
+        if gone:
+            for p in self._parcels:
+                self._end(p.peer, wire.GONE)
+        for slot in self._slots:
+            if slot.done():
+                for request in slot.requests:
+                    request.Free()
+        self._slots = []

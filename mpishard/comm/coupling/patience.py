@@ -1,0 +1,214 @@
+"""Waits that end: polling with a deadline, ranks that decide together, and whether a process is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard import errors
+from mpishard.comm import guard
+from mpishard.comm.coupling import wire
+from mpishard.errors import PeerError, described
+
+_SPIN_S = 3e-4
+_LONGEST_PAUSE_S = 1e-3
+_LOOK_S = 0.2  # between looks whether peers are alive
+
+# what must go on whatever this rank waits for: called with no arguments, must not raise or wait
+_background: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def keep_going(worker: Any) -> None:
+    """Have ``worker.progress()`` called in every wait of this rank, as long as the object lives. Not collective."""
+    _background.add(worker)
+
+
+def leave(worker: Any) -> None:
+    """Undo `keep_going`. Not collective."""
+    _background.discard(worker)
+
+
+class CertainError(PeerError):
+    """The error of a peer that is known to have died or to have been stopped, not only to be late."""
+
+
+class Wait:
+    """A wait of at most ``timeout_s`` seconds.
+
+    Parameters
+    ----------
+    timeout_s
+        Seconds.
+    look
+        Called now and then; raises where waiting is in vain.
+    """
+
+    __slots__ = ("_looked", "_start", "_turns", "look", "timeout_s")
+
+    def __init__(self, timeout_s: float, look: Callable[[], None] | None = None) -> None:
+        self.timeout_s = timeout_s
+        self.look = look
+        self._start = self._looked = time.monotonic()
+        self._turns = 0
+
+    def pause(self) -> bool:
+        """Let others run; return whether there is time left. Not collective."""
+        self._turns += 1
+        if self._turns % 8 == 0:
+            for worker in tuple(_background):
+                worker.progress()
+        now = time.monotonic()
+        passed = now - self._start
+        if passed < _SPIN_S:
+            os.sched_yield()
+            return True
+        if self.look is not None and now - self._looked > _LOOK_S:
+            self._looked = now
+            self.look()
+        time.sleep(min(passed / 16, _LONGEST_PAUSE_S))
+        return passed < self.timeout_s
+
+
+class Circle:
+    """The ranks of one program, which decide together whether a call has worked.
+
+    Attributes
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Theirs, for this alone.
+    name : str
+        Of the program.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str) -> None:
+        self.comm = comm
+        self.name = name
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._mine, self._least = np.zeros(4, np.int64), np.zeros(4, np.int64)
+        self._buffers = ([self._mine, MPI.INT64_T], [self._least, MPI.INT64_T])
+        self._error: BaseException | None = None
+        self._request: MPI.Request = MPI.REQUEST_NULL
+        self._broken = False
+
+    def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
+        """Start an agreement; `finish` ends it. Collective."""
+        if self._broken:
+            raise PeerError(
+                described(
+                    f"program {self.name!r}: its ranks have lost each other",
+                    expected="all of them in every call",
+                    got="an earlier call to which some never came",
+                    fix="see that call's error",
+                )
+            )
+        self._error = error
+        failed = 0
+        if error is not None:
+            # what is known for certain is told first, then what the lowest rank says
+            failed = self.rank - (2 if isinstance(error, CertainError) else 1) * self.size
+        self._mine[:] = (failed, a, b, c)
+        if self.size == 1:
+            self._least[:] = self._mine
+        else:
+            self._request = self.comm.Iallreduce(*self._buffers, MPI.MIN)
+
+    def finish(self, timeout_s: float) -> tuple[int, int, int]:
+        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
+        self._complete(self._request, timeout_s)
+        failed, a, b, c = self._least.tolist()
+        if failed:
+            self._raise(failed % self.size, timeout_s)
+        return a, b, c
+
+    def agree(
+        self, error: BaseException | None, timeout_s: float, a: int = 0, b: int = 0, c: int = 0
+    ) -> tuple[int, int, int]:
+        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
+        self.start(error, a, b, c)
+        return self.finish(timeout_s)
+
+    def told(self, message: bytes | None, timeout_s: float) -> bytes:
+        """Return rank 0's message on all ranks. Collective."""
+        if self.size == 1:
+            assert message is not None
+            return message
+        count = np.array([0 if message is None else len(message)], np.int64)
+        self._complete(self.comm.Ibcast([count, MPI.INT64_T], 0), timeout_s)
+        data = np.empty(int(count[0]), np.uint8)
+        if message is not None:
+            data[:] = np.frombuffer(message, np.uint8)
+        self._complete(self.comm.Ibcast([data, MPI.BYTE], 0), timeout_s)
+        return data.tobytes()
+
+    def _raise(self, rank: int, timeout_s: float) -> NoReturn:
+        data = np.zeros(wire.TEXT_NBYTES, np.uint8)
+        error, self._error = self._error, None
+        if rank == self.rank:
+            said = wire.clipped(f"{type(error).__name__}|{error}", wire.TEXT_NBYTES)
+            data[: len(said)] = np.frombuffer(said, np.uint8)
+        if self.size > 1:
+            self._complete(self.comm.Ibcast([data, MPI.BYTE], rank), timeout_s)
+        kind, _, text = wire.text_of(data.tobytes()).partition("|")
+        raise guard.common(getattr(errors, kind, PeerError)(text), self.comm) from None
+
+    def _complete(self, request: MPI.Request, timeout_s: float) -> None:
+        if request.Test():
+            return
+        # ranks whose own wait ran out come this much later
+        wait = Wait(timeout_s + min(timeout_s, 5.0))
+        while not request.Test():
+            if not wait.pause():
+                self._broken = True
+                raise PeerError(
+                    described(
+                        f"program {self.name!r}: not all of its own ranks came to the call",
+                        expected=f"{self.size} ranks within {wait.timeout_s:.0f} s",
+                        got=f"rank {self.rank}, and not all others",
+                        fix="look for a rank that died or took another way",
+                    )
+                )
+
+
+class Presence(NamedTuple):
+    """Where a process is: a hash of its machine, its number there, and when it started."""
+
+    machine: int
+    pid: int
+    started: int
+
+
+@cache
+def presence() -> Presence:
+    """Return this process's. Not collective."""
+    pids = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    pid = os.getpid()
+    return Presence(zlib.crc32(f"{socket.gethostname()} {pids}".encode()), pid, _stat(pid)[1])
+
+
+def state_of(who: Presence) -> str:
+    """Return what is known of a process: "dead", "stopped", or "" where nothing is. Not collective."""
+    if who.machine != presence().machine or not presence().started:
+        return ""
+    state, started = _stat(who.pid)
+    if started != who.started or state in "ZX":
+        return "dead"
+    return "stopped" if state in "Tt" else ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])

@@ -1,0 +1,103 @@
+"""Compile the libraries for hosts in C and Fortran, with the user's own MPI wrappers, from sources in the package."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpishard.errors import MissingPackageError, MpishardError, described
+
+NATIVE = Path(__file__).with_name("native")
+SOURCES = ("layout.c", "meeting.c", "domain.c", "link.c")
+
+
+class Built(NamedTuple):
+    """What a compiler and a linker need to be told."""
+
+    cflags: str
+    libs: str
+
+
+def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str | None = None) -> Built:
+    """Compile ``libmpishard_link`` and, where there is a Fortran compiler, module ``mpishard``, where not current.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder
+        Gets ``include`` and ``lib``.
+    mpicc, mpif90
+        The MPI wrappers; ``$MPICC`` and ``$MPIFC``, or those of these names on the path, if not given.
+
+    Returns
+    -------
+    Built
+
+    Raises
+    ------
+    MpishardError
+        There is no wrapper, or it fails: with what it printed.
+
+    Notes
+    -----
+    ``lib`` has ``libmpishard_link.so`` (plain C and MPI) and ``libmpishard_f.a`` (the Fortran module's code).
+    """
+    folder = Path(folder).resolve()
+    include, lib = folder / "include", folder / "lib"
+    cc = _wrapper(mpicc, "MPICC", "mpicc")
+    if cc is None:
+        raise MissingPackageError(
+            described(
+                "config: no MPI compiler",
+                expected="mpicc on the path, or in $MPICC",
+                got="none",
+                fix="load the MPI that the simulation is built with",
+            )
+        )
+    fc = _wrapper(mpif90, "MPIFC", "mpif90")
+    marks = [f"{' '.join(cc)} {' '.join(fc or ())}"]
+    marks += [f"{path.name} {path.stat().st_mtime_ns}" for path in sorted(NATIVE.iterdir())]
+    stamp, mark = folder / "built", "\n".join(marks)
+    if not stamp.exists() or stamp.read_text() != mark:
+        for place in (include, lib):
+            place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(NATIVE / "mpishard.h", include)
+        c = [*cc, "-std=c99", "-O2", "-fPIC", f"-I{NATIVE}"]
+        sources = [os.fspath(NATIVE / name) for name in SOURCES]
+        _run([*c, "-shared", *sources, "-o", os.fspath(lib / "libmpishard_link.so")], folder)
+        _run([*c, "-c", os.fspath(NATIVE / "fortran.c"), "-o", "fortran.o"], lib)
+        objects = ["fortran.o"]
+        if fc is not None:
+            _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / "mpishard.f90"), "-o", "module.o"], lib)
+            (lib / "mpishard.mod").replace(include / "mpishard.mod")
+            objects.append("module.o")
+        _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
+        for name in objects:
+            (lib / name).unlink()
+        stamp.write_text(mark)
+    libs = f"-L{lib} -Wl,-rpath,{lib} -lmpishard_f -lmpishard_link"
+    return Built(f"-I{include}", libs)
+
+
+def _wrapper(given: str | None, variable: str, name: str) -> list[str] | None:
+    words = shlex.split(given or os.environ.get(variable, name))
+    return words if words and shutil.which(words[0]) else None
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    done = subprocess.run(command, check=False, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise MpishardError(
+            described(
+                "config: a compiler failed",
+                expected=shlex.join(command),
+                got=done.stdout.strip(),
+                fix="name the wrappers that the simulation is built with, in $MPICC and $MPIFC",
+            )
+        )

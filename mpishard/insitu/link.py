@@ -1,0 +1,407 @@
+"""Link: fields that travel between two programs of a job, each decomposed as it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm import guard
+from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.channel import Channel, Parcel
+from mpishard.comm.coupling.greeting import greet, meet_peers, order_of
+from mpishard.comm.coupling.inlet import Inlet
+from mpishard.comm.coupling.meeting import Meeting, checked_timeout
+from mpishard.comm.coupling.outlet import POLICIES, Outlet
+from mpishard.comm.mesh import init_mesh
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.insitu import offer
+from mpishard.insitu.offer import Offer, Side
+from mpishard.layout import Box, Layout, Share, is_idle, plan_sources, plan_targets
+from mpishard.tensor import ShardTensor, wrap
+
+# an open link holds memory that MPI may write to: it lives until it is closed, or the program ends
+_open: set[Link] = set()
+
+
+class Link:
+    """Fields that go to another program, and those that come from it: made by `Program.connect`.
+
+    Attributes
+    ----------
+    out, into : dict
+        Name -> what is put, and what is filled: a ShardTensor, or the field that was given.
+    other : str
+        Name of the other program.
+
+    Notes
+    -----
+    Every rank of the program makes every call; an error in one is raised on all. Not a step is copied to a rank that
+    does not own its cells: one message per pair of ranks and step. This side holds ``depth`` steps of its own blocks
+    at most (one more with the policy ``"latest"``, while it is read), the other one step of its own.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        name: str,
+        other: str,
+        number: int,
+        serial: int,
+        out: Mapping[str, Any],
+        into: Mapping[str, Any],
+        policy: str | None,
+        depth: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._circle = circle = meeting.circle
+        self.other = other
+        error: MpishardError | None = None
+        side, self._timeout_s = Side(-1, -1, (), ()), 60.0
+        try:
+            self._timeout_s = checked_timeout(timeout, "connect")
+            side = Side(_policy(policy), _depth(depth), _offers(out, circle.size), _offers(into, circle.size))
+        except MpishardError as e:
+            error = e
+        try:
+            guard.agree(circle.comm, error, f"connect({other!r}, {side})")
+        except MpishardError as e:
+            error = e
+        if error is None:
+            side = Side(
+                *side[:2],
+                *(
+                    tuple(self._ordered(o, given) for o in offers)
+                    for offers, given in ((side.out, out), (side.into, into))
+                ),
+            )
+        far, tag = meeting.others[other], number * wire.LINK_TAGS
+        message = greet(circle, far, tag, other, error, offer.pack(side), self._timeout_s)
+        theirs = offer.unpack(message)
+        try:
+            offer.compare(name, side, other, theirs)
+        except MpishardError as e:
+            raise guard.common(e, circle.comm) from None
+        ranks = meeting.programs[other]
+        going = _outgoing(side.out, theirs.into, circle.rank, circle.size, ranks)
+        coming = _incoming(theirs.out, side.into, circle.rank, ranks, circle.size)
+        going, coming = ([Parcel(far.first + p.peer, p.boxes) for p in side] for side in (going, coming))
+        peers = {p.peer for p in (*going, *coming)}
+        presences = meet_peers(circle, far, tag, other, peers, self._timeout_s)
+        channel = Channel(far.comm, far.first, tag, serial, circle, other, presences, self._timeout_s)
+        dtypes = [
+            [offer.dtype_of(o, them) for o in us] for us, them in ((side.out, theirs.into), (side.into, theirs.out))
+        ]
+        self.out = {o.name: _source(out[o.name], meeting, t) for o, t in zip(side.out, dtypes[0])}
+        self.into = {o.name: _source(into[o.name], meeting, t) for o, t in zip(side.into, dtypes[1])}
+        policy_number, slots = offer.agreed(side, theirs)
+        self._outlet = Outlet(channel, going, dtypes[0], POLICIES[policy_number], slots) if side.out else None
+        asks = POLICIES[offer.agreed(theirs, side)[0]] == "latest"
+        self._inlet = Inlet(channel, coming, dtypes[1], asks) if side.into else None
+        self._shapes = [[tuple(_tensor(x).to_local().shape) for x in xs.values()] for xs in (self.out, self.into)]
+        self._dtypes = dtypes
+        self._closed = False
+        self._error: MpishardError | None = None
+        if not _open:
+            guard.on_finalize(_leave_all)
+        _open.add(self)
+
+    def _ordered(self, field: Offer, given: Mapping[str, Any]) -> Offer:
+        x = given[field.name]
+        return field if isinstance(x, Layout) else field._replace(ranks=order_of(self._circle, _tensor(x).mesh.comm))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other side has closed what this side reads from, or writes to. Not collective."""
+        return (self._outlet is not None and self._outlet.ended) or (self._inlet is not None and self._inlet.ended)
+
+    def put(self) -> bool:
+        """Put the ``out`` fields, as they are now, into a slot; they may be changed at once.
+
+        Collective over this program.
+
+        Returns
+        -------
+        bool
+            Whether the step is in a slot; False where the policy dropped it, or the other side has closed the link.
+
+        Raises
+        ------
+        PeerError
+            On all ranks: the other side died, or took no step in time.
+        UnsupportedOperationError
+            The link is closed, or has no ``out``.
+        """
+        outlet = self._end("put", self._outlet, "out")
+        blocks, error = self._blocks(0, self.out)
+        with self._kept_error():
+            return outlet.put(blocks, error)
+
+    def get(self) -> int | None:
+        """Fill the ``into`` fields with the oldest step that was not read.
+
+        Collective over this program.
+
+        Returns
+        -------
+        int or None
+            The number of the step: of the other side's calls of `put`, from 0. None where it has closed the link.
+
+        Raises
+        ------
+        PeerError
+            On all ranks: the other side died, or sent nothing in time.
+        UnsupportedOperationError
+            The link is closed, or has no ``into``.
+        """
+        inlet = self._end("get", self._inlet, "into")
+        blocks, error = self._blocks(1, self.into)
+        with self._kept_error():
+            return inlet.get(blocks, error)
+
+    def __iter__(self) -> Iterator[int]:
+        while (step := self.get()) is not None:
+            yield step
+
+    def close(self) -> None:
+        """Close the link: steps that were put are read first, then the other side sees the end. Harmless twice.
+
+        Collective over this program.
+
+        Raises
+        ------
+        PeerError
+            On all ranks: the other side died, or did not take what is left in time.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        if self._error is not None:
+            self._release(gone=True)
+            return
+        error = None
+        try:
+            self._drain()
+        except MpishardError as e:
+            error = e
+        try:
+            self._circle.agree(error, self._timeout_s)
+        except MpishardError:
+            self._release(gone=True)
+            raise
+        self._release()
+
+    def _drain(self) -> None:
+        ends = [self._inlet.stop()] if self._inlet is not None else []
+        if self._outlet is not None:
+            ends.append(self._outlet.flush())
+
+        def waits_for() -> list[int]:
+            found = [e.waits_for() for e in (self._inlet, self._outlet) if e is not None]
+            return sorted(set().union(*found))
+
+        channel = (self._outlet or self._inlet).channel  # type: ignore[union-attr]
+        wait = channel.wait(waits_for, "close")
+        # both at once: the other side may be closing too
+        while not all(done() for done in ends):
+            if not wait.pause():
+                raise channel.late(waits_for(), "close")
+
+    def _release(self, gone: bool = False) -> None:
+        if self._outlet is not None:
+            self._outlet.release(gone)
+        if self._inlet is not None:
+            self._inlet.release()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _end(self, call: str, end: Any, side: str) -> Any:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise UnsupportedOperationError(
+                described(
+                    f"{call}: the link is closed", expected="an open link", got="close() before", fix="connect again"
+                )
+            )
+        if end is None:
+            raise UnsupportedOperationError(
+                described(
+                    f"{call}: nothing to {call}",
+                    expected=f"fields in {side}=",
+                    got=f"a link to {self.other!r} without",
+                    fix=f"name them in connect, {side}=",
+                )
+            )
+        return end
+
+    def _blocks(self, side: int, fields: Mapping[str, Any]) -> tuple[Sequence[Tensor], MpishardError | None]:
+        """Return this rank's blocks, and what is wrong with them. Not collective."""
+        blocks: list[Tensor] = []
+        try:
+            for (name, x), shape, dtype in zip(fields.items(), self._shapes[side], self._dtypes[side]):
+                block = _tensor(x).to_local()
+                if block.shape != shape or block.dtype != dtype:
+                    raise LayoutError(
+                        described(
+                            f"field {name!r} of the link to {self.other!r} has changed",
+                            expected=f"a block {shape} of {dtype}",
+                            got=f"{tuple(block.shape)} of {block.dtype}",
+                            fix="connect again with the new tensor",
+                        )
+                    )
+                blocks.append(block)
+        except MpishardError as e:
+            return (), e
+        return blocks, None
+
+    @contextlib.contextmanager
+    def _kept_error(self) -> Iterator[None]:
+        try:
+            yield
+        except MpishardError as e:
+            self._error = e
+            raise
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"Link(to {self.other!r}, out={sorted(self.out)}, into={sorted(self.into)}{state})"
+
+
+def _leave_all() -> None:
+    # the program ends with open links: others must not wait for it
+    while _open:
+        _open.pop()._release(gone=True)
+
+
+def _policy(policy: object) -> int:
+    if policy is None:
+        return offer.UNSET
+    if policy in POLICIES:
+        return POLICIES.index(policy)  # type: ignore[arg-type]
+    raise UnsupportedOperationError(
+        described("connect: unknown policy", expected=", ".join(POLICIES), got=repr(policy), fix="name one of them")
+    )
+
+
+def _depth(depth: object) -> int:
+    if depth is None:
+        return offer.UNSET
+    if isinstance(depth, int) and depth >= 1:
+        return int(depth)
+    raise UnsupportedOperationError(
+        described(
+            "connect: depth", expected="a number of slots, 1 or more", got=repr(depth), fix="give an integer >= 1"
+        )
+    )
+
+
+def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
+    """Return what one side has, by ascending name. Not collective."""
+    if not isinstance(given, Mapping):
+        raise LayoutError(
+            described(
+                "connect: out and into", expected="dicts of fields by name", got=type(given).__name__, fix="give names"
+            )
+        )
+    offers = []
+    for name in sorted(given, key=offer.checked_name):
+        x = given[name]
+        if isinstance(x, Layout):
+            layout, dtype, ranks = x, "", math.prod(x.mesh_shape)
+        else:
+            tensor = _tensor(x, name)
+            layout, dtype, ranks = tensor.layout, offer.name_of(tensor.dtype), tensor.mesh.size
+        if layout.partial_dims:
+            raise LayoutError(
+                described(
+                    f"connect: field {name!r} has Partial placements",
+                    expected="Shard and Replicate",
+                    got=list(layout.placements),
+                    fix="redistribute it first",
+                )
+            )
+        if ranks != size:
+            raise MeshError(
+                described(
+                    f"connect: field {name!r} lies on other ranks than the program's",
+                    expected=f"a mesh of the program's {size} ranks",
+                    got=f"{ranks} ranks",
+                    fix="make the mesh with comm=me.comm",
+                )
+            )
+        offers.append(Offer(name, dtype, layout))
+    return tuple(offers)
+
+
+def _tensor(x: Any, name: str = "") -> ShardTensor:
+    tensor = x if isinstance(x, ShardTensor) else getattr(x, "tensor", None)
+    if isinstance(tensor, ShardTensor):
+        return tensor
+    raise LayoutError(
+        described(
+            f"connect: field {name!r} is none",
+            expected="a ShardTensor, a field of a simulation, or a Layout",
+            got=type(x).__name__,
+            fix="distribute it first, with mpishard.distribute_tensor or ShardTensor.from_local",
+        )
+    )
+
+
+def _source(x: Any, meeting: Meeting, dtype: torch.dtype) -> Any:
+    """Return what is given, or a new tensor of a layout. Collective where it is one."""
+    if not isinstance(x, Layout):
+        return x
+    mesh = init_mesh(x.mesh_shape, comm=meeting.comm)
+    return wrap(torch.zeros(x.local_shape(mesh.coords), dtype=dtype, device=mesh.device), x, mesh)
+
+
+def _mesh_rank(field: Offer, rank: int) -> int:
+    return field.ranks.index(rank) if field.ranks else rank
+
+
+def _collected(shares: Sequence[Sequence[Share]], fields: Sequence[Offer], also: Sequence[int]) -> list[Parcel]:
+    """Return the messages, by ascending rank of the other program. Not collective."""
+    boxes: dict[int, list[tuple[int, Box]]] = {peer: [] for peer in also}
+    for number, (own, field) in enumerate(zip(shares, fields)):
+        for peer, box in own:
+            boxes.setdefault(field.ranks[peer] if field.ranks else peer, []).append((number, box))
+    return [Parcel(peer, tuple(boxes[peer])) for peer in sorted(boxes)]
+
+
+def _outgoing(out: Sequence[Offer], into: Sequence[Offer], rank: int, writers: int, readers: int) -> list[Parcel]:
+    if not out:
+        return []
+    shares = [plan_targets(w.layout, r.layout, own) for w, r, own in _pairs(out, into, rank, True)]
+    first, last = -(-rank * readers // writers), -(-(rank + 1) * readers // writers)
+    return _collected(shares, into, [q for q in range(first, last) if _gets_nothing(into, q)])
+
+
+def _incoming(out: Sequence[Offer], into: Sequence[Offer], rank: int, writers: int, readers: int) -> list[Parcel]:
+    if not into:
+        return []
+    shares = [plan_sources(w.layout, r.layout, own) for w, r, own in _pairs(out, into, rank, False)]
+    # who gets no cell still hears of steps and of the end
+    return _collected(shares, out, [rank * writers // readers] if _gets_nothing(into, rank) else [])
+
+
+def _pairs(out: Sequence[Offer], into: Sequence[Offer], rank: int, writes: bool) -> Iterator[tuple[Offer, Offer, int]]:
+    for w, r in zip(out, into):
+        yield w, r, _mesh_rank(w if writes else r, rank)
+
+
+def _gets_nothing(into: Sequence[Offer], rank: int) -> bool:
+    return all(is_idle(field.layout, _mesh_rank(field, rank)) for field in into)

@@ -1,0 +1,212 @@
+/* What the host owns: its domain, spread over its communicator, and its arrays. */
+#include "native.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct { const char *name; int64_t size; } dtypes[] = {
+    {"bool", 1}, {"uint8", 1}, {"int8", 1}, {"int16", 2}, {"int32", 4}, {"int64", 8}, {"uint16", 2}, {"uint32", 4},
+    {"uint64", 8}, {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"complex64", 8}, {"complex128", 16},
+};
+
+int64_t dtype_size(int dtype) { return dtype >= 0 && dtype <= MPS_COMPLEX128 ? dtypes[dtype].size : 0; }
+const char *dtype_name(int dtype) { return dtypes[dtype].name; }
+
+static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *periodic)
+{
+    int kind = MPI_UNDEFINED, dims = 0;
+    int64_t ranks = 1;
+    MPI_Topo_test(comm, &kind);
+    if (grid == NULL) {
+        if (kind == MPI_CART) MPI_Cartdim_get(comm, &dims);
+        if (dims != sim->ndim)
+            return fail(MPS_ERR_ARGUMENT, "adopt: no grid of ranks\n  expected: a Cartesian communicator of %d dims, or grid\n"
+                        "  got:      %s of %d dims", sim->ndim, kind == MPI_CART ? "one" : "a plain communicator", dims);
+        MPI_Cart_get(comm, dims, sim->grid, sim->periodic, sim->coords);
+    } else {
+        int rest = sim->rank;
+        for (int d = sim->ndim - 1; d >= 0; d--) {
+            sim->grid[d] = grid[d];
+            if (grid[d] < 1) return fail(MPS_ERR_ARGUMENT, "adopt: grid[%d] is %d\n  expected: 1 or more", d, grid[d]);
+            sim->coords[d] = rest % grid[d];
+            rest /= grid[d];
+        }
+    }
+    for (int d = 0; d < sim->ndim; d++) {
+        ranks *= sim->grid[d];
+        if (periodic != NULL) sim->periodic[d] = periodic[d] != 0;
+    }
+    if (ranks == sim->size) return MPS_OK;
+    return fail(MPS_ERR_ARGUMENT, "adopt: the grid does not fit the communicator\n  expected: %d ranks\n  got:      a grid of %lld",
+                sim->size, (long long)ranks);
+}
+
+/* The borders of the blocks along every dim, of what each rank says that it owns; nothing here grows but with the grid. */
+static int borders(sim_t *sim, const int64_t *sizes)
+{
+    for (int d = 0; d < sim->ndim; d++) {
+        int n = sim->grid[d];
+        int64_t *most = calloc((size_t)n + 1, sizeof *most), *least = malloc(((size_t)n + 1) * sizeof *least);
+        if (most == NULL || least == NULL) return fail(MPS_ERR_MEMORY, "adopt: no memory");
+        for (int i = 0; i < n; i++) least[i] = -INT64_MAX;
+        int64_t mine = sizes ? sizes[d] : sim->shape[d] / n + (sim->coords[d] < sim->shape[d] % n);
+        most[sim->coords[d]] = mine;
+        least[sim->coords[d]] = -mine;
+        MPI_Allreduce(MPI_IN_PLACE, most, n, MPI_INT64_T, MPI_MAX, sim->circle.comm);
+        MPI_Allreduce(MPI_IN_PLACE, least, n, MPI_INT64_T, MPI_MAX, sim->circle.comm);
+        int64_t sum = 0;
+        int status = MPS_OK;
+        for (int i = 0; i < n; i++) {
+            int64_t size = most[i];
+            if (size < 0 || size != -least[i])
+                status = fail(MPS_ERR_ARGUMENT, "adopt: the ranks at position %d of dim %d own different numbers of cells\n"
+                              "  expected: one number\n  got:      %lld to %lld", i, d, (long long)-least[i], (long long)size);
+            most[i] = sum;
+            sum += size;
+        }
+        most[n] = sum;
+        free(least);
+        sim->borders[d] = most;
+        if (status) return status;
+        if (sum != sim->shape[d])
+            return fail(MPS_ERR_ARGUMENT, "adopt: the owned cells of dim %d %s\n  expected: %lld cells in all\n  got:      %lld", d,
+                        sum < sim->shape[d] ? "leave a gap" : "overlap", (long long)sim->shape[d], (long long)sum);
+    }
+    return MPS_OK;
+}
+
+int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
+              mps_handle *handle)
+{
+    int status = mpi_ready();
+    if (status) return status;
+    if (handle == NULL || comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator, or no place for the domain");
+    *handle = MPS_NULL;
+    sim_t *sim = calloc(1, sizeof *sim);
+    if (sim == NULL) return fail(MPS_ERR_MEMORY, "adopt: no memory");
+    sim->kind = OBJECT_SIM;
+    status = circle_init(&sim->circle, comm, "the domain");
+    if (status) {
+        free(sim);
+        return status;
+    }
+    sim->rank = sim->circle.rank;
+    sim->size = sim->circle.size;
+    sim->ndim = ndim;
+    if (ndim < 1 || ndim > 8) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
+    for (int d = 0; !status && d < ndim; d++) {
+        sim->shape[d] = shape[d];
+        if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
+    }
+    if (!status) status = topology(sim, comm, grid, periodic);
+    status = circle_agree(&sim->circle, status, 60.0);
+    if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), 60.0);
+    sim->comm = sim->circle.comm;
+    *handle = (mps_handle)sim;
+    if (status) mps_release(handle);
+    return status;
+}
+
+static int described(sim_t *sim, field_t *field, int ndim, const int *dims, const int64_t *extents, const int64_t *lo,
+                     const int64_t *strides)
+{
+    layout_t *layout = &field->layout;
+    layout->ndim = ndim;
+    layout->mesh_ndim = sim->ndim;
+    if (ndim < sim->ndim || ndim > MAX_DIMS || extents == NULL)
+        return fail(MPS_ERR_ARGUMENT, "field '%s': ndim is %d\n  expected: %d to %d, and extents", field->name, ndim, sim->ndim, MAX_DIMS);
+    for (int m = 0; m < sim->ndim; m++) {
+        layout->mesh[m] = sim->grid[m];
+        layout->shards[m] = -1;
+    }
+    int64_t stride = dtype_size(field->dtype);
+    for (int d = ndim - 1; d >= 0; d--) {
+        int m = dims ? dims[d] : d;
+        int64_t owned = extents[d];
+        field->extents[d] = extents[d];
+        field->lo[d] = lo ? lo[d] : 0;
+        field->strides[d] = strides ? strides[d] : stride;
+        stride *= extents[d];
+        layout->shape[d] = extents[d] - field->lo[d];
+        if (m >= sim->ndim || m < -1 || (m >= 0 && layout->shards[m] >= 0))
+            return fail(MPS_ERR_ARGUMENT, "field '%s': dims[%d] is %d\n  expected: every dim of the domain once, else -1", field->name, d, m);
+        if (m >= 0) {
+            layout->shards[m] = d;
+            layout->shape[d] = sim->shape[m];
+            layout->blocks[d] = sim->grid[m];
+            layout->borders[d] = malloc(((size_t)sim->grid[m] + 1) * sizeof(int64_t));
+            if (layout->borders[d] == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
+            memcpy(layout->borders[d], sim->borders[m], ((size_t)sim->grid[m] + 1) * sizeof(int64_t));
+            owned = sim->borders[m][sim->coords[m] + 1] - sim->borders[m][sim->coords[m]];
+        } else
+            owned = layout->shape[d];
+        if (field->lo[d] < 0 || field->lo[d] + owned > extents[d])
+            return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
+                        "  got:      an extent of %lld", field->name, d, (long long)field->lo[d], (long long)owned, (long long)extents[d]);
+    }
+    for (int m = 0; m < sim->ndim; m++)
+        if (layout->shards[m] < 0)
+            return fail(MPS_ERR_ARGUMENT, "field '%s': no array dim is dim %d of the domain", field->name, m);
+    return MPS_OK;
+}
+
+int mps_field(mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
+              const int64_t *lo, const int64_t *strides, mps_handle *out)
+{
+    sim_t *sim = (sim_t *)handle;
+    if (sim == NULL || sim->kind != OBJECT_SIM || out == NULL)
+        return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt");
+    *out = MPS_NULL;
+    field_t *field = calloc(1, sizeof *field);
+    if (field == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
+    field->kind = OBJECT_FIELD;
+    field->dtype = dtype;
+    field->data = data;
+    field->comm = sim->comm;
+    int status = MPS_OK;
+    if (!name_fits(name)) status = fail(MPS_ERR_ARGUMENT, "field: no name\n  expected: a text of 1 to %d bytes", NAME_BYTES - 1);
+    else snprintf(field->name, sizeof field->name, "%s", name);
+    if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
+    if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
+    if (!status && data == NULL && !layout_idle(&field->layout, sim->rank))
+        status = fail(MPS_ERR_ARGUMENT, "field '%s': data is a null pointer, and this rank owns cells", field->name);
+    status = circle_agree(&sim->circle, status, 60.0);
+    *out = (mps_handle)field;
+    if (status) mps_release(out);
+    return status;
+}
+
+int mps_rebind(mps_handle handle, void *data)
+{
+    field_t *field = (field_t *)handle;
+    if (field == NULL || field->kind != OBJECT_FIELD) return fail(MPS_ERR_ORDER, "rebind: expected a field, from mps_field");
+    field->data = data;
+    return MPS_OK;
+}
+
+int mps_release(mps_handle *handle)
+{
+    if (handle == NULL || *handle == MPS_NULL) return MPS_OK;
+    int over = 0, status = MPS_OK, *kind = (int *)*handle;
+    MPI_Finalized(&over);
+    if (*kind == OBJECT_SIM) {
+        sim_t *sim = (sim_t *)*handle;
+        for (int d = 0; d < MAX_DIMS; d++) free(sim->borders[d]);
+        if (!over) MPI_Comm_free(&sim->circle.comm);
+    } else if (*kind == OBJECT_FIELD)
+        layout_free(&((field_t *)*handle)->layout);
+    else if (*kind == OBJECT_PROGRAM) {
+        /* its communicators are left to MPI_Finalize: a notice that crossed another may lie in them, and MPICH ends the
+         * program where such a communicator is freed */
+        free(((program_t *)*handle)->far);
+    } else if (*kind == OBJECT_LINK) {
+        status = mps_close(*handle);
+        link_free((link_t *)*handle);
+    } else
+        return fail(MPS_ERR_ORDER, "release: not a handle of mpishard, or one that was released");
+    *kind = 0;
+    free(*handle);
+    *handle = MPS_NULL;
+    return status;
+}

@@ -1,0 +1,502 @@
+/* Errors, waits that end, ranks that decide together, and how the programs of a job find each other by name. */
+#define _GNU_SOURCE
+#include "native.h"
+
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static char error_text[TEXT_BYTES];
+
+const char *mps_error(void) { return error_text; }
+
+int fail(int status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error_text, sizeof error_text, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+int mpi_failed(int code, const char *what)
+{
+    char text[MPI_MAX_ERROR_STRING];
+    int length;
+    if (code == MPI_SUCCESS) return MPS_OK;
+    MPI_Error_string(code, text, &length);
+    return fail(MPS_ERR_MPI, "%s: MPI says: %s", what, text);
+}
+
+int mpi_ready(void)
+{
+    int begun = 0, over = 0;
+    MPI_Initialized(&begun);
+    MPI_Finalized(&over);
+    if (begun && !over) return MPS_OK;
+    return fail(MPS_ERR_MPI, "MPI is %s\n  expected: MPI_Init before, MPI_Finalize after all calls of mpishard",
+                over ? "finalized" : "not initialised");
+}
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void (*background)(void) = NULL;
+
+patience_t patience(double timeout)
+{
+    patience_t wait = {now(), timeout, 0, 0};
+    wait.looked = wait.start;
+    return wait;
+}
+
+int patient(patience_t *wait)
+{
+    if (++wait->turns % 8 == 0 && background != NULL) background();
+    double passed = now() - wait->start;
+    if (passed < 3e-4) {
+        sched_yield();
+        return 1;
+    }
+    double pause = passed / 16 < 1e-3 ? passed / 16 : 1e-3;
+    struct timespec t = {0, (long)(1e9 * pause)};
+    nanosleep(&t, NULL);
+    return passed < wait->timeout;
+}
+
+int time_to_look(patience_t *wait)
+{
+    double t = now();
+    if (t - wait->looked < 0.2) return 0;
+    wait->looked = t;
+    return 1;
+}
+
+/* decisions of all ranks of a program */
+
+int circle_init(circle_t *circle, MPI_Comm comm, const char *name)
+{
+    memset(circle, 0, sizeof *circle);
+    int code = MPI_Comm_dup(comm, &circle->comm);
+    if (code != MPI_SUCCESS) return mpi_failed(code, name);
+    MPI_Comm_set_errhandler(circle->comm, MPI_ERRORS_RETURN);
+    MPI_Comm_rank(circle->comm, &circle->rank);
+    MPI_Comm_size(circle->comm, &circle->size);
+    snprintf(circle->name, sizeof circle->name, "%s", name);
+    circle->request = MPI_REQUEST_NULL;
+    return MPS_OK;
+}
+
+static int complete(circle_t *circle, MPI_Request *request, double timeout)
+{
+    /* ranks whose own wait ran out come this much later */
+    patience_t wait = patience(timeout + (timeout < 5 ? timeout : 5));
+    int done = 0;
+    for (;;) {
+        MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        if (done) return MPS_OK;
+        if (patient(&wait)) continue;
+        circle->broken = 1;
+        return fail(MPS_ERR_LOST, "program '%s': not all of its own ranks came to the call\n  expected: %d ranks within "
+                    "%.0f s\n  got:      rank %d, and not all others", circle->name, circle->size, wait.timeout, circle->rank);
+    }
+}
+
+void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c)
+{
+    int64_t failed = status < 0 ? circle->rank - (certain ? 2 : 1) * (int64_t)circle->size : 0;
+    circle->mine[0] = failed;
+    circle->mine[1] = a;
+    circle->mine[2] = b;
+    circle->mine[3] = c;
+    circle->request = MPI_REQUEST_NULL;
+    memcpy(circle->least, circle->mine, sizeof circle->least);
+    if (circle->size > 1 && !circle->broken)
+        MPI_Iallreduce(circle->mine, circle->least, 4, MPI_INT64_T, MPI_MIN, circle->comm, &circle->request);
+}
+
+/* the least of every value; where a rank failed, all get its status and text */
+int circle_finish(circle_t *circle, double timeout, int64_t values[3])
+{
+    if (circle->broken)
+        return fail(MPS_ERR_LOST, "program '%s': its ranks have lost each other in an earlier call", circle->name);
+    int status = complete(circle, &circle->request, timeout);
+    if (status) return status;
+    if (values != NULL) memcpy(values, circle->least + 1, 3 * sizeof *values);
+    if (circle->least[0] == 0) return MPS_OK;
+    int root = (int)((circle->least[0] + 2 * (int64_t)circle->size) % circle->size);
+    char told[TEXT_BYTES + 16];
+    memset(told, 0, sizeof told);
+    if (root == circle->rank) snprintf(told, sizeof told, "%d|%s", (int)circle->mine[1] < 0 ? (int)circle->mine[1] : MPS_ERR_PEER, error_text);
+    if (circle->size > 1) {
+        MPI_Request request;
+        MPI_Ibcast(told, (int)sizeof told, MPI_BYTE, root, circle->comm, &request);
+        status = complete(circle, &request, timeout);
+        if (status) return status;
+    }
+    char *text = strchr(told, '|');
+    return fail(atoi(told), "%s", text ? text + 1 : told);
+}
+
+int circle_agree(circle_t *circle, int status, double timeout)
+{
+    circle_start(circle, status, 0, status < 0 ? status : 0, 0, 0);
+    return circle_finish(circle, timeout, NULL);
+}
+
+int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout)
+{
+    MPI_Request request;
+    if (circle->size == 1) return MPS_OK;
+    MPI_Ibcast(count, 1, MPI_INT64_T, 0, circle->comm, &request);
+    int status = complete(circle, &request, timeout);
+    if (status) return status;
+    if (circle->rank && (*message = malloc((size_t)*count + 1)) == NULL) return fail(MPS_ERR_MEMORY, "no memory");
+    MPI_Ibcast(*message, (int)*count, MPI_BYTE, 0, circle->comm, &request);
+    return complete(circle, &request, timeout);
+}
+
+/* where a process is, and whether it lives */
+
+static uint32_t crc32_of(const char *text, size_t n)
+{
+    uint32_t crc = 0xFFFFFFFFu;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= (unsigned char)text[i];
+        for (int k = 0; k < 8; k++) crc = crc & 1 ? crc >> 1 ^ 0xEDB88320u : crc >> 1;
+    }
+    return ~crc;
+}
+
+static char stat_of(int64_t pid, int64_t *started)
+{
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    FILE *file = fopen(path, "r");
+    *started = 0;
+    if (file == NULL) return 'X';
+    size_t n = fread(line, 1, sizeof line - 1, file);
+    fclose(file);
+    line[n] = 0;
+    char *field = strrchr(line, ')'), state = 'X';
+    for (int i = 0; field != NULL && i < 20; i++) {
+        field = strchr(field + 1, ' ');
+        if (field != NULL && i == 0) state = field[1];
+        if (field != NULL && i == 19) *started = atoll(field + 1);
+    }
+    return state;
+}
+
+presence_t presence_here(void)
+{
+    char text[512], host[256] = "", space[128] = "";
+    presence_t here;
+    gethostname(host, sizeof host - 1);
+    ssize_t n = readlink("/proc/self/ns/pid", space, sizeof space - 1);
+    space[n > 0 ? n : 0] = 0;
+    snprintf(text, sizeof text, "%s %s", host, space);
+    here.machine = crc32_of(text, strlen(text));
+    here.pid = getpid();
+    stat_of(here.pid, &here.started);
+    return here;
+}
+
+char presence_state(const presence_t *who)
+{
+    presence_t here = presence_here();
+    int64_t started;
+    if (who->machine != here.machine || here.started == 0) return ' ';
+    char state = stat_of(who->pid, &started);
+    if (started != who->started || state == 'Z' || state == 'X') return 'X';
+    return state == 'T' || state == 't' ? 'T' : ' ';
+}
+
+int name_fits(const char *name) { return name != NULL && name[0] != 0 && strlen(name) < NAME_BYTES; }
+
+/* the meeting of all programs: a tree of messages over MPI_COMM_WORLD */
+
+typedef struct { int64_t magic, version, attempt, count, spare[4]; char text[TEXT_BYTES]; } roll_t;
+typedef struct { char name[NAME_BYTES], file[256]; int64_t ranks, first, appnum, command, spare[4]; } entry_t;
+typedef struct { roll_t head; entry_t *entries; } list_t;
+
+static int64_t attempts = 0;
+
+static int same_program(const entry_t *a, const entry_t *b)
+{
+    return strcmp(a->file, b->file) == 0 && (a->appnum == b->appnum || a->command == b->command);
+}
+
+static int by_first(const void *a, const void *b)
+{
+    int64_t d = ((const entry_t *)a)->first - ((const entry_t *)b)->first;
+    return d < 0 ? -1 : d > 0;
+}
+
+static int merge(list_t *list, const list_t *other)
+{
+    if (list->head.text[0] == 0) memcpy(list->head.text, other->head.text, TEXT_BYTES);
+    int64_t total = list->head.count + other->head.count, kept = 0;
+    entry_t *all = malloc((size_t)(total ? total : 1) * sizeof *all);
+    if (all == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
+    memcpy(all, list->entries, (size_t)list->head.count * sizeof *all);
+    memcpy(all + list->head.count, other->entries, (size_t)other->head.count * sizeof *all);
+    qsort(all, (size_t)total, sizeof *all, by_first);
+    for (int64_t i = 0; i < total; i++) {
+        int64_t k = 0;
+        while (k < kept && !(strcmp(all[k].name, all[i].name) == 0 && same_program(&all[k], &all[i]))) k++;
+        if (k < kept) all[k].ranks += all[i].ranks;
+        else all[kept++] = all[i];
+    }
+    free(list->entries);
+    list->entries = all;
+    list->head.count = kept;
+    return MPS_OK;
+}
+
+static int received(int peer, int64_t attempt, list_t *list)
+{
+    int found = 0, n;
+    MPI_Status status;
+    MPI_Message message;
+    for (;;) {
+        MPI_Improbe(peer, MEETING_TAG, MPI_COMM_WORLD, &found, &message, &status);
+        if (!found) return 0;
+        MPI_Get_count(&status, MPI_BYTE, &n);
+        char *data = malloc((size_t)n + sizeof(roll_t));
+        if (data == NULL) return 0;
+        MPI_Mrecv(data, n, MPI_BYTE, &message, MPI_STATUS_IGNORE);
+        memcpy(&list->head, data, sizeof list->head);
+        int speaks = list->head.magic == WIRE_MAGIC && list->head.version == WIRE_VERSION;
+        if (!speaks) {
+            list->head.count = 0;
+            snprintf(list->head.text, TEXT_BYTES, "a program speaks another version of this wire format (here: %d)", WIRE_VERSION);
+        }
+        list->entries = malloc((size_t)(list->head.count + 1) * sizeof *list->entries);
+        if (list->entries != NULL)
+            memcpy(list->entries, data + sizeof(roll_t), (size_t)list->head.count * sizeof *list->entries);
+        free(data);
+        if (!speaks || list->head.attempt == attempt) return 1;
+        free(list->entries); /* of an attempt that failed before */
+    }
+}
+
+static char *packed(list_t *list, int *n)
+{
+    *n = (int)(sizeof(roll_t) + (size_t)list->head.count * sizeof(entry_t));
+    char *data = malloc((size_t)*n);
+    if (data == NULL) return NULL;
+    memcpy(data, &list->head, sizeof(roll_t));
+    memcpy(data + sizeof(roll_t), list->entries, (size_t)list->head.count * sizeof(entry_t));
+    return data;
+}
+
+static void absent(list_t *list, const int *ranks, int count, int size, double timeout)
+{
+    char who[256] = "", here[512] = "";
+    for (int i = 0; i < count; i++)
+        snprintf(who + strlen(who), sizeof who - strlen(who), "%s%d", i ? ", " : "", ranks[i]);
+    for (int64_t i = 0; i < list->head.count; i++)
+        snprintf(here + strlen(here), sizeof here - strlen(here), "%s'%s' (%lld)", i ? ", " : "", list->entries[i].name,
+                 (long long)list->entries[i].ranks);
+    if (list->head.text[0] == 0)
+        snprintf(list->head.text, TEXT_BYTES, "join: rank%s %s of MPI_COMM_WORLD did not come\n  expected: all %d ranks of the "
+                 "job within %g s\n  got:      so far, programs with ranks: %s\n  fix:      call join in every program of the job, "
+                 "on all of its ranks", count > 1 ? "s" : "", who, size, timeout, here);
+}
+
+static void one_name(list_t *list)
+{
+    for (int64_t i = 0; i < list->head.count && list->head.text[0] == 0; i++)
+        for (int64_t k = 0; k < i; k++)
+            if (strcmp(list->entries[k].name, list->entries[i].name) == 0)
+                snprintf(list->head.text, TEXT_BYTES, "join: two programs of one name, '%s'\n  expected: another name for every "
+                         "program of the job\n  got:      from rank %lld on %s, from rank %lld on %s\n  fix:      name one of "
+                         "them otherwise", list->entries[i].name, (long long)list->entries[k].first, list->entries[k].file,
+                         (long long)list->entries[i].first, list->entries[i].file);
+}
+
+static void describe(entry_t *entry, const char *name, int rank)
+{
+    char command[4096];
+    memset(entry, 0, sizeof *entry);
+    snprintf(entry->name, sizeof entry->name, "%s", name);
+    ssize_t n = readlink("/proc/self/exe", entry->file, sizeof entry->file - 1);
+    if (n <= 0) snprintf(entry->file, sizeof entry->file, "?");
+    FILE *file = fopen("/proc/self/cmdline", "rb");
+    size_t length = file ? fread(command, 1, sizeof command, file) : 0;
+    if (file) fclose(file);
+    entry->command = crc32_of(command, length);
+    entry->ranks = 1;
+    entry->first = rank;
+    int *appnum, known = 0;
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_APPNUM, &appnum, &known);
+    entry->appnum = known ? *appnum : -1;
+}
+
+/* Everybody's entries, merged, or a text that says what is wrong: the same on all ranks. */
+static int call_roll(const char *name, double timeout, list_t *list)
+{
+    int rank, size, children[64] = {0}, missing[64], count = 0, left, sends = 0, status = MPS_OK;
+    char *messages[64];
+    MPI_Request requests[64];
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    memset(list, 0, sizeof *list);
+    list->head.magic = WIRE_MAGIC;
+    list->head.version = WIRE_VERSION;
+    list->head.attempt = ++attempts;
+    if ((list->entries = malloc(sizeof *list->entries)) == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
+    if (name_fits(name)) {
+        describe(list->entries, name, rank);
+        list->head.count = 1;
+    } else
+        snprintf(list->head.text, TEXT_BYTES, "join: no name of a program on rank %d\n  expected: a text of 1 to %d bytes", rank,
+                 NAME_BYTES - 1);
+    for (int step = 1; rank + step < size && !(rank & step); step <<= 1) children[count++] = rank + step;
+    left = count;
+    memcpy(missing, children, sizeof children);
+    patience_t wait = patience(timeout + 0.2 * count);
+    while (left) {
+        for (int i = 0; i < left; i++) {
+            list_t told;
+            if (!received(missing[i], list->head.attempt, &told)) continue;
+            status = merge(list, &told);
+            free(told.entries);
+            if (status) return status;
+            missing[i--] = missing[--left];
+        }
+        if (left && !patient(&wait)) {
+            absent(list, missing, left, size, timeout);
+            break;
+        }
+    }
+    if (rank) {
+        int parent = rank & (rank - 1), n, levels = 1;
+        while (size >> levels) levels++;
+        messages[sends] = packed(list, &n);
+        MPI_Isend(messages[sends], n, MPI_BYTE, parent, MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
+        sends++;
+        wait = patience(timeout + 1.0 + 0.2 * (levels + 1));
+        list_t answer;
+        int64_t attempt = list->head.attempt;
+        int came = 0;
+        while (!(came = received(parent, attempt, &answer)) && patient(&wait)) continue;
+        if (came) {
+            free(list->entries);
+            *list = answer;
+            list->head.attempt = attempt;
+            list->head.magic = WIRE_MAGIC;
+            list->head.version = WIRE_VERSION;
+        } else
+            absent(list, &parent, 1, size, timeout);
+    } else
+        one_name(list);
+    for (int i = 0; i < count; i++, sends++) {
+        int n;
+        messages[sends] = packed(list, &n);
+        MPI_Isend(messages[sends], n, MPI_BYTE, children[i], MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
+    }
+    wait = patience(1.0);
+    for (int i = 0; i < sends; i++) {
+        int done = 0;
+        do MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
+        while (!done && patient(&wait));
+        if (done) free(messages[i]); /* what a rank that is gone keeps stays its own */
+    }
+    return list->head.text[0] ? fail(MPS_ERR_PEER, "%s", list->head.text) : MPS_OK;
+}
+
+static int meet(const char *name, double timeout, program_t *program)
+{
+    list_t list;
+    int rank, size, mine = 0, at = 0;
+    int status = call_roll(name, timeout, &list);
+    if (status) {
+        free(list.entries);
+        return status;
+    }
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    qsort(list.entries, (size_t)list.head.count, sizeof *list.entries, by_first);
+    int count = (int)list.head.count;
+    while (strcmp(list.entries[mine].name, name) != 0) mine++;
+    program->others = count - 1;
+    program->ranks = (int)list.entries[mine].ranks;
+    program->far = calloc((size_t)count, sizeof *program->far);
+    if (program->far == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
+    MPI_Comm_split(MPI_COMM_WORLD, mine, rank, &program->comm);
+    MPI_Comm_set_errhandler(program->comm, MPI_ERRORS_RETURN);
+    status = circle_init(&program->circle, program->comm, name);
+    for (int i = 0; i < count; i++)
+        for (int j = i + 1; j < count; j++) {
+            MPI_Comm both;
+            MPI_Comm_split(MPI_COMM_WORLD, mine == i || mine == j ? 0 : MPI_UNDEFINED, rank + (mine == j ? size : 0), &both);
+            if (mine != i && mine != j) continue;
+            far_t *far = &program->far[at++];
+            const entry_t *other = &list.entries[mine == i ? j : i];
+            snprintf(far->name, sizeof far->name, "%s", other->name);
+            far->ranks = (int)other->ranks;
+            far->first = mine == i ? (int)list.entries[i].ranks : 0;
+            far->both = both;
+            MPI_Comm_set_errhandler(both, MPI_ERRORS_RETURN);
+        }
+    free(list.entries);
+    return status;
+}
+
+int mps_join(const char *name, double timeout, mps_handle *handle)
+{
+    int status = mpi_ready();
+    if (status) return status;
+    program_t *program = calloc(1, sizeof *program);
+    if (handle == NULL || program == NULL) return fail(MPS_ERR_ARGUMENT, "join: no place for the program");
+    *handle = MPS_NULL;
+    program->kind = OBJECT_PROGRAM;
+    if (name_fits(name)) snprintf(program->name, sizeof program->name, "%s", name);
+    /* errors of MPI come back here, and the host's handler is as before */
+    MPI_Errhandler before;
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &before);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    status = meet(name, timeout > 0 ? timeout : 60.0, program);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, before);
+    if (before != MPI_ERRORS_ARE_FATAL && before != MPI_ERRORS_RETURN) MPI_Errhandler_free(&before);
+    if (status) {
+        free(program->far);
+        free(program);
+        return status;
+    }
+    *handle = (mps_handle)program;
+    return MPS_OK;
+}
+
+static program_t *program_of(mps_handle handle)
+{
+    program_t *program = (program_t *)handle;
+    return program != NULL && program->kind == OBJECT_PROGRAM ? program : NULL;
+}
+
+int mps_comm(mps_handle handle, MPI_Comm *comm)
+{
+    program_t *program = program_of(handle);
+    if (program == NULL || comm == NULL) return fail(MPS_ERR_ARGUMENT, "comm: expected a program, from mps_join");
+    *comm = program->comm;
+    return MPS_OK;
+}
+
+int mps_ranks(mps_handle handle, const char *name, int *ranks)
+{
+    program_t *program = program_of(handle);
+    if (program == NULL || ranks == NULL) return fail(MPS_ERR_ARGUMENT, "ranks: expected a program, from mps_join");
+    *ranks = strcmp(program->name, name) == 0 ? program->ranks : 0;
+    for (int i = 0; i < program->others; i++)
+        if (strcmp(program->far[i].name, name) == 0) *ranks = program->far[i].ranks;
+    return MPS_OK;
+}

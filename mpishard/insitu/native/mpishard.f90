@@ -1,0 +1,390 @@
+! mpishard for Fortran: the calls of mpishard.h. Every function returns a status that is the same on all ranks of the
+! program: MPS_OK, MPS_END, MPS_DROPPED, or a negative number; mps_error() then says what was wrong.
+!
+! The index order of a field is its array's: a(x, y) here is the tensor [x, y] there.
+module mpishard
+    use, intrinsic :: iso_c_binding
+    use mpi_f08, only: MPI_Comm
+    implicit none
+    private
+
+    public :: mps_handle, mps_adopt, mps_field, mps_field_at, mps_rebind, mps_join, mps_comm, mps_ranks, mps_connect
+    public :: mps_put, mps_get, mps_close, mps_release, mps_error
+
+    type, bind(c) :: mps_handle
+        type(c_ptr) :: object = c_null_ptr
+    end type
+
+    integer, parameter, public :: MPS_OK = 0, MPS_END = 1, MPS_DROPPED = 2
+    integer, parameter, public :: MPS_ERR_ARGUMENT = -1, MPS_ERR_ORDER = -2, MPS_ERR_PEER = -3, MPS_ERR_MATCH = -4
+    integer, parameter, public :: MPS_ERR_MPI = -5, MPS_ERR_MEMORY = -6, MPS_ERR_LOST = -8
+    integer, parameter, public :: MPS_DEFAULT = -1, MPS_BLOCK = 0, MPS_DROP_NEWEST = 1, MPS_LATEST = 2
+    integer, parameter, public :: MPS_BOOL = 0, MPS_UINT8 = 1, MPS_INT8 = 2, MPS_INT16 = 3, MPS_INT32 = 4, MPS_INT64 = 5
+    integer, parameter, public :: MPS_FLOAT16 = 9, MPS_BFLOAT16 = 10, MPS_FLOAT32 = 11, MPS_FLOAT64 = 12
+    integer, parameter, public :: MPS_COMPLEX64 = 13, MPS_COMPLEX128 = 14
+
+    ! mps_field(sim, name, array, field, lo, dims): lo(d) ghost cells lie before the owned ones (none if not given);
+    ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given)
+    interface mps_field
+        module procedure field_real32_1
+        module procedure field_real32_2
+        module procedure field_real32_3
+        module procedure field_real32_4
+        module procedure field_real64_1
+        module procedure field_real64_2
+        module procedure field_real64_3
+        module procedure field_real64_4
+        module procedure field_int32_1
+        module procedure field_int32_2
+        module procedure field_int32_3
+        module procedure field_int32_4
+        module procedure field_int64_1
+        module procedure field_int64_2
+        module procedure field_int64_3
+        module procedure field_int64_4
+    end interface
+
+    interface
+        integer(c_int) function c_adopt(comm, ndim, shape, grid, sizes, periodic, sim) bind(c, name="mps_adopt_f")
+            import
+            integer(c_int), value :: comm, ndim
+            integer(c_int64_t), intent(in) :: shape(*)
+            type(c_ptr), value :: grid, sizes, periodic
+            type(mps_handle), intent(out) :: sim
+        end function
+        integer(c_int) function c_field(sim, name, dtype, data, ndim, dims, extents, lo, strides, field) &
+            bind(c, name="mps_field")
+            import
+            type(mps_handle), value :: sim
+            character(kind=c_char), intent(in) :: name(*)
+            integer(c_int), value :: dtype, ndim
+            type(c_ptr), value :: data, dims
+            integer(c_int64_t), intent(in) :: extents(*), lo(*), strides(*)
+            type(mps_handle), intent(out) :: field
+        end function
+        integer(c_int) function mps_rebind(field, data) bind(c)
+            import
+            type(mps_handle), value :: field
+            type(c_ptr), value :: data
+        end function
+        integer(c_int) function c_join(name, timeout, program) bind(c, name="mps_join")
+            import
+            character(kind=c_char), intent(in) :: name(*)
+            real(c_double), value :: timeout
+            type(mps_handle), intent(out) :: program
+        end function
+        integer(c_int) function c_comm(program, comm) bind(c, name="mps_comm_f")
+            import
+            type(mps_handle), value :: program
+            integer(c_int), intent(out) :: comm
+        end function
+        integer(c_int) function c_ranks(program, name, ranks) bind(c, name="mps_ranks")
+            import
+            type(mps_handle), value :: program
+            character(kind=c_char), intent(in) :: name(*)
+            integer(c_int), intent(out) :: ranks
+        end function
+        integer(c_int) function c_connect(program, other, n_out, out, n_into, into, policy, depth, timeout, link) &
+            bind(c, name="mps_connect")
+            import
+            type(mps_handle), value :: program
+            character(kind=c_char), intent(in) :: other(*)
+            integer(c_int), value :: n_out, n_into, policy, depth
+            type(mps_handle), intent(in) :: out(*), into(*)
+            real(c_double), value :: timeout
+            type(mps_handle), intent(out) :: link
+        end function
+        integer(c_int) function mps_put(link) bind(c)
+            import
+            type(mps_handle), value :: link
+        end function
+        integer(c_int) function c_get(link, step) bind(c, name="mps_get")
+            import
+            type(mps_handle), value :: link
+            integer(c_int64_t), intent(out) :: step
+        end function
+        integer(c_int) function mps_close(link) bind(c)
+            import
+            type(mps_handle), value :: link
+        end function
+        integer(c_int) function mps_release(handle) bind(c)
+            import
+            type(mps_handle), intent(inout) :: handle
+        end function
+        type(c_ptr) function c_error() bind(c, name="mps_error")
+            import
+        end function
+        integer(c_size_t) function strlen(text) bind(c)
+            import
+            type(c_ptr), value :: text
+        end function
+    end interface
+
+contains
+
+    ! the text of the last error on this rank
+    function mps_error() result(text)
+        character(:), allocatable :: text
+        character(kind=c_char), pointer :: letters(:)
+        type(c_ptr) :: from
+        integer :: i
+        from = c_error()
+        call c_f_pointer(from, letters, [strlen(from)])
+        allocate(character(size(letters)) :: text)
+        do i = 1, size(letters)
+            text(i:i) = letters(i)
+        end do
+    end function
+
+    integer function mps_adopt(comm, shape, sim, grid, sizes, periodic) result(status)
+        type(MPI_Comm), intent(in) :: comm
+        integer, intent(in) :: shape(:)
+        type(mps_handle), intent(out) :: sim
+        integer, intent(in), optional :: grid(:), sizes(:)
+        logical, intent(in), optional :: periodic(:)
+        integer(c_int), target :: ranks(size(shape)), flags(size(shape))
+        integer(c_int64_t), target :: own(size(shape))
+        type(c_ptr) :: at(3)
+        at = c_null_ptr
+        if (present(grid)) then
+            ranks = grid
+            at(1) = c_loc(ranks)
+        end if
+        if (present(sizes)) then
+            own = sizes
+            at(2) = c_loc(own)
+        end if
+        if (present(periodic)) then
+            flags = merge(1, 0, periodic)
+            at(3) = c_loc(flags)
+        end if
+        status = c_adopt(comm%mpi_val, size(shape), int(shape, c_int64_t), at(1), at(2), at(3), sim)
+    end function
+
+    ! an array of any kind and rank, dense in Fortran's order
+    integer function mps_field_at(sim, name, dtype, data, extents, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer, intent(in) :: dtype
+        type(c_ptr), intent(in) :: data
+        integer, intent(in) :: extents(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
+        integer(c_int64_t) :: strides(size(extents)), ghosts(size(extents))
+        integer(c_int), target :: numbers(size(extents))
+        type(c_ptr) :: at
+        integer :: d
+        integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
+        at = c_null_ptr
+        ghosts = 0
+        if (present(lo)) ghosts = lo
+        if (present(dims)) then
+            numbers = dims - 1
+            at = c_loc(numbers)
+        end if
+        strides(1) = nbytes(max(0, min(dtype, 14)))
+        do d = 2, size(extents)
+            strides(d) = strides(d - 1) * extents(d - 1)
+        end do
+        status = c_field(sim, trim(name) // c_null_char, dtype, data, size(extents), at, int(extents, c_int64_t), &
+                         ghosts, strides, field)
+    end function
+
+    integer function mps_join(name, program, timeout) result(status)
+        character(*), intent(in) :: name
+        type(mps_handle), intent(out) :: program
+        real(c_double), intent(in), optional :: timeout
+        real(c_double) :: seconds
+        seconds = 0
+        if (present(timeout)) seconds = timeout
+        status = c_join(trim(name) // c_null_char, seconds, program)
+    end function
+
+    integer function mps_comm(program, comm) result(status)
+        type(mps_handle), intent(in) :: program
+        type(MPI_Comm), intent(out) :: comm
+        status = c_comm(program, comm%mpi_val)
+    end function
+
+    integer function mps_ranks(program, name, ranks) result(status)
+        type(mps_handle), intent(in) :: program
+        character(*), intent(in) :: name
+        integer, intent(out) :: ranks
+        status = c_ranks(program, trim(name) // c_null_char, ranks)
+    end function
+
+    integer function mps_connect(program, other, link, out, into, policy, depth, timeout) result(status)
+        type(mps_handle), intent(in) :: program
+        character(*), intent(in) :: other
+        type(mps_handle), intent(out) :: link
+        type(mps_handle), intent(in), optional :: out(:), into(:)
+        integer, intent(in), optional :: policy, depth
+        real(c_double), intent(in), optional :: timeout
+        type(mps_handle), allocatable :: gives(:), takes(:)
+        integer :: what, slots
+        real(c_double) :: seconds
+        allocate(gives(0), takes(0))
+        what = MPS_DEFAULT
+        slots = 0
+        seconds = 0
+        if (present(out)) gives = out
+        if (present(into)) takes = into
+        if (present(policy)) what = policy
+        if (present(depth)) slots = depth
+        if (present(timeout)) seconds = timeout
+        status = c_connect(program, trim(other) // c_null_char, size(gives), gives, size(takes), takes, what, slots, &
+                           seconds, link)
+    end function
+
+    integer function mps_get(link, step) result(status)
+        type(mps_handle), intent(in) :: link
+        integer, intent(out), optional :: step
+        integer(c_int64_t) :: number
+        status = c_get(link, number)
+        if (present(step) .and. status == MPS_OK) step = int(number)
+    end function
+
+    integer function field_real32_1(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_float), intent(inout), target, contiguous :: array(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(1), dims(1)
+        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real32_2(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_float), intent(inout), target, contiguous :: array(:, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(2), dims(2)
+        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real32_3(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_float), intent(inout), target, contiguous :: array(:, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(3), dims(3)
+        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real32_4(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_float), intent(inout), target, contiguous :: array(:, :, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(4), dims(4)
+        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real64_1(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_double), intent(inout), target, contiguous :: array(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(1), dims(1)
+        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real64_2(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_double), intent(inout), target, contiguous :: array(:, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(2), dims(2)
+        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real64_3(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_double), intent(inout), target, contiguous :: array(:, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(3), dims(3)
+        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_real64_4(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        real(c_double), intent(inout), target, contiguous :: array(:, :, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(4), dims(4)
+        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int32_1(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int32_t), intent(inout), target, contiguous :: array(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(1), dims(1)
+        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int32_2(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(2), dims(2)
+        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int32_3(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(3), dims(3)
+        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int32_4(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(4), dims(4)
+        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int64_1(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int64_t), intent(inout), target, contiguous :: array(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(1), dims(1)
+        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int64_2(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(2), dims(2)
+        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int64_3(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(3), dims(3)
+        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+
+    integer function field_int64_4(sim, name, array, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :, :, :)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(4), dims(4)
+        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+    end function
+end module

@@ -1,0 +1,77 @@
+/* What the sources of libmpishard_link share. The wire format is that of mpishard/comm/wire.py. */
+#ifndef MPISHARD_NATIVE_H
+#define MPISHARD_NATIVE_H
+
+#include "mpishard.h"
+#include <stddef.h>
+
+enum { MAX_DIMS = 16, NAME_BYTES = 64, TEXT_BYTES = 1024, HEAD_BYTES = 64, ALIGNMENT = 64 };
+enum { WIRE_MAGIC = 0x4D5053, WIRE_VERSION = 1, MEETING_TAG = 32101, LINK_TAGS = 8 };
+enum { TAG_HELLO, TAG_PRESENCE, TAG_DATA, TAG_REQUEST, TAG_STOP, TAG_SERVE };
+enum { KIND_STEP, KIND_END, KIND_GONE };
+enum { KIND_OFFER, KIND_ACCEPT, KIND_WITHDRAW };
+
+enum { OBJECT_SIM = 0x51, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK };
+
+/* layout.c: pure arithmetic */
+
+typedef struct {
+    int ndim, mesh_ndim;
+    int64_t shape[MAX_DIMS], mesh[MAX_DIMS];
+    int shards[MAX_DIMS];     /* per mesh dim the tensor dim, -1 where it is replicated */
+    int64_t *borders[MAX_DIMS]; /* per tensor dim, NULL where it is whole on every rank */
+    int blocks[MAX_DIMS];
+} layout_t;
+
+typedef struct { int64_t lo[MAX_DIMS], hi[MAX_DIMS]; } box_t;
+typedef struct { int peer; box_t box; } share_t; /* the box in indices of this rank's block */
+
+typedef struct { share_t *of; int count, room; } shares_t;
+
+box_t layout_box(const layout_t *layout, int64_t rank);
+int layout_idle(const layout_t *layout, int64_t rank);
+int plan_sources(const layout_t *writer, const layout_t *reader, int64_t rank, shares_t *shares);
+int plan_targets(const layout_t *writer, const layout_t *reader, int64_t rank, shares_t *shares);
+void layout_free(layout_t *layout);
+int64_t box_cells(const box_t *box, int ndim);
+/* between a strided array and dense cells in row-major order */
+void cells_copy(char *array, const int64_t *strides, const box_t *box, int ndim, int64_t itemsize, char *dense, int pack);
+
+/* meeting.c: errors, waits, decisions of a program's ranks, and how programs find each other */
+
+int fail(int status, const char *format, ...);
+int mpi_failed(int code, const char *what);
+int mpi_ready(void);
+
+typedef struct { double start, timeout, looked; long turns; } patience_t;
+patience_t patience(double timeout);
+int patient(patience_t *wait); /* lets others run; whether there is time left */
+int time_to_look(patience_t *wait);
+extern void (*background)(void); /* what goes on in every wait */
+
+typedef struct { MPI_Comm comm; int rank, size, broken; char name[NAME_BYTES]; int64_t mine[4], least[4]; MPI_Request request; } circle_t;
+int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
+void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
+int circle_finish(circle_t *circle, double timeout, int64_t values[3]);
+int circle_agree(circle_t *circle, int status, double timeout);
+int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout); /* rank 0's to all */
+
+typedef struct { int64_t machine, pid, started; } presence_t;
+presence_t presence_here(void);
+char presence_state(const presence_t *who); /* 'X' dead, 'T' stopped, ' ' not known */
+
+typedef struct { char name[NAME_BYTES]; int ranks, first; MPI_Comm both; int connects; } far_t;
+typedef struct { int kind; char name[NAME_BYTES]; int ranks; MPI_Comm comm; circle_t circle; int others; far_t *far; int links; } program_t;
+
+typedef struct { int kind; MPI_Comm comm; circle_t circle; int rank, size, ndim; int64_t shape[MAX_DIMS]; int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS]; int64_t *borders[MAX_DIMS]; } sim_t;
+typedef struct { int kind; char name[NAME_BYTES]; int dtype; char *data; int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS]; layout_t layout; MPI_Comm comm; } field_t;
+
+int64_t dtype_size(int dtype);
+const char *dtype_name(int dtype);
+int name_fits(const char *name);
+
+/* link.c */
+typedef struct link_s link_t;
+void link_free(link_t *link);
+
+#endif

@@ -1,0 +1,127 @@
+"""Programs of one MPI job that find each other by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
+from mpishard.errors import PeerError, described
+from mpishard.insitu.link import Link
+
+
+class Program:
+    """A program among those of its job: made by `join`.
+
+    Attributes
+    ----------
+    name : str
+    comm : mpi4py.MPI.Intracomm
+        Of this program's ranks, in the order of MPI_COMM_WORLD: the program's own, for meshes and all else.
+    programs : dict
+        Name -> number of ranks, of all programs of the job.
+    """
+
+    def __init__(self, name: str, meeting: Meeting) -> None:
+        self.name = name
+        self.comm = meeting.comm
+        self.programs = meeting.programs
+        self._meeting = meeting
+        self._counts = dict.fromkeys(meeting.others, 0)
+
+    def connect(
+        self,
+        other: str,
+        out: Mapping[str, Any] | None = None,
+        into: Mapping[str, Any] | None = None,
+        *,
+        policy: str | None = None,
+        depth: int | None = None,
+        timeout: float | None = None,
+    ) -> Link:
+        """Make a link to another program.
+
+        Collective over both programs, each of which calls it; the first call here meets the first call there, and
+        so on. Two programs may have several links, and links to several programs, made in an order that does not
+        go in a circle.
+
+        Parameters
+        ----------
+        other
+            Name of the other program.
+        out, into
+            Per name the tensor (or adopted field) that is put, and the one that is filled; or a layout, of which the
+            link makes a tensor on this program's ranks, in the other side's dtype. What is ``out`` on one side is
+            ``into`` on the other.
+        policy
+            What `Link.put` of this side does when all slots are full: ``"block"`` (default) waits,
+            ``"drop_newest"`` drops the step, ``"latest"`` drops the oldest that was not read. Where this side only
+            reads, its policy and depth count if the writer gives none.
+        depth
+            Slots: steps that may be under way, 2 if not given.
+        timeout
+            Seconds after which the other side counts as gone, here and in every call of the link: more than its
+            longest step takes. 60 if not given.
+
+        Returns
+        -------
+        Link
+
+        Raises
+        ------
+        LayoutError, UnsupportedDtypeError
+            On all ranks of both programs: names, global shapes or dtypes differ.
+        PeerError
+            There is no such program, or it did not come in time.
+
+        Examples
+        --------
+        >>> me = ms.insitu.join("solver")
+        >>> link = me.connect("model", out={"u": u}, into={"tau": tau}, policy="block", depth=2, timeout=60)
+        """
+        if other not in self._counts:
+            raise PeerError(
+                described(
+                    "connect: no such program",
+                    expected=f"another program of the job: {sorted(self._counts) or 'there is none'}",
+                    got=f"{other!r}, in program {self.name!r}",
+                    fix="name it as it names itself in join, and start it in the same job",
+                )
+            )
+        number, self._counts[other] = self._counts[other], self._counts[other] + 1
+        serial = sum(self._counts.values()) - 1
+        return Link(self._meeting, self.name, other, number, serial, out or {}, into or {}, policy, depth, timeout)
+
+    def __repr__(self) -> str:
+        others = ", ".join(f"{name}: {ranks}" for name, ranks in self.programs.items())
+        return f"Program({self.name!r} of {{{others}}})"
+
+
+def join(name: str, *, timeout: float | None = None) -> Program:
+    """Join the other programs of this MPI job, by name.
+
+    Collective over MPI_COMM_WORLD, in all programs of the job (``mpiexec -n 4 solver : -n 2 python model.py``, or
+    ``srun --multi-prog``): ranks that give the same name are one program, wherever they are.
+
+    Parameters
+    ----------
+    name
+        Of this program.
+    timeout
+        Seconds to wait for the others; 60 if not given.
+
+    Returns
+    -------
+    Program
+
+    Raises
+    ------
+    PeerError
+        On all ranks: some did not come, or two programs have one name.
+
+    Examples
+    --------
+    >>> me = ms.insitu.join("solver")
+    >>> mesh = ms.init_mesh((2, 2), ("y", "x"), comm=me.comm)
+    """
+    return Program(name, meet(name, checked_timeout(timeout, "join")))

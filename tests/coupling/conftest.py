@@ -1,0 +1,69 @@
+"""Jobs of several programs, each under a launcher of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TESTS, mpiexec
+
+Part = tuple[int, Sequence[object]]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``programs((2, "text of a program"), (1, ["prog.py", "--flag"]), timeout_s=60)``; return the ended job.
+
+    A text is written to a file and run by this Python; a sequence that ends with a text is a command.
+    """
+    count = 0
+
+    def command(what: object) -> list[str]:
+        nonlocal count
+        if not isinstance(what, str):
+            return [os.fspath(word) for word in what]  # type: ignore[attr-defined]
+        count += 1
+        path = tmp_path / f"program{count}.py"
+        path.write_text(what)
+        return [sys.executable, os.fspath(path)]
+
+    def run(*parts: Part, timeout_s: float = 120, env: dict[str, str] | None = None, flags: Sequence[str] = ()):
+        words = [*mpiexec(), *flags]
+        for i, (ranks, what) in enumerate(parts):
+            words += [":"] * (i > 0) + ["-n", str(ranks), *command(what)]
+        settings = {
+            **os.environ,
+            "PYTHONPATH": os.fspath(TESTS.parent),
+            # let Open MPI 4 and 5 start small jobs on any machine, in a container too
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            **(env or {}),
+        }
+        process = subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env=settings,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            pytest.fail(f"no end within {timeout_s} s: {shlex.join(words)}\n{output}", pytrace=False)
+        return subprocess.CompletedProcess(words, process.returncode, output)
+
+    return run

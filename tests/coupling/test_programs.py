@@ -1,0 +1,166 @@
+"""Programs of one job that exchange fields: what goes right, and what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import mpiexec
+
+TWO = Path(__file__).with_name("two_programs.py")
+
+
+def ended_well(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [((2, 2), 30), ((3, 1), 15)])
+def test_two_programs(programs, ranks, cases):
+    parts = [
+        (n, [sys.executable, TWO, name, str(cases), *(["any_decompositions"] if 1 in ranks else [])])
+        for n, name in zip(ranks, ("solver", "model"))
+    ]
+    done = programs(*parts)
+    ended_well(done)
+    assert "model any_decompositions" in done.stdout
+
+
+THREE = """
+import sys
+import torch
+import mpishard as ms
+name = sys.argv[1]
+me = ms.insitu.join(name)
+assert me.programs == {"ocean": 2, "air": 1, "model": 1}, me.programs
+assert set(me.programs) - {name} == {"ocean", "air", "model"} - {name}
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+x, y = (ms.zeros(5, mesh=mesh, placements=(ms.Shard(0),)) for _ in range(2))
+if name == "model":
+    with me.connect("ocean", into={"x": x}) as a, me.connect("air", out={"y": y}) as b:
+        for step in a:
+            y.copy_(x + step)
+            b.put()
+elif name == "ocean":
+    with me.connect("model", out={"x": x}, policy="block", depth=1) as link:
+        for step in range(4):
+            x.to_local().fill_(10 * step)
+            link.put()
+else:
+    with me.connect("model", into={"y": y}) as link:
+        got = [(step, y.full_tensor().tolist()) for step in link]
+    assert got == [(step, [11.0 * step] * 5) for step in range(4)], got
+    print("AIR IS RIGHT", flush=True)
+"""
+
+
+def test_three_programs_whose_ranks_lie_anywhere(programs, tmp_path):
+    path = tmp_path / "three.py"
+    path.write_text(THREE)
+    done = programs(*[(1, [sys.executable, path, name]) for name in ("ocean", "air", "ocean", "model")])
+    ended_well(done)
+    assert "AIR IS RIGHT" in done.stdout
+
+
+JOINS = """
+import os
+import mpishard as ms
+try:
+    ms.insitu.join({name!r}, timeout=4)
+except ms.MpishardError as e:
+    os.write(1, f"TOLD {{e}}\\n".encode())
+"""
+
+
+def test_names_that_are_not_right(programs):
+    # two programs of one name; then a name that is none, on one of them
+    text = (
+        JOINS.format(name="one")
+        + "\n"
+        + JOINS.replace("{name!r}", "{name}").format(name="'a' if '1.py' in __file__ else ''")
+    )
+    done = programs((1, text), (1, text + "# another program"))
+    ended_well(done)
+    assert done.stdout.count("TOLD join: two programs of one name, 'one'") == 2, done.stdout
+    assert done.stdout.count("TOLD join: no name of a program on rank 1") == 2, done.stdout
+
+
+def test_program_that_never_joins(programs):
+    done = programs((2, JOINS.format(name="solver")), (1, "from mpi4py import MPI\nimport time\ntime.sleep(12)"))
+    ended_well(done)
+    assert done.stdout.count("TOLD join: rank 2 of MPI_COMM_WORLD did not come") == 2, done.stdout
+    assert "'solver' (2)" in done.stdout
+
+
+LATE = """
+import os, signal, time
+import mpishard as ms
+me = ms.insitu.join("{name}")
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+u = ms.zeros(4, mesh=mesh, placements=(ms.Shard(0),))
+def told(call):
+    try:
+        call()
+    except ms.MpishardError as e:
+        os.write(1, f"TOLD {name} {{me.comm.rank}} {{e}}\\n".encode())  # at once: lines of ranks do not mix
+    else:
+        os.write(1, b"NO ERROR {name}\\n")
+"""
+SOLVER = """
+told(lambda: me.connect("model", out={"u": u}, timeout=1))
+link = me.connect("model", out={"u": u}, into={"v": u}, timeout=3)
+link.put()
+told(link.get)
+told(link.put)
+told(link.get)
+link.close()
+"""
+MODEL = """
+time.sleep(2.5)
+told(lambda: me.connect("solver", into={"u": u}))
+link = me.connect("solver", into={"u": u}, out={"v": u}, timeout=3)
+link.get()
+if me.comm.rank == 1:
+    die()
+told(link.put)
+told(link.get)
+"""
+STOPPED = """
+def die():
+    if os.fork() == 0:
+        time.sleep(9)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+KILLED = """
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_peer_that_does_not_come_and_one_that_stops(programs):
+    done = programs((2, LATE.format(name="solver") + SOLVER), (2, LATE.format(name="model") + STOPPED + MODEL))
+    assert "NO ERROR solver" not in done.stdout, done.stdout
+    for rank in range(2):
+        assert f"TOLD solver {rank} connect: program 'model' did not come" in done.stdout, done.stdout
+        assert f"TOLD model {rank} connect: program 'solver' gave up" in done.stdout, done.stdout
+        assert done.stdout.count(f"TOLD solver {rank} get: rank 1 of program 'model' did not answer") == 3, done.stdout
+    assert "stopped by a signal: rank 1 of program 'model'" in done.stdout, done.stdout
+
+
+def test_peer_that_is_killed(programs):
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    if "Open MPI) 4" not in version:
+        pytest.skip("this launcher ends the whole job with a rank")
+    leave = "\ntime.sleep(3)\nos._exit(0)\n"
+    done = programs(
+        (2, LATE.format(name="solver") + SOLVER + leave),
+        (2, LATE.format(name="model") + KILLED + MODEL + leave),
+        flags=("--enable-recovery",),
+    )
+    for rank in range(2):
+        assert f"TOLD solver {rank} get: rank 1 of program 'model' died" in done.stdout, done.stdout
+    assert "NO ERROR solver" not in done.stdout, done.stdout

@@ -1,0 +1,344 @@
+"""Two programs, ``solver`` and ``model``, which couple in every way that two can: run as both, with the name."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+
+import pytest
+import torch
+
+import mpishard as ms
+from mpishard.layout import layout_of
+
+NAME = sys.argv[1]
+OTHER = {"solver": "model", "model": "solver"}[NAME]
+SOLVER = NAME == "solver"
+
+
+def drawn(rng: random.Random, ranks: int, shape: tuple[int, ...]):
+    """Any decomposition of a shape on so many ranks: meshes of 1 to 3 dims, uneven, empty, replicated."""
+    meshes = ((ranks,), (1, ranks), (ranks, 1), (1, ranks, 1), (2, ranks // 2), (1, 2, ranks // 2))
+    mesh = rng.choice([m for m in meshes if math.prod(m) == ranks])
+    placements = tuple(rng.choice([ms.Replicate(), *map(ms.Shard, range(len(shape)))]) for _ in mesh)
+    sizes = {}
+    for d, n in enumerate(shape):
+        count = math.prod(s for s, p in zip(mesh, placements) if p == ms.Shard(d))
+        if count > 1 and rng.random() < 0.6:
+            borders = sorted(rng.choice([0, n, rng.randint(0, n)]) for _ in range(count - 1))
+            sizes[d] = [b - a for a, b in zip([0, *borders], [*borders, n])]
+    return layout_of(mesh, placements, shape, sizes)
+
+
+def tensor(me, layout, dtype, values=None):
+    mesh = ms.init_mesh(layout.mesh_shape, comm=me.comm)
+    box = tuple(slice(lo, hi) for lo, hi in layout.box(mesh.coords))
+    block = torch.full(layout.local_shape(mesh.coords), 0, dtype=dtype) if values is None else values[box].clone()
+    return ms.ShardTensor.from_local(
+        block,
+        mesh,
+        layout.placements,
+        {min(layout.shard_dims[d]): s for d, s in enumerate(layout.sizes) if s is not None},
+    ), box
+
+
+def cells(shape, dtype, offset=0):
+    return (torch.arange(math.prod(shape)).reshape(shape) + offset).to(dtype)
+
+
+def any_decompositions(me):
+    rng = random.Random(7)
+    for case in range(int(sys.argv[2])):
+        shapes = [
+            tuple(rng.randint(0 if rng.random() < 0.1 else 1, 7) for _ in range(rng.randint(1, 3))) for _ in range(2)
+        ]
+        dtypes = [
+            rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.complex64]) for _ in shapes
+        ]
+        layouts = {n: [drawn(rng, me.programs[n], s) for s in shapes] for n in ("solver", "model")}
+        fields = [tensor(me, layout, t)[0] for layout, t in zip(layouts[NAME], dtypes)]
+        boxes = [tensor(me, layout, t)[1] for layout, t in zip(layouts[NAME], dtypes)]
+        back = case % 2  # the second field goes back, or along
+        names = dict(zip("uv", fields))
+        first, second = {"u": fields[0]}, {"v": fields[1]}
+        if back:
+            out, into = (first, second) if SOLVER else (second, first)
+        else:
+            out, into = (names, {}) if SOLVER else ({}, names)
+        link = me.connect(OTHER, out=out, into=into, timeout=30)
+        for step in range(3):
+            if SOLVER:
+                for f, s, t, b in zip(fields, shapes, dtypes, boxes):
+                    f.to_local().copy_(cells(s, t, step)[b])
+                assert link.put()
+                # at once: the step is in a slot
+                fields[0].to_local().zero_()
+            else:
+                assert link.get() == step
+                for name, f, s, t, b in zip("uv", fields, shapes, dtypes, boxes):
+                    if name in into:
+                        assert torch.equal(f.to_local(), cells(s, t, step)[b]), (case, name, layouts)
+            if back and SOLVER:
+                assert link.get() == step
+                assert torch.equal(fields[1].to_local(), cells(shapes[1], dtypes[1], 5 * step)[boxes[1]]), (
+                    case,
+                    layouts,
+                )
+            elif back:
+                fields[1].to_local().copy_(cells(shapes[1], dtypes[1], 5 * step)[boxes[1]])
+                assert link.put()
+        link.close()
+        link.close()
+
+
+def fields_of(me, n=6):
+    mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+    return ms.zeros(n, mesh=mesh, placements=(ms.Shard(0),))
+
+
+def refused(kind, call, *texts):
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(text in str(caught.value) for text in texts), caught.value
+
+
+def side(x, **rest):
+    return {"out" if SOLVER else "into": x, **rest}
+
+
+def bad_input(me):
+    u = fields_of(me)
+    refused(ms.MpishardError, lambda: me.connect("nobody", out={"u": u}), "no such program", OTHER)
+    cases = (
+        ("other fields", {"u": u} if SOLVER else {"w": u}, ms.LayoutError, "'u'", "'w'"),
+        ("other global shapes", {"u": fields_of(me, 6 if SOLVER else 7)}, ms.LayoutError, "(6,)", "(7,)"),
+        ("other dtypes", {"u": u if SOLVER else u.double()}, ms.UnsupportedDtypeError, "float32", "float64"),
+        ("name no field", {}, ms.LayoutError, "none"),
+    )
+    for text, fields, kind, *texts in cases:
+        refused(kind, lambda: me.connect(OTHER, **side(fields), timeout=20), text, *texts)
+    # wrong on one side alone: there it is named, and the other side hears of it
+    wrong = ({"policy": "newest"}, {"depth": 0}, {"timeout": -1}, {"x": torch.ones(3)})
+    for bad in wrong:
+        for culprit in ("solver", "model"):
+            given = {k: v for k, v in bad.items() if k != "x"}
+            fields = {"u": bad.get("x", u)}
+            if culprit == NAME:
+                refused(ms.MpishardError, lambda: me.connect(OTHER, **side(fields, **given)), "connect:")
+            else:
+                refused(ms.MpishardError, lambda: me.connect(OTHER, **side({"u": u})), f"{culprit!r} gave up")
+    # wrong on one rank alone
+    fields = {"u": u} if me.comm.rank or not SOLVER else {7: u}
+    refused(ms.MpishardError, lambda: me.connect(OTHER, **side(fields)), "no name of a field" if SOLVER else "gave up")
+
+
+def wrong_order(me):
+    u = fields_of(me)
+    link = me.connect(OTHER, **side({"u": u}))
+    refused(ms.UnsupportedOperationError, link.get if SOLVER else link.put, "nothing to")
+    if SOLVER:
+        assert link.put()
+        link.close()
+        refused(ms.UnsupportedOperationError, link.put, "put: the link is closed")
+    else:
+        assert list(link) == [0]
+        assert link.get() is None
+        assert link.ended
+        link.close()
+        refused(ms.UnsupportedOperationError, link.get, "get: the link is closed")
+    link = me.connect(OTHER, **side({"u": u}))
+    # a block that no longer fits, on one rank
+    if SOLVER:
+        if me.comm.rank == 0:
+            u._local = u._local[:0]
+        refused(ms.LayoutError, link.put, "has changed")
+        refused(ms.LayoutError, link.put, "has changed")
+    else:
+        refused(ms.MpishardError, link.get, "left", "program 'solver'")
+    link.close()
+
+
+def policies(me):
+    for policy, depth, expected in (
+        ("block", 2, list(range(6))),
+        ("drop_newest", 2, [0, 1]),
+        ("latest", 2, [4, 5]),
+        ("latest", 1, [5]),
+        ("drop_newest", 3, [0, 1, 2]),
+    ):
+        u = fields_of(me)
+        told = {"policy": policy, "depth": depth} if SOLVER or depth == 3 else {}
+        if depth == 3 and SOLVER:
+            told = {}  # the reader's count where the writer gives none
+        link = me.connect(OTHER, **side({"u": u}, **told), timeout=30)
+        if SOLVER:
+            kept = []
+            for step in range(6):
+                u.to_local().fill_(step)
+                kept.append(link.put())
+                if policy == "block" and step == 1:
+                    start = time.monotonic()
+                if policy == "block" and step == 2:
+                    assert time.monotonic() - start > 0.2  # it waited for a slot
+            assert kept == [policy != "drop_newest" or step < depth for step in range(6)]
+        else:
+            time.sleep(0.5)
+            got = []
+            for step in link:
+                assert torch.equal(u.to_local(), torch.full_like(u.to_local(), step))
+                got.append(step)
+            assert got == expected, (policy, got)
+        link.close()
+
+
+def latest_under_way(me):
+    u = fields_of(me)
+    link = me.connect(OTHER, **side({"u": u}), policy="latest" if SOLVER else None)
+    if SOLVER:
+        for step in range(400):
+            u.to_local().fill_(step)
+            assert link.put()
+            time.sleep(0.0005 * (step % 3))
+    else:
+        got = []
+        for step in link:
+            assert torch.equal(u.to_local(), torch.full_like(u.to_local(), step))
+            got.append(step)
+            time.sleep(0.002)
+        assert got == sorted(set(got))
+        assert got[-1] == 399
+    link.close()
+
+
+def both_ways_latest(me):
+    u, tau = fields_of(me), fields_of(me)
+    link = me.connect(OTHER, out={NAME: u}, into={OTHER: tau}, policy="latest", depth=1)
+    for step in range(20):
+        u.to_local().fill_(step)
+        if SOLVER:
+            link.put()
+            assert link.get() == step
+            assert torch.equal(tau.to_local(), torch.full_like(tau.to_local(), step))
+        else:
+            assert link.get() == step
+            link.put()
+    link.close()
+
+
+def reader_stops_first(me):
+    for policy in ("block", "drop_newest", "latest"):
+        u = fields_of(me)
+        link = me.connect(OTHER, **side({"u": u}), policy=policy if SOLVER else None)
+        if SOLVER:
+            puts = 0
+            while not link.ended:
+                puts += link.put()
+                time.sleep(0.01)
+            assert puts > 0
+            assert not link.put()
+        else:
+            assert link.get() is not None
+        link.close()
+
+
+def several_links(me):
+    n = 5
+    one, two = fields_of(me, n), fields_of(me, n)
+    a = me.connect(OTHER, **side({"u": one}), depth=1)
+    b = me.connect(OTHER, **({"into": {"u": two}} if SOLVER else {"out": {"u": two}}))
+    for step in range(4):
+        if SOLVER:
+            one.to_local().fill_(step)
+            a.put()
+            assert b.get() == step
+        else:
+            two.to_local().fill_(-step)
+            b.put()
+            assert a.get() == step
+        got, value = (two, -step) if SOLVER else (one, step)
+        assert torch.equal(got.to_local(), torch.full_like(got.to_local(), value))
+    a.close()
+    b.close()
+
+
+class Field:
+    """What an adopted field looks like to a link."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def fields_and_layouts(me):
+    u = fields_of(me).double()
+    link = me.connect(OTHER, **side({"u": Field(u) if SOLVER else u.layout}))
+    if SOLVER:
+        strided = torch.zeros(6, 2, dtype=torch.float64)[: u.to_local().shape[0], 0]
+        # another array of the same shape, as time levels are
+        link.out["u"].tensor = ms.ShardTensor.from_local(strided, u.mesh, u.placements)
+        strided.fill_(3)
+        link.put()
+    else:
+        assert link.get() == 0
+        x = link.into["u"]
+        assert x.dtype == torch.float64
+        assert torch.equal(x.to_local(), torch.full_like(x.to_local(), 3))
+    link.close()
+
+
+def reordered_mesh(me):
+    comm = me.comm.Split(0, -me.comm.rank)
+    mesh = ms.init_mesh((-1,), ("x",), comm=comm if SOLVER else me.comm)
+    u = ms.zeros(7, mesh=mesh, placements=(ms.Shard(0),))
+    link = me.connect(OTHER, **side({"u": u}))
+    lo, hi = u.layout.interval(0, mesh.coords)
+    expected = torch.arange(float(lo), float(hi))
+    if SOLVER:
+        u.to_local().copy_(expected)
+        link.put()
+    else:
+        assert link.get() == 0
+        assert torch.equal(u.to_local(), expected)
+    link.close()
+
+
+def gradients_know(me):
+    u = fields_of(me)
+    leaf = fields_of(me).requires_grad_()
+    link = me.connect(OTHER, out={"a": leaf} if SOLVER else {}, into={} if SOLVER else {"a": u})
+    if SOLVER:
+        link.put()
+    else:
+        y = (u * u.clone().requires_grad_()).sum()
+        link.get()
+        refused(RuntimeError, y.backward, "modified by an inplace operation")
+    link.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    me = ms.insitu.join(NAME, timeout=30)
+    assert me.name == NAME
+    assert me.comm.size == me.programs[NAME]
+    parts = (
+        any_decompositions,
+        bad_input,
+        wrong_order,
+        policies,
+        latest_under_way,
+        both_ways_latest,
+        reader_stops_first,
+        several_links,
+        fields_and_layouts,
+        reordered_mesh,
+        gradients_know,
+    )
+    for part in [p for p in parts if p.__name__ in sys.argv[3:] or not sys.argv[3:]]:
+        part(me)
+        if me.comm.rank == 0:
+            print(NAME, part.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()
