@@ -49,7 +49,7 @@ def _(x, y):
 @ms.implements(total)
 def _(x, y):
     found = inside(x.to_local(), y.redistribute([ms.Replicate()] * x.mesh.ndim).to_local()).sum()
-    found = ms.all_reduce(found, x.mesh, x.layout.sharded_mesh_dims, replicated=True)
+    found = ms.all_reduce(found, x.mesh, x.sharding.sharded_mesh_dims, replicated=True)
     return ms.ShardTensor.from_local(found, x.mesh, [ms.Replicate()] * x.mesh.ndim)
 
 
