@@ -24,7 +24,7 @@ from mpishard.autograd.argument import (
     tensor_dim,
 )
 from mpishard.autograd.linear import Step, apply
-from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
+from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
 from mpishard.comm.arithmetic import rule_of
 from mpishard.comm.extents import gather_extents
 from mpishard.comm.mesh import CartMesh
@@ -90,13 +90,16 @@ def all_reduce(
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
-    run = mesh.plans.get(key)
-    if run is None:
-        if mesh_dim == ():
-            run = mesh.plans[key] = torch.clone
-        else:
-            dims = mesh_dims(mesh, mesh_dim)
-            run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
+    if mesh_dim is None:
+        run = mesh.plans.get(key)
+        if run is None:
+            every = tuple(range(mesh.ndim))
+            run = mesh.plan(key, lambda: reducer(mesh.group(every), op, x.dtype, replicated, deterministic))
+    elif mesh_dim == ():
+        run = torch.clone
+    else:
+        dims = mesh_dims(mesh, mesh_dim)
+        run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
     return run(x)  # type: ignore[no-any-return]
 
 
@@ -160,7 +163,7 @@ def all_gather(
     if sizes is None:
         every = gather_extents("all_gather", x.shape, dim, call, group)
         key = ("all_gather", dims, every, *call)
-        return apply(kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
+        return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
     given = tuple(sizes)
     fits = fits_group(given, group, x.shape[dim])
     key = ("all_gather of", dims, given, *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
@@ -312,7 +315,7 @@ def all_to_all(
         return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, extents)
 
     if concat_sizes is None and not bad:
-        return apply(kept(mesh, key, build), x)
+        return apply(mesh.keep(key, build), x)
     return apply(mesh.plan(key, build, dims), x)
 
 

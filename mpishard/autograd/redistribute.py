@@ -34,10 +34,10 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     Partial -> Replicate.
     """
     key = ("use", mesh_dims)
-    step = mesh.plans.get(key)
+    step = mesh.kept.get(key)
     if step is None:
         group = mesh.group(mesh_dims)
-        step = mesh.plans[key] = pair(same, lambda g: collective.all_reduce(g, group))
+        step = mesh.keep(key, lambda: pair(same, lambda g: collective.all_reduce(g, group)))
     return step  # type: ignore[no-any-return]
 
 
@@ -47,11 +47,8 @@ def keep_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     The adjoint is the identity.
     """
     key = ("keep", mesh_dims)
-    step = mesh.plans.get(key)
-    if step is None:
-        first = all(mesh.coords[m] == 0 for m in mesh_dims)
-        step = mesh.plans[key] = pair(same if first else torch.zeros_like, same)
-    return step  # type: ignore[no-any-return]
+    first = all(mesh.coords[m] == 0 for m in mesh_dims)
+    return mesh.keep(key, lambda: pair(same if first else torch.zeros_like, same))
 
 
 def sum_partial(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
@@ -159,7 +156,8 @@ def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:
         return gather
     plan = plan_transfer(source, target, mesh.coords)
     shape = target.local_shape(mesh.coords)
-    return lambda x: run_transfer(mesh, plan, x, shape)
+    call = (source, target)
+    return lambda x: run_transfer(mesh, plan, x, shape, call=call)
 
 
 def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]] | None:

@@ -25,6 +25,7 @@ from mpishard import errors
 from mpishard.errors import DesyncError, MpishardError, described
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 
 def _timeout_s() -> float:
@@ -53,10 +54,12 @@ _FORWARDED_S = 0.2
 # agreement
 
 
-def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "") -> None:
+def agree(
+    comm: MPI.Intracomm, error: BaseException | None, signature: str = "", numbers: tuple[int, int] = (0, 0)
+) -> tuple[int, int]:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 24 bytes where all is well.
+    Collective. One reduction of 40 bytes where all is well.
 
     Parameters
     ----------
@@ -66,6 +69,13 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
         What this rank found wrong, or None.
     signature
         What the ranks must have in common; compared by hash.
+    numbers
+        What every rank is to know the largest of.
+
+    Returns
+    -------
+    tuple of int
+        The largest of the ranks' ``numbers``.
 
     Raises
     ------
@@ -77,11 +87,12 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     if comm.Get_size() == 1:
         if error is not None:
             raise error
-        return
+        return numbers
     # named for what is agreed on: where a rank never comes, this is all that is known of it
     op = f"agreement on {signature[:60]}" if signature else "agreement"
-    if _unanimous(comm, error is not None, f"agree|{signature}", op):
-        return
+    most = _unanimous(comm, error is not None, f"agree|{signature}", op, numbers)
+    if most is not None:
+        return most
     mine = None if error is None else (_public_type(error), _text_of(error))
     with waiting(op, (), comm):
         everyone = comm.allgather((mine, signature))
@@ -103,7 +114,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     raise common(agreed, comm) from None
 
 
-def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:
+def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtype: object = None) -> None:
     """Compare this call with the other ranks' calls; for callers that have tested ``guard.DEBUG``.
 
     Collective.
@@ -128,8 +139,9 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: obje
     count[0] += 1
     if comm.Get_size() == 1:
         return
-    call = f"call {count[0]}: {op}, shape {None if shape is None else tuple(shape)}, {dtype}"
-    if _unanimous(comm, False, f"check|{call}", call):
+    call = f"call {count[0]}: {op}"
+    call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
+    if _unanimous(comm, False, f"check|{call}", call) is not None:
         return
     # a rank that is in `agree` instead sends the same kind of pair
     with waiting(call, (), comm):
@@ -151,13 +163,16 @@ def _calls(comm: MPI.Comm) -> list[int]:
     return count  # type: ignore[no-any-return]
 
 
-def _unanimous(comm: MPI.Intracomm, failed: bool, text: str, op: str) -> bool:
+def _unanimous(
+    comm: MPI.Intracomm, failed: bool, text: str, op: str, numbers: tuple[int, int] = (0, 0)
+) -> tuple[int, int] | None:
+    """Return the largest of the ranks' numbers, or None where one has failed or has another text."""
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = np.array([failed, digest, -digest], np.int64)
+    mine = np.array([failed, digest, -digest, *numbers], np.int64)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
         comm.Allreduce(mine, most, MPI.MAX)
-    return not most[0] and bool(most[1] == -most[2])
+    return (int(most[3]), int(most[4])) if not most[0] and most[1] == -most[2] else None
 
 
 def common(error: E, comm: MPI.Comm) -> E:
@@ -229,7 +244,20 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        del _live[self]
+        op, peers, comm = _live.pop(self)
+        if isinstance(error, MPI.Exception):
+            raise _failed(error, op, peers, comm) from None
+
+
+def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) -> DesyncError:
+    return DesyncError(
+        described(
+            f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
+            expected="the same call, with the same shapes and dtypes, on every rank",
+            got=str(error).strip(),
+            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+        )
+    )
 
 
 Peers = Sequence[int] | Callable[[], Sequence[int]]
@@ -281,6 +309,7 @@ def _watch() -> None:
 def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
     lines = [
         f"[{_place()}] MPISHARD_TIMEOUT: {op} has waited {age:.0f} s for {_pending(peers, comm)}.",
+        *_sent(peers, comm),
         f"The job ends in {_GRACE_S:.0f} s. Set MPISHARD_TIMEOUT to more seconds, or to 0 to wait for ever.",
         "Where this rank is:",
     ]
@@ -308,10 +337,32 @@ def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
         return f"other ranks ({error})"
 
 
-def _asked(peers: Callable[[], Sequence[int]]) -> Sequence[int]:
+def _sent(peers: Peers, comm: MPI.Comm | None) -> list[str]:
+    """Say what the ranks that are waited for have sent instead."""
+    if comm is None or unexpected is None or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return []
+    tell = unexpected
+    try:
+        pending = list(_asked(peers) if callable(peers) else peers) or list(range(comm.Get_size()))
+        pending = [rank for rank in pending if 0 <= rank < comm.Get_size() and rank != comm.Get_rank()]
+        return list(_asked(lambda: tell(comm, pending)))
+    except Exception:  # noqa: BLE001 (as above)
+        return []
+
+
+# set by those who know the tags: which messages of these ranks lie here, and nobody has asked for
+unexpected: Callable[[MPI.Comm, Sequence[int]], list[str]] | None = None
+
+
+def _asked(question: Callable[[], Sequence[T]]) -> Sequence[T]:
     # in a thread of its own: MPI may hold a lock, and the abort must come
-    answer: list[Sequence[int]] = []
-    thread = threading.Thread(target=lambda: answer.append(peers()), daemon=True)
+    answer: list[Sequence[T]] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(1.0)
     if not answer:
@@ -338,7 +389,7 @@ def install() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
+        if not alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
             previous(kind, error, trace)
             return
         if getattr(error, "_told_by_rank_0", False):
@@ -371,7 +422,8 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _alive() -> bool:
+def alive() -> bool:
+    """Tell whether this process is a rank, and MPI is up. Not collective."""
     # a forked child, as of a data loader, is no rank
     return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
 
@@ -415,7 +467,7 @@ def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
 
 
 def _at_exit() -> None:
-    if _alive():
+    if alive():
         _run_finalizers()
         # a host program may finalise MPI when there is no Python any more to be called back
         MPI.COMM_SELF.Delete_attr(_finalize_keyval[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from mpi4py import MPI
 
@@ -35,6 +36,10 @@ class Holding:
         Communicators to free, all over the same ranks or over parts of them.
     releases : list of callable
         Each frees a local resource; none communicates.
+    resources : weakref.WeakSet
+        Local resources too, which have ``free`` and may go before.
+    number : int
+        Of the next plan.
     freed : bool
     """
 
@@ -48,8 +53,10 @@ class Holding:
         _reclaim(members, comm)
         self.comms: list[MPI.Comm] = [comm]
         self.releases: list[Callable[[], None]] = []
+        self.resources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.number = 0
         self.freed = False
-        self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases)
+        self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases, self.resources)
         self._drop.atexit = False
         if not _watched:
             _watched = True
@@ -59,7 +66,7 @@ class Holding:
     def release(self) -> None:
         """Free the local resources, last made first. Not collective."""
         self.freed = True
-        _release(self.releases)
+        _release(self.releases, self.resources)
 
     def free(self) -> None:
         """Free everything. Collective."""
@@ -68,9 +75,9 @@ class Holding:
         _free(self.comms)
 
 
-def _put_aside(members: Members, number: int, comms: list[MPI.Comm], releases: list[Callable[[], None]]) -> None:
-    if not MPI.Is_finalized():
-        _release(releases)
+def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
+    if guard.alive():
+        _release(*local)
         _dropped.setdefault(members, {})[number] = comms
 
 
@@ -86,9 +93,12 @@ def _free(comms: list[MPI.Comm]) -> None:
         comms.pop().Free()
 
 
-def _release(releases: list[Callable[[], None]]) -> None:
+def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any]) -> None:
     while releases:
         releases.pop()()
+    for resource in list(resources):
+        resource.free()
+    resources.clear()
     driver.trim()
 
 

@@ -14,6 +14,8 @@ from mpi4py import MPI
 
 from mpishard.comm import aware, guard
 from mpishard.comm.lifetime import Holding
+from mpishard.comm.plans import Plans, nbytes_of
+from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError, described
 
 T = TypeVar("T")
@@ -67,9 +69,14 @@ class CartMesh:
         self.rank = cart.Get_rank()
         self.size = cart.Get_size()
         self.mesh_dim_names = tuple(names)
-        self.plans: dict[Any, Any] = {}
+        self.plans = _plans(cart)
+        # of the ranks along some dims only: what goes to make room is alike on all ranks that share a cache
+        self._partial: dict[tuple[int, ...], Plans] = {}
+        # what a rank makes on its own
+        self.kept = Plans()
         # of the messages of all plans
         self.storages: list[Any] = []
+        self._label: Label | None = None
         self._freed = False
         self._children: dict[tuple[int, ...], CartMesh] = {}
         self._holding = Holding(cart)
@@ -223,8 +230,9 @@ class CartMesh:
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
         child.local_rank, child.device = self.local_rank, self.device
-        child.plans, child.storages, child._children = {}, [], {}
-        child._freed, child._holding = False, self._holding
+        child.plans, child._partial, child.kept = _plans(child.comm), {}, Plans()
+        child.storages, child._children = [], {}
+        child._freed, child._holding, child._label = False, self._holding, None
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {
             tuple(places[m] for m in own): group for own, group in self._groups.items() if set(own) <= set(dims)
@@ -256,10 +264,16 @@ class CartMesh:
 
         Collective over ``mesh_dims`` (all, if not given) where it is new: user errors found by ``build`` rise
         on every rank, and ranks that ask for different plans are told so. Else not collective, one dictionary
-        look-up.
+        look-up. A plan that was not used for long is forgotten, on all these ranks at the same call.
         """
-        plan = self.plans.get(key)
+        plans = self.plans if mesh_dims is None else self.plans_along(mesh_dims)
+        plan = plans.get(key)
         if plan is None:
+            plan = plans.recall(key)
+        if plan is None:
+            comm = self.group(tuple(range(self.ndim)) if mesh_dims is None else mesh_dims).comm
+            label = Label(_text(key), self._holding.comms)
+            before, self._label = self._label, label
             error = None
             try:
                 # a plan lives on: its buffers must not be inference tensors, which later gradients may not write
@@ -267,11 +281,48 @@ class CartMesh:
                     plan = build()
             except MpishardError as e:
                 error = e
-            every = tuple(range(self.ndim)) if mesh_dims is None else mesh_dims
-            # addresses in a key differ between ranks that mean the same
-            guard.agree(self.group(every).comm, error, re.sub(r" at 0x[0-9a-f]+", "", repr(key)))
-            self.plans[key] = plan
+            finally:
+                self._label = before
+            own = 0 if error else nbytes_of((key, plan), CartMesh, Group, Label)
+            label.number, nbytes = self.agree(comm, error, label.text, own)
+            plans.put(key, plan, nbytes)
         return plan  # type: ignore[return-value]
+
+    def plans_along(self, mesh_dims: tuple[int, ...]) -> Plans:
+        """Return the plans of the ranks along some mesh dims (ascending). Not collective."""
+        if len(mesh_dims) == self.ndim:
+            return self.plans
+        plans = self._partial.get(mesh_dims)
+        if plans is None:
+            plans = self._partial[mesh_dims] = _plans(self.group(mesh_dims).comm)
+        return plans
+
+    def agree(
+        self, comm: MPI.Intracomm, error: MpishardError | None, signature: str, nbytes: int = 0
+    ) -> tuple[int, int]:
+        """Do what `guard.agree` does; return a number that no other plan of these ranks has, and the most bytes.
+
+        Collective over ``comm``, which is one of the mesh's.
+        """
+        number, most = guard.agree(comm, error, signature, (self._holding.number, nbytes))
+        self._holding.number = number + 1
+        return number, most
+
+    @property
+    def label(self) -> Label:
+        """Of the plan that is being made. Not collective."""
+        assert self._label is not None, "messages outside a plan"
+        return self._label
+
+    def keep(self, key: Any, build: Callable[[], T]) -> T:
+        """Return the cached value of ``key``, which this rank may make on its own. Not collective."""
+        value = self.kept.get(key)
+        if value is None:
+            value = self.kept.recall(key)
+        if value is None:
+            value = build()
+            self.kept.put(key, value, nbytes_of((key, value), CartMesh, Group, Label))
+        return value  # type: ignore[no-any-return]
 
     def own(self, release: Callable[[], None]) -> None:
         """Have ``release`` called when the mesh is freed, dropped, or the program ends. Not collective.
@@ -279,6 +330,10 @@ class CartMesh:
         ``release`` must not communicate, nor hold the mesh.
         """
         self._holding.releases.append(release)
+
+    def own_weakly(self, resource: Any) -> None:
+        """Have ``resource.free`` called likewise, if it still exists then. Not collective."""
+        self._holding.resources.add(resource)
 
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
@@ -297,8 +352,10 @@ class CartMesh:
         if self.freed:
             return
         self._freed = True
-        self.plans.clear()
-        self.storages.clear()
+        for mesh in (self, *self._children.values()):
+            for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
+                plans.clear()
+            mesh.storages.clear()
         if self._groups[tuple(range(self.ndim))].comm is self._holding.comms[0]:
             self._holding.free()
         self._groups.clear()
@@ -326,6 +383,28 @@ class CartMesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CartMesh:
         return self
+
+
+class _Compared(Plans):
+    """Plans whose every use is compared on all ranks, key by key."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a plan, after a comparison. Collective."""
+        guard.check(self._comm, _text(key))
+        return super().get(key, default)
+
+
+def _text(key: Any) -> str:
+    # addresses differ between ranks that mean the same
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(key))
+
+
+def _plans(comm: MPI.Intracomm) -> Plans:
+    return _Compared(comm) if guard.DEBUG else Plans()
 
 
 def init_mesh(
