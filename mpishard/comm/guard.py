@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
+from mpishard.comm.thread import owner_of
 from mpishard.errors import DesyncError, MpishardError, described
 
 E = TypeVar("E", bound=BaseException)
@@ -230,12 +232,22 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         Ranks of ``comm`` that it waits for (empty: all of them), or a function that returns them.
     comm
         The communicator, or None.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        Another thread communicates on it, or this process is no rank.
+    DesyncError
+        Inside, MPI found messages of another length than they must have.
     """
 
     __slots__ = ()
 
-    # a quarter of a microsecond in all: the watchdog looks at the clock, not we
+    # some tenths of a microsecond in all: the watchdog looks at the clock, not we
     def __init__(self, op: str, peers: Peers = (), comm: MPI.Comm | None = None) -> None:
+        owner = owner_of(id(comm))
+        if owner is not None and owner.ident != get_ident():
+            owner.change()
         if _watchdog is None:
             _start_watchdog()
         _live[self] = (op, peers, comm)
@@ -390,42 +402,87 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
+            _child.status = 1
             previous(kind, error, trace)
             return
-        if getattr(error, "_told_by_rank_0", False):
-            # every rank has this error: time for the first to print it for all
-            time.sleep(1.0)
-            _say(f"[{_place()}] {kind.__name__}: {error}\n")
-        elif previous is sys.__excepthook__:
-            _say(f"[{_place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
-        else:
-            _say(f"[{_place()}] uncaught exception:\n")
-            previous(kind, error, trace)
-        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        # whatever happens here, the job ends: a text may not be made of the error, and signal handlers may raise, as
+        # torch's does over and over for a worker of a DataLoader that was killed
+        try:
+            _tell(kind, error, trace, previous)
+        except BaseException:  # noqa: BLE001
+            with contextlib.suppress(BaseException):
+                _say(f"[{_place()}] uncaught exception: {kind.__name__}, of which no more can be told\n")
+        finally:
+            _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
 
 
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None, previous: Any) -> None:
+    if getattr(error, "_told_by_rank_0", False):
+        # every rank has this error: time for the first to print it for all
+        time.sleep(1.0)
+        _say(f"[{_place()}] {kind.__name__}: {error}\n")
+    elif previous is sys.__excepthook__:
+        _say(f"[{_place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
+    else:
+        _say(f"[{_place()}] uncaught exception:\n")
+        previous(kind, error, trace)
+
+
 def _abort(status: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    # what a launcher has not yet read of a rank that it kills, it may drop
-    time.sleep(_FORWARDED_S)
-    _end(status)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        # what a launcher has not yet read of a rank that it kills, it may drop
+        time.sleep(_FORWARDED_S)
+    finally:
+        _end(status)
 
 
 def _end(status: int) -> NoReturn:
-    MPI.COMM_WORLD.Abort(status)
-    # MPICH's abort may return before its launcher ends this process: the program must not go on
-    time.sleep(_GRACE_S)
-    os._exit(status)
+    try:
+        MPI.COMM_WORLD.Abort(status)
+        # MPICH's abort may return before its launcher ends this process: the program must not go on
+        time.sleep(_GRACE_S)
+    finally:
+        os._exit(status)
 
 
 def alive() -> bool:
     """Tell whether this process is a rank, and MPI is up. Not collective."""
     # a forked child, as of a data loader, is no rank
     return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+class _child:  # noqa: N801 (one of them)
+    """A forked child that ends as programs do must not finalise the MPI of its parent, as mpi4py would."""
+
+    status = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        leave = sys.exit
+
+        def recorded(status: Any = None, /) -> NoReturn:
+            cls.status = status if isinstance(status, int) else int(status is not None)
+            leave(status)
+
+        sys.exit = recorded
+
+    @classmethod
+    def at_exit(cls) -> None:
+        if os.getpid() != _PID:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(cls.status & 0xFF)
+
+
+os.register_at_fork(after_in_child=_child.forked)
+# registered early, it runs late
+atexit.register(_child.at_exit)
 
 
 def _place() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpishard.comm import driver, guard
+from mpishard.comm import driver, guard, thread
 
 Members = tuple[int, ...]
 
@@ -38,6 +38,8 @@ class Holding:
         Each frees a local resource; none communicates.
     resources : weakref.WeakSet
         Local resources too, which have ``free`` and may go before.
+    owner : Owner
+        The thread that communicates.
     number : int
         Of the next plan.
     freed : bool
@@ -54,6 +56,7 @@ class Holding:
         self.comms: list[MPI.Comm] = [comm]
         self.releases: list[Callable[[], None]] = []
         self.resources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.owner = thread.Owner()
         self.number = 0
         self.freed = False
         self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases, self.resources)
@@ -78,6 +81,7 @@ class Holding:
 def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
     if guard.alive():
         _release(*local)
+        thread.disown(comms)
         _dropped.setdefault(members, {})[number] = comms
 
 
@@ -89,6 +93,7 @@ def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
 
 
 def _free(comms: list[MPI.Comm]) -> None:
+    thread.disown(comms)
     while comms:
         comms.pop().Free()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import aware, guard
+from mpishard.comm import aware, guard, thread
 from mpishard.comm.lifetime import Holding
 from mpishard.comm.plans import Plans, nbytes_of
 from mpishard.comm.tag import Label
@@ -93,6 +93,8 @@ class CartMesh:
                 self._holding.comms.append(sub)
                 self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
         self._groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+        for comm in self._holding.comms:
+            thread.own(comm, self._holding.owner)
 
     @classmethod
     def from_comm(
@@ -341,6 +343,7 @@ class CartMesh:
         with guard.waiting("CartMesh.duplicate", (), comm):
             comm = comm.Dup()
         self._holding.comms.append(comm)
+        thread.own(comm, self._holding.owner)
         return comm
 
     def free(self) -> None:
