@@ -1,6 +1,6 @@
 """Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
 
-from mpishard.comm.guard import install as _install
+from mpishard.comm.exit import install as _install
 
 _install()
 

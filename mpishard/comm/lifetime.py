@@ -8,13 +8,18 @@ local resources are freed, and `MPI_Finalize` does the rest.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from mpishard.comm import driver, guard, thread
+from mpishard.comm import driver, exit, guard, thread
+from mpishard.errors import DesyncError, MeshError, described
+
+T = TypeVar("T")
 
 Members = tuple[int, ...]
 
@@ -42,20 +47,21 @@ class Holding:
         The thread that communicates.
     number : int
         Of the next plan.
+    place : tuple
+        What all its ranks call it.
     freed : bool
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         global _watched  # noqa: PLW0603
-        group = comm.Get_group()
-        members = tuple(sorted(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())))
-        group.Free()
+        members = _members(comm)
         # every one of these ranks counts the meshes over exactly these ranks alike
         number = _made[members] = _made.get(members, 0) + 1
         _reclaim(members, comm)
         self.comms: list[MPI.Comm] = [comm]
         self.releases: list[Callable[[], None]] = []
         self.resources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.place = (members, number)
         self.owner = thread.Owner()
         self.number = 0
         self.freed = False
@@ -63,7 +69,9 @@ class Holding:
         self._drop.atexit = False
         if not _watched:
             _watched = True
-            guard.on_finalize(_release_all)
+            exit.on_finalize(_release_all)
+            if guard.DEBUG:
+                atexit.register(_compare_ends)
         _living.add(self)
 
     def release(self) -> None:
@@ -78,8 +86,52 @@ class Holding:
         _free(self.comms)
 
 
+def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
+    """Return what ``make`` makes, with communicators over the ranks of ``comm``.
+
+    Collective. An MPI library has some thousand communicators: where none is left, those of dropped meshes are freed.
+
+    Raises
+    ------
+    MeshError
+        On every rank: no communicator is left.
+    """
+    for last in (False, True):
+        with guard.waiting(what, (), comm):
+            try:
+                return make()
+            except MPI.Exception as e:
+                error = str(e).strip().splitlines()[-1]
+        if not last:
+            gc.collect()  # a mesh and its plans refer to each other
+            _reclaim(_members(comm), comm)
+    raise guard.common(
+        MeshError(
+            described(
+                f"{what}: MPI makes no more communicators",
+                expected="2 to the power of the number of mesh dims, for every mesh",
+                got=error,
+                fix="use one mesh for many tensors, mesh.free() those that are done with, or meshes of fewer dims",
+            )
+        ),
+        comm,
+    )
+
+
+def _members(comm: MPI.Intracomm) -> Members:
+    group = comm.Get_group()
+    members = tuple(sorted(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())))
+    group.Free()
+    return members
+
+
+def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
+    """Return the communicators of the mesh that ``comm`` belongs to. Not collective."""
+    return next((holding.comms for holding in list(_living) if comm in holding.comms), [comm])
+
+
 def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
-    if guard.alive():
+    if exit.alive():
         _release(*local)
         thread.disown(comms)
         _dropped.setdefault(members, {})[number] = comms
@@ -110,3 +162,19 @@ def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any]
 def _release_all() -> None:
     for holding in list(_living):
         holding.release()
+
+
+def _compare_ends() -> None:
+    """Find out that a rank's program is over while others still call. Collective, rank by rank."""
+    if not exit.alive():
+        return
+    # what is freed, all have freed together: every rank has the same meshes here, alive or dropped
+    ends = {holding.place: holding.comms for holding in list(_living)}
+    ends |= {(members, number): comms for members, own in _dropped.items() for number, comms in own.items()}
+    try:
+        for place in sorted(ends):
+            if ends[place]:
+                guard.check(ends[place][0], "the end of the program")
+    except DesyncError as e:
+        exit.say(f"[{exit.place()}] {e}\n")
+        exit.end(1)

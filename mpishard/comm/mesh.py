@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,8 +11,9 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import aware, guard, thread
-from mpishard.comm.lifetime import Holding
-from mpishard.comm.plans import Plans, nbytes_of
+from mpishard.comm.lifetime import Holding, made
+from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
+from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError, described
 
@@ -69,7 +68,7 @@ class CartMesh:
         self.rank = cart.Get_rank()
         self.size = cart.Get_size()
         self.mesh_dim_names = tuple(names)
-        self.plans = _plans(cart)
+        self.plans = plans_on(cart)
         # of the ranks along some dims only: what goes to make room is alike on all ranks that share a cache
         self._partial: dict[tuple[int, ...], Plans] = {}
         # what a rank makes on its own
@@ -148,15 +147,13 @@ class CartMesh:
                 described(
                     "from_comm: not a Cartesian communicator",
                     expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
-                    got=_kind(adopted),
+                    got=kind_of(adopted),
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
-        with guard.waiting("CartMesh.from_comm", (), adopted):
-            cart = MPI.Cartcomm(adopted.Dup())
+        cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        with guard.waiting("CartMesh.from_comm", (), cart):
-            return cls(cart, names, _as_device(device))
+        return made("from_comm", adopted, lambda: cls(cart, names, _as_device(device)))
 
     @property
     def freed(self) -> bool:
@@ -232,7 +229,7 @@ class CartMesh:
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
         child.local_rank, child.device = self.local_rank, self.device
-        child.plans, child._partial, child.kept = _plans(child.comm), {}, Plans()
+        child.plans, child._partial, child.kept = plans_on(child.comm), {}, Plans()
         child.storages, child._children = [], {}
         child._freed, child._holding, child._label = False, self._holding, None
         places = {m: i for i, m in enumerate(dims)}
@@ -274,7 +271,7 @@ class CartMesh:
             plan = plans.recall(key)
         if plan is None:
             comm = self.group(tuple(range(self.ndim)) if mesh_dims is None else mesh_dims).comm
-            label = Label(_text(key), self._holding.comms)
+            label = Label(text_of(key), self._holding.comms)
             before, self._label = self._label, label
             error = None
             try:
@@ -296,7 +293,7 @@ class CartMesh:
             return self.plans
         plans = self._partial.get(mesh_dims)
         if plans is None:
-            plans = self._partial[mesh_dims] = _plans(self.group(mesh_dims).comm)
+            plans = self._partial[mesh_dims] = plans_on(self.group(mesh_dims).comm)
         return plans
 
     def agree(
@@ -340,8 +337,7 @@ class CartMesh:
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
         comm = self.group(tuple(range(self.ndim))).comm
-        with guard.waiting("CartMesh.duplicate", (), comm):
-            comm = comm.Dup()
+        comm = made("CartMesh.duplicate", comm, comm.Dup)
         self._holding.comms.append(comm)
         thread.own(comm, self._holding.owner)
         return comm
@@ -386,28 +382,6 @@ class CartMesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CartMesh:
         return self
-
-
-class _Compared(Plans):
-    """Plans whose every use is compared on all ranks, key by key."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        super().__init__()
-        self._comm = comm
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return a plan, after a comparison. Collective."""
-        guard.check(self._comm, _text(key))
-        return super().get(key, default)
-
-
-def _text(key: Any) -> str:
-    # addresses differ between ranks that mean the same
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(key))
-
-
-def _plans(comm: MPI.Intracomm) -> Plans:
-    return _Compared(comm) if guard.DEBUG else Plans()
 
 
 def init_mesh(
@@ -456,88 +430,30 @@ def init_mesh(
             described(
                 "init_mesh: not an intra-communicator",
                 expected="a communicator that this rank belongs to",
-                got=_kind(comm),
+                got=kind_of(comm),
                 fix="call init_mesh only on the ranks of the communicator",
             )
         )
     error = None
     try:
-        shape = _checked_extents(shape)
-        names = _checked_names(mesh_dim_names, len(shape), "init_mesh")
-        periods = _checked_periods(periodic, len(shape))
-        full = _infer(shape, comm.Get_size())
+        shape = checked_extents(shape)
+        names = checked_names(mesh_dim_names, len(shape), "init_mesh")
+        periods = checked_periods(periodic, len(shape))
+        full = inferred(shape, comm.Get_size())
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
-    with guard.waiting("init_mesh", (), comm):
-        cart = comm.Create_cart(full, periods=periods, reorder=False)
-        return CartMesh(cart, names, _as_device(device))
-
-
-def _kind(comm: MPI.Comm) -> str:
-    # not its repr, which holds an address
-    return "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"{type(comm).__name__} of {comm.Get_size()} ranks"
-
-
-def _checked_extents(shape: Sequence[int] | int) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
-        raise MeshError(
-            described("init_mesh: extents that are not integers", expected="integers", got=shape, fix="give integers")
-        ) from None
-
-
-def _infer(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    known = math.prod(s for s in shape if s != -1)
-    valid = shape and all(s > 0 or s == -1 for s in shape)
-    if valid and known and size % known == 0 and (-1 in shape or known == size):
-        return tuple(MPI.Compute_dims(size, [0 if s == -1 else s for s in shape]))
-    raise MeshError(
-        described(
-            "init_mesh: the mesh shape does not fit the number of ranks",
-            expected=f"extents > 0 (or -1) whose product is, or divides where there is a -1, {size} ranks",
-            got=f"{shape} (product of the given extents: {known})",
-            fix="change the shape, put -1 for an extent to infer, or start another number of ranks",
-        )
+    wanted = _as_device(device)
+    return made(
+        "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
-
-
-def _checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, ...]:
-    periods = tuple(map(bool, periodic)) if isinstance(periodic, Sequence) else (bool(periodic),) * ndim
-    if len(periods) != ndim:
-        raise MeshError(
-            described(
-                "init_mesh: periodic does not fit the shape",
-                expected=f"{ndim} flags or one for all",
-                got=periods,
-                fix="give one flag per mesh dim",
-            )
-        )
-    return periods
-
-
-def _checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
-    if names is None:
-        return tuple(f"dim{i}" for i in range(ndim))
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if len(names) != ndim or len(set(names)) != ndim or not all(isinstance(n, str) for n in names):
-        raise MeshError(
-            described(
-                f"{what}: names do not fit the mesh",
-                expected=f"{ndim} different names",
-                got=names,
-                fix="give one name per mesh dim",
-            )
-        )
-    return names
 
 
 def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
     error: MpishardError | None = None
     names: tuple[str, ...] = ()
     try:
-        names = _checked_names(given, ndim, what)
+        names = checked_names(given, ndim, what)
     except MpishardError as e:
         error = e
     try:

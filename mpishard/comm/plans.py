@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from mpi4py import MPI
+
+from mpishard.comm import guard
 
 LIMIT_NBYTES = 64 << 20  # of one cache; a training step needs some hundred plans of ten kilobytes
 
@@ -50,6 +53,30 @@ class Plans(dict[Any, Any]):
         """Forget all plans. Not collective."""
         super().clear()
         self.__init__()  # type: ignore[misc]
+
+
+class Compared(Plans):
+    """Plans whose every use is compared on all ranks, key by key."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a plan, after a comparison. Collective."""
+        guard.check(self._comm, text_of(key))
+        return super().get(key, default)
+
+
+def plans_on(comm: MPI.Intracomm) -> Plans:
+    """Return a new cache of the plans of a communicator's ranks. Not collective."""
+    return Compared(comm) if guard.DEBUG else Plans()
+
+
+def text_of(key: Any) -> str:
+    """Return what all ranks call a key. Not collective."""
+    # addresses differ between ranks that mean the same
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(key))
 
 
 def nbytes_of(plan: Any, *shared: type) -> int:

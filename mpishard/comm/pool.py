@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard
+from mpishard.comm import exit
 from mpishard.comm.device_exchange import DeviceExchange
 from mpishard.comm.driver import driver_of
 from mpishard.comm.exchange import Exchange, Parts
@@ -61,7 +61,7 @@ class ExchangePool:
 
     def __del__(self) -> None:
         # forgotten with its plan; what is in flight, an error has left behind
-        if guard.alive():
+        if exit.alive():
             for exchange in self._made:
                 if not exchange.busy:
                     exchange.free()

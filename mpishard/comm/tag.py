@@ -15,6 +15,7 @@ from weakref import WeakSet
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.lifetime import family_of
 from mpishard.errors import DesyncError, described
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
@@ -83,7 +84,7 @@ def _named(comm: MPI.Comm, tag: int) -> str:
 def _unexpected(comm: MPI.Comm, peers: Sequence[int]) -> list[str]:
     """Say which messages lie here that peers have sent and nothing on this rank has asked for."""
     world, lines = MPI.COMM_WORLD, []
-    for other in next((label.comms for label in list(_labels) if comm in label.comms), [comm]):
+    for other in family_of(comm):
         group = other.Get_group()
         for peer, place in zip(peers, comm.Get_group().Translate_ranks(peers, group)):
             status = MPI.Status()

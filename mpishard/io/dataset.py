@@ -174,12 +174,14 @@ class Dataset(data.Dataset[Any]):
             return _Fetched(indices, None, e)
         except (OSError, RuntimeError, ValueError) as e:
             return _Fetched(indices, None, damaged(self.path, self.name, e))
+        except BaseException as e:  # noqa: BLE001 (of a thread too: whoever waits for it must know)
+            return _Fetched(indices, None, e)
 
 
 class _Fetched(NamedTuple):
     indices: list[int]
     local: Tensor | None
-    error: MpishardError | None
+    error: BaseException | None
 
 
 def _tensor(ds: Dataset, got: _Fetched, single: bool) -> ShardTensor:
@@ -274,7 +276,10 @@ class Loader:
 
         def work() -> None:
             for item in items:
-                got = [ds._fetched(item) for ds in own]
+                try:
+                    got = [ds._fetched(item) for ds in own]
+                except BaseException as e:  # noqa: BLE001 (a subclass of the user's may raise anything)
+                    got = [_Fetched(item, None, e)] * len(own)
                 while not stop.is_set():
                     try:
                         ready.put(got, timeout=0.1)
