@@ -174,7 +174,7 @@ def _compare_ends() -> None:
     try:
         for place in sorted(ends):
             if ends[place]:
-                guard.check(ends[place][0], "the end of the program")
+                guard.check(ends[place][0], "the end of the program")  # type: ignore[arg-type]
     except DesyncError as e:
         exit.say(f"[{exit.place()}] {e}\n")
         exit.end(1)

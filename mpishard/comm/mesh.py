@@ -151,9 +151,9 @@ class CartMesh:
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
-        cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))
+        cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        return made("from_comm", adopted, lambda: cls(cart, names, _as_device(device)))
+        return made("from_comm", cart, lambda: cls(cart, names, _as_device(device)))
 
     @property
     def freed(self) -> bool:

@@ -220,7 +220,7 @@ class Relay:
         for side in self._sides:
             side.memory.free(self.released)
             side.host, side.copies = None, []
-        self._sides = ()
+        self._sides = ()  # type: ignore[assignment]
 
 
 def relayed(
