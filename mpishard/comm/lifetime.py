@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from mpishard.comm import driver, exit, guard, thread
+from mpishard.comm import exit, guard, thread
+from mpishard.comm.device import driver
 from mpishard.errors import DesyncError, MeshError, described
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import aware, guard, thread
+from mpishard.comm import guard, thread
+from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of

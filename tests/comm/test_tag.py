@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm import guard
-from mpishard.comm.message import send_recv
+from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
 from mpishard.errors import DesyncError, LayoutError
 
