@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from mpishard.comm.guard import install as _install
+from mpishard.comm.exit import install as _install
 
 _install()
 

@@ -25,7 +25,7 @@ from mpishard.autograd.argument import (
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.plain import note_reduced
-from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
+from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh
@@ -91,15 +91,19 @@ def all_reduce(
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
-    run = mesh.plans.get(key)
-    if run is None:
-        if mesh_dim == ():
-            run = mesh.plans[key] = torch.clone
-        else:
-            dims = mesh_dims(mesh, mesh_dim)
-            run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
+    dims: tuple[int, ...]
+    if mesh_dim is None:
+        dims = tuple(range(mesh.ndim))
+        run = mesh.plans.get(key)
+        if run is None:
+            run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic))
+    elif mesh_dim == ():
+        dims, run = (), torch.clone
+    else:
+        dims = mesh_dims(mesh, mesh_dim)
+        run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic), dims)
     if x.requires_grad:
-        note_reduced(x, mesh, mesh_dims(mesh, mesh_dim) if mesh_dim != () else ())
+        note_reduced(x, mesh, dims)
     return run(x)  # type: ignore[no-any-return]
 
 
@@ -164,7 +168,7 @@ def all_gather(
     if sizes is None:
         every = gather_extents("all_gather", x.shape, dim, call, group)
         key = ("all_gather", dims, every, *call)
-        return apply(kept(mesh, key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
+        return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
     given = tuple(sizes)
     fits = fits_group(given, group, x.shape[dim])
     key = ("all_gather of", dims, given, *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
@@ -318,7 +322,7 @@ def all_to_all(
         return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, extents)
 
     if concat_sizes is None and not bad:
-        return apply(kept(mesh, key, build), x)
+        return apply(mesh.keep(key, build), x)
     return apply(mesh.plan(key, build, dims), x)
 
 

@@ -18,7 +18,7 @@ from mpishard.autograd.argument import (
     require_plain,
 )
 from mpishard.autograd.linear import Step, apply
-from mpishard.autograd.step import kept, message_step
+from mpishard.autograd.step import message_step
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError, described
 
@@ -68,7 +68,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
             )
         group, periodic = mesh.group(dims), mesh.periodic[dims[0]]
         dest, source = (_along(group, d, periodic) for d in (displacement, -displacement))
-        return message_step(group, dest, source, x.shape, x.shape)
+        return message_step(group, dest, source, x.shape, x.shape, f"shift by {displacement} of {tuple(x.shape)}")
 
     return apply(mesh.plan(key, build, dims), x)
 
@@ -109,6 +109,8 @@ def send_recv(
         There is no such rank.
     LayoutError
         What came is smaller than ``shape``; only this rank knows.
+    DesyncError
+        What came is larger, of another dtype, or the message of another call; only this rank knows.
 
     Notes
     -----
@@ -129,9 +131,9 @@ def send_recv(
         for name, rank in (("dest", dest), ("source", source)):
             if rank is not None and not 0 <= rank < group.size:
                 raise no_rank(f"send_recv: no such {name}", rank, group)
-        return message_step(group, dest, source, x.shape, shape)
+        return message_step(group, dest, source, x.shape, shape, "send_recv")
 
-    return apply(kept(mesh, ("send_recv", dims, dest, source, x.shape, shape), build), x)
+    return apply(mesh.keep(("send_recv", dims, dest, source, x.shape, shape), build), x)
 
 
 def _along(group: Group, displacement: int, periodic: bool) -> int | None:

@@ -34,12 +34,13 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     Partial -> Replicate.
     """
     key = ("use", mesh_dims)
-    step = mesh.plans.get(key)
+    step = mesh.kept.get(key)
     if step is None:
         group = mesh.group(mesh_dims)
-        step = mesh.plans[key] = pair(same, lambda g: blocking.all_reduce(g, group))
+        step = pair(same, lambda g: blocking.all_reduce(g, group))
         step.cotangent = tuple((m, False) for m in mesh_dims)
         step.adjoint.cotangent = tuple((m, True) for m in mesh_dims)
+        mesh.keep(key, lambda: step)
     return step  # type: ignore[no-any-return]
 
 
@@ -49,11 +50,12 @@ def keep_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     The adjoint is the identity.
     """
     key = ("keep", mesh_dims)
-    step = mesh.plans.get(key)
+    step = mesh.kept.get(key)
     if step is None:
         first = all(mesh.coords[m] == 0 for m in mesh_dims)
-        step = mesh.plans[key] = pair(same if first else torch.zeros_like, same)
+        step = pair(same if first else torch.zeros_like, same)
         step.cotangent = tuple((m, False) for m in mesh_dims)
+        mesh.keep(key, lambda: step)
     return step  # type: ignore[no-any-return]
 
 
@@ -177,7 +179,8 @@ def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:
         return gather
     plan = plan_transfer(source, target, mesh.coords)
     shape = target.local_shape(mesh.coords)
-    return lambda x: run_transfer(mesh, plan, x, shape)
+    call = (source, target)
+    return lambda x: run_transfer(mesh, plan, x, shape, call=call)
 
 
 def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from mpishard.autograd.linear import Run, Step, apply, pair, same
 from mpishard.comm.collective import blocking
 from mpishard.comm.memory.reduction_type import rule_of
-from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point import send_recv
 from mpishard.errors import UnsupportedDtypeError, described
 from mpishard.layout import balanced
@@ -56,12 +56,15 @@ def broadcast_step(group: Group, root: int, replicated: bool = False, determinis
 
 
 def message_step(
-    group: Group, dest: int | None, source: int | None, sent: Sequence[int], received: Sequence[int]
+    group: Group, dest: int | None, source: int | None, sent: Sequence[int], received: Sequence[int], call: str
 ) -> Step:
-    """Return "send to one rank, receive from another"; its adjoint goes the other way. Not collective."""
+    """Return "send to one rank, receive from another", which both call ``call``; its adjoint goes the other way.
+
+    Not collective.
+    """
     return pair(
-        lambda x: send_recv.send_recv(x, group, dest, source, received),
-        lambda g: send_recv.send_recv(g, group, source, dest, sent),
+        lambda x: send_recv.send_recv(x, group, dest, source, received, call),
+        lambda g: send_recv.send_recv(g, group, source, dest, sent, f"adjoint of {call}"),
     )
 
 
@@ -184,11 +187,3 @@ def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, determi
         return Extremum.apply(x, group, op, total)  # type: ignore[no-any-return]
 
     return reduce
-
-
-def kept(mesh: CartMesh, key: Any, build: Callable[[], Step]) -> Step:
-    """Return a step that this rank may build on its own. Not collective."""
-    step = mesh.plans.get(key)
-    if step is None:
-        step = mesh.plans[key] = build()
-    return step  # type: ignore[no-any-return]

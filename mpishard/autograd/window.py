@@ -104,8 +104,8 @@ def fetch_box(
     box = [hi - lo for lo, hi in wanted(mesh.coords)]
     own = tuple(local.shape)
     step = pair(
-        lambda x: run_transfer(mesh, plan, x, box, op),
-        lambda g: run_transfer(mesh, plan.reverse, g, own, f"adjoint of {op}", accumulate=True),
+        lambda x: run_transfer(mesh, plan, x, box, op, call=layout),
+        lambda g: run_transfer(mesh, plan.reverse, g, own, f"adjoint of {op}", accumulate=True, call=layout),
     )
     return apply(step, local)
 

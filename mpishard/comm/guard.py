@@ -5,26 +5,27 @@ Everything here works on communicators of mpi4py and knows nothing of meshes or 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from threading import get_ident
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
+from mpishard.comm.exit import GRACE_S, end, place, say
+from mpishard.comm.thread import owner_of
 from mpishard.errors import DesyncError, MpishardError, described
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 
 def _timeout_s() -> float:
@@ -43,20 +44,15 @@ def _timeout_s() -> float:
 DEBUG = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
 TIMEOUT_S = _timeout_s()
 
-_PID = os.getpid()
-
-# Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
-_GRACE_S = 2.0
-_FORWARDED_S = 0.2
-
-
 # agreement
 
 
-def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "") -> None:
+def agree(
+    comm: MPI.Intracomm, error: BaseException | None, signature: str = "", numbers: tuple[int, int] = (0, 0)
+) -> tuple[int, int]:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 24 bytes where all is well.
+    Collective. One reduction of 40 bytes where all is well.
 
     Parameters
     ----------
@@ -66,6 +62,13 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
         What this rank found wrong, or None.
     signature
         What the ranks must have in common; compared by hash.
+    numbers
+        What every rank is to know the largest of.
+
+    Returns
+    -------
+    tuple of int
+        The largest of the ranks' ``numbers``.
 
     Raises
     ------
@@ -77,11 +80,12 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     if comm.Get_size() == 1:
         if error is not None:
             raise error
-        return
+        return numbers
     # named for what is agreed on: where a rank never comes, this is all that is known of it
     op = f"agreement on {signature[:60]}" if signature else "agreement"
-    if _unanimous(comm, error is not None, f"agree|{signature}", op):
-        return
+    most = _unanimous(comm, error is not None, f"agree|{signature}", op, numbers)
+    if most is not None:
+        return most
     mine = None if error is None else (_public_type(error), _text_of(error))
     with waiting(op, (), comm):
         everyone = comm.allgather((mine, signature))
@@ -103,7 +107,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None, signature: str = "")
     raise common(agreed, comm) from None
 
 
-def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: object) -> None:
+def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtype: object = None) -> None:
     """Compare this call with the other ranks' calls; for callers that have tested ``guard.DEBUG``.
 
     Collective.
@@ -128,8 +132,9 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None, dtype: obje
     count[0] += 1
     if comm.Get_size() == 1:
         return
-    call = f"call {count[0]}: {op}, shape {None if shape is None else tuple(shape)}, {dtype}"
-    if _unanimous(comm, False, f"check|{call}", call):
+    call = f"call {count[0]}: {op}"
+    call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
+    if _unanimous(comm, False, f"check|{call}", call) is not None:
         return
     # a rank that is in `agree` instead sends the same kind of pair
     with waiting(call, (), comm):
@@ -151,13 +156,16 @@ def _calls(comm: MPI.Comm) -> list[int]:
     return count  # type: ignore[no-any-return]
 
 
-def _unanimous(comm: MPI.Intracomm, failed: bool, text: str, op: str) -> bool:
+def _unanimous(
+    comm: MPI.Intracomm, failed: bool, text: str, op: str, numbers: tuple[int, int] = (0, 0)
+) -> tuple[int, int] | None:
+    """Return the largest of the ranks' numbers, or None where one has failed or has another text."""
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = np.array([failed, digest, -digest], np.int64)
+    mine = np.array([failed, digest, -digest, *numbers], np.int64)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
         comm.Allreduce(mine, most, MPI.MAX)
-    return not most[0] and bool(most[1] == -most[2])
+    return (int(most[3]), int(most[4])) if not most[0] and most[1] == -most[2] else None
 
 
 def common(error: E, comm: MPI.Comm) -> E:
@@ -215,12 +223,22 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         Ranks of ``comm`` that it waits for (empty: all of them), or a function that returns them.
     comm
         The communicator, or None.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        Another thread communicates on it, or this process is no rank.
+    DesyncError
+        Inside, MPI found messages of another length than they must have.
     """
 
     __slots__ = ()
 
-    # a quarter of a microsecond in all: the watchdog looks at the clock, not we
+    # some tenths of a microsecond in all: the watchdog looks at the clock, not we
     def __init__(self, op: str, peers: Peers = (), comm: MPI.Comm | None = None) -> None:
+        owner = owner_of(id(comm))
+        if owner is not None and owner.ident != get_ident():
+            owner.change()
         if _watchdog is None:
             _start_watchdog()
         _live[self] = (op, peers, comm)
@@ -229,7 +247,20 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        del _live[self]
+        op, peers, comm = _live.pop(self)
+        if isinstance(error, MPI.Exception):
+            raise _failed(error, op, peers, comm) from None
+
+
+def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) -> DesyncError:
+    return DesyncError(
+        described(
+            f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
+            expected="the same call, with the same shapes and dtypes, on every rank",
+            got=str(error).strip(),
+            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+        )
+    )
 
 
 Peers = Sequence[int] | Callable[[], Sequence[int]]
@@ -272,16 +303,17 @@ def _watch() -> None:
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
                 try:
-                    _say(_overdue(age, *current[wait]))
-                    time.sleep(_GRACE_S)
+                    say(_overdue(age, *current[wait]))
+                    time.sleep(GRACE_S)
                 finally:
-                    _end(1)
+                    end(1)
 
 
 def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:
     lines = [
-        f"[{_place()}] MPISHARD_TIMEOUT: {op} has waited {age:.0f} s for {_pending(peers, comm)}.",
-        f"The job ends in {_GRACE_S:.0f} s. Set MPISHARD_TIMEOUT to more seconds, or to 0 to wait for ever.",
+        f"[{place()}] MPISHARD_TIMEOUT: {op} has waited {age:.0f} s for {_pending(peers, comm)}.",
+        *_sent(peers, comm),
+        f"The job ends in {GRACE_S:.0f} s. Set MPISHARD_TIMEOUT to more seconds, or to 0 to wait for ever.",
         "Where this rank is:",
     ]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -308,123 +340,34 @@ def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
         return f"other ranks ({error})"
 
 
-def _asked(peers: Callable[[], Sequence[int]]) -> Sequence[int]:
+def _sent(peers: Peers, comm: MPI.Comm | None) -> list[str]:
+    """Say what the ranks that are waited for have sent instead."""
+    if comm is None or unexpected is None or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return []
+    tell = unexpected
+    try:
+        pending = list(_asked(peers) if callable(peers) else peers) or list(range(comm.Get_size()))
+        pending = [rank for rank in pending if 0 <= rank < comm.Get_size() and rank != comm.Get_rank()]
+        return list(_asked(lambda: tell(comm, pending)))
+    except Exception:  # noqa: BLE001 (as above)
+        return []
+
+
+# set by those who know the tags: which messages of these ranks lie here, and nobody has asked for
+unexpected: Callable[[MPI.Comm, Sequence[int]], list[str]] | None = None
+
+
+def _asked(question: Callable[[], Sequence[T]]) -> Sequence[T]:
     # in a thread of its own: MPI may hold a lock, and the abort must come
-    answer: list[Sequence[int]] = []
-    thread = threading.Thread(target=lambda: answer.append(peers()), daemon=True)
+    answer: list[Sequence[T]] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(1.0)
     if not answer:
         raise TimeoutError("no answer from MPI")
     return answer[0]
-
-
-# uncaught exceptions
-
-_installed = False
-
-
-def install() -> None:
-    """Have an uncaught exception print its rank's traceback and end the whole job, once.
-
-    Not collective. Without it the other ranks would wait for this one for ever. ``MPISHARD_ABORT=0`` leaves
-    `sys.excepthook` alone, for host programs that handle errors themselves. Exceptions in threads other
-    than the main one, and those at an interactive prompt, end nothing.
-    """
-    global _installed  # noqa: PLW0603
-    if _installed or os.environ.get("MPISHARD_ABORT", "1") in ("", "0"):
-        return
-    _installed = True
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
-            previous(kind, error, trace)
-            return
-        if getattr(error, "_told_by_rank_0", False):
-            # every rank has this error: time for the first to print it for all
-            time.sleep(1.0)
-            _say(f"[{_place()}] {kind.__name__}: {error}\n")
-        elif previous is sys.__excepthook__:
-            _say(f"[{_place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
-        else:
-            _say(f"[{_place()}] uncaught exception:\n")
-            previous(kind, error, trace)
-        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
-
-
-def _abort(status: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    # what a launcher has not yet read of a rank that it kills, it may drop
-    time.sleep(_FORWARDED_S)
-    _end(status)
-
-
-def _end(status: int) -> NoReturn:
-    MPI.COMM_WORLD.Abort(status)
-    # MPICH's abort may return before its launcher ends this process: the program must not go on
-    time.sleep(_GRACE_S)
-    os._exit(status)
-
-
-def _alive() -> bool:
-    # a forked child, as of a data loader, is no rank
-    return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
-
-
-def _place() -> str:
-    world = MPI.COMM_WORLD
-    return f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}, pid {os.getpid()}"
-
-
-def _say(text: str) -> None:
-    # one write: lines of several ranks do not mix
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        os.write(2, text.encode())
-
-
-# the end of the program
-
-_finalizers: list[Callable[[], None]] = []
-_finalize_keyval: list[int] = []
-
-
-def on_finalize(release: Callable[[], None]) -> None:
-    """Have ``release`` called before MPI finalises, last registered first, once.
-
-    Not collective, and ``release`` must not be: ranks may leave for different reasons.
-    """
-    if not _finalize_keyval:
-        # MPI deletes the attributes of COMM_SELF first of all when it finalises; at the end of Python,
-        # `atexit` comes before that
-        _finalize_keyval.append(MPI.Comm.Create_keyval(delete_fn=_on_delete))
-        MPI.COMM_SELF.Set_attr(_finalize_keyval[0], None)
-        atexit.register(_at_exit)
-    _finalizers.append(release)
-
-
-def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
-    _run_finalizers()
-
-
-def _at_exit() -> None:
-    if _alive():
-        _run_finalizers()
-        # a host program may finalise MPI when there is no Python any more to be called back
-        MPI.COMM_SELF.Delete_attr(_finalize_keyval[0])
-
-
-def _run_finalizers() -> None:
-    while _finalizers:
-        release = _finalizers.pop()
-        try:
-            release()
-        except Exception:  # noqa: BLE001 (the others must still run)
-            _say(f"[{_place()}] while the program ends:\n{traceback.format_exc()}")

@@ -8,13 +8,19 @@ local resources are freed, and `MPI_Finalize` does the rest.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import exit, guard, thread
 from mpishard.comm.device import driver
+from mpishard.errors import DesyncError, MeshError, described
+
+T = TypeVar("T")
 
 Members = tuple[int, ...]
 
@@ -36,31 +42,43 @@ class Holding:
         Communicators to free, all over the same ranks or over parts of them.
     releases : list of callable
         Each frees a local resource; none communicates.
+    resources : weakref.WeakSet
+        Local resources too, which have ``free`` and may go before.
+    owner : Owner
+        The thread that communicates.
+    number : int
+        Of the next plan.
+    place : tuple
+        What all its ranks call it.
     freed : bool
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         global _watched  # noqa: PLW0603
-        group = comm.Get_group()
-        members = tuple(sorted(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())))
-        group.Free()
+        members = _members(comm)
         # every one of these ranks counts the meshes over exactly these ranks alike
         number = _made[members] = _made.get(members, 0) + 1
         _reclaim(members, comm)
         self.comms: list[MPI.Comm] = [comm]
         self.releases: list[Callable[[], None]] = []
+        self.resources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.place = (members, number)
+        self.owner = thread.Owner()
+        self.number = 0
         self.freed = False
-        self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases)
+        self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases, self.resources)
         self._drop.atexit = False
         if not _watched:
             _watched = True
-            guard.on_finalize(_release_all)
+            exit.on_finalize(_release_all)
+            if guard.DEBUG:
+                atexit.register(_compare_ends)
         _living.add(self)
 
     def release(self) -> None:
         """Free the local resources, last made first. Not collective."""
         self.freed = True
-        _release(self.releases)
+        _release(self.releases, self.resources)
 
     def free(self) -> None:
         """Free everything. Collective."""
@@ -69,9 +87,54 @@ class Holding:
         _free(self.comms)
 
 
-def _put_aside(members: Members, number: int, comms: list[MPI.Comm], releases: list[Callable[[], None]]) -> None:
-    if not MPI.Is_finalized():
-        _release(releases)
+def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
+    """Return what ``make`` makes, with communicators over the ranks of ``comm``.
+
+    Collective. An MPI library has some thousand communicators: where none is left, those of dropped meshes are freed.
+
+    Raises
+    ------
+    MeshError
+        On every rank: no communicator is left.
+    """
+    for last in (False, True):
+        with guard.waiting(what, (), comm):
+            try:
+                return make()
+            except MPI.Exception as e:
+                error = str(e).strip().splitlines()[-1]
+        if not last:
+            gc.collect()  # a mesh and its plans refer to each other
+            _reclaim(_members(comm), comm)
+    raise guard.common(
+        MeshError(
+            described(
+                f"{what}: MPI makes no more communicators",
+                expected="2 to the power of the number of mesh dims, for every mesh",
+                got=error,
+                fix="use one mesh for many tensors, mesh.free() those that are done with, or meshes of fewer dims",
+            )
+        ),
+        comm,
+    )
+
+
+def _members(comm: MPI.Intracomm) -> Members:
+    group = comm.Get_group()
+    members = tuple(sorted(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())))
+    group.Free()
+    return members
+
+
+def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
+    """Return the communicators of the mesh that ``comm`` belongs to. Not collective."""
+    return next((holding.comms for holding in list(_living) if comm in holding.comms), [comm])
+
+
+def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
+    if exit.alive():
+        _release(*local)
+        thread.disown(comms)
         _dropped.setdefault(members, {})[number] = comms
 
 
@@ -83,16 +146,36 @@ def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
 
 
 def _free(comms: list[MPI.Comm]) -> None:
+    thread.disown(comms)
     while comms:
         comms.pop().Free()
 
 
-def _release(releases: list[Callable[[], None]]) -> None:
+def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any]) -> None:
     while releases:
         releases.pop()()
+    for resource in list(resources):
+        resource.free()
+    resources.clear()
     driver.trim()
 
 
 def _release_all() -> None:
     for holding in list(_living):
         holding.release()
+
+
+def _compare_ends() -> None:
+    """Find out that a rank's program is over while others still call. Collective, rank by rank."""
+    if not exit.alive():
+        return
+    # what is freed, all have freed together: every rank has the same meshes here, alive or dropped
+    ends = {holding.place: holding.comms for holding in list(_living)}
+    ends |= {(members, number): comms for members, own in _dropped.items() for number, comms in own.items()}
+    try:
+        for place in sorted(ends):
+            if ends[place]:
+                guard.check(ends[place][0], "the end of the program")  # type: ignore[arg-type]
+    except DesyncError as e:
+        exit.say(f"[{exit.place()}] {e}\n")
+        exit.end(1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, thread
 from mpishard.comm.device import gpu_aware as aware
-from mpishard.comm.lifetime import Holding
+from mpishard.comm.lifetime import Holding, made
+from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
+from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
+from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError, described
 
 T = TypeVar("T")
@@ -68,9 +69,14 @@ class CartMesh:
         self.rank = cart.Get_rank()
         self.size = cart.Get_size()
         self.mesh_dim_names = tuple(names)
-        self.plans: dict[Any, Any] = {}
+        self.plans = plans_on(cart)
+        # of the ranks along some dims only: what goes to make room is alike on all ranks that share a cache
+        self._partial: dict[tuple[int, ...], Plans] = {}
+        # what a rank makes on its own
+        self.kept = Plans()
         # of the messages of all plans
         self.storages: list[Any] = []
+        self._label: Label | None = None
         self._freed = False
         self._children: dict[tuple[int, ...], CartMesh] = {}
         self._holding = Holding(cart)
@@ -87,6 +93,8 @@ class CartMesh:
                 self._holding.comms.append(sub)
                 self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
         self._groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+        for comm in self._holding.comms:
+            thread.own(comm, self._holding.owner)
 
     @classmethod
     def from_comm(
@@ -140,15 +148,13 @@ class CartMesh:
                 described(
                     "from_comm: not a Cartesian communicator",
                     expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
-                    got=_kind(adopted),
+                    got=kind_of(adopted),
                     fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
                 )
             )
-        with guard.waiting("CartMesh.from_comm", (), adopted):
-            cart = MPI.Cartcomm(adopted.Dup())
+        cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        with guard.waiting("CartMesh.from_comm", (), cart):
-            return cls(cart, names, _as_device(device))
+        return made("from_comm", cart, lambda: cls(cart, names, _as_device(device)))
 
     @property
     def freed(self) -> bool:
@@ -229,8 +235,9 @@ class CartMesh:
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
         child.local_rank, child.device = self.local_rank, self.device
-        child.plans, child.storages, child._children = {}, [], {}
-        child._freed, child._holding = False, self._holding
+        child.plans, child._partial, child.kept = plans_on(child.comm), {}, Plans()
+        child.storages, child._children = [], {}
+        child._freed, child._holding, child._label = False, self._holding, None
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {
             tuple(places[m] for m in own): group for own, group in self._groups.items() if set(own) <= set(dims)
@@ -262,10 +269,16 @@ class CartMesh:
 
         Collective over ``mesh_dims`` (all, if not given) where it is new: user errors found by ``build`` rise
         on every rank, and ranks that ask for different plans are told so. Else not collective, one dictionary
-        look-up.
+        look-up. A plan that was not used for long is forgotten, on all these ranks at the same call.
         """
-        plan = self.plans.get(key)
+        plans = self.plans if mesh_dims is None else self.plans_along(mesh_dims)
+        plan = plans.get(key)
         if plan is None:
+            plan = plans.recall(key)
+        if plan is None:
+            comm = self.group(tuple(range(self.ndim)) if mesh_dims is None else mesh_dims).comm
+            label = Label(text_of(key), self._holding.comms)
+            before, self._label = self._label, label
             error = None
             try:
                 # a plan lives on: its buffers must not be inference tensors, which later gradients may not write
@@ -273,11 +286,48 @@ class CartMesh:
                     plan = build()
             except MpishardError as e:
                 error = e
-            every = tuple(range(self.ndim)) if mesh_dims is None else mesh_dims
-            # addresses in a key differ between ranks that mean the same
-            guard.agree(self.group(every).comm, error, re.sub(r" at 0x[0-9a-f]+", "", repr(key)))
-            self.plans[key] = plan
+            finally:
+                self._label = before
+            own = 0 if error else nbytes_of((key, plan), CartMesh, Group, Label)
+            label.number, nbytes = self.agree(comm, error, label.text, own)
+            plans.put(key, plan, nbytes)
         return plan  # type: ignore[return-value]
+
+    def plans_along(self, mesh_dims: tuple[int, ...]) -> Plans:
+        """Return the plans of the ranks along some mesh dims (ascending). Not collective."""
+        if len(mesh_dims) == self.ndim:
+            return self.plans
+        plans = self._partial.get(mesh_dims)
+        if plans is None:
+            plans = self._partial[mesh_dims] = plans_on(self.group(mesh_dims).comm)
+        return plans
+
+    def agree(
+        self, comm: MPI.Intracomm, error: MpishardError | None, signature: str, nbytes: int = 0
+    ) -> tuple[int, int]:
+        """Do what `guard.agree` does; return a number that no other plan of these ranks has, and the most bytes.
+
+        Collective over ``comm``, which is one of the mesh's.
+        """
+        number, most = guard.agree(comm, error, signature, (self._holding.number, nbytes))
+        self._holding.number = number + 1
+        return number, most
+
+    @property
+    def label(self) -> Label:
+        """Of the plan that is being made. Not collective."""
+        assert self._label is not None, "messages outside a plan"
+        return self._label
+
+    def keep(self, key: Any, build: Callable[[], T]) -> T:
+        """Return the cached value of ``key``, which this rank may make on its own. Not collective."""
+        value = self.kept.get(key)
+        if value is None:
+            value = self.kept.recall(key)
+        if value is None:
+            value = build()
+            self.kept.put(key, value, nbytes_of((key, value), CartMesh, Group, Label))
+        return value  # type: ignore[no-any-return]
 
     def own(self, release: Callable[[], None]) -> None:
         """Have ``release`` called when the mesh is freed, dropped, or the program ends. Not collective.
@@ -286,12 +336,16 @@ class CartMesh:
         """
         self._holding.releases.append(release)
 
+    def own_weakly(self, resource: Any) -> None:
+        """Have ``resource.free`` called likewise, if it still exists then. Not collective."""
+        self._holding.resources.add(resource)
+
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
         comm = self.group(tuple(range(self.ndim))).comm
-        with guard.waiting("CartMesh.duplicate", (), comm):
-            comm = comm.Dup()
+        comm = made("CartMesh.duplicate", comm, comm.Dup)
         self._holding.comms.append(comm)
+        thread.own(comm, self._holding.owner)
         return comm
 
     def free(self) -> None:
@@ -303,8 +357,10 @@ class CartMesh:
         if self.freed:
             return
         self._freed = True
-        self.plans.clear()
-        self.storages.clear()
+        for mesh in (self, *self._children.values()):
+            for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
+                plans.clear()
+            mesh.storages.clear()
         if self._groups[tuple(range(self.ndim))].comm is self._holding.comms[0]:
             self._holding.free()
         self._groups.clear()
@@ -380,88 +436,30 @@ def init_mesh(
             described(
                 "init_mesh: not an intra-communicator",
                 expected="a communicator that this rank belongs to",
-                got=_kind(comm),
+                got=kind_of(comm),
                 fix="call init_mesh only on the ranks of the communicator",
             )
         )
     error = None
     try:
-        shape = _checked_extents(shape)
-        names = _checked_names(mesh_dim_names, len(shape), "init_mesh")
-        periods = _checked_periods(periodic, len(shape))
-        full = _infer(shape, comm.Get_size())
+        shape = checked_extents(shape)
+        names = checked_names(mesh_dim_names, len(shape), "init_mesh")
+        periods = checked_periods(periodic, len(shape))
+        full = inferred(shape, comm.Get_size())
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
-    with guard.waiting("init_mesh", (), comm):
-        cart = comm.Create_cart(full, periods=periods, reorder=False)
-        return CartMesh(cart, names, _as_device(device))
-
-
-def _kind(comm: MPI.Comm) -> str:
-    # not its repr, which holds an address
-    return "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"{type(comm).__name__} of {comm.Get_size()} ranks"
-
-
-def _checked_extents(shape: Sequence[int] | int) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
-        raise MeshError(
-            described("init_mesh: extents that are not integers", expected="integers", got=shape, fix="give integers")
-        ) from None
-
-
-def _infer(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    known = math.prod(s for s in shape if s != -1)
-    valid = shape and all(s > 0 or s == -1 for s in shape)
-    if valid and known and size % known == 0 and (-1 in shape or known == size):
-        return tuple(MPI.Compute_dims(size, [0 if s == -1 else s for s in shape]))
-    raise MeshError(
-        described(
-            "init_mesh: the mesh shape does not fit the number of ranks",
-            expected=f"extents > 0 (or -1) whose product is, or divides where there is a -1, {size} ranks",
-            got=f"{shape} (product of the given extents: {known})",
-            fix="change the shape, put -1 for an extent to infer, or start another number of ranks",
-        )
+    wanted = _as_device(device)
+    return made(
+        "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
-
-
-def _checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, ...]:
-    periods = tuple(map(bool, periodic)) if isinstance(periodic, Sequence) else (bool(periodic),) * ndim
-    if len(periods) != ndim:
-        raise MeshError(
-            described(
-                "init_mesh: periodic does not fit the shape",
-                expected=f"{ndim} flags or one for all",
-                got=periods,
-                fix="give one flag per mesh dim",
-            )
-        )
-    return periods
-
-
-def _checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
-    if names is None:
-        return tuple(f"dim{i}" for i in range(ndim))
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if len(names) != ndim or len(set(names)) != ndim or not all(isinstance(n, str) for n in names):
-        raise MeshError(
-            described(
-                f"{what}: names do not fit the mesh",
-                expected=f"{ndim} different names",
-                got=names,
-                fix="give one name per mesh dim",
-            )
-        )
-    return names
 
 
 def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
     error: MpishardError | None = None
     names: tuple[str, ...] = ()
     try:
-        names = _checked_names(given, ndim, what)
+        names = checked_names(given, ndim, what)
     except MpishardError as e:
         error = e
     try:

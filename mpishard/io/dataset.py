@@ -194,6 +194,8 @@ class Dataset(data.Dataset[Any]):
             return _Fetched(item, None, e)
         except Exception as e:  # noqa: BLE001
             return _Fetched(item, None, damaged(self.path, self.name, e))
+        except BaseException as e:  # noqa: BLE001 (of a thread too: whoever waits for it must know)
+            return _Fetched(item, None, e)
 
     def _batched(self, count: int, mesh_dim: int | None) -> Layout:
         """Return the layout of so many samples."""
@@ -207,7 +209,7 @@ class _Fetched(NamedTuple):
 
     indices: Sequence[int]
     local: Tensor | None
-    error: MpishardError | None
+    error: BaseException | None
 
 
 def _tensor(ds: Dataset, got: _Fetched, single: bool, mesh_dim: int | None = None) -> ShardTensor:
@@ -379,7 +381,10 @@ class Loader:
             b = self.batch_size or 1
             for i in range(first, count):
                 item = list(order[i * b : (i + 1) * b])
-                got = [ds._fetched(item, self._batch_dim) for ds in own]
+                try:
+                    got = [ds._fetched(item, self._batch_dim) for ds in own]
+                except BaseException as e:  # noqa: BLE001 (a subclass of the user's may raise anything)
+                    got = [_Fetched(item, None, e)] * len(own)
                 while not stop.is_set():
                     try:
                         ready.put(got, timeout=0.1)

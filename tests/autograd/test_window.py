@@ -142,7 +142,7 @@ def test_a_window_can_reverse_stride_and_repeat_cells():
         (flipped, full.flip(0)[lo:hi]),
         (stride, torch.cat((full[::3], full[-1:], full[-1:]))),
     ):
-        op = window.window_op(mesh, layout, torch.float64, [wanted])
+        op = mesh.plan(wanted, lambda wanted=wanted: window.window_op(mesh, layout, torch.float64, [wanted]))
         assert torch.equal(op(local), expected)
         assert dot_test(lambda t, op=op: apply(op, t), local, mesh=mesh, rtol=1e-13)
 
@@ -156,7 +156,7 @@ def test_a_filled_window_is_affine():
         0,
         [(lo - 1, hi + 1) for lo, hi in zip(bounds(layout.sizes[0])[:-1], bounds(layout.sizes[0])[1:])],
     )
-    op = window.window_op(mesh, layout, torch.float64, [wanted], value=-7.0)
+    op = mesh.plan("window", lambda: window.window_op(mesh, layout, torch.float64, [wanted], value=-7.0))
     x = torch.randn(2, dtype=torch.float64)
     y = op(x)
     assert (y[0] == -7.0) == (mesh.rank == 0)

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard import errors
-from mpishard.comm import guard
+from mpishard.comm import exit, guard
 from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedDtypeError
 
 WORLD = MPI.COMM_WORLD
@@ -265,12 +265,12 @@ def test_only_unfinished_peers_are_named(comm):
 
 def test_finalizers_run_once_last_first(monkeypatch, capsys):
     order = []
-    monkeypatch.setattr(guard, "_finalizers", [])
-    guard.on_finalize(lambda: order.append(1))
-    guard.on_finalize(lambda: 1 / 0)
-    guard.on_finalize(lambda: order.append(3))
-    guard._run_finalizers()
+    monkeypatch.setattr(exit, "_finalizers", [])
+    exit.on_finalize(lambda: order.append(1))
+    exit.on_finalize(lambda: 1 / 0)
+    exit.on_finalize(lambda: order.append(3))
+    exit._run_finalizers()
     assert order == [3, 1]  # one that fails stops none
     assert "ZeroDivisionError" in capsys.readouterr().err
-    guard._run_finalizers()
+    exit._run_finalizers()
     assert order == [3, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import lifetime
+import mpishard as ms
+from mpishard.comm import lifetime, plans
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.errors import DesyncError, LayoutError, MeshError
+from mpishard.errors import DesyncError, LayoutError, MeshError, UnsupportedOperationError
 
 WORLD = MPI.COMM_WORLD
 
@@ -294,6 +296,79 @@ def test_plans_of_a_part_of_the_mesh():
     mesh = init_mesh((2, 2))
     if mesh.coords[0] == 0:
         assert mesh.plan("key", lambda: "plan", (1,)) == "plan"
+
+
+def test_plans_that_were_not_used_for_long_go_on_all_ranks_alike(monkeypatch):
+    monkeypatch.setattr(plans, "LIMIT_NBYTES", 200_000)
+    mesh = init_mesh((-1,))
+    built = []
+
+    def use(key):
+        # of another size on every rank
+        return mesh.plan(key, lambda: (built.append(key), torch.zeros(100 * (1 + mesh.rank)))[1])
+
+    for i in range(1000):
+        use("often used")
+        use(i)
+    assert built.count("often used") == 1
+    assert len(mesh.plans) < 400
+    assert len(set(WORLD.allgather(tuple(mesh.plans)))) == 1
+    use(0)
+    assert built.count(0) == 2
+    for i in range(1000):
+        mesh.keep(i, lambda: torch.zeros(100))
+    assert len(mesh.kept) < 400
+
+
+def test_exchanges_go_with_their_plan():
+    mesh = init_mesh((-1,), periodic=True)
+    x = ms.distribute_tensor(torch.arange(8.0), mesh, (ms.Shard(0),))
+    ms.halo_exchange(x, {0: 1}, mode="circular")
+    made = len(mesh._holding.resources)
+    assert made == (WORLD.size > 1)
+    mesh.plans.clear()
+    gc.collect()
+    assert len(mesh._holding.resources) == 0
+    ms.halo_exchange(x, {0: 1}, mode="circular")
+
+
+def test_one_thread_communicates():
+    mesh = init_mesh((-1,))
+    errors = []
+
+    def work():
+        try:
+            ms.all_reduce(torch.ones(2), mesh)
+        except UnsupportedOperationError as e:
+            errors.append(e)
+
+    def in_thread():
+        thread = threading.Thread(target=work, name="second")
+        thread.start()
+        thread.join()
+
+    for _ in range(2):
+        in_thread()  # the one before has ended
+    assert not errors
+    ms.all_reduce(torch.ones(2), mesh)
+    in_thread()
+    if WORLD.size > 1:
+        assert "thread 'second', while 'MainThread', which has done so, is alive" in str(errors[0])
+
+
+def test_no_communicator_is_left():
+    calls = []
+
+    def make():
+        calls.append(1)
+        if len(calls) != 2:
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return "made"
+
+    assert lifetime.made("init_mesh", WORLD, make) == "made"
+    with pytest.raises(MeshError, match="init_mesh: MPI makes no more communicators"):
+        lifetime.made("init_mesh", WORLD, make)
+    assert len(calls) == 4
 
 
 # the end of a mesh

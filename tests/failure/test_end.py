@@ -59,10 +59,10 @@ def test_exchange_in_flight_at_the_end(job):
 def test_finalizers_run_once_and_before_mpi_ends(job):
     body = """
 import atexit
-from mpishard.comm import guard
+from mpishard.comm import exit
 atexit.register(lambda: print("before ours was registered", MPI.Is_finalized()))
-guard.on_finalize(lambda: print("first", MPI.Is_finalized()))
-guard.on_finalize(lambda: print("second", MPI.Is_finalized()))
+exit.on_finalize(lambda: print("first", MPI.Is_finalized()))
+exit.on_finalize(lambda: print("second", MPI.Is_finalized()))
 """
     mine = "second False\nfirst False\n"
     outcome = job(1, body)

@@ -71,6 +71,13 @@ def test_samples_for_a_gpu_are_read_into_pinned_memory(stream):
         assert torch.equal(x.full_tensor(), full[:2])
 
 
+def test_a_thread_that_dies_while_it_reads_ahead(stream, monkeypatch):
+    ds, _ = stream
+    monkeypatch.setattr(type(ds), "_fetched", lambda *_: {}["key"] if WORLD.rank == WORLD.size - 1 else 1 / 0)
+    with pytest.raises(ms.MpishardError, match=r"ZeroDivisionError|KeyError"):
+        next(iter(ms.io.Loader(ds)))
+
+
 def test_shuffled_alike_on_every_rank(stream):
     ds, full = stream
     torch.manual_seed(WORLD.rank)

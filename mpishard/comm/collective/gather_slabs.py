@@ -10,8 +10,7 @@ from mpi4py import MPI
 from mpishard.comm import counter, guard
 from mpishard.comm.memory.buffer import address, dense, pieces, to_host
 from mpishard.comm.mesh import Group
-
-TAG = 13
+from mpishard.comm.tag import Flight, hashed
 
 Box = Sequence[tuple[int, int]]
 
@@ -47,6 +46,9 @@ def funnel(
         Name for counters and the watchdog.
     """
     comm, rank = group.comm, group.rank
+    if guard.DEBUG:
+        guard.check(comm, op, None, x.dtype)
+    tag = hashed(op, x.dtype)
     if rank:
         for box in slabs[rank]:
             part = _host(_slab(x, offset, box))
@@ -54,7 +56,7 @@ def funnel(
                 counter.record(op, len(pieces(part.nbytes)), part.nbytes)
             with guard.waiting(op, (0,), comm):
                 for at, nbytes in pieces(part.nbytes):
-                    comm.Send(address(part.data_ptr() + at, nbytes), 0, TAG)
+                    comm.Send(address(part.data_ptr() + at, nbytes), 0, tag)
         return
     buffer = x.new_empty(0, device="cpu")
     for source, boxes in enumerate(slabs):
@@ -67,9 +69,9 @@ def funnel(
             if buffer.numel() < count:
                 buffer = buffer.new_empty(count)
             part = buffer[:count].view(shape)
-            with guard.waiting(op, (source,), comm):
-                for at, nbytes in pieces(part.nbytes):
-                    comm.Recv(address(part.data_ptr() + at, nbytes), source, TAG, MPI.Status())
+            for at, nbytes in pieces(part.nbytes):
+                piece = address(part.data_ptr() + at, nbytes)
+                Flight(comm, op, [(source, comm.Irecv(piece, source, MPI.ANY_TAG), tag, nbytes)], []).wait()
             consume(box, part)
 
 

@@ -16,11 +16,10 @@ from mpishard.comm.device.driver import Driver, driver_at
 from mpishard.comm.memory.buffer import address, dense, pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.point_to_point.device_message import Envelope, Relay
+from mpishard.comm.tag import Flight, hashed
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
-
-TAG = 8
 
 
 def run_transfer(
@@ -31,6 +30,7 @@ def run_transfer(
     op: str = "redistribute",
     *,
     accumulate: bool = False,
+    call: object = (),
 ) -> Tensor:
     """Return this rank's block of the target layout.
 
@@ -49,9 +49,17 @@ def run_transfer(
         Name for counters and the watchdog.
     accumulate
         Whether boxes that come overlap, and are added in ascending order of the ranks; what none covers is zero.
+    call
+        What all ranks know of the transfer.
+
+    Raises
+    ------
+    DesyncError
+        Other boxes came: those of another call.
     """
     if guard.DEBUG:
-        guard.check(mesh.comm, op, None, x.dtype)
+        guard.check(mesh.comm, f"{op} {call}", None, x.dtype)
+    tag = hashed(op, call, x.dtype)
     out = x.new_zeros(tuple(shape)) if accumulate else x.new_empty(tuple(shape))
     put = Tensor.add_ if accumulate else Tensor.copy_
     if x.is_cuda:
@@ -61,30 +69,29 @@ def run_transfer(
         return out
     driver = driver_at(x)
     if driver is not None:
-        _run_on_device(mesh, driver, plan, x, out, op, put)
+        _run_on_device(mesh, driver, plan, x, out, op, put, tag)
         return out
     comm = mesh.comm
     incoming = []
-    requests: list[MPI.Request] = []
+    recvs, sends = [], []
     for peer, box in plan.recvs:
         buffer = torch.empty([hi - lo for lo, hi in box], dtype=x.dtype)
         incoming.append((box, buffer))
-        requests += [comm.Irecv(part, peer, TAG) for part in byte_parts(buffer)]
+        recvs += [(peer, comm.Irecv(part, peer, MPI.ANY_TAG), tag, part.nbytes) for part in byte_parts(buffer)]
     outgoing = [_narrow(x, box).contiguous().resolve_conj().resolve_neg() for _, box in plan.sends]
     for (peer, _), block in zip(plan.sends, outgoing):
-        requests += [comm.Isend(part, peer, TAG) for part in byte_parts(block)]
+        sends += [(peer, comm.Isend(part, peer, tag)) for part in byte_parts(block)]
     if counter.active:
         counter.record(op, len(plan.sends), sum(b.nbytes for b in outgoing))
     _move(out, x, plan.local, put)
-    with guard.waiting(op, [p for p, _ in plan.recvs], comm):
-        MPI.Request.Waitall(requests)
+    Flight(comm, f"{op} {call}", recvs, sends).wait()
     for box, buffer in incoming:
         put(_narrow(out, box), buffer)
     return out
 
 
 def _run_on_device(
-    mesh: CartMesh, driver: Driver, plan: Transfer, x: Tensor, out: Tensor, op: str, put: Callable[..., Any]
+    mesh: CartMesh, driver: Driver, plan: Transfer, x: Tensor, out: Tensor, op: str, put: Callable[..., Any], tag: int
 ) -> None:
     """Run a plan on blocks in a GPU's memory. Collective over the ranks that exchange boxes."""
     link = mesh.group(tuple(range(mesh.ndim))).links.get("nccl")
@@ -92,7 +99,7 @@ def _run_on_device(
     large = nccl.LEAST_NBYTES if link is not None else math.inf
     sides = [[(peer, box, _numel(box) * x.itemsize) for peer, box in side] for side in (plan.sends, plan.recvs)]
     small = [[m for m in side if m[2] < large] for side in sides]
-    going, coming = ([Envelope(peer, TAG, nbytes) for peer, _, nbytes in side] for side in small)
+    going, coming = ([Envelope(peer, tag, nbytes) for peer, _, nbytes in side] for side in small)
     relay = Relay(mesh.comm, driver, going, coming, op, mesh.gpu_aware, counted=False)
     if counter.active:
         counter.record(op, len(sides[0]), sum(nbytes for *_, nbytes in sides[0]))
@@ -156,12 +163,14 @@ def scatter_blocks(
         Name for counters and the watchdog.
     """
     comm = mesh.comm
+    if guard.DEBUG:
+        guard.check(comm, f"{op} from rank {src} of {boxes}", None, dtype)
+    tag = hashed(op, src, dtype)
     if x is None:
         shape = [hi - lo for lo, hi in boxes[mesh.rank]]
         block = torch.empty(shape, dtype=dtype, pin_memory=mesh.device.type == "cuda")
-        with guard.waiting(op, (src,), comm):
-            for part in byte_parts(block):
-                comm.Recv(part, src, TAG)
+        for part in byte_parts(block):
+            Flight(comm, op, [(src, comm.Irecv(part, src, MPI.ANY_TAG), tag, part.nbytes)], []).wait()
         return block.to(mesh.device)
     sent = 0
     for rank, box in enumerate(boxes):
@@ -171,7 +180,7 @@ def scatter_blocks(
         block = block.contiguous().cpu().resolve_conj().resolve_neg()
         with guard.waiting(op, (rank,), comm):
             for part in byte_parts(block):
-                comm.Send(part, rank, TAG)
+                comm.Send(part, rank, tag)
         sent += block.nbytes
     if counter.active:
         counter.record(op, len(boxes) - 1, sent)

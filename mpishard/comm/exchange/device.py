@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.device.driver import Driver, Memory
-from mpishard.comm.exchange.host import TAG, Parts
+from mpishard.comm.exchange.host import Parts
 from mpishard.comm.memory.copy_table import UNITS, Box, plan_table
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.device_message import Envelope, Relay
+from mpishard.comm.tag import Label
 
 Offsets = list[list[int]]
 
@@ -23,7 +24,7 @@ class DeviceExchange:
 
     Parameters
     ----------
-    group, sends, recvs, dtype, op
+    group, sends, recvs, dtype, op, label
         As there.
     driver
         The device.
@@ -36,13 +37,15 @@ class DeviceExchange:
         Where these begin in the buffers, in bytes.
     """
 
-    def __init__(self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, driver: Driver, op: str) -> None:
+    def __init__(
+        self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, driver: Driver, op: str, label: Label
+    ) -> None:
         self.driver, self.device, self.dtype = driver, driver.device, dtype
         self.busy = False
-        (out, out_blocks), (into, into_blocks) = (_envelopes(parts, dtype) for parts in (sends, recvs))
+        (out, out_blocks), (into, into_blocks) = (_envelopes(parts, dtype, label) for parts in (sends, recvs))
         # made in inference mode, they would serve no other
         with torch.inference_mode(False):
-            self._relay = relay = Relay(group.comm, driver, out, into, op, group.aware)
+            self._relay = relay = Relay(group.comm, driver, out, into, op, group.aware, label=label)
             self.sends, self.send_offsets = _views(relay.out, relay.out_starts, sends, out_blocks, dtype)
             self.recvs, self.recv_offsets = _views(relay.into, relay.into_starts, recvs, into_blocks, dtype)
         self._tables: dict[Any, Any] = {}
@@ -94,9 +97,9 @@ class DeviceExchange:
         self._relay.free()
 
 
-def _envelopes(parts: Parts, dtype: torch.dtype) -> tuple[list[Envelope], list[list[int]]]:
+def _envelopes(parts: Parts, dtype: torch.dtype, label: Label) -> tuple[list[Envelope], list[list[int]]]:
     sizes = [[torch.Size(s).numel() * dtype.itemsize for s in shapes] for _, shapes in parts]
-    return [Envelope(peer, TAG, sum(own)) for (peer, _), own in zip(parts, sizes)], sizes
+    return [Envelope(peer, label.tag(False), sum(own)) for (peer, _), own in zip(parts, sizes)], sizes
 
 
 def _views(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter
 from mpishard.comm.memory.buffer import address, pieces
 from mpishard.comm.mesh import Group
+from mpishard.comm.tag import Flight, Label, said
 
-TAG = 7
 _ALIGN = 64  # of every message
 
 Parts = Sequence["tuple[int, Sequence[torch.Size | tuple[int, ...]]]"]
@@ -46,8 +46,8 @@ class Exchange:
         Per peer, the shapes of the blocks in its message, in order.
     dtype
         Of the tensors that are packed.
-    op
-        Name for counters and the watchdog.
+    op, label
+        Name for counters and the watchdog, and what the plan is called.
     storages
         Where the messages may lie; one is added where none is free and large enough.
 
@@ -59,14 +59,20 @@ class Exchange:
         Where they lie; this exchange's own from `start` to `release` only.
     """
 
-    __slots__ = ("_backward", "_forward", "_group", "_nbytes", "_op", "_peers", "dtype", "recvs", "sends", "storage")
+    __slots__ = ("__weakref__", "_flights", "_nbytes", "_op", "dtype", "recvs", "sends", "storage")
 
     device = torch.device("cpu")
 
     def __init__(
-        self, group: Group, sends: Parts, recvs: Parts, dtype: torch.dtype, op: str, storages: list[Storage]
+        self,
+        group: Group,
+        sends: Parts,
+        recvs: Parts,
+        dtype: torch.dtype,
+        op: str,
+        label: Label,
+        storages: list[Storage],
     ) -> None:
-        self._group = group
         self._op = op
         self.dtype = dtype
         starts = list(accumulate((_aligned(_nbytes(shapes, dtype)) for _, shapes in (*sends, *recvs)), initial=0))
@@ -74,16 +80,17 @@ class Exchange:
         self.sends, out = self._views(sends, starts)
         self.recvs, into = self._views(recvs, starts[len(sends) :])
         comm = group.comm
-        self._forward = [comm.Recv_init(b, peer, TAG) for peer, b in into] + [
-            comm.Send_init(b, peer, TAG) for peer, b in out
-        ]
-        self._backward = [comm.Recv_init(b, peer, TAG) for peer, b in out] + [
-            comm.Send_init(b, peer, TAG) for peer, b in into
-        ]
-        self._peers = (
-            guard.unfinished(self._forward, [p for p, _ in into + out]),
-            guard.unfinished(self._backward, [p for p, _ in out + into]),
-        )
+
+        def flight(coming: Any, going: Any, adjoint: bool) -> Flight:
+            tag = label.tag(adjoint)
+            return Flight(
+                comm,
+                said(op, label, adjoint),
+                [(peer, comm.Recv_init(b, peer, MPI.ANY_TAG), tag, len(b)) for peer, b in coming],
+                [(peer, comm.Send_init(b, peer, tag)) for peer, b in going],
+            )
+
+        self._flights = (flight(into, out, False), flight(out, into, True))
         self._nbytes = ((len(out), sum(len(b) for _, b in out)), (len(into), sum(len(b) for _, b in into)))
 
     @property
@@ -107,17 +114,12 @@ class Exchange:
         """Start the messages; the buffers to send are packed. Neighborwise collective."""
         if counter.active:
             counter.record(self._op, *self._nbytes[adjoint])
-        requests = self._backward if adjoint else self._forward
-        if requests:
-            MPI.Prequest.Startall(requests)
+        self._flights[adjoint].start()
         self.storage.busy = True
 
     def finish(self, adjoint: bool = False) -> None:
         """Wait for the messages; afterwards the receive buffers are filled. Neighborwise collective."""
-        requests = self._backward if adjoint else self._forward
-        if requests:
-            with guard.waiting(self._op, self._peers[adjoint], self._group.comm):
-                MPI.Request.Waitall(requests)
+        self._flights[adjoint].wait()
 
     def release(self) -> None:
         """Give the buffers back: what was received is unpacked. Not collective."""
@@ -125,9 +127,8 @@ class Exchange:
 
     def free(self) -> None:
         """Free the persistent requests. Not collective."""
-        for request in self._forward + self._backward:
-            request.Free()
-        self._forward, self._backward = [], []
+        for flight in self._flights:
+            flight.free()
 
 
 def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:

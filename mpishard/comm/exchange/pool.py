@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpishard.comm import exit
 from mpishard.comm.device.driver import driver_of
 from mpishard.comm.exchange.device import DeviceExchange
 from mpishard.comm.exchange.host import Exchange, Parts
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.tag import Label
+
+_EXCHANGE_NBYTES = 8 << 10  # of requests and views, which come when they are used
 
 
 class ExchangePool:
@@ -18,14 +22,21 @@ class ExchangePool:
     ----------
     mesh, mesh_dims
         The mesh, and the dims along which the peers lie.
-    sends, recvs, dtype, op
+    sends, recvs, dtype, op, label
         As for `Exchange`.
     """
 
     def __init__(
-        self, mesh: CartMesh, mesh_dims: tuple[int, ...], sends: Parts, recvs: Parts, dtype: torch.dtype, op: str
+        self,
+        mesh: CartMesh,
+        mesh_dims: tuple[int, ...],
+        sends: Parts,
+        recvs: Parts,
+        dtype: torch.dtype,
+        op: str,
+        label: Label,
     ) -> None:
-        self._mesh, self._mesh_dims, self._dtype, self._op = mesh, mesh_dims, dtype, op
+        self._mesh, self._mesh_dims, self._dtype, self._op, self._label = mesh, mesh_dims, dtype, op, label
         self._sends, self._recvs = sends, recvs
         self._made: list[Exchange | DeviceExchange] = []
 
@@ -41,12 +52,22 @@ class ExchangePool:
         group, driver = self._mesh.group(self._mesh_dims), driver_of(device)
         made: Exchange | DeviceExchange
         if driver is None:
-            made = Exchange(group, self._sends, self._recvs, self._dtype, self._op, self._mesh.storages)
+            made = Exchange(group, self._sends, self._recvs, self._dtype, self._op, self._label, self._mesh.storages)
         else:
-            made = DeviceExchange(group, self._sends, self._recvs, self._dtype, driver, self._op)
-        self._mesh.own(made.free)
+            made = DeviceExchange(group, self._sends, self._recvs, self._dtype, driver, self._op, self._label)
+        self._mesh.own_weakly(made)
         self._made.append(made)
         return made
+
+    def __del__(self) -> None:
+        # forgotten with its plan; what is in flight, an error has left behind
+        if exit.alive():
+            for exchange in self._made:
+                if not exchange.busy:
+                    exchange.free()
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + (_EXCHANGE_NBYTES if self._sends or self._recvs else 0)
 
 
 def kernel_of(exchange: Exchange | DeviceExchange, x: Tensor) -> DeviceExchange | None:

@@ -18,6 +18,7 @@ from mpishard.comm.exchange.window_single_round import AtOnce
 from mpishard.comm.memory.copy_table import Box
 from mpishard.comm.memory.piece import add_cells, cells, empty_as, repeats
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.tag import Label, said
 
 if TYPE_CHECKING:
     from mpishard.layout import Stage
@@ -32,23 +33,32 @@ class StageRun:
         The mesh and this rank's stage on it.
     shape, dtype
         Of the block that the stage starts from.
-    op
-        Name for counters and the watchdog.
+    op, label
+        Name for counters and the watchdog, and what the plan is called; that which is being made, if not given.
     """
 
-    def __init__(self, mesh: CartMesh, stage: Stage, shape: Sequence[int], dtype: torch.dtype, op: str) -> None:
+    def __init__(
+        self,
+        mesh: CartMesh,
+        stage: Stage,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        op: str,
+        label: Label | None = None,
+    ) -> None:
         self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, tuple(shape), dtype, op
+        self.label = mesh.label if label is None else label
         d = self.dim = stage.dim
         sends, recvs = (
             [(peer, [(*self.shape[:d], p.wire_count, *self.shape[d + 1 :]) for p in pieces]) for peer, pieces in side]
             for side in (stage.sends, stage.recvs)
         )
-        self._pool = ExchangePool(mesh, stage.mesh_dims, sends, recvs, dtype, op)
+        self._pool = ExchangePool(mesh, stage.mesh_dims, sends, recvs, dtype, op, self.label)
 
-    def _check(self, op: str) -> None:
-        # also on ranks to which nothing comes
+    def _check(self, adjoint: bool) -> None:
+        # of the whole mesh, also on ranks to which nothing comes
         if self.stage.mesh_dims:
-            guard.check(self.mesh.group(self.stage.mesh_dims).comm, op, None, self.dtype)
+            guard.check(self.mesh.comm, said(self.op, self.label, adjoint))
 
     def _boxes(self, offsets: Sequence[Sequence[int]], x: Tensor, at: int | None) -> Iterator[Box]:
         """Yield what one kernel moves: the cells to send of a block at ``at``, or those that arrive (None)."""
@@ -72,7 +82,7 @@ class StageRun:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
         assert x.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
-            self._check(self.op)
+            self._check(False)
         exchange = self._pool.take(x.device)
         if exchange is not None:
             kernel = kernel_of(exchange, x)
@@ -104,7 +114,7 @@ class StageRun:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
         assert g.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
-            self._check(f"adjoint of {self.op}")
+            self._check(True)
         exchange = self._pool.take(g.device)
         if exchange is not None:
             kernel = kernel_of(exchange, g)
@@ -144,8 +154,8 @@ class WindowOp:
         all at once.
     value
         What cells beyond the domain hold.
-    op
-        Name for counters and the watchdog.
+    op, label
+        As of `StageRun`.
 
     Notes
     -----
@@ -163,13 +173,15 @@ class WindowOp:
         rounds: int = 1,
         value: float = 0.0,
         op: str = "window",
+        label: Label | None = None,
     ) -> None:
+        self.label = mesh.label if label is None else label
         self.mesh, self.dtype, self.value, self.op, self._rounds = mesh, dtype, value, op, rounds
         self.in_shape = tuple(shape)
         self.runs: list[StageRun] = []
         now = list(shape)
         for stage in stages:
-            self.runs.append(StageRun(mesh, stage, now, dtype, op))
+            self.runs.append(StageRun(mesh, stage, now, dtype, op, self.label))
             now[stage.dim] = stage.n_out
         self.out_shape = tuple(now)
         # where the whole own block lies in the window, one array serves all stages
@@ -178,7 +190,7 @@ class WindowOp:
 
     @cached_property
     def _at_once(self) -> AtOnce:
-        return AtOnce(self.mesh, [run.stage for run in self.runs], self.in_shape, self.dtype, self.op)
+        return AtOnce(self.mesh, [run.stage for run in self.runs], self.in_shape, self.dtype, self.op, self.label)
 
     @cached_property
     def adjoint(self) -> WindowAdjoint:
@@ -191,7 +203,8 @@ class WindowOp:
         if self.value == 0:
             return self
         stages = [r.stage for r in self.runs]
-        return WindowOp(self.mesh, stages, self.in_shape, self.dtype, rounds=self._rounds, op=self.op)
+        shape, dtype = self.in_shape, self.dtype
+        return WindowOp(self.mesh, stages, shape, dtype, rounds=self._rounds, op=self.op, label=self.label)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fetch the window of the block ``x``. Neighborwise collective."""

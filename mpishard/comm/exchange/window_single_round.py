@@ -15,6 +15,7 @@ from mpishard.comm.exchange.pool import ExchangePool, kernel_of
 from mpishard.comm.memory.copy_table import Box
 from mpishard.comm.memory.piece import cells, repeats
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.tag import Label, said
 
 if TYPE_CHECKING:
     from mpishard.layout import Piece, Stage
@@ -34,14 +35,20 @@ class AtOnce:
         The mesh, and the stages of the window.
     shape, dtype
         Of the local block.
-    op
-        Name for counters and the watchdog.
+    op, label
+        Name for counters and the watchdog, and what the plan is called.
     """
 
     def __init__(
-        self, mesh: CartMesh, stages: Sequence[Stage], shape: tuple[int, ...], dtype: torch.dtype, op: str
+        self,
+        mesh: CartMesh,
+        stages: Sequence[Stage],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        op: str,
+        label: Label,
     ) -> None:
-        self._mesh, self._stages, self._dtype, self._op = mesh, stages, dtype, op
+        self._mesh, self._stages, self._op, self._label = mesh, stages, op, label
         self._dims = [stage.dim for stage in stages]
         own = [stage.own for stage in stages]
         self._local: list[Part] = list(product(*own))
@@ -57,14 +64,12 @@ class AtOnce:
             [(peer, [self._extents(shape, part) for part in parts]) for peer, parts in side]
             for side in (self._sends, self._recvs)
         )
-        self._pool = ExchangePool(mesh, tuple(range(mesh.ndim)), sends, recvs, dtype, op)
+        self._pool = ExchangePool(mesh, tuple(range(mesh.ndim)), sends, recvs, dtype, op, label)
 
     def __call__(self, x: Tensor, out: Tensor, value: float) -> Tensor:
         """Fill ``out`` with the window of the block ``x``. Neighborwise collective."""
         if guard.DEBUG:
-            for stage in self._stages:
-                if stage.mesh_dims:
-                    guard.check(self._mesh.group(stage.mesh_dims).comm, self._op, None, self._dtype)
+            guard.check(self._mesh.comm, said(self._op, self._label))
         exchange = self._pool.take(x.device)
         if exchange is not None:
             kernel = kernel_of(exchange, x)

@@ -36,7 +36,7 @@ class DeviceRefresh(Refresh):
 
     Parameters
     ----------
-    comm, sweeps, fields, tag, reverse
+    comm, sweeps, fields, tag, reverse, op
         As for `Refresh`.
     foreign
         Whether other streams than torch's current one may still write the fields.
@@ -53,13 +53,14 @@ class DeviceRefresh(Refresh):
         fields: Sequence[Block],
         tag: int,
         reverse: bool,
+        op: str,
         *,
         foreign: bool,
         driver: Driver,
         aware: bool,
     ) -> None:
         self._driver, self._aware, self._foreign = driver, aware, foreign
-        super().__init__(comm, sweeps, [f._replace(device=driver.device) for f in fields], tag, reverse)
+        super().__init__(comm, sweeps, [f._replace(device=driver.device) for f in fields], tag, reverse, op)
 
     def free(self) -> None:
         """Free the persistent requests and the buffers. Not collective."""
@@ -76,7 +77,7 @@ class DeviceRefresh(Refresh):
         self._messages += len(sends)
         self._nbytes += sum(m.nbytes for m in sends)
         # the refresh is counted as one
-        relay = Relay(self._comm, driver, sends, recvs, OP, self._aware, counted=False)
+        relay = Relay(self._comm, driver, sends, recvs, OP, self._aware, counted=False, in_order=False)
         step = _DeviceStep(relay)
         if driver.has_kernel:
             if sweep.local:

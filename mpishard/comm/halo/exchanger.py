@@ -28,6 +28,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
 
 _HOST = torch.device("cpu")
+_TAGS, _SLOT_STEP, _FIELDS_STEP = 32767, 499, 61
 _KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
 
 Width = int | Sequence[int]
@@ -107,7 +108,7 @@ class HaloExchanger:
         except MpishardError as e:
             error = e
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
-        guard.agree(everyone, error, signature)
+        self._number, _ = mesh.agree(everyone, error, signature)
         self.mesh = mesh
         self._sizes = _interior_sizes(mesh, everyone.allgather(self.shape), self.halo_width, self.mesh_dims)
         self._reversed = order == "F"
@@ -276,16 +277,21 @@ class HaloExchanger:
                 )
             )
         foreign = any(b.device and not isinstance(f, torch.Tensor) for b, f in zip(blocks, fields))
-        comm, tag = self._channel.comm, slot * 2 * len(self.shape)
+        comm = self._channel.comm
+        ways = 2 * len(self.shape)
+        # small numbers never meet; those of many exchangers and fields may
+        tag = (self._number + _SLOT_STEP * slot + _FIELDS_STEP * (len(fields) - 1)) % (_TAGS // ways) * ways
+        op = f"HaloExchanger {self._number} of shape {self.shape}, halo {self.halo_width}, {len(fields)} fields"
         driver = driver_of(blocks[0].device or _HOST)
         if driver is None:
-            return Refresh(comm, self._sweeps, blocks, tag, self._reversed)
+            return Refresh(comm, self._sweeps, blocks, tag, self._reversed, op)
         return DeviceRefresh(
             comm,
             [self._at_once],
             blocks,
             tag,
             self._reversed,
+            op,
             foreign=foreign,
             driver=driver,
             aware=self.mesh.gpu_aware,
@@ -293,7 +299,8 @@ class HaloExchanger:
 
     def _check(self, fields: tuple[Any, ...]) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
-        guard.check(self._channel.comm, f"HaloExchanger of {len(fields)} fields", None, self.dtypes)
+        what = f"HaloExchanger {self._number} of {len(fields)} fields, halo {self.halo_width} along {self.mesh_dims}"
+        guard.check(self.mesh.comm, what, None, self.dtypes)
 
 
 class _Channel:
@@ -333,9 +340,11 @@ class _Channel:
 
 def _channel(mesh: CartMesh) -> _Channel:
     """Return the mesh's channel. Collective on the first call."""
-    channel = mesh.plans.get(_Channel)
+    # not among the plans, which may go: its communicator is made and freed by all ranks together
+    links = mesh.group(tuple(range(mesh.ndim))).links
+    channel = links.get("halo")
     if channel is None:
-        channel = mesh.plans[_Channel] = _Channel(mesh.duplicate())
+        channel = links["halo"] = _Channel(mesh.duplicate())
         mesh.own(channel.free)
     return channel  # type: ignore[no-any-return]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter
 from mpishard.comm.exchange.neighbours import Way, across
 from mpishard.comm.memory.block import Block, copy_views
 from mpishard.comm.memory.buffer import pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.point_to_point.device_message import PATIENCE_S
+from mpishard.comm.tag import Flight
 from mpishard.layout.halo import Strip, Strips, plan_strips
 
 OP = "halo_refresh"
@@ -118,14 +119,13 @@ def _filled(boxes: Iterable[Box]) -> tuple[Box, ...]:
 class _Step:
     """One sweep on given fields."""
 
-    __slots__ = ("local", "packs", "peers", "requests", "unpacks")
+    __slots__ = ("flight", "local", "packs", "unpacks")
 
     def __init__(self) -> None:
         self.packs: list[tuple[Any, Any]] = []
         self.local: list[tuple[Any, Any]] = []
         self.unpacks: list[tuple[Any, Any]] = []
-        self.requests: list[MPI.Prequest] = []
-        self.peers: Callable[[], list[int]] = list
+        self.flight: Flight
 
 
 class Refresh:
@@ -146,6 +146,8 @@ class Refresh:
         Added to the tags of the messages.
     reverse
         Whether messages hold the first dim fastest.
+    op
+        What a rank that waits says.
     """
 
     def __init__(
@@ -155,7 +157,9 @@ class Refresh:
         fields: Sequence[Block],
         tag: int,
         reverse: bool = False,
+        op: str = OP,
     ) -> None:
+        self._op = op
         self.addresses = frozenset(f.address for f in fields if f.nbytes)  # empty arrays share addresses
         self._comm, self._fields, self._tag, self._reverse = comm, fields, tag, reverse
         self._buffers: list[Any] = []
@@ -201,27 +205,23 @@ class Refresh:
         """Free the persistent requests. Not collective."""
         deadline = time.monotonic() + PATIENCE_S
         for step in self._steps:
-            while step.requests and not MPI.Request.Testall(step.requests) and time.monotonic() < deadline:
+            while not step.flight.test() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            for request in step.requests:
-                request.Free()
+            step.flight.free()
         self._steps = []
 
     def _begin(self, step: _Step) -> None:
         for dst, src in step.packs:
             np.copyto(dst, src)
-        if step.requests:
-            MPI.Prequest.Startall(step.requests)
+        step.flight.start()
         for dst, src in step.local:
             np.copyto(dst, src)
 
     def _arrived(self, step: _Step) -> bool:
-        return not step.requests or MPI.Request.Testall(step.requests)
+        return step.flight.test()
 
     def _wait(self, step: _Step) -> None:
-        if step.requests:
-            with guard.waiting(OP, step.peers, self._comm):
-                MPI.Request.Waitall(step.requests)
+        step.flight.wait()
 
     def _unpack(self, step: _Step) -> None:
         for dst, src in step.unpacks:
@@ -236,20 +236,20 @@ class Refresh:
     def _step(self, sweep: Sweep) -> _Step:
         step = _Step()
         comm = self._comm
-        peers = []
+        recvs, sends = [], []
         for message in sweep.recvs:
-            for part in self._parts(message, step.unpacks, sending=False):
-                step.requests.append(comm.Recv_init(part, message.peer, self._tag + message.tag))
-                peers.append(message.peer)
+            tag = self._tag + message.tag
+            recvs += [
+                (message.peer, comm.Recv_init(part, message.peer, tag), tag, part.nbytes)
+                for part in self._parts(message, step.unpacks, sending=False)
+            ]
         for message in sweep.sends:
-            parts = self._parts(message, step.packs, sending=True)
-            for part in parts:
-                step.requests.append(comm.Send_init(part, message.peer, self._tag + message.tag))
-                peers.append(message.peer)
+            parts, tag = self._parts(message, step.packs, sending=True), self._tag + message.tag
+            sends += [(message.peer, comm.Send_init(part, message.peer, tag)) for part in parts]
             self._messages += 1
             self._nbytes += sum(part.nbytes for part in parts)
         step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
-        step.peers = guard.unfinished(step.requests, peers)
+        step.flight = Flight(comm, self._op, recvs, sends)
         return step
 
     def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:

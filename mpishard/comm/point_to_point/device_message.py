@@ -8,27 +8,27 @@ way there, and goes up to the device when it has arrived from its sender.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter
 from mpishard.comm.device import staging
 from mpishard.comm.device.driver import Driver, Memory
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import address, byte_view, dense
 from mpishard.comm.mesh import Group
+from mpishard.comm.tag import Flight, Label, hashed, said
 
-TAG = 12
 ALIGN = 64  # of every message in its buffer
 # Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
 PATIENCE_S = 1.0
 
 
 class Envelope(NamedTuple):
-    """A message to or from ``peer``."""
+    """A message to or from ``peer``; in the adjoint direction, its tag is the next one."""
 
     peer: int
     tag: int
@@ -63,10 +63,10 @@ class _Side:
             self.copies = [(self.host[starts[k] + a : starts[k] + b], there[k][a:b]) for k, a, b in cuts]
         self.count, self.nbytes = len(messages), sum(m.nbytes for m in messages)
 
-    def parts(self) -> list[tuple[int, int, MPI.buffer]]:
-        """Return (peer, tag, memory) of every piece."""
+    def parts(self) -> list[tuple[int, int, int, MPI.buffer]]:
+        """Return (peer, tag, length, memory) of every piece."""
         origin = self.memory.address if self.host is None else self.host.data_ptr()
-        return [(peer, tag, address(origin + a, b - a)) for peer, tag, a, b in self.pieces]
+        return [(peer, tag, b - a, address(origin + a, b - a)) for peer, tag, a, b in self.pieces]
 
 
 class Relay:
@@ -80,8 +80,8 @@ class Relay:
         The device.
     sends, recvs
         The messages of the forward direction.
-    op
-        Name for counters and the watchdog.
+    op, label
+        Name for counters and the watchdog, and what the plan is called, if it is one's.
     aware
         Whether MPI may be given device memory; the same on all ranks.
     tensors
@@ -89,6 +89,9 @@ class Relay:
         sees only the host's memory, these are sent and filled, and ``out`` and ``into`` are empty.
     counted
         Whether `mpishard.comm_counter` counts the messages; else the caller does.
+    in_order
+        Whether every rank sends in the order in which its peers receive: then what comes next is what must come.
+        Where several relays are in flight, that may depend on the time, and each waits for its own tags.
 
     Attributes
     ----------
@@ -110,27 +113,33 @@ class Relay:
         *,
         tensors: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
         counted: bool = True,
+        in_order: bool = True,
+        label: Label | None = None,
     ) -> None:
         driver.check()
-        self._comm, self._driver, self._op, self._counted = comm, driver, op, counted
+        self._label = label
+        self._comm, self._driver, self._op, self._counted, self._in_order = comm, driver, op, counted, in_order
         given = (None, None) if tensors is None else tensors
         self._sides = (_Side(driver, sends, aware, given[0]), _Side(driver, recvs, aware, given[1]))
         self.out, self.into = (side.memory for side in self._sides)
         self.out_starts, self.into_starts = (side.starts for side in self._sides)
-        # of the forward and of the adjoint direction, with what tells whom they wait for; made at their first use
-        self._ways: list[tuple[list[MPI.Prequest], Callable[[], list[int]]] | None] = [None, None]
+        # of the forward and of the adjoint direction; made at their first use
+        self._ways: list[Flight | None] = [None, None]
         self.released: Any = None
-        self._flying: list[MPI.Prequest] = []
+        self._flying: Flight | None = None
 
-    def _way(self, adjoint: bool) -> tuple[list[MPI.Prequest], Callable[[], list[int]]]:
+    def _way(self, adjoint: bool) -> Flight:
         way = self._ways[adjoint]
         if way is None:
             here, there = self._sides[::-1] if adjoint else self._sides
             comm = self._comm
-            requests = [comm.Recv_init(part, peer, tag) for peer, tag, part in there.parts()]
-            requests += [comm.Send_init(part, peer, tag) for peer, tag, part in here.parts()]
-            peers = [peer for side in (there, here) for peer, *_ in side.pieces]
-            way = self._ways[adjoint] = (requests, guard.unfinished(requests, peers))
+            recvs = [
+                (peer, comm.Recv_init(part, peer, MPI.ANY_TAG if self._in_order else tag + adjoint), tag + adjoint, n)
+                for peer, tag, n, part in there.parts()
+            ]
+            sends = [(peer, comm.Send_init(part, peer, tag + adjoint)) for peer, tag, _, part in here.parts()]
+            op = self._op if self._label is None else said(self._op, self._label, adjoint)
+            way = self._ways[adjoint] = Flight(comm, op, recvs, sends)
         return way
 
     def acquire(self) -> None:
@@ -142,17 +151,16 @@ class Relay:
 
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
-        driver, (requests, _) = self._driver, self._way(adjoint)
+        driver, way = self._driver, self._way(adjoint)
         here, there = self._sides[::-1] if adjoint else self._sides
-        self._flying = requests
+        self._flying, requests = way, way.requests
         if self._counted and counter.active:
             counter.record(self._op, here.count, here.nbytes)
         if here.host is None:
             if here.pieces:
                 driver.wait(driver.mark())
             driver.lend([here.memory.tensor], [there.memory.tensor])
-            if requests:
-                MPI.Prequest.Startall(requests)
+            way.start()
             return
         n = len(there.pieces)
         assert there.host is not None
@@ -170,53 +178,51 @@ class Relay:
 
     def poke(self, adjoint: bool = False) -> bool:
         """Let messages progress; return whether all have arrived. Not collective."""
-        requests, _ = self._way(adjoint)
-        return not requests or MPI.Request.Testall(requests)
+        return self._way(adjoint).test()
 
     def finish(self, adjoint: bool = False) -> None:
         """Wait for the messages, and queue what brings them to the device. Neighborwise collective."""
-        driver, (requests, peers) = self._driver, self._way(adjoint)
+        driver, way = self._driver, self._way(adjoint)
         here, there = self._sides[::-1] if adjoint else self._sides
-        with guard.waiting(self._op, peers, self._comm):
-            if here.host is None or there.host is None:
-                if requests:
-                    MPI.Request.Waitall(requests)
-                driver.take_back([here.memory.tensor], [there.memory.tensor])
-                return
-            uploaded = set()
+        if here.host is None or there.host is None:
+            way.wait()
+            driver.take_back([here.memory.tensor], [there.memory.tensor])
+            return
+        uploaded = set()
 
-            def upload(k: int) -> None:
-                host, memory = there.copies[k]
-                driver.take_back([], [host])
-                driver.upload(memory, host)
-                uploaded.add(k)
+        def upload(k: int) -> None:
+            host, memory = there.copies[k]
+            driver.take_back([], [host])
+            driver.upload(memory, host)
+            uploaded.add(k)
 
-            while (arrived := MPI.Request.Waitsome(requests)) is not None:
-                for k in arrived:
-                    if k < len(there.pieces):
-                        upload(k)
-            for k in range(len(there.pieces)):
-                if k not in uploaded:  # `poke` had completed it
-                    upload(k)
-            driver.take_back([here.host], [there.host])
+        for k in way.each():
+            if k < len(there.pieces):
+                upload(k)
+        for k in range(len(there.pieces)):
+            if k not in uploaded:  # `poke` had completed it
+                upload(k)
+        driver.take_back([here.host], [there.host])
 
     def release(self) -> None:
         """Give the buffers back: what reads them is queued. Not collective."""
         self.released = self._driver.mark()
-        self._flying = []
+        self._flying = None
 
     def free(self) -> None:
         """Free requests and memory. Not collective."""
         deadline = time.monotonic() + PATIENCE_S
-        while self._flying and not MPI.Request.Testall(self._flying) and time.monotonic() < deadline:
+        requests = [] if self._flying is None else self._flying.requests
+        while requests and not MPI.Request.Testall(requests) and time.monotonic() < deadline:
             time.sleep(0.001)
         for way in self._ways:
-            for request in way[0] if way is not None else ():
-                request.Free()
+            if way is not None:
+                way.free()
         self._ways = [None, None]
         for side in self._sides:
             side.memory.free(self.released)
             side.host, side.copies = None, []
+        self._sides = ()  # type: ignore[assignment]
 
 
 def relayed(
@@ -243,8 +249,9 @@ def relayed(
     UnsupportedOperationError
         A CUDA graph is being captured.
     """
+    tag = hashed(op)
     going, coming = ([(r, x) for r, x in side if r != group.rank and x.numel()] for side in (sends, recvs))
-    out, into = ([Envelope(r, TAG, x.nbytes) for r, x in side] for side in (going, coming))
+    out, into = ([Envelope(r, tag, x.nbytes) for r, x in side] for side in (going, coming))
     tensors = None if group.aware else ([dense(x) for _, x in going], [y for _, y in coming])
     relay = Relay(group.comm, driver, out, into, op, group.aware, tensors=tensors, counted=False)
     try:

@@ -14,13 +14,17 @@ from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import address, as_bytes, dense, pieces
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.device_message import relayed
+from mpishard.comm.tag import Flight, crossed, hashed
 from mpishard.errors import LayoutError, described
-
-TAG = 11  # another than the exchange's: a message here never meets a started exchange
 
 
 def send_recv(
-    x: torch.Tensor, group: Group, dest: int | None, source: int | None, shape: Sequence[int]
+    x: torch.Tensor,
+    group: Group,
+    dest: int | None,
+    source: int | None,
+    shape: Sequence[int],
+    call: str = "send_recv",
 ) -> torch.Tensor:
     """Send ``x`` to one rank and receive a tensor from another.
 
@@ -36,6 +40,8 @@ def send_recv(
         Ranks in the group, or None for nobody.
     shape
         Of the tensor that comes.
+    call
+        What both ends call the message.
 
     Returns
     -------
@@ -46,43 +52,67 @@ def send_recv(
     ------
     LayoutError
         Less came than the shape needs.
+    DesyncError
+        More came, or the message of another call, or one of another dtype.
     """
     x = dense(x)
     y = x.new_zeros(tuple(shape)) if source is None else x.new_empty(tuple(shape))
     to, of = (MPI.PROC_NULL if r is None else r for r in (dest, source))
     if counter.active:
         counter.record("send_recv", int(dest is not None), x.nbytes if dest is not None else 0)
-    driver = driver_at(x)
+    driver, comm, tag = driver_at(x), group.comm, hashed(call, x.dtype)
+    peers = [r for r in (source, dest) if r is not None]
     status = MPI.Status()
-    with guard.waiting("send_recv", [r for r in (source, dest) if r is not None], group.comm):
+    if guard.DEBUG:
+        _compare(group, f"{call}, {x.dtype}", to, of)
+    with guard.waiting(call, peers, comm):
         if driver is not None:
             # the pieces of messages of other lengths would wait for each other
             going, coming = array("q", (x.nbytes,)), array("q", (y.nbytes,))
-            group.comm.Sendrecv((going, MPI.INT64_T), to, TAG, (coming, MPI.INT64_T), of, TAG)
+            comm.Sendrecv((going, MPI.INT64_T), to, tag, (coming, MPI.INT64_T), of, MPI.ANY_TAG, status)
             came = coming[0]
         elif max(x.nbytes, y.nbytes) <= buffer.MESSAGE_NBYTES:
-            group.comm.Sendrecv(as_bytes(x), to, TAG, as_bytes(y), of, TAG, status)
-            came = status.Get_count(MPI.BYTE) if source is not None else y.nbytes
+            try:
+                comm.Sendrecv(as_bytes(x), to, tag, as_bytes(y), of, MPI.ANY_TAG, status)
+            except MPI.Exception as e:
+                raise crossed(call, comm, peers, [], e) from None
+            came = status.Get_count()
         else:
-            requests = [group.comm.Irecv(address(y.data_ptr() + a, n), of, TAG) for a, n in pieces(y.nbytes)]
-            requests += [group.comm.Isend(address(x.data_ptr() + a, n), to, TAG) for a, n in pieces(x.nbytes)]
-            MPI.Request.Waitall(requests)
-            came = y.nbytes
+            recvs = [
+                (of, comm.Irecv(address(y.data_ptr() + a, n), of, MPI.ANY_TAG), tag, n)
+                for a, n in pieces(y.nbytes)
+                if source is not None
+            ]
+            sends = [(to, comm.Isend(address(x.data_ptr() + a, n), to, tag)) for a, n in pieces(x.nbytes)]
+            Flight(comm, call, recvs, sends).wait()
+            status.tag, came = tag, y.nbytes
+    if source is None:
+        came = y.nbytes
+    elif status.tag != tag:
+        raise crossed(call, comm, peers, [(source, status.tag, status.Get_count(), y.nbytes)])
     if driver is not None:
-        sends = [] if dest is None else [(dest, x)]
         # also what does not fit: another message would meet it
         into = y if came == y.nbytes else x.new_empty(came, dtype=torch.uint8)
-        relayed(driver, group, sends, [] if source is None else [(source, into)], "send_recv")
+        relayed(driver, group, [] if dest is None else [(dest, x)], [] if source is None else [(source, into)], call)
     if came != y.nbytes:
         raise LayoutError(
             described(
-                f"send_recv: the tensor from rank {source} does not fit",
+                f"{call}: the tensor from rank {source} does not fit",
                 expected=f"{y.nbytes} bytes, {x.dtype} of shape {tuple(shape)}",
                 got=f"{came} bytes",
                 fix="give the shape and dtype that the source sends",
             )
         )
     return y
+
+
+def _compare(group: Group, call: str, dest: int, source: int) -> None:
+    """Tell ``dest`` what this rank calls its message, and compare with what ``source`` says."""
+    comm, tag = group.comm, hashed("compared")
+    with guard.waiting(call, [r for r in (source, dest) if r >= 0], comm):
+        told = comm.sendrecv(call, dest, tag, None, source, tag)
+    if told is not None and told != call:
+        raise crossed(call, comm, [source], [], f"rank {source} of the group sends {told}")
 
 
 def start_messages(
@@ -93,13 +123,13 @@ def start_messages(
     group: Group,
 ) -> list[MPI.Request]:
     """Start the messages of an all-to-all that no count could hold; spans are in bytes. Collective."""
-    comm, rank, size = group.comm, group.rank, group.size
+    comm, rank, size, tag = group.comm, group.rank, group.size, hashed("large messages")
     out, into = x.data_ptr(), y.data_ptr()
     requests = []
     for step in range(size):
         of, to = (rank - step) % size, (rank + step) % size
         lo, hi = recvs[of]
-        requests += [comm.Irecv(address(into + lo + a, n), of, TAG) for a, n in pieces(hi - lo)]
+        requests += [comm.Irecv(address(into + lo + a, n), of, tag) for a, n in pieces(hi - lo)]
         lo, hi = sends[to]
-        requests += [comm.Isend(address(out + lo + a, n), to, TAG) for a, n in pieces(hi - lo)]
+        requests += [comm.Isend(address(out + lo + a, n), to, tag) for a, n in pieces(hi - lo)]
     return requests

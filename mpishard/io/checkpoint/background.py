@@ -149,7 +149,7 @@ class Saving:
                     self._name = taken.complete(sums).name
         except MpishardError as e:
             self._error = e
-        except Exception as e:  # noqa: BLE001 (told where the program waits for it)
+        except BaseException as e:  # noqa: BLE001 (told where the program waits for it)
             self._error = unwritable(taken.folder, e)
         finally:
             self._own.set()

@@ -286,7 +286,7 @@ def damaged(checkpoint: Path, what: str) -> FileError:
     )
 
 
-def unwritable(folder: Path, e: Exception) -> FileError:
+def unwritable(folder: Path, e: BaseException) -> FileError:
     """Return the error for a checkpoint that cannot be written. Not collective."""
     return FileError(
         described(

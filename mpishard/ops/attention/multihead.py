@@ -62,7 +62,7 @@ def multi_head_attention_forward(
         average_attn_weights, is_causal,
     )  # fmt: skip
     call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
-    if call not in mesh.plans:
+    if mesh.plans.get(call) is None:
         meta = [None if x is None else on_domain(x.shape, x) for x in tensors]
         if torch.is_autocast_enabled(query.device.type):
             # which knows nothing of tensors without data

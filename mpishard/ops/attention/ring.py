@@ -21,6 +21,7 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.point_to_point import ring
+from mpishard.comm.tag import Label, said
 from mpishard.layout import Layout, bounds
 from mpishard.ops.attention.layout import Segments, sizes_in
 from mpishard.ops.attention.online_softmax import (
@@ -34,8 +35,6 @@ from mpishard.ops.attention.online_softmax import (
     tiles,
 )
 from mpishard.ops.rule.dim import unsharded
-
-OP = "ring_attention"
 
 
 class RingPlan(NamedTuple):
@@ -53,6 +52,8 @@ class RingPlan(NamedTuple):
         How queries, keys and values are brought to one batch dim.
     scale, causal
         As in torch.
+    label
+        What the ranks call this plan.
     """
 
     mesh: CartMesh
@@ -64,6 +65,7 @@ class RingPlan(NamedTuple):
     scale: float
     causal: bool
     reach: tuple[int, ...]
+    label: Label
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -91,14 +93,14 @@ def reach_of(rows: Sequence[Segments], columns: Sequence[Segments], causal: bool
 class _Blocks:
     """The blocks of keys and values on their way round this rank."""
 
-    def __init__(self, plan: RingPlan, k: Tensor, v: Tensor) -> None:
+    def __init__(self, plan: RingPlan, k: Tensor, v: Tensor, *, adjoint: bool = False) -> None:
         self._plan = plan
         self.group: Group | None = plan.mesh.group(plan.ring) if plan.ring else None
         self.size, self.rank = (self.group.size, self.group.rank) if self.group else (1, 0)
         self._k, self._v = k, v
         self._extents = sizes_in(plan.columns)
         if guard.DEBUG and self.group is not None:
-            guard.check(self.group.comm, OP, None, k.dtype)
+            guard.check(plan.mesh.comm, said(ring.OP, plan.label, adjoint))
 
     def shapes(self, block: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of the keys and the values of a block."""
@@ -127,12 +129,12 @@ class _Blocks:
                 after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
                 if self.travels((block - 1) % self.size, hop + 1) and hop + 1 < self.size:
                     n = self.numel((block - 1) % self.size)
-                    coming = ring.receive(n, k.dtype, k.device, self.group, before, ring.ONWARD, OP)
+                    coming = ring.receive(n, k.dtype, k.device, self.group, before, ring.ONWARD, self._plan.label)
                     on_the_way.append(coming)
                 if self.travels(block, hop + 1):
                     if flat is None:
                         flat = torch.cat((k.reshape(-1), v.reshape(-1)))
-                    on_the_way.append(ring.send(flat, self.group, after, ring.ONWARD, OP))
+                    on_the_way.append(ring.send(flat, self.group, after, ring.ONWARD, self._plan.label))
 
             def poke(messages: list[ring.Message] = on_the_way) -> None:
                 for message in messages:
@@ -165,9 +167,9 @@ class _Sums:
         if group is not None and blocks.travels(rank, last):
             self._home = self._receive((rank + last) % size, rank, ring.HOME)
 
-    def _receive(self, source: int, block: int, tag: int) -> ring.Message:
+    def _receive(self, source: int, block: int, way: str) -> ring.Message:
         n = self._blocks.numel(block)
-        return ring.receive(n, self._dtype, self._device, self._blocks.group, source, tag, OP)
+        return ring.receive(n, self._dtype, self._device, self._blocks.group, source, way, self._blocks._plan.label)
 
     def expect(self, block: int, hop: int) -> ring.Message | None:
         """Start to receive what earlier ranks have added for a block."""
@@ -188,9 +190,11 @@ class _Sums:
             if hop == 0:
                 self.own = share
             elif blocks.travels(block, hop):
-                self._sent.append(ring.send(share, blocks.group, block, ring.HOME, OP))
+                self._sent.append(ring.send(share, blocks.group, block, ring.HOME, blocks._plan.label))
         elif hop < last:
-            self._sent.append(ring.send(share, blocks.group, (blocks.rank + 1) % blocks.size, ring.SUMS, OP))
+            self._sent.append(
+                ring.send(share, blocks.group, (blocks.rank + 1) % blocks.size, ring.SUMS, blocks._plan.label)
+            )
 
     def result(self) -> Tensor:
         """Return the sum of this rank's own block."""
@@ -217,7 +221,7 @@ def _cotangents(
     dmasks = [torch.zeros_like(m, dtype=g.dtype) if n else None for m, n in zip(scores.masks, needs[3:])]
     fusable = scores.fusable(v.shape[-1])
     backward = Backward(scores, g, out, log_sum, (g * out).sum(-1, keepdim=True), torch.zeros_like(scores.q), dmasks)
-    blocks = _Blocks(plan, k, v)
+    blocks = _Blocks(plan, k, v, adjoint=True)
     sums = _Sums(blocks, g.dtype, g.device) if needs[1] or needs[2] else None
 
     def attend(block: int, hop: int, k: Tensor, v: Tensor, poke: Callable[[], None]) -> None:

@@ -313,6 +313,7 @@ def _plan(
         1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         is_causal,
         _reach(mesh, q, row, rows, columns, meeting.ring, is_causal),
+        mesh.label,
     )
     return AttentionPlan(meeting, out, ring, balance, back)
 

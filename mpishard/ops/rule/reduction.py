@@ -114,13 +114,16 @@ def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
     Adjoint: each rank takes its own row of the cotangent, which must be the same on every rank.
     """
     key = ("stacked", over)
-    step = mesh.plans.get(key)
+    step = mesh.kept.get(key)
     if step is None:
         group = mesh.group(over)
         ones = (1,) * group.size
-        step = mesh.plans[key] = pair(
-            lambda t: blocking.all_gather(t.unsqueeze(0), group, 0, ones),
-            lambda g: g[group.rank].clone(),
+        step = mesh.keep(
+            key,
+            lambda: pair(
+                lambda t: blocking.all_gather(t.unsqueeze(0), group, 0, ones),
+                lambda g: g[group.rank].clone(),
+            ),
         )
     return apply(step, x)
 

@@ -12,6 +12,7 @@ from mpishard.comm.counter import comm_counter
 from mpishard.comm.device import staging
 from mpishard.comm.memory import buffer
 from mpishard.comm.point_to_point import ring, send_recv
+from mpishard.comm.tag import Label
 from mpishard.errors import DesyncError, LayoutError, UnsupportedDtypeError
 from tests.emulated import emulated
 
@@ -239,10 +240,12 @@ def test_send_recv_around_a_ring(group):
 @pytest.mark.parametrize("n", [1, 5, 64])
 def test_blocks_go_round(group, n):
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    label = Label("probe", [group.comm])
+    label.number = 1
     for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.bool):
         x = block(group.rank, (n + group.rank,), dtype)
-        coming = ring.receive(n + before, dtype, x.device, group, before, ring.ONWARD, "probe")
-        going = ring.send(x, group, after, ring.ONWARD, "probe")
+        coming = ring.receive(n + before, dtype, x.device, group, before, ring.ONWARD, label)
+        going = ring.send(x, group, after, ring.ONWARD, label)
         coming.poke()
         assert bits(coming.wait()) == bits(block(before, (n + before,), dtype))
         assert torch.equal(going.wait(), x)

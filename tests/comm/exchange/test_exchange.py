@@ -16,7 +16,10 @@ def ring():
     to, source = mesh.neighbour(0, 1), mesh.neighbour(0, -1)
 
     def pool(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> ExchangePool:
-        return ExchangePool(mesh, (0,), [(to, shapes)], [(source, shapes)], dtype, "test")
+        def build() -> ExchangePool:
+            return ExchangePool(mesh, (0,), [(to, shapes)], [(source, shapes)], dtype, "test", mesh.label)
+
+        return mesh.plan((shapes, dtype), build)
 
     yield mesh, source, pool
     mesh.free()

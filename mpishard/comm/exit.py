@@ -1,0 +1,182 @@
+"""How a rank ends: by an uncaught exception, which ends the job, or with its program; and a forked child alone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mpi4py import MPI
+
+_PID = os.getpid()
+
+# Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
+GRACE_S = 2.0
+_FORWARDED_S = 0.2
+
+
+# uncaught exceptions
+
+_installed = False
+
+
+def install() -> None:
+    """Have an uncaught exception print its rank's traceback and end the whole job, once.
+
+    Not collective. Without it the other ranks would wait for this one for ever. ``MPISHARD_ABORT=0`` leaves
+    `sys.excepthook` alone, for host programs that handle errors themselves. Exceptions in threads other
+    than the main one, and those at an interactive prompt, end nothing.
+    """
+    global _installed  # noqa: PLW0603
+    if _installed or os.environ.get("MPISHARD_ABORT", "1") in ("", "0"):
+        return
+    _installed = True
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
+            _child.status = 1
+            previous(kind, error, trace)
+            return
+        # whatever happens here, the job ends: a text may not be made of the error, and signal handlers may raise, as
+        # torch's does over and over for a worker of a DataLoader that was killed
+        try:
+            _tell(kind, error, trace, previous)
+        except BaseException:  # noqa: BLE001
+            with contextlib.suppress(BaseException):
+                say(f"[{place()}] uncaught exception: {kind.__name__}, of which no more can be told\n")
+        finally:
+            _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None, previous: Any) -> None:
+    if getattr(error, "_told_by_rank_0", False):
+        # every rank has this error: time for the first to print it for all
+        time.sleep(1.0)
+        say(f"[{place()}] {kind.__name__}: {error}\n")
+    elif previous is sys.__excepthook__:
+        say(f"[{place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
+    else:
+        say(f"[{place()}] uncaught exception:\n")
+        previous(kind, error, trace)
+
+
+def _abort(status: int) -> NoReturn:
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        # what a launcher has not yet read of a rank that it kills, it may drop
+        time.sleep(_FORWARDED_S)
+    finally:
+        end(status)
+
+
+def end(status: int) -> NoReturn:
+    """End the job. Not collective."""
+    try:
+        MPI.COMM_WORLD.Abort(status)
+        # MPICH's abort may return before its launcher ends this process: the program must not go on
+        time.sleep(GRACE_S)
+    finally:
+        os._exit(status)
+
+
+def alive() -> bool:
+    """Tell whether this process is a rank, and MPI is up. Not collective."""
+    # a forked child, as of a data loader, is no rank
+    return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+class _child:  # noqa: N801 (one of them)
+    """A forked child that ends as programs do must not finalise the MPI of its parent, as mpi4py would."""
+
+    status = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        leave = sys.exit
+
+        def recorded(status: Any = None, /) -> NoReturn:
+            cls.status = status if isinstance(status, int) else int(status is not None)
+            leave(status)
+
+        sys.exit = recorded
+
+    @classmethod
+    def at_exit(cls) -> None:
+        if os.getpid() != _PID:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(cls.status & 0xFF)
+
+
+os.register_at_fork(after_in_child=_child.forked)
+# registered early, it runs late
+atexit.register(_child.at_exit)
+
+
+def place() -> str:
+    """Return where this rank is, for what it says. Not collective."""
+    world = MPI.COMM_WORLD
+    return f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}, pid {os.getpid()}"
+
+
+def say(text: str) -> None:
+    """Write to the standard error. Not collective."""
+    # one write: lines of several ranks do not mix
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        os.write(2, text.encode())
+
+
+# the end of the program
+
+_finalizers: list[Callable[[], None]] = []
+_finalize_keyval: list[int] = []
+
+
+def on_finalize(release: Callable[[], None]) -> None:
+    """Have ``release`` called before MPI finalises, last registered first, once.
+
+    Not collective, and ``release`` must not be: ranks may leave for different reasons.
+    """
+    if not _finalize_keyval:
+        # MPI deletes the attributes of COMM_SELF first of all when it finalises; at the end of Python,
+        # `atexit` comes before that
+        _finalize_keyval.append(MPI.Comm.Create_keyval(delete_fn=_on_delete))
+        MPI.COMM_SELF.Set_attr(_finalize_keyval[0], None)
+        atexit.register(_at_exit)
+    _finalizers.append(release)
+
+
+def _on_delete(comm: Any, keyval: int, value: Any) -> None:  # noqa: ARG001
+    _run_finalizers()
+
+
+def _at_exit() -> None:
+    if alive():
+        _run_finalizers()
+        # a host program may finalise MPI when there is no Python any more to be called back
+        MPI.COMM_SELF.Delete_attr(_finalize_keyval[0])
+
+
+def _run_finalizers() -> None:
+    while _finalizers:
+        release = _finalizers.pop()
+        try:
+            release()
+        except Exception:  # noqa: BLE001 (the others must still run)
+            say(f"[{place()}] while the program ends:\n{traceback.format_exc()}")

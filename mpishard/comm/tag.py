@@ -1,0 +1,235 @@
+"""What tells messages apart: every plan has tags of its own, one per direction, the same on all ranks.
+
+A rank takes the next message of a peer whatever its tag, and looks at the tag afterwards: a message of another
+call is an error at once, not a wait for one that never comes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+from mpi4py import MPI
+
+from mpishard.comm import guard
+from mpishard.comm.lifetime import family_of
+from mpishard.errors import DesyncError, described
+
+# MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
+_FIRST, _HASHED, _LAST = 64, 20480, 32767
+_NUMBERS = (_HASHED - _FIRST) // 2
+_TEXT = 300  # letters of a key that an error shows
+
+
+class Label:
+    """What all ranks call a plan: a text, and a number that they agree on when it is made.
+
+    Parameters
+    ----------
+    text
+        The same on every rank.
+    comms
+        The communicators of its mesh and sub-meshes: the list itself, which goes on to change.
+
+    Attributes
+    ----------
+    number : int
+        Another one for every plan in use on these; -1 until it is agreed on.
+    """
+
+    __slots__ = ("__weakref__", "comms", "number", "text")
+
+    def __init__(self, text: str, comms: list[Any]) -> None:
+        self.text, self.comms, self.number = text, comms, -1
+        _labels.add(self)
+
+    def tag(self, adjoint: bool) -> int:
+        """Return the tag of the messages of one direction. Not collective."""
+        assert self.number >= 0, "messages before the ranks agreed on the plan"
+        return _FIRST + 2 * (self.number % _NUMBERS) + adjoint
+
+
+_labels: WeakSet[Label] = WeakSet()
+_texts: dict[int, str] = {}
+
+
+@lru_cache(maxsize=4096)
+def hashed(op: str, *parts: object) -> int:
+    """Return a tag of what both ends of a message know, where they agree on no number. Not collective."""
+    text = f"{op} {parts}"
+    tag = _HASHED + zlib.crc32(text.encode()) % (_LAST - _HASHED + 1)
+    _texts[tag] = text
+    return tag
+
+
+def said(op: str, label: Label, adjoint: bool = False) -> str:
+    """Return the name of an operation for errors and the watchdog. Not collective."""
+    return f"{'adjoint of ' * adjoint}{op} of {label.text[:_TEXT]}"
+
+
+def _named(comm: MPI.Comm, tag: int) -> str:
+    """Return the call that sends messages of this tag, as far as this rank has made it."""
+    number, adjoint = divmod(tag - _FIRST, 2)
+    if tag >= _HASHED:
+        return _texts.get(tag, "another call")[:_TEXT]
+    for label in list(_labels):
+        if label.number >= 0 and label.number % _NUMBERS == number and comm in label.comms:
+            return f"{'the adjoint of ' * adjoint}{label.text[:_TEXT]}"
+    return f"another call (tag {tag})"
+
+
+def _unexpected(comm: MPI.Comm, peers: Sequence[int]) -> list[str]:
+    """Say which messages lie here that peers have sent and nothing on this rank has asked for."""
+    world, lines = MPI.COMM_WORLD, []
+    for other in family_of(comm):
+        group = other.Get_group()
+        for peer, place in zip(peers, comm.Get_group().Translate_ranks(peers, group)):
+            status = MPI.Status()
+            if place != MPI.UNDEFINED and other.Iprobe(place, MPI.ANY_TAG, status):
+                (rank,) = comm.Get_group().Translate_ranks([peer], world.Get_group())
+                lines.append(f"Rank {rank} has sent {status.Get_count()} bytes of {_named(other, status.tag)}.")
+    return lines
+
+
+guard.unexpected = _unexpected
+
+
+def crossed(
+    op: str, comm: MPI.Comm, peers: Sequence[int], found: Sequence[tuple[int, int, int, int]], error: object = None
+) -> DesyncError:
+    """Return the error of messages that are not those of this call.
+
+    Not collective.
+
+    Parameters
+    ----------
+    op, comm, peers
+        The operation, its communicator and the ranks that it talks to.
+    found
+        Per wrong message its source, tag and length, and the length that is right.
+    error
+        What MPI said, if anything.
+    """
+    world = MPI.COMM_WORLD
+    ranks = sorted(set(comm.Get_group().Translate_ranks(sorted(set(peers)), world.Get_group())))
+    came = []
+    for source, tag, nbytes, _ in found:
+        (rank,) = comm.Get_group().Translate_ranks([source], world.Get_group())
+        came.append(f"from rank {rank} {nbytes} bytes of {_named(comm, tag)}")
+    right = f"{found[0][3]} bytes of this call" if found else "messages of this call"
+    return DesyncError(
+        described(
+            f"ranks made different calls: rank {world.Get_rank()}, in {op}, with rank(s) {', '.join(map(str, ranks))}",
+            expected=right,
+            got="; ".join(came) or str(error),
+            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+        )
+    )
+
+
+class Flight:
+    """Messages that travel together, and what must come.
+
+    Parameters
+    ----------
+    comm, op
+        Communicator, and what a rank that waits says.
+    recvs
+        Per message that comes, its peer, request, tag and length in bytes. Requests for any tag find out what came
+        instead.
+    sends
+        Per message that goes, its peer and request.
+    """
+
+    __slots__ = ("_comm", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        op: str,
+        recvs: Sequence[tuple[int, Any, int, int]],
+        sends: Sequence[tuple[int, Any]],
+    ) -> None:
+        self._comm, self._op = comm, op
+        self.requests: list[Any] = [request for _, request, _, _ in recvs] + [request for _, request in sends]
+        self._peers = [peer for peer, *_ in (*recvs, *sends)]
+        self._statuses = [MPI.Status() for _ in self.requests]
+        self._expected = [(status, tag, n) for status, (_, _, tag, n) in zip(self._statuses, recvs)]
+        self._pending = guard.unfinished(self.requests, self._peers)
+
+    def start(self) -> None:
+        """Start persistent requests. Neighborwise collective."""
+        if self.requests:
+            MPI.Prequest.Startall(self.requests)
+
+    def test(self) -> bool:
+        """Let MPI make progress; return whether all messages are through. Not collective."""
+        if not self.requests:
+            return True
+        try:
+            through = MPI.Request.Testall(self.requests, self._statuses)
+        except MPI.Exception as e:
+            raise self._crossed(self._expected, e) from None
+        if through:
+            self._check()
+        return through
+
+    def wait(self) -> None:
+        """Wait until all messages are through. Neighborwise collective.
+
+        Raises
+        ------
+        DesyncError
+            Another message came than the one that must come.
+        """
+        if self.requests:
+            with guard.waiting(self._op, self._pending, self._comm):
+                try:
+                    MPI.Request.Waitall(self.requests, self._statuses)
+                except MPI.Exception as e:
+                    raise self._crossed(self._expected, e) from None
+            self._check()
+
+    def each(self) -> Iterator[int]:
+        """Wait, and yield the number of each message as it is through; those that come are the first.
+
+        Neighborwise collective. What `test` has seen through is left out.
+        """
+        some = [MPI.Status() for _ in self.requests]
+        with guard.waiting(self._op, self._pending, self._comm):
+            while (through := self._some(some)) is not None:
+                for status, k in zip(some, through):
+                    if k < len(self._expected):
+                        _, tag, nbytes = self._expected[k]
+                        if status.tag != tag or status.Get_count() != nbytes:
+                            raise self._crossed([(status, tag, nbytes)])
+                    yield k
+
+    def _some(self, statuses: list[MPI.Status]) -> list[int] | None:
+        try:
+            return MPI.Request.Waitsome(self.requests, statuses)
+        except MPI.Exception as e:
+            raise self._crossed([], e) from None
+
+    def _check(self) -> None:
+        for status, tag, nbytes in self._expected:
+            # what `test` has seen through comes again without a tag
+            if (status.tag != tag or status.Get_count() != nbytes) and status.tag != MPI.ANY_TAG:
+                raise self._crossed(self._expected)
+
+    def _crossed(self, expected: Sequence[tuple[MPI.Status, int, int]], error: object = None) -> DesyncError:
+        found = [
+            (status.source, status.tag, status.Get_count(), n)
+            for status, tag, n in expected
+            if status.tag != MPI.ANY_TAG and (status.tag != tag or status.Get_count() != n or status.error)
+        ]
+        return crossed(self._op, self._comm, self._peers, found, error)
+
+    def free(self) -> None:
+        """Free persistent requests. Not collective."""
+        for request in self.requests:
+            request.Free()
+        self.requests = []

@@ -1,0 +1,71 @@
+"""One thread communicates on a mesh: what two of them send would meet in another order on every rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from mpishard.errors import UnsupportedOperationError, described
+
+_PID = os.getpid()
+
+
+class Owner:
+    """The thread that communicates on the communicators of a mesh: the first one that does, until it ends."""
+
+    __slots__ = ("ident",)
+
+    def __init__(self) -> None:
+        self.ident = 0
+
+    def change(self) -> None:
+        """Let the current thread communicate, or raise. Not collective."""
+        if os.getpid() != _PID:
+            raise UnsupportedOperationError(
+                described(
+                    "a forked process communicates on a mesh",
+                    expected="calls on the ranks of the mesh",
+                    got=f"process {os.getpid()}, a child of {_PID}",
+                    fix="let children compute or read only, and communicate where the mesh was made",
+                )
+            )
+        threads = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+        mine = threads.get(threading.get_ident())
+        if mine is None:
+            return  # torch's: the owner waits in backward for it
+        if self.ident in threads:
+            raise UnsupportedOperationError(
+                described(
+                    "two threads communicate on one mesh",
+                    expected="one thread, so that all ranks make the same calls in the same order",
+                    got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
+                    fix="make a mesh in every thread that communicates, or leave all communication to one",
+                )
+            )
+        self.ident = threading.get_ident()
+
+
+# by the identity of the communicator's object: a look-up must cost nothing
+_owners: dict[int, Owner] = {}
+owner_of = _owners.get
+
+
+def own(comm: Any, owner: Owner) -> None:
+    """Let ``owner`` say who communicates. Not collective."""
+    _owners[id(comm)] = owner
+
+
+def disown(comms: Iterable[Any]) -> None:
+    """Forget communicators that end. Not collective."""
+    for comm in comms:
+        _owners.pop(id(comm), None)
+
+
+def _forked() -> None:
+    for owner in _owners.values():
+        owner.ident = -1
+
+
+os.register_at_fork(after_in_child=_forked)
