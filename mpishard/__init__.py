@@ -1,5 +1,8 @@
 """Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from mpishard.comm.guard import install as _install
 
 _install()
@@ -48,6 +51,14 @@ from mpishard.tensor import (
 from mpishard.testing import dot_test
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _Any:
+    # imported where it is used: batch jobs need none of it
+    if name == "insitu":
+        return _import_module("mpishard.insitu")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CartMesh",

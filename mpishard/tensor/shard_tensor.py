@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, layout_of
 from mpishard.tensor.registry import BLOCKWISE, RULES, no_rule, outline
+
+if TYPE_CHECKING:
+    from mpishard.tensor.resident import ResidentHalo
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -49,6 +52,8 @@ class ShardTensor(Tensor):
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
     # layout, and the version of the other up to which both are the same
     _root: tuple[Tensor, Layout, int] | None = None
+    # where the block's storage has room for its halo: how wide, and whether it is fresh
+    _halo: ResidentHalo | None = None
     # what stands for `grad_fn` where a module has full backward hooks
     _hook_node: Any = None
 
