@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, checked_names
 from mpishard.errors import MeshError, MpishardError, described
 
 Periodic = bool | Sequence[bool] | None
@@ -71,21 +71,13 @@ def adopted_mesh(
         else:
             extents, periods = _grid(grid, own.Get_size(), len(names)), _periods(periodic, len(names), None)
             place = own.Get_rank() if coords is None else _place(coords, extents)
-        if len(extents) != len(names):
-            raise MeshError(
-                described(
-                    "adopt: names do not fit the decomposition",
-                    expected=f"one name for each of {len(extents)} dims of {extents} ranks",
-                    got=tuple(names),
-                    fix="name the dims of the communicator, in its order",
-                )
-            )
+        checked_names(names, len(extents), "adopt")
     except MpishardError as e:
         error = e
     try:
         guard.agree(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
         with guard.waiting("adopt", (), own):
-            placed = own.Split(0, place)
+            placed = MPI.Intracomm(own.Split(0, place))
     finally:
         own.Free()
     try:
@@ -199,3 +191,16 @@ def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
     for c, n in zip(place, grid):
         at = at * n + c
     return at
+
+
+def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
+    """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
+
+    Collective over ``comm``, which has the ranks of the mesh in its order. The old ones are freed with the mesh.
+    """
+    with guard.waiting("renew", (), comm):
+        cart = comm.Create_cart(mesh.shape, mesh.periodic, reorder=False)
+        mesh._holding.comms.append(cart)
+        mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
+    mesh.plans.clear()
+    mesh.storages, mesh._children = [], {}

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.adoption import renew
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MpishardError
+
+_FAILED = 31  # tag
+_PATIENCE_S = 0.05  # mostly all ranks fail alike
+
+
+class Abandoned(BaseException):
+    """The model of another rank has raised, and this rank waited for it. Not for a model to handle."""
 
 
 def on_all(mesh: CartMesh, flag: bool, op: str) -> bool:
@@ -21,6 +31,11 @@ def on_all(mesh: CartMesh, flag: bool, op: str) -> bool:
     with guard.waiting(op, (), comm):
         comm.Allreduce(mine, least, MPI.MIN)
     return bool(least[0])
+
+
+def threads_may_communicate() -> bool:
+    """Tell whether MPI was initialised for messages of several threads at a time. Not collective."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 class Agreement:
@@ -35,6 +50,7 @@ class Agreement:
         self._alone = mesh.size == 1
         self._flag = np.zeros(1, np.int32)
         self._any = np.zeros(1, np.int32)
+        self._ends, self._any_end = np.zeros(2, np.int32), np.zeros(2, np.int32)
 
     def on(self, error: BaseException | None, op: str, signature: str | None = None) -> None:
         """Raise on every rank where any has an error, or where the signatures, if given, differ."""
@@ -52,6 +68,58 @@ class Agreement:
             if error is not None and agreed is not error:
                 raise agreed from error
             raise
+
+    @contextlib.contextmanager
+    def lookout(self) -> Iterator[None]:
+        """Run a model, which raises `Abandoned` where it waits for a rank whose model has raised. Not collective."""
+        if self._alone:
+            yield
+            return
+        with guard.lookout(self._look):
+            yield
+
+    def _look(self) -> None:
+        if self.comm.Iprobe(tag=_FAILED):
+            raise Abandoned
+
+    def after(self, error: BaseException | None, *, inside: bool) -> None:
+        """Raise on every rank where the model of any has raised; ``inside``: not after its last message.
+
+        The ranks that wait for this one in their models are told so, where they do not come by themselves: by one
+        rank, in empty messages. What a model has left under way is left behind, with its communicators.
+        """
+        if self._alone:
+            self.on(error, "hook")
+            return
+        # an error that ranks have agreed on leaves nothing under way
+        unsettled = inside and "_told_by_rank_0" not in error.__dict__
+        self._ends[:] = error is not None, unsettled
+        with guard.waiting("hook", (), self.comm):
+            request = self.comm.Iallreduce(self._ends, self._any_end, MPI.MAX)
+            if inside and not isinstance(error, Abandoned):
+                deadline = time.monotonic() + _PATIENCE_S
+                while not (done := request.Test()) and time.monotonic() < deadline:
+                    pass
+                if not done:
+                    self._tell()
+            request.Wait()
+        failed, renews = self._any_end
+        if not failed:
+            return
+        try:
+            self.on(None if isinstance(error, Abandoned) else error, "hook", "")
+        finally:
+            if renews:
+                old = self.comm
+                with guard.waiting("hook", (), old):
+                    self.comm = old.Dup()
+                self._mesh._holding.comms.append(self.comm)
+                renew(self._mesh, self.comm)
+
+    def _tell(self) -> None:
+        nothing = bytearray()
+        others = [rank for rank in range(self.comm.Get_size()) if rank != self.comm.Get_rank()]
+        MPI.Request.Waitall([self.comm.Isend([nothing, MPI.BYTE], rank, _FAILED) for rank in others])
 
     def along(self, mesh_dim: int, own: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Return what each position along a mesh dim has, and whether this rank has what others at its position do.

@@ -75,17 +75,20 @@ class CartMesh:
         self._holding = Holding(cart)
         self.local_rank = _local_rank(cart)
         self.device = _local_device(self.local_rank) if device is None else device
-        gpu_aware = aware.agreed(cart, self.device)
+        self._groups = self.made_groups(cart, aware.agreed(cart, self.device))
+
+    def made_groups(self, cart: MPI.Cartcomm, gpu_aware: bool) -> dict[tuple[int, ...], Group]:
+        """Return the groups of all choices of mesh dims. Collective."""
         # all sub-communicators now: making them is collective over the whole mesh, and an operation on a
         # sub-mesh must not depend on ranks outside it
-        every = tuple(range(self.ndim))
-        self._groups: dict[tuple[int, ...], Group] = {}
+        every, groups = tuple(range(self.ndim)), {}
         for k in range(1, self.ndim):
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
                 self._holding.comms.append(sub)
-                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
-        self._groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+                groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
+        groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+        return groups
 
     @classmethod
     def from_comm(
@@ -381,7 +384,7 @@ def init_mesh(
     error = None
     try:
         shape = _checked_extents(shape)
-        names = _checked_names(mesh_dim_names, len(shape), "init_mesh")
+        names = checked_names(mesh_dim_names, len(shape), "init_mesh")
         periods = _checked_periods(periodic, len(shape))
         full = _infer(shape, comm.Get_size())
     except MpishardError as e:
@@ -435,7 +438,8 @@ def _checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, 
     return periods
 
 
-def _checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
+def checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
+    """Return the names of mesh dims, or raise. Not collective."""
     if names is None:
         return tuple(f"dim{i}" for i in range(ndim))
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -455,7 +459,7 @@ def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, w
     error: MpishardError | None = None
     names: tuple[str, ...] = ()
     try:
-        names = _checked_names(given, ndim, what)
+        names = checked_names(given, ndim, what)
     except MpishardError as e:
         error = e
     try:

@@ -53,7 +53,9 @@ def send_recv(
         counter.record("send_recv", int(dest is not None), x.nbytes if dest is not None else 0)
     driver = driver_at(x)
     status = MPI.Status()
-    with guard.waiting("send_recv", [r for r in (source, dest) if r is not None], group.comm):
+    # for nobody, it is no collective call
+    peers = [r for r in (source, dest) if r is not None] or [group.rank]
+    with guard.waiting("send_recv", peers, group.comm):
         if driver is not None:
             # the pieces of messages of other lengths would wait for each other
             going, coming = array("q", (x.nbytes,)), array("q", (y.nbytes,))

@@ -42,7 +42,7 @@ class Message:
             relay.release()
             relay.free()
             return self._tensor
-        with guard.waiting(self._op, (), self._group.comm):
+        with guard.waiting(self._op, guard.unfinished(self._requests, ()), self._group.comm):
             MPI.Request.Waitall(self._requests)
         self._requests = []
         return self._tensor

@@ -75,7 +75,7 @@ def run_transfer(
     if counter.active:
         counter.record(op, len(plan.sends), sum(b.nbytes for b in outgoing))
     _move(out, x, plan.local, put)
-    with guard.waiting(op, [p for p, _ in plan.recvs], comm):
+    with guard.waiting(op, guard.unfinished(requests, [p for p, _ in plan.recvs]), comm):
         MPI.Request.Waitall(requests)
     for box, buffer in incoming:
         put(_narrow(out, box), buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,8 @@ class Field:
         self.name, self.writable = name, writable
         self._simulation: Simulation | None = simulation
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
+        # shape, strides, dtype and flags of an array of numpy that has been found right
+        self._told: tuple[Any, ...] | None = None
         self._interior = tensor._local.storage_offset() - array.storage_offset()
 
     @property
@@ -52,11 +55,12 @@ class Field:
         """The owned cells. Not collective."""
         if self._simulation is None:
             raise self._gone()
+        self._halo.watch(self._tensor._local, all_cells=False)
         return self._tensor
 
     @property
     def array(self) -> Tensor:
-        """This rank's whole array. Not collective."""
+        """The whole array of this rank. Not collective."""
         if self._simulation is None:
             raise self._gone()
         return self._array
@@ -69,7 +73,7 @@ class Field:
     @halo_valid.setter
     def halo_valid(self, value: bool) -> None:
         if value:
-            self._halo.claim(self.tensor, sampled=False)
+            self._halo.claim(self.tensor._local, sampled=False)
         else:
             self._halo.disclaim()
 
@@ -85,7 +89,7 @@ class Field:
         self._require_writable("exchange")
         self._halo.refresh(tensor._local, tensor._layout)
         torch.autograd.graph.increment_version(self._array)
-        self._halo.claim(tensor, sampled=True)
+        self._halo.claim(tensor._local, sampled=True)
 
     def touch(self) -> None:
         """Say that the host has written cells: the halo is stale, and what autograd saved is old. Not collective.
@@ -109,23 +113,20 @@ class Field:
         if simulation is None:
             raise self._gone()
         try:
-            what = f"field {self.name!r}: rebind"
-            with torch.inference_mode(False):
-                found = as_tensor(what, array, self._array.device, writable=self.writable)
-                if differs(self._array, found):
-                    raise LayoutError(
-                        described(
-                            f"{what}: another kind of array",
-                            expected=described_array(self._array),
-                            got=described_array(found),
-                            fix="pass an array of the same shape, strides, dtype and device, or make another field",
-                        )
-                    )
-                old = self._tensor._local
-                local = found.as_strided(old.shape, old.stride(), found.storage_offset() + self._interior)
+            # in a time loop it is mostly numpy's again
+            told = (array.shape, array.strides, array.dtype, array.flags.num) if type(array) is np.ndarray else None
+            if told is not None and told == self._told and not torch.is_inference_mode_enabled():
+                found = torch.from_numpy(array)
+            else:
+                found = self._checked(array)
+                self._told = told if self.writable else None
+            old = self._tensor._local
+            local = found.as_strided(old.shape, old.stride(), found.storage_offset() + self._interior)
         except MpishardError as e:
             error = e
         simulation.agreement.on(error, "rebind")
+        # the host goes on to write the one before
+        torch.autograd.graph.increment_version(self._array)
         tensor = wrap(local, self._tensor._layout, self._tensor._mesh)
         tensor._halo = self._halo = self._halo.again()
         self._array, self._tensor = found, tensor
@@ -136,10 +137,21 @@ class Field:
         declared = halo.declared
         torch.autograd.graph.increment_version(self._array)
         if declared:
-            halo.claim(tensor, sampled=False)
+            halo.claim(tensor._local, sampled=False)
         else:
             halo.disclaim()
+        halo.quiet = True
         return tensor
+
+    def _prepare(self) -> None:
+        """Plan the refresh of the halo, so that `exchange` is no more than messages. Collective where it is new."""
+        if self.writable:
+            self._halo.exchanger(self._tensor._local, self._tensor._layout)
+
+    def _leave(self) -> None:
+        """Give the field back to the host, which may write. Not collective."""
+        self._halo.quiet = False
+        self._halo.disclaim()
 
     def _write(self, result: ShardTensor) -> None:
         """Copy a result into the owned cells. Collective where it is laid out differently."""
@@ -148,6 +160,21 @@ class Field:
             tensor._local.copy_(result._local)
         else:
             tensor.copy_(result)
+
+    def _checked(self, array: Any) -> Tensor:
+        what = f"field {self.name!r}: rebind"
+        with torch.inference_mode(False):
+            found = as_tensor(what, array, self._array.device, writable=self.writable)
+        if differs(self._array, found):
+            raise LayoutError(
+                described(
+                    f"{what}: another kind of array",
+                    expected=described_array(self._array),
+                    got=described_array(found),
+                    fix="pass an array of the same shape, strides, dtype and device, or make another field",
+                )
+            )
+        return found
 
     def _require_writable(self, what: str) -> None:
         if not self.writable:

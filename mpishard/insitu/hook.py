@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpishard.errors import LayoutError, UnsupportedDtypeError, described
+from mpishard.comm.agreement import Abandoned, threads_may_communicate
+from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field
 from mpishard.tensor.shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
     from mpishard.insitu.simulation import Simulation
+
+
+class _Run:
+    """One run of a model: its results or its error, whether that rose inside, and when its phases began and ended."""
+
+    __slots__ = ("error", "inside", "results", "times")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.inside = True
+        self.results: Sequence[ShardTensor] = ()
+        self.times: list[float] = []
 
 
 class Hook:
@@ -39,7 +53,7 @@ class Hook:
     Attributes
     ----------
     times : dict of str to float
-        Seconds of this rank in ``"pack"``, ``"model"``, ``"write"`` (agreement of the ranks and outputs), over ``runs``.
+        Seconds of this rank in ``"pack"``, ``"model"`` and ``"write"`` (agreement of the ranks, and outputs).
     calls, runs : int
     """
 
@@ -62,6 +76,7 @@ class Hook:
         self.every, self._warm_up = every, warm_up
         self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
         self.calls = self.runs = 0
+        self._flight: tuple[threading.Thread | None, _Run | None] | None = None
 
     def __call__(self) -> bool:
         """Run the model on the fields as they are now; return whether it was its turn. Collective.
@@ -71,39 +86,123 @@ class Hook:
         MpishardError
             On every rank, the outputs as they were: the model raised on one of them, or its results do not fit.
         """
+        self._require_idle()
+        if not self._turn():
+            return False
+        run = _Run()
+        try:
+            self._model_on(run, [field._enter() for field in self.inputs])
+            self._write(run)
+        finally:
+            for field in self.inputs:
+                field._leave()
+        return True
+
+    def start(self) -> bool:
+        """Start the model on the fields as they are now, in a thread of its own; return whether it is its turn.
+
+        Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
+        way, or by ``u.exchange()``) and `rebind`; other work on tensors of the simulation waits for `wait`.
+
+        Raises
+        ------
+        UnsupportedOperationError
+            On every rank: the last start was not waited for, the hook trains, or MPI was initialised for fewer
+            threads than ``MPI_THREAD_MULTIPLE``.
+        """
+        self._require_idle()
+        if self._grad or (self._simulation.mesh.size > 1 and not threads_may_communicate()):
+            raise UnsupportedOperationError(
+                described(
+                    "hook.start: the model cannot run beside the solver",
+                    expected="a model that infers, and MPI initialised with MPI_THREAD_MULTIPLE",
+                    got="grad=True" if self._grad else "a lower thread level",
+                    fix="call hook() itself; MPI_Init_thread(MPI_THREAD_MULTIPLE) in the host lets start() work",
+                )
+            )
+        if not self._turn():
+            self._flight = (None, None)
+            return False
+        for field in self._simulation.fields.values():
+            field._prepare()
+        copies = []
+        for field in self.inputs:
+            copies.append(field._enter().clone())
+            field._leave()
+        run = _Run()
+        thread = threading.Thread(target=self._model_on, args=(run, copies), name="mpishard-hook", daemon=True)
+        self._flight = (thread, run)
+        thread.start()
+        return True
+
+    def wait(self) -> bool:
+        """Wait for what `start` has started, and write its results; return whether it was its turn. Collective.
+
+        Raises
+        ------
+        MpishardError
+            As of a call; or nothing was started.
+        """
+        if self._flight is None:
+            raise UnsupportedOperationError(
+                described(
+                    "hook.wait: nothing was started",
+                    expected="start() before wait()",
+                    got="wait() alone",
+                    fix="call start()",
+                )
+            )
+        (thread, run), self._flight = self._flight, None
+        if thread is None or run is None:
+            return False
+        thread.join()
+        self._write(run)
+        return True
+
+    def _require_idle(self) -> None:
+        self._simulation._require_alive()
+        if self._flight is not None:
+            raise UnsupportedOperationError(
+                described(
+                    "hook: the last start() was not waited for",
+                    expected="one run at a time",
+                    got="a run in flight",
+                    fix="call hook.wait() first",
+                )
+            )
+
+    def _turn(self) -> bool:
         turn = self.calls % self.every == 0
         self.calls += 1
-        if turn:
-            self._run()
         return turn
 
-    def _run(self) -> None:
-        clock = time.perf_counter
-        begin = packed = done = clock()
-        error: Exception | None = None
-        results: Sequence[ShardTensor] = ()
+    def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
         try:
-            tensors = [field._enter() for field in self.inputs]
-            with torch.set_grad_enabled(self._grad):
+            run.times.append(time.perf_counter())
+            with torch.set_grad_enabled(self._grad), self._simulation.agreement.lookout():
                 args = tensors if self._pack is None else self._pack(*tensors)
-                packed = clock()
+                run.times.append(time.perf_counter())
                 out = self._model(*args) if isinstance(args, (tuple, list)) else self._model(args)
-                results = self._results(out if self._unpack is None else self._unpack(out))
-                done = clock()
-        except Exception as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
-            error = e
-        self._simulation.agreement.on(error, "hook")
+                if self._unpack is not None:
+                    out = self._unpack(out)
+            run.inside = False
+            run.results = self._results(out)
+            run.times.append(time.perf_counter())
+        except (Exception, Abandoned) as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
+            run.error = e
+
+    def _write(self, run: _Run) -> None:
+        begin = time.perf_counter()
+        self._simulation.agreement.after(run.error, inside=run.inside)
         with torch.no_grad():
-            for field, result in zip(self.outputs, results):
+            for field, result in zip(self.outputs, run.results):
                 field._write(result)
-        for field in self.inputs:
-            field._halo.disclaim()
         self.runs += 1
         if self.runs > self._warm_up:
-            times = self.times
-            times["pack"] += packed - begin
-            times["model"] += done - packed
-            times["write"] += clock() - done
+            entered, packed, done = run.times
+            self.times["pack"] += packed - entered
+            self.times["model"] += done - packed
+            self.times["write"] += time.perf_counter() - begin
 
     def _results(self, out: Any) -> Sequence[ShardTensor]:
         """Return the tensor of every output, all of which fit."""

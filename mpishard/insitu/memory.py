@@ -42,7 +42,7 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
     elif isinstance(array, Tensor):
         tensor = _of_torch(name, array)
     elif isinstance(array, tuple):
-        tensor = _of_address(name, array, device, writable)
+        tensor = _of_address(name, array, writable)
     elif hasattr(array, "__cuda_array_interface__"):
         if writable and array.__cuda_array_interface__["data"][1]:
             raise _read_only(name)
@@ -126,8 +126,8 @@ def _of_torch(name: str, array: Tensor) -> Tensor:
     return array.detach()
 
 
-def _of_address(name: str, told: tuple[Any, ...], device: torch.device, writable: bool) -> Tensor:
-    if len(told) not in (4, 5) or not isinstance(told[0], int):
+def _of_address(name: str, told: tuple[Any, ...], writable: bool) -> Tensor:
+    if len(told) not in (4, 5) or not isinstance(told[0], (int, np.integer)):
         raise LayoutError(
             described(
                 f"{name}: not the description of an array",
@@ -136,7 +136,7 @@ def _of_address(name: str, told: tuple[Any, ...], device: torch.device, writable
                 fix="pass an integer address and the array's dtype, shape and strides",
             )
         )
-    address, dtype, shape, strides, *on = told
+    address, dtype, shape, strides, *on = int(told[0]), *told[1:]
     kind, is_torch = _dtype(name, dtype)
     shape = tuple(int(n) for n in shape)
     block = Block(address, shape, (), kind.itemsize).dense(address)
@@ -220,7 +220,7 @@ def _of_buffer(name: str, array: Any, writable: bool) -> Tensor:
             raise UnsupportedOperationError(
                 described(
                     f"{name}: not an array whose memory can be shared",
-                    expected="numpy, torch, cupy, DLPack, an array interface, a buffer, or (address, dtype, shape, strides)",
+                    expected="an array of numpy, torch or cupy, DLPack, a buffer, or (address, dtype, shape, strides)",
                     got=type(array).__name__,
                     fix="pass the array that holds the cells",
                 )

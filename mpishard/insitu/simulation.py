@@ -91,7 +91,11 @@ def adopt(
     )
     mesh = adopted_mesh(comm, tuple(names), periodic=periodic, grid=grid, coords=coords, handle=handle, device=device)
     simulation = Simulation(mesh)
-    simulation._begin(extents, halo, sizes, offset)
+    try:
+        simulation._begin(extents, halo, sizes, offset)
+    except MpishardError:
+        mesh.free()
+        raise
     return simulation
 
 
@@ -123,7 +127,7 @@ class Simulation:
     def _begin(
         self, shape: tuple[int, ...], halo: Halo, sizes: Sequence[int] | None, offset: Sequence[int] | None
     ) -> None:
-        mesh, own = self.mesh, {}
+        own: dict[int, int] = {}
 
         def check() -> None:
             self.shape = self._per_dim("shape", shape)
@@ -191,7 +195,7 @@ class Simulation:
 
     def _place(self, own: Mapping[int, int]) -> None:
         """Take the owned extents along some mesh dims, and check that the boxes tile the domain. Collective."""
-        mesh, error = self.mesh, None
+        error: MpishardError | None = None
         for m, n in own.items():
             told = (n, self._offset[m]) if self._offset else (n,)
             along, common = self.agreement.along(m, told)
@@ -323,7 +327,8 @@ class Simulation:
         if new:
             self._agreed("field", lambda: _require_room(what, array, min(new.values())))
             self._place(new)
-        sizes, widths = {}, {}
+        sizes: dict[int, tuple[int, ...]] = {}
+        widths: dict[int, Sequence[Any]] = {}
         error: MpishardError | None = None
         for d, m in enumerate(on):
             if m is None:
@@ -365,7 +370,9 @@ class Simulation:
                 placements[m], shape[d] = Shard(d), sum(sizes[d])
         layout = layout_of(mesh.shape, placements, shape, sizes)
         with torch.inference_mode(False):
-            tensor = resident(mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name)
+            tensor = resident(
+                mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name, foreign=True
+            )
         field = self.fields[name] = Field(self, name, array, tensor, writable=writable)
         return field
 
@@ -416,8 +423,8 @@ class Simulation:
         chosen: list[list[Field]] = []
 
         def check() -> None:
-            for given in (inputs, outputs):
-                chosen.append([self._known(f) for f in ((given,) if isinstance(given, (str, Field)) else given)])
+            told = [(g,) if isinstance(g, (str, Field)) else g for g in (inputs, outputs)]
+            chosen.extend([self._known(f) for f in given] for given in told)
             for field in chosen[1]:
                 field._require_writable("a hook's output")
 

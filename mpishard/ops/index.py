@@ -148,7 +148,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         out = wrap(redistribute(local, x._mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x._mesh)
         out._gathered_view = True
     else:
-        out = viewed(x, local, plan.out)
+        out = viewed(x, local, plan.out, steps=True)
     if out._gathered_view:
         out._origin = x, key
     return out
@@ -170,7 +170,7 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     y: Any = _fresh(x).clone()
     write(y)
     write_at(base, key, y)
-    x._local, x._layout, x._root = y._local, y._layout, None
+    x._local, x._layout, x._root, x._halo = y._local, y._layout, None, None
     return True
 
 
@@ -279,7 +279,7 @@ def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     d = wrapped(dim, input.ndim)
     x = whole_along(settled(input), (d,))
     out = without(x._layout, (d,))
-    return tuple(viewed(x, part, out) for part in x._local.unbind(d))
+    return tuple(viewed(x, part, out, steps=True) for part in x._local.unbind(d))
 
 
 def _parts(x: ShardTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardTensor, ...]:

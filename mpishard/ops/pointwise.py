@@ -192,7 +192,7 @@ def _like_rule(func: Any) -> Callable[..., ShardTensor]:
 
 
 def _alias_rule(func: Any) -> Callable[..., Any]:
-    plain = _rule(func)
+    plain, detaches = _rule(func), func in (torch.detach, torch.Tensor.detach)
 
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:
@@ -203,6 +203,8 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
             return x
         if x._gathered_view:  # it may be a view
             out._gathered_view = True
+        if x._halo is not None and detaches:
+            out._halo = x._halo
         return out
 
     return rule
@@ -213,6 +215,9 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
     local = x._local.contiguous(memory_format=memory_format)
+    if x._halo is not None:
+        # a block with its halo is contiguous on a rank where it is but a row
+        return wrap(local.clone(memory_format=memory_format) if local is x._local else local, x._layout, x._mesh)
     if local is not x._local:
         return wrap(local, x._layout, x._mesh)
     if x._gathered_view:

@@ -62,7 +62,7 @@ def _in_place(name: str) -> Callable[..., Any]:
                     fix=f"use {name}, which gathers the cell",
                 )
             )
-        self._local, self._layout, self._root = out._local, out._layout, None
+        self._local, self._layout, self._root, self._halo = out._local, out._layout, None, None
         return self
 
     return rule

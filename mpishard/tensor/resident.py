@@ -7,16 +7,18 @@ one level, one time, dims added in front. Widths may differ from position to pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpishard.comm.agreement import on_all
-from mpishard.comm.halo import HaloExchanger
+from mpishard.comm.halo import HaloExchanger, Width, width_pair
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, by_dim
 from mpishard.tensor.shard_tensor import ShardTensor
 
 Widths = tuple[tuple[int, int], ...]
@@ -41,9 +43,31 @@ class ResidentHalo:
         Whether the halo may be written.
     name
         What errors call the tensor.
+    foreign
+        Whether a host program writes into the storage, which torch does not see.
+
+    Attributes
+    ----------
+    quiet : bool
+        Whether only torch writes now, as while a hook runs.
     """
 
-    __slots__ = ("_claim", "_layouts", "key", "mesh", "name", "order", "sizes", "strides", "widths", "writable")
+    __slots__ = (
+        "__weakref__",
+        "_claim",
+        "_layouts",
+        "_seen",
+        "foreign",
+        "key",
+        "mesh",
+        "name",
+        "order",
+        "quiet",
+        "sizes",
+        "strides",
+        "widths",
+        "writable",
+    )
 
     def __init__(
         self,
@@ -55,20 +79,24 @@ class ResidentHalo:
         *,
         writable: bool = True,
         name: str = "",
+        foreign: bool = False,
     ) -> None:
+        self.foreign = foreign
         self.mesh, self.widths, self.sizes, self.strides = mesh, widths, sizes, strides
-        self.order, self.writable, self.name = order, writable, name
+        self.order, self.writable, self.name, self.quiet = order, writable, name, False
         self.key = tuple(sorted(widths.items()))
         self._layouts: dict[Layout, dict[int, Widths]] = {}
         # (version of the storage, sampled cells, their values) where the halo was fresh
         self._claim: tuple[int, Tensor | None, Tensor | None] | None = None
+        # cells that autograd may have saved, and how to know whether they changed
+        self._seen: tuple[Tensor, Callable[[Tensor], Tensor], Tensor] | None = None
 
     def again(self) -> ResidentHalo:
         """Return the same of another array of the same shape and strides, its halo not fresh. Not collective."""
         out = object.__new__(ResidentHalo)
         out.mesh, out.widths, out.sizes, out.strides = self.mesh, self.widths, self.sizes, self.strides
-        out.order, out.writable, out.name = self.order, self.writable, self.name
-        out.key, out._layouts, out._claim = self.key, self._layouts, None
+        out.order, out.writable, out.name, out.quiet = self.order, self.writable, self.name, False
+        out.key, out._layouts, out._claim, out._seen, out.foreign = self.key, self._layouts, None, None, self.foreign
         return out
 
     def along(self, layout: Layout) -> dict[int, Widths]:
@@ -102,31 +130,33 @@ class ResidentHalo:
 
         Collective where the plan is new.
         """
-        key = ("resident halo", layout, self.key, local.dtype, self.order)
-        array = self.whole(local, layout)
-        exchanger = self.mesh.plans.get(key)
-        if exchanger is None:
-            exchanger = self.mesh.plan(key, lambda: self._planned(array, layout))
-        exchanger.renew(array)
+        self.exchanger(local, layout).renew(self.whole(local, layout))
 
-    def _planned(self, array: Tensor, layout: Layout) -> HaloExchanger:
+    def exchanger(self, local: Tensor, layout: Layout) -> HaloExchanger:
+        """Return what refreshes halos of such blocks. Collective where it is new."""
+        key = ("resident halo", layout, self.key, local.dtype, self.order)
+        found = self.mesh.plans.get(key)
+        return self.mesh.plan(key, lambda: self._planned(local, layout)) if found is None else found
+
+    def _planned(self, local: Tensor, layout: Layout) -> HaloExchanger:
         along = self.along(layout)
         sizes = {d: layout.sizes[d] or () for d in along}
         mesh_dims = {d: layout.shard_dims[d][0] for d in along}
-        return HaloExchanger.planned(self.mesh, sizes, along, array.shape, mesh_dims, array.dtype, self.order)
+        shape = self.whole(local, layout).shape
+        return HaloExchanger.planned(self.mesh, sizes, along, shape, mesh_dims, local.dtype, self.order)
 
-    def claim(self, x: ShardTensor, *, sampled: bool) -> None:
-        """Note that the halo of ``x`` is fresh; ``sampled``: unless its owner writes cells. Not collective."""
+    def claim(self, local: Tensor, *, sampled: bool) -> None:
+        """Note that the halo of a block is fresh; ``sampled``: unless its owner writes cells. Not collective."""
         cells = values = None
         if sampled:
-            cells = x._local.detach()[tuple(slice(None, None, max(1, n // _SAMPLED)) for n in x._local.shape)]
+            cells = _sample(local)
             values = cells.clone()
-        self._claim = x._local._version, cells, values
+        self._claim = local._version, cells, values
 
     @property
     def declared(self) -> bool:
         """Whether its owner has said that the halo is fresh. Not collective."""
-        return self._claim is not None and self._claim[1] is None
+        return self._claim is not None and self._claim[1] is None and not self.quiet
 
     def disclaim(self) -> None:
         """Note that the halo is not fresh. Not collective."""
@@ -147,6 +177,93 @@ class ResidentHalo:
             self._claim = None
             return False
         return True
+
+    def watch(self, local: Tensor, *, all_cells: bool) -> None:
+        """Remember what autograd may save now, all cells or a sample: see `notice_writes`. Not collective."""
+        if self.foreign and torch.is_grad_enabled():
+            if self.written():
+                self.overwritten()
+            if self._seen is None or all_cells:
+                cells, view = (local.detach(), _fingerprint) if all_cells else (_sample(local), Tensor.clone)
+                self._seen = cells, view, view(cells)
+                _watched.add(self)
+
+    def written(self) -> bool:
+        """Tell whether what was watched has changed. Not collective."""
+        if self._seen is None:
+            return False
+        cells, view, values = self._seen
+        return not torch.equal(view(cells), values)
+
+    def overwritten(self) -> None:
+        """Let autograd know that what was watched has changed. Not collective."""
+        if self._seen is not None:
+            torch.autograd.graph.increment_version(self._seen[0])
+            self._seen = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether there is something to look at when a backward begins. Not collective."""
+        return self._seen is not None
+
+
+_watched: weakref.WeakSet[ResidentHalo] = weakref.WeakSet()
+
+
+def notice_writes(mesh: CartMesh) -> None:
+    """Let autograd notice, on all ranks, what a host program has written since a field was used.
+
+    Collective where fields of the mesh were used under autograd. Called when a backward begins: for what is found
+    changed, it raises.
+    """
+    mine = [halo for halo in _watched if halo.mesh is mesh and halo.watched]
+    if mine and not on_all(mesh, not any(halo.written() for halo in mine), "backward"):
+        for halo in mine:
+            halo.overwritten()
+
+
+def _sample(local: Tensor) -> Tensor:
+    return local.detach()[tuple(slice(None, None, max(1, n // _SAMPLED)) for n in local.shape)]
+
+
+def _fingerprint(cells: Tensor) -> Tensor:
+    """Return a few numbers that change with the cells: sums over the other dims, weighed along each."""
+    if cells.is_complex():
+        cells = torch.view_as_real(cells)
+    # with a dim in front, as torch sums over all dims where it is given none
+    bits = cells.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cells.itemsize])[None]
+    sums = [bits.sum([d for d in range(bits.ndim) if d != k], dtype=torch.int64) for k in range(1, bits.ndim)]
+    return torch.stack([(s * (2 * torch.arange(len(s), device=s.device) + 1)).sum() for s in sums])
+
+
+def room(name: str, mesh: CartMesh, layout: Layout, ghost: Width | Mapping[int, Width]) -> dict[int, Widths]:
+    """Return the widths of all positions per sharded dim, for storage of our own. Not collective.
+
+    There is none beyond an edge of the domain: nothing would ever fill it, and without it windows lie denser.
+    """
+    given = by_dim(name, ghost, layout.ndim) if isinstance(ghost, Mapping) else dict.fromkeys(layout.shard_dims, ghost)
+    out = {}
+    for d, width in sorted(given.items()):
+        mesh_dims = layout.shard_dims.get(d, ())
+        try:
+            lo, hi = width_pair(width)
+        except (TypeError, ValueError):
+            lo = hi = -1
+        if min(lo, hi) < 0 or len(mesh_dims) != 1:
+            raise LayoutError(
+                described(
+                    f"{name}: ghost= does not fit",
+                    expected=f"a width >= 0, or (lo, hi), of dims that one mesh dim shards: {dict(layout.shard_dims)}",
+                    got=ghost,
+                    fix="give {tensor dim: width} of such dims",
+                )
+            )
+        along = [(lo, hi)] * len(layout.sizes[d] or ())
+        if not mesh.periodic[mesh_dims[0]]:
+            along[0] = (0, along[0][1])
+            along[-1] = (along[-1][0], 0)
+        out[d] = tuple(along)
+    return out
 
 
 def resident(

@@ -152,7 +152,7 @@ class ShardTensor(Tensor):
                 )
             )
         self._local.data = value._local
-        self._layout, self._mesh = value._layout, value._mesh
+        self._layout, self._mesh, self._halo = value._layout, value._mesh, value._halo
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 
@@ -268,7 +268,7 @@ def rebind(x: ShardTensor, local: Tensor, layout: Layout) -> None:
     """Hold the cells of ``x`` in another block, made from its own by recorded operations. Not collective."""
     block, before = root_of(x)
     x._root = (block, before, local._version) if block.requires_grad else None
-    x._local, x._layout = local, layout
+    x._local, x._layout, x._halo = local, layout, None
 
 
 def global_cotangent(g: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
