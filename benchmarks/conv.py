@@ -17,7 +17,7 @@ from mpi4py import MPI
 from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
-from mpishard.ops import conv as rules
+from mpishard.ops.window import conv as rules
 
 CHANNELS = 8
 

@@ -15,11 +15,11 @@ from mpi4py import MPI
 from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
-from mpishard.comm import collective
-from mpishard.comm.buffer import as_bytes
-from mpishard.comm.driver import driver_of
-from mpishard.comm.relay import Envelope, Relay
-from mpishard.comm.segment import Box, plan_table
+from mpishard.comm.collective import blocking
+from mpishard.comm.device.driver import driver_of
+from mpishard.comm.memory.buffer import as_bytes
+from mpishard.comm.memory.copy_table import Box, plan_table
+from mpishard.comm.point_to_point.device_message import Envelope, Relay
 
 
 def synchronous(call: Callable[[], object]) -> Callable[[], object]:
@@ -88,20 +88,20 @@ def collectives(args, mesh: ms.CartMesh) -> None:
         count = 5 if args.quick else 10 if nbytes > 4 << 20 else 100
         n = nbytes // 4
         x, host = torch.ones(n, device=mesh.device), torch.ones(n, pin_memory=mesh.device.type == "cuda")
-        sizes = collective.even(n, group.size)
+        sizes = blocking.even(n, group.size)
         own, own_host = (t[: sizes[group.rank]] for t in (x, host))
         for name, ours, bare, down, up in (
             (
                 "all-reduce",
-                lambda x=x: collective.all_reduce(x, group, deterministic=False),
-                lambda h=host: collective.all_reduce(h, group, deterministic=False, in_place=True),
+                lambda x=x: blocking.all_reduce(x, group, deterministic=False),
+                lambda h=host: blocking.all_reduce(h, group, deterministic=False, in_place=True),
                 (host, x),
                 (x, host),
             ),
             (
                 "all-gather",
-                lambda x=own, s=sizes: collective.all_gather(x, group, 0, s),
-                lambda h=own_host, s=sizes: collective.all_gather(h, group, 0, s),
+                lambda x=own, s=sizes: blocking.all_gather(x, group, 0, s),
+                lambda h=own_host, s=sizes: blocking.all_gather(h, group, 0, s),
                 (own_host, own),
                 (x, host),
             ),

@@ -30,7 +30,7 @@ import timing
 import torch
 
 import mpishard as ms
-from mpishard.io.backend import mpio_obstacle
+from mpishard.io.backend.choice import mpio_obstacle
 
 WORLD = timing.WORLD
 

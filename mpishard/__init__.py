@@ -17,7 +17,7 @@ from mpishard.autograd.collective import (
 )
 from mpishard.autograd.point_to_point import send_recv, shift
 from mpishard.comm.counter import CommCounter, comm_counter
-from mpishard.comm.halo import HaloExchanger
+from mpishard.comm.halo.exchanger import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import (
     DesyncError,
@@ -31,9 +31,9 @@ from mpishard.errors import (
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
 from mpishard.nn import compare_module, distribute_module
-from mpishard.ops.array_module import einsum, tensordot, transpose
-from mpishard.ops.attention import attention_method
-from mpishard.ops.neighbourhood import neighborhood_attention
+from mpishard.ops.attention.neighborhood import neighborhood_attention
+from mpishard.ops.attention.scaled_dot_product import attention_method
+from mpishard.ops.linear.array_module import einsum, tensordot, transpose
 from mpishard.tensor import (
     ShardTensor,
     arange,

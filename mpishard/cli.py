@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops.add_argument("--missing", action="store_true", help="list the functions without a rule instead")
     given = parser.parse_args(arguments)
     if given.command == "info":
-        from mpishard.comm.survey import survey
+        from mpishard.comm.info import survey
 
         survey(lambda line: print(line, flush=True))
         return 0
@@ -27,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ops(parser: argparse.ArgumentParser, family: str | None, markdown: bool, missing: bool) -> int:
     # torch takes a second to import: not for --help
-    from mpishard.ops import coverage
+    from mpishard.ops import op_table
 
     if markdown:
-        print(*coverage.markdown(), sep="\n")
+        print(*op_table.markdown(), sep="\n")
         return 0
     if missing:
-        print(*coverage.uncovered(), sep="\n")
+        print(*op_table.uncovered(), sep="\n")
         return 0
-    table = coverage.covered()
+    table = op_table.covered()
     families = sorted({c.family for c in table})
     if family is not None and family not in families:
         parser.error(f"no family {family!r}; there are {', '.join(families)}")
@@ -45,5 +45,5 @@ def _ops(parser: argparse.ArgumentParser, family: str | None, markdown: bool, mi
             for treatment, same in groupby(sorted(members, key=lambda c: c.treatment), lambda c: c.treatment):
                 print(f"  {treatment:<10}{' '.join(sorted({c.name for c in same}))}")
     count = len({(place, c.name) for c in table for place in c.places})
-    print(f"{count} functions have rules, {len(coverage.uncovered())} none")
+    print(f"{count} functions have rules, {len(op_table.uncovered())} none")
     return 0

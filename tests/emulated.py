@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpishard.comm import driver as drivers
-from mpishard.comm.kernel import SOURCE
-from mpishard.comm.segment import Table
+from mpishard.comm.device import driver as drivers
+from mpishard.comm.device.kernel import SOURCE
+from mpishard.comm.memory.copy_table import Table
 
 HOST = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
-from mpishard.comm.collective import all_reduce
+from mpishard.comm.collective.blocking import all_reduce
+from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.comm.pending import PendingReduction, iall_reduce
 
 BUCKET_NBYTES = 4 << 20
 _MARK = "_mpishard_bucketed"

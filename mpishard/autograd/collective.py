@@ -25,8 +25,8 @@ from mpishard.autograd.argument import (
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import broadcast_step, gather_step, kept, reducer, transpose_step
-from mpishard.comm.arithmetic import rule_of
-from mpishard.comm.extents import gather_extents
+from mpishard.comm.collective.gather_sizes import gather_extents
+from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import balanced
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import Run, Step, apply, pair, same
-from mpishard.comm import collective
+from mpishard.comm.collective import blocking
+from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.transfer import run_transfer
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
 
 
@@ -37,7 +37,7 @@ def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
     step = mesh.plans.get(key)
     if step is None:
         group = mesh.group(mesh_dims)
-        step = mesh.plans[key] = pair(same, lambda g: collective.all_reduce(g, group))
+        step = mesh.plans[key] = pair(same, lambda g: blocking.all_reduce(g, group))
     return step  # type: ignore[no-any-return]
 
 
@@ -137,8 +137,8 @@ def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Ste
     group, sizes = mesh.group((mesh_dim,)), after.sizes[dim]
     assert sizes is not None
     return pair(
-        lambda x: collective.reduce_scatter(x, group, dim=dim, sizes=sizes),
-        lambda g: collective.all_gather(g, group, dim=dim, sizes=sizes),
+        lambda x: blocking.reduce_scatter(x, group, dim=dim, sizes=sizes),
+        lambda g: blocking.all_gather(g, group, dim=dim, sizes=sizes),
     )
 
 
@@ -153,7 +153,7 @@ def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:
 
         def gather(x: Tensor) -> Tensor:
             for group, dim, sizes in calls:
-                x = collective.all_gather(x, group, dim=dim, sizes=sizes)
+                x = blocking.all_gather(x, group, dim=dim, sizes=sizes)
             return x
 
         return gather

@@ -12,16 +12,17 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from mpishard.autograd.linear import Run, Step, apply, pair, same
-from mpishard.comm import collective, message
-from mpishard.comm.arithmetic import rule_of
+from mpishard.comm.collective import blocking
+from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.point_to_point import send_recv
 from mpishard.errors import UnsupportedDtypeError, described
 from mpishard.layout import balanced
 
 
 def sum_step(group: Group, replicated: bool = False, deterministic: bool | None = None) -> Step:
     """Return the sum over a group; its adjoint is itself, or (``replicated``) the identity. Not collective."""
-    run = partial(collective.all_reduce, group=group, deterministic=deterministic)
+    run = partial(blocking.all_reduce, group=group, deterministic=deterministic)
     return pair(run, same if replicated else run)
 
 
@@ -35,17 +36,17 @@ def gather_step(
         return g.narrow(dim, first, sizes[group.rank]).clone(memory_format=torch.contiguous_format)
 
     def scatter(g: Tensor) -> Tensor:
-        return collective.reduce_scatter(g, group, dim, sizes, deterministic=deterministic)
+        return blocking.reduce_scatter(g, group, dim, sizes, deterministic=deterministic)
 
-    return pair(partial(collective.all_gather, group=group, dim=dim, sizes=sizes), own if replicated else scatter)
+    return pair(partial(blocking.all_gather, group=group, dim=dim, sizes=sizes), own if replicated else scatter)
 
 
 def broadcast_step(group: Group, root: int, replicated: bool = False, deterministic: bool | None = None) -> Step:
     """Return the broadcast; its adjoint is the sum (``replicated``: the root's own) on the root. Not collective."""
-    forward = partial(collective.broadcast, group=group, root=root)
+    forward = partial(blocking.broadcast, group=group, root=root)
     if replicated:
         return pair(forward, torch.clone if group.rank == root else torch.zeros_like)
-    return pair(forward, partial(collective.reduce, group=group, root=root, deterministic=deterministic))
+    return pair(forward, partial(blocking.reduce, group=group, root=root, deterministic=deterministic))
 
 
 def message_step(
@@ -53,8 +54,8 @@ def message_step(
 ) -> Step:
     """Return "send to one rank, receive from another"; its adjoint goes the other way. Not collective."""
     return pair(
-        lambda x: message.send_recv(x, group, dest, source, received),
-        lambda g: message.send_recv(g, group, source, dest, sent),
+        lambda x: send_recv.send_recv(x, group, dest, source, received),
+        lambda g: send_recv.send_recv(g, group, source, dest, sent),
     )
 
 
@@ -104,10 +105,10 @@ def transpose_step(
     bound = row * max(*sends, *recvs)
 
     def forward(x: Tensor) -> Tensor:
-        return torch.cat(collective.all_to_all(x.split(cut, split_dim), received, group, bound), concat_dim)
+        return torch.cat(blocking.all_to_all(x.split(cut, split_dim), received, group, bound), concat_dim)
 
     def backward(g: Tensor) -> Tensor:
-        return torch.cat(collective.all_to_all(g.split(joined, concat_dim), sent, group, bound), split_dim)
+        return torch.cat(blocking.all_to_all(g.split(joined, concat_dim), sent, group, bound), split_dim)
 
     return pair(forward, backward)
 
@@ -118,9 +119,9 @@ class Extremum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, op: str, total: Step) -> Tensor:
         """Reduce."""
-        y = collective.all_reduce(x, group, op)
+        y = blocking.all_reduce(x, group, op)
         share = (x == y).to(x.dtype)
-        share /= collective.all_reduce(share, group)
+        share /= blocking.all_reduce(share, group)
         ctx.save_for_backward(share)
         ctx.save_for_forward(share)
         ctx.total = total
@@ -164,7 +165,7 @@ def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, determi
         return partial(apply, total)
     if op == "avg":
         return lambda x: apply(total, x) / group.size
-    plain = partial(collective.all_reduce, group=group, op=op, deterministic=deterministic)
+    plain = partial(blocking.all_reduce, group=group, op=op, deterministic=deterministic)
     if not (dtype.is_floating_point or dtype.is_complex):
         return plain
     factors = gather_step(group, (1,) * group.size, 0, replicated, deterministic)

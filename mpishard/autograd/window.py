@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply, pair
 from mpishard.comm import guard
-from mpishard.comm.halo import Width, width_pair
+from mpishard.comm.collective.transfer import run_transfer
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.transfer import run_transfer
-from mpishard.comm.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Box, Layout, Runs, bounds, by_dim, interval_runs, plan_fetch, plan_stage
 

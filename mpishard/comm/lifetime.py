@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from mpishard.comm import driver, guard
+from mpishard.comm import guard
+from mpishard.comm.device import driver
 
 Members = tuple[int, ...]
 

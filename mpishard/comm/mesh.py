@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import aware, guard
+from mpishard.comm import guard
+from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.lifetime import Holding
 from mpishard.errors import MeshError, MpishardError, described
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.comm.strip import Block, host_view
+from mpishard.comm.memory.block import Block, host_view
 from mpishard.errors import LayoutError, MeshError, UnsupportedDtypeError, UnsupportedOperationError, described
 
 

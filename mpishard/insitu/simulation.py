@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.comm.adoption import Periodic, adopted_mesh
 from mpishard.comm.agreement import Agreement
-from mpishard.comm.halo import Width, width_pair
+from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field, staggered_dims

@@ -1,15 +1,15 @@
 """Files: every rank reads its own block of a dataset, and blocks are written as one dataset."""
 
-from mpishard.io.backend import Choice, choose_backend
-from mpishard.io.background import Saving
-from mpishard.io.checkpoint import load_checkpoint, save_checkpoint
+from mpishard.io.backend.choice import Choice, choose_backend
+from mpishard.io.checkpoint.background import Saving
+from mpishard.io.checkpoint.preemption import preemption
+from mpishard.io.checkpoint.restore import Checkpoint
+from mpishard.io.checkpoint.save_load import load_checkpoint, save_checkpoint
 from mpishard.io.dataset import Dataset, Loader
-from mpishard.io.dcp import import_dcp
-from mpishard.io.journal import heal
-from mpishard.io.preemption import preemption
+from mpishard.io.file.journal import heal
+from mpishard.io.foreign.dcp import import_dcp
+from mpishard.io.foreign.safetensors import export_safetensors
 from mpishard.io.read import read
-from mpishard.io.restore import Checkpoint
-from mpishard.io.safetensors import export_safetensors
 from mpishard.io.write import Written, write
 
 __all__ = [

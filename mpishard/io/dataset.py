@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils import data
 
 from mpishard.comm import guard
-from mpishard.comm.driver import host_tensor
+from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
-from mpishard.io.block import Block
-from mpishard.io.file import Path, check_sources, damaged, found, opened
+from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.open import Path, check_sources, damaged, found, opened
 from mpishard.io.read import Part, Window, part_of
 from mpishard.layout import Shard, as_placements, layout_of
 from mpishard.tensor import ShardTensor, wrap

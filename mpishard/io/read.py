@@ -13,13 +13,13 @@ from mpishard.autograd.window import halo_widths
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MpishardError, described
-from mpishard.io.backend import Choice, choose_reading, tell
-from mpishard.io.block import Block
-from mpishard.io.decode import Decoding, decoding_of
-from mpishard.io.dtype import torch_dtype
-from mpishard.io.file import Path, check_sources, damaged, found, import_h5py, opened, unreadable
-from mpishard.io.mpio import opened_together, read_mpio
-from mpishard.io.select import Axis, selected
+from mpishard.io.backend.choice import Choice, choose_reading, tell
+from mpishard.io.backend.mpio import opened_together, read_mpio
+from mpishard.io.file.cf import Decoding, decoding_of
+from mpishard.io.file.dtype import torch_dtype
+from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.open import Path, check_sources, damaged, found, import_h5py, opened, unreadable
+from mpishard.io.file.selection import Axis, selected
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
 from mpishard.tensor import wrap
 

@@ -15,17 +15,17 @@ import numpy as np
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, MeshError, MpishardError, described
-from mpishard.io.backend import choose_backend, tell
-from mpishard.io.dtype import numpy_dtype
-from mpishard.io.file import import_h5py, not_written, noted
-from mpishard.io.form import Form, Variable, checked_dims, chunks_of, extents, option
-from mpishard.io.job import FAILURES, Job
-from mpishard.io.journal import heal
-from mpishard.io.mpio import write_mpio
-from mpishard.io.root import write_root
-from mpishard.io.virtual import prune, write_virtual
-from mpishard.io.vtkhdf import write_vtkhdf
-from mpishard.io.xdmf import write_xdmf
+from mpishard.io.backend.choice import choose_backend, tell
+from mpishard.io.backend.job import FAILURES, Job
+from mpishard.io.backend.mpio import write_mpio
+from mpishard.io.backend.root import write_root
+from mpishard.io.backend.virtual import prune, write_virtual
+from mpishard.io.file.dtype import numpy_dtype
+from mpishard.io.file.journal import heal
+from mpishard.io.file.open import import_h5py, not_written, noted
+from mpishard.io.file.schema import Form, Variable, checked_dims, chunks_of, extents, option
+from mpishard.io.viewer.vtkhdf import write_vtkhdf
+from mpishard.io.viewer.xdmf import write_xdmf
 from mpishard.tensor import ShardTensor
 
 _WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mpishard.autograd.bucket import mark
-from mpishard.comm import collective, guard
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -64,7 +65,7 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
     guard.agree(group.comm, error, f"distribute_module {[(name, tuple(t.shape), t.dtype) for name, t in named]}")
     with torch.no_grad():
         for tensors in _by_dtype([t for _, t in named]):
-            flat = collective.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
+            flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))
     for param in module.parameters():

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.reduction import HALVES
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.registry import RULES, spellings
 
 _CAST = (*HALVES, torch.float32)

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.dim import resized, whole_along
-from mpishard.ops.pointwise import no_out
-from mpishard.ops.reduction import normal_dim
+from mpishard.ops.rule.dim import resized, whole_along
+from mpishard.ops.rule.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import RULES, implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,

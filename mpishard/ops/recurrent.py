@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.meet import Labels, Met, meet
+from mpishard.ops.rule.align import Labels, Met, meet
 from mpishard.tensor.registry import RULES, implements
 from mpishard.tensor.shard_tensor import ShardTensor
 

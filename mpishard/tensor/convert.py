@@ -16,9 +16,9 @@ from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
 from mpishard.autograd.argument import require_plain
 from mpishard.comm import guard
-from mpishard.comm.halo import Width
+from mpishard.comm.collective.transfer import scatter_blocks
+from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh, two_meshes
-from mpishard.comm.transfer import scatter_blocks
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
 from mpishard.tensor.factory import asked, new_layout

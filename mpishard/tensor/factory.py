@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm.halo import Width
+from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, layout_of

@@ -148,3 +148,18 @@ def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> tuple[Layout
         _fits.clear()
     _fits[held, out] = fit
     return fit
+
+
+_broadcasts: dict[tuple[Any, ...], Layout] = {}
+
+
+def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
+    """Return the mesh and the result layout of a pointwise operation, cached. Not collective."""
+    mesh = mesh_of(operands)
+    key = tuple(x._layout if isinstance(x, ShardTensor) else x.shape for x in operands if isinstance(x, Tensor))
+    layout = _broadcasts.get(key)
+    if layout is None:
+        if len(_broadcasts) > 65536:
+            _broadcasts.clear()
+        layout = _broadcasts[key] = broadcast_layout(mesh, operands)
+    return mesh, layout

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch._ops import OpOverload
 
-from mpishard.errors import NoShardingRule, described
+from mpishard.errors import NoShardingRule, UnsupportedOperationError, described
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
@@ -123,3 +123,15 @@ def outline(x: torch.Tensor) -> str:
     if hasattr(x, "placements"):
         return f"ShardTensor{tuple(x.shape)} {list(x.placements)}"
     return f"Tensor{tuple(x.shape)}"
+
+
+def no_out(func: Any) -> UnsupportedOperationError:
+    """Return the error for ``out=``. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            f"{name_of(func)}: out= with ShardTensors",
+            expected="a call without out=",
+            got="out=",
+            fix="assign the result, or copy it with out.copy_(result)",
+        )
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.agreement import on_all
-from mpishard.comm.halo import HaloExchanger, Width, width_pair
+from mpishard.comm.halo.exchanger import HaloExchanger, Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, by_dim

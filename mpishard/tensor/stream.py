@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mpishard.comm import collective
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedDtypeError, described
 from mpishard.layout import Layout
@@ -40,7 +40,7 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
     """
     seed = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator)
     if mesh.size > 1:
-        seed = collective.broadcast(seed, mesh.group(tuple(range(mesh.ndim))), 0)
+        seed = blocking.broadcast(seed, mesh.group(tuple(range(mesh.ndim))), 0)
     return int(seed)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mpishard.comm import collective
-from mpishard.comm.extents import gather_extents
+from mpishard.comm.collective import blocking
+from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.mesh import CartMesh, Group
 
 STEP = 1e-6
@@ -134,7 +134,7 @@ def check_jvp(
 def _group(mesh: CartMesh | None, comm: Any) -> Group:
     if mesh is not None:
         return mesh.group(tuple(range(mesh.ndim)))
-    return collective.world() if comm is None else collective.group_of(comm)
+    return blocking.world() if comm is None else blocking.group_of(comm)
 
 
 def _random(like: Tensor, seed: int, group: Group) -> Tensor:
@@ -156,7 +156,7 @@ def _differences(f: Function, x: Tensor, w: Tensor, group: Group) -> Tensor:
                         at.view(-1)[i] += sign * STEP * direction
                     y = f(at.requires_grad_()).detach()
                     sides.append(torch.sum((w.conj() * y).real if y.is_complex() else w * y).view(1))
-                slope = collective.all_reduce((sides[0] - sides[1]) / (2 * STEP), group).item()
+                slope = blocking.all_reduce((sides[0] - sides[1]) / (2 * STEP), group).item()
                 if rank == group.rank:
                     flat[i] += slope * direction
     return numeric

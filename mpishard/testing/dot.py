@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm import collective
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Partial, Replicate
@@ -100,7 +100,7 @@ def dot_test(
     left = _terms(theirs.detach(), w) * _weight(y)
     right = 0.0 if g is None else _terms(g, ours.detach()).sum().item() * _weight(x)
     sums = torch.tensor([left.sum().item(), right, left.square().sum().item()], dtype=torch.float64)
-    lhs, rhs, squares = collective.all_reduce(sums, group).tolist()
+    lhs, rhs, squares = blocking.all_reduce(sums, group).tolist()
     error = abs(lhs - rhs) / math.sqrt(squares) if squares else (0.0 if lhs == rhs else math.inf)
     if math.isnan(error):
         error = math.inf
@@ -111,7 +111,7 @@ def _group(mesh: CartMesh | None, comm: Any, x: Any) -> Group:
     mesh = getattr(x, "mesh", None) if mesh is None and comm is None else mesh
     if mesh is not None:
         return mesh.group(tuple(range(mesh.ndim)))
-    return collective.world() if comm is None else collective.group_of(comm)
+    return blocking.world() if comm is None else blocking.group_of(comm)
 
 
 def _local(x: Any) -> Tensor:
@@ -119,7 +119,7 @@ def _local(x: Any) -> Tensor:
 
 
 def _require_graph(y: Tensor, group: Group) -> None:
-    without = collective.all_reduce(torch.tensor([not y.requires_grad], dtype=torch.int64), group).item()
+    without = blocking.all_reduce(torch.tensor([not y.requires_grad], dtype=torch.int64), group).item()
     if without:
         raise UnsupportedOperationError(
             described(
@@ -156,5 +156,5 @@ def _weight(x: Any) -> float:
 def _equal_on_replicas(w: Tensor, y: Any) -> Tensor:
     for m, placement in enumerate(getattr(y, "placements", ())):
         if type(placement) is Replicate:
-            w = collective.broadcast(w, y.mesh.group((m,)), 0)
+            w = blocking.broadcast(w, y.mesh.group((m,)), 0)
     return w

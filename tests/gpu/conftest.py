@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from mpishard.comm import aware, driver
+from mpishard.comm.device import driver, gpu_aware
 from tests.emulated import emulated
 
 HERE = Path(__file__).parent
@@ -59,9 +59,9 @@ def device():
 def make_mesh(request, monkeypatch):
     """Makes meshes whose messages take one of the routes."""
     route, pack = request.param.split("-")
-    if not REHEARSAL and route == "aware" and not aware.decide(aware.findings())[0]:
+    if not REHEARSAL and route == "aware" and not gpu_aware.decide(gpu_aware.findings())[0]:
         pytest.skip("this MPI may not be given GPU memory (`mpishard info` says more)")
-    monkeypatch.setattr(aware, "agreed", lambda comm, device: route == "aware")
+    monkeypatch.setattr(gpu_aware, "agreed", lambda comm, device: route == "aware")
     made = []
 
     def make(shape, periodic=False):

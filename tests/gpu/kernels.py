@@ -7,8 +7,8 @@ import random
 
 import torch
 
-from mpishard.comm.driver import driver_of
-from mpishard.comm.segment import UNITS, Box, plan_table
+from mpishard.comm.device.driver import driver_of
+from mpishard.comm.memory.copy_table import UNITS, Box, plan_table
 
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

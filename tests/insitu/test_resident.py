@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpishard as ms
-from mpishard.comm.window import WindowOp
+from mpishard.comm.exchange.window import WindowOp
 from tests.compare import mesh_of, mesh_shapes
 from tests.insitu.hosts import WORLD, Host, cut
 

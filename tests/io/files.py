@@ -7,7 +7,7 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.io.backend import mpio_obstacle
+from mpishard.io.backend.choice import mpio_obstacle
 
 WORLD = MPI.COMM_WORLD
 BACKENDS = ["root", "virtual", *([] if mpio_obstacle() else ["mpio"])]

@@ -12,8 +12,8 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from mpishard.io import form, journal
-from mpishard.io.journal import Journal, journal_of
+from mpishard.io.file import journal, schema
+from mpishard.io.file.journal import Journal, journal_of
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
 
 WRITERS = [b for b in BACKENDS if b != "virtual"]
@@ -69,7 +69,7 @@ def test_what_is_kept(mesh, folder):
         file.create_dataset("pieces", data=np.zeros((64, 64)), chunks=(8, 8))
     for step in range(1, 30):
         append(folder / "a.h5", mesh, step, full)
-    kept = form.begun(folder / "a.h5")
+    kept = schema.begun(folder / "a.h5")
     size = os.path.getsize(journal_of(folder / "a.h5"))
     assert size < 100_000 < os.path.getsize(folder / "a.h5") - 30 * 4 * 64 * 64 - 700_000
     kept.close()
@@ -89,9 +89,9 @@ def test_a_step_that_finds_no_room_is_taken_back(mesh, folder, backend, monkeypa
         raise full
 
     if backend == "root":
-        monkeypatch.setattr("mpishard.io.root.selection", fail)
+        monkeypatch.setattr("mpishard.io.backend.root.selection", fail)
     else:
-        monkeypatch.setattr("mpishard.io.mpio._stamp", lambda *_: full)
+        monkeypatch.setattr("mpishard.io.backend.mpio._stamp", lambda *_: full)
     with pytest.raises(FileError, match="No space left") as e:
         append(at, mesh, 1, backend=backend)
     same_on_all(e)

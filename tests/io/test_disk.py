@@ -12,7 +12,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from mpishard.io.file import reserve
+from mpishard.io.file.open import reserve
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
 
 

@@ -11,10 +11,10 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm.funnel import funnel
+from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.errors import FileError, MissingPackageError
-from mpishard.io import root
-from mpishard.io.dtype import NUMPY
+from mpishard.io.backend import root
+from mpishard.io.file.dtype import NUMPY
 from tests.io.files import block, same_on_all, store, values
 
 WORLD = MPI.COMM_WORLD

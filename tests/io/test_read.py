@@ -11,8 +11,8 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from mpishard.io.block import Block
-from mpishard.io.select import selected
+from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.selection import selected
 from tests.io.files import BACKENDS, WORLD, block, same_on_all, sharded, store, values
 
 READERS = [b for b in BACKENDS if b != "virtual"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from mpishard.ops import coverage
+from mpishard.ops import op_table
 from tests.compare import WORLD, mesh_of
 
 P = WORLD.size
@@ -207,4 +207,4 @@ def test_what_travels(family):
 
 def test_every_family_is_here():
     named = {name.partition(",")[0] for name in FAMILIES}
-    assert named | ELSEWHERE | WITHOUT == set(coverage._DEFAULT)
+    assert named | ELSEWHERE | WITHOUT == set(op_table._DEFAULT)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpishard.cli import main
-from mpishard.ops import coverage
+from mpishard.ops import op_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 ROW = re.compile(r"\| `(\w+)` \| (.+) \| (\w+) \|")
@@ -30,7 +30,7 @@ def has(place: str, name: str) -> bool:
 
 
 def test_no_function_lost_its_rule():
-    now = {(place, c.name) for c in coverage.covered() for place in c.places}
+    now = {(place, c.name) for c in op_table.covered() for place in c.places}
     assert len(now) > 1000
     lost = {path for path in listed() - now if has(*path)}
     assert not lost
@@ -39,14 +39,14 @@ def test_no_function_lost_its_rule():
 def test_the_page_is_current():
     made_with = re.search(r"with torch ([\d.]+)\.\n", PAGE.read_text()).group(1)
     if made_with == ".".join(torch.__version__.split(".")[:2]):
-        assert PAGE.read_text().splitlines() == list(coverage.markdown()), "run mpishard ops --markdown"
+        assert PAGE.read_text().splitlines() == list(op_table.markdown()), "run mpishard ops --markdown"
     else:  # another torch has other functions
         assert len(listed()) > 1000
 
 
 def test_every_family_is_declared():
-    assert {c.treatment for c in coverage.covered()} <= set(coverage.TREATMENTS)
-    treatments = {c.name: c.treatment for c in coverage.covered()}
+    assert {c.treatment for c in op_table.covered()} <= set(op_table.TREATMENTS)
+    treatments = {c.name: c.treatment for c in op_table.covered()}
     assert treatments["add"] == "local"
     assert treatments["conv2d"] == "halo"
     assert treatments["sum"] == "reduction"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 import mpishard as ms
-from mpishard.ops import conv
+from mpishard.ops.window import conv
 from tests.compare import WORLD, gathered, layouts, mesh_of, shard
 
 SHAPE = (1, 4, 11, 6)

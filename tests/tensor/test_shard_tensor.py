@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpishard as ms
-from mpishard.ops.pointwise import pointwise
+from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.tensor.registry import no_rule
 from tests.compare import mesh_of, shard
 

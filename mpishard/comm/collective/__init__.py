@@ -1,0 +1,1 @@
+"""Collectives on tensors, blocking and not, and what travels between layouts."""

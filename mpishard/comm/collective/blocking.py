@@ -1,0 +1,471 @@
+"""Blocking collectives on torch tensors: by buffer address, without autograd.
+
+Reductions are typed; everything else moves bytes. Every function returns a fresh contiguous tensor on the
+device of its argument, unless it works in place. Tensors on a GPU travel by NCCL where it serves the group and
+they are large, else through pinned host memory in pieces; blocks for single ranks go as messages.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import counter, guard
+from mpishard.comm.collective import nccl
+from mpishard.comm.device.driver import driver_at
+from mpishard.comm.device.staging import Spans, cut, cut_blocks, of_block, through_host
+from mpishard.comm.memory import buffer
+from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pack, pieces, spans
+from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
+from mpishard.comm.mesh import Group
+from mpishard.comm.point_to_point.device_message import relayed
+from mpishard.comm.point_to_point.send_recv import start_messages
+
+DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
+
+_GATHERED_NBYTES = 1 << 12  # ordered sums of less than this gather everything at once
+
+
+def world() -> Group:
+    """Return all ranks of the program as a group. Not collective."""
+    return group_of(MPI.COMM_WORLD)
+
+
+def group_of(comm: MPI.Intracomm) -> Group:
+    """Return the ranks of a communicator as a group. Not collective."""
+    return Group(comm, comm.Get_rank(), comm.Get_size(), {})
+
+
+def all_reduce(
+    x: torch.Tensor, group: Group, op: str = "sum", *, deterministic: bool | None = None, in_place: bool = False
+) -> torch.Tensor:
+    """Reduce equal-shaped tensors elementwise over the ranks of a group.
+
+    Collective over the group. Half types are accumulated in float32; the extrema of floats propagate NaN.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    op
+        ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``.
+    deterministic
+        Whether to accumulate in rank order, which gives the same bits in every run and with every MPI
+        library. None: what ``MPISHARD_DETERMINISTIC`` says.
+    in_place
+        Whether ``x`` itself (contiguous) receives the result.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no such reduction.
+    """
+    rule = rule_of(op, x.dtype)
+    if guard.DEBUG:
+        guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
+    if group.size == 1 or not x.numel():
+        return x if in_place else dense(x).clone(memory_format=torch.contiguous_format)
+    if not (in_place and is_dense(x)):
+        source, y = dense(x), None
+    else:
+        source = y = x
+    if rule.ordered and in_order(deterministic):
+        result = _ordered_all_reduce(source, group, op)
+    elif rule.carrier is not None:
+        work = to_keys(source, op) if rule.keyed else source.to(rule.carrier)
+        _all_reduce(work, work, group, rule, op)
+        result = from_keys(work, source.dtype) if rule.keyed else work.to(source.dtype)
+    else:
+        result = torch.empty_like(source) if y is None else y
+        _all_reduce(source, result, group, rule, op)
+    return x.copy_(result) if in_place and result is not x else result
+
+
+def in_order(deterministic: bool | None) -> bool:
+    """Whether to accumulate in rank order. Not collective."""
+    return DETERMINISTIC if deterministic is None else deterministic
+
+
+def _all_reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, op: str) -> None:
+    comm, datatype, nbytes = group.comm, rule.datatype, x.nbytes
+    if counter.active:
+        counter.record("all_reduce", 1, nbytes)
+    driver = driver_at(x)
+    if driver is None:
+        at, to = x.data_ptr(), y.data_ptr()
+        with guard.waiting("all_reduce", (), comm):
+            for a, n in pieces(nbytes):
+                send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
+                comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
+        return
+    link = nccl.link_of(group, x, nbytes)
+    if link is not None and link.serves(x.dtype, op):
+        link.all_reduce(x, y, op)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("all_reduce", (), comm):
+            comm.Allreduce((as_bytes(here), datatype), (as_bytes(there), datatype), rule.op)
+
+    parts = cut(nbytes, x.itemsize)
+    through_host(driver, x, parts, y, parts, move)
+
+
+def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
+    flat = x.reshape(-1)
+    if x.nbytes <= _GATHERED_NBYTES:
+        n = flat.numel()
+        result = ordered(all_gather(flat, group, 0, (n,) * group.size).view(group.size, n), op)
+    else:
+        sizes = even(flat.numel(), group.size)
+        own = [(sizes[group.rank],)] * group.size
+        blocks = all_to_all(flat.split(sizes), own, group, x.nbytes + group.size * x.itemsize)
+        result = all_gather(ordered(blocks, op), group, 0, sizes)
+    return result.view(x.shape)
+
+
+def even(n: int, count: int) -> tuple[int, ...]:
+    """Cut ``n`` elements into ``count`` equal parts, the last ones shorter. Not collective."""
+    step = -(-n // count)
+    return tuple(max(0, min(step, n - i * step)) for i in range(count))
+
+
+def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Concatenate the ranks' tensors along ``dim``, in rank order.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's block; the shapes agree outside ``dim``.
+    group
+        Ranks that take part.
+    dim
+        Dim to concatenate along, not negative.
+    sizes
+        Extent of every rank's block.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+    """
+    shape, total = x.shape, sum(sizes)
+    full = (*shape[:dim], total, *shape[dim + 1 :])
+    row = math.prod(full) // max(total, 1)
+    if guard.DEBUG:
+        guard.check(group.comm, "all_gather", full, x.dtype)
+    x = dense(x)
+    if group.size == 1:
+        return x.clone()
+    whole = x.new_empty(full)
+    if not whole.numel():
+        return whole
+    # blocks that follow each other in the result are received in place
+    direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
+    flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
+    lengths = [s * row for s in sizes]
+    _all_gather(x, flat, [n * x.itemsize for n in lengths], group)
+    return whole if direct else _joined(flat, lengths, shape, dim, sizes, whole)
+
+
+def _all_gather(x: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], group: Group) -> None:
+    comm = group.comm
+    if counter.active:
+        counter.record("all_gather", 1, x.nbytes)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("all_gather", (), comm):
+            if flat.nbytes > buffer.MESSAGE_NBYTES:
+                MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * group.size, flat, spans(counts), group))
+            elif counts.count(counts[0]) == group.size:
+                comm.Allgather(as_bytes(x), as_bytes(flat))
+            else:
+                comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
+        return
+    link = nccl.link_of(group, x, flat.nbytes)
+    if link is not None:
+        link.all_gather(x, flat, [n // x.itemsize for n in counts])
+        return
+    parts = cut_blocks(counts)
+
+    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("all_gather", (), comm):
+            comm.Allgatherv(as_bytes(here), [as_bytes(there), [b - a for a, b in parts[k]]])
+
+    through_host(driver, x, of_block(parts, group.rank), flat, parts, move)
+
+
+def _joined(
+    flat: torch.Tensor,
+    lengths: Sequence[int],
+    shape: Sequence[int],
+    dim: int,
+    sizes: Sequence[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return blocks that lie one after the other in ``flat`` as one tensor, joined along ``dim``."""
+    shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
+    return torch.cat([b.view(s) for b, s in zip(flat.split(list(lengths)), shapes)], dim, out=out)
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    deterministic: bool | None = None,
+) -> torch.Tensor:
+    """Sum equal-shaped tensors over the ranks and return this rank's block of the sum along ``dim``.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    dim
+        Dim to cut, not negative.
+    sizes
+        Extent of every rank's block.
+    deterministic
+        As in `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        This rank's block.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    if guard.DEBUG:
+        guard.check(group.comm, "reduce_scatter", tuple(x.shape), x.dtype)
+    if group.size == 1:
+        return dense(x).clone(memory_format=torch.contiguous_format)
+    own = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
+    if not x.numel():
+        return x.new_empty(own)
+    blocks = x.split(list(sizes), dim)
+    if rule.ordered and in_order(deterministic):
+        return ordered(all_to_all(blocks, [own] * group.size, group, x.nbytes), "sum")
+    dtype = rule.carrier or x.dtype
+    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
+    result = flat.new_empty(own)
+    _reduce_scatter(flat, result, [b.numel() for b in blocks], group, rule)
+    return result.to(x.dtype)
+
+
+def _reduce_scatter(flat: torch.Tensor, result: torch.Tensor, counts: Sequence[int], group: Group, rule: Rule) -> None:
+    comm, datatype, size = group.comm, rule.datatype, flat.itemsize
+    if counter.active:
+        counter.record("reduce_scatter", 1, flat.nbytes)
+    driver = driver_at(flat)
+    if driver is None:
+        with guard.waiting("reduce_scatter", (), comm):
+            if flat.nbytes <= buffer.MESSAGE_NBYTES:
+                comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
+            else:
+                for root, (lo, hi) in enumerate(spans([n * size for n in counts])):
+                    for a, n in pieces(hi - lo):
+                        send = (address(flat.data_ptr() + lo + a, n), datatype)
+                        recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
+                        comm.Reduce(send, recv, rule.op, root)
+        return
+    parts = cut_blocks([n * size for n in counts], size)
+
+    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        each = [(b - a) // size for a, b in parts[k]]
+        with guard.waiting("reduce_scatter", (), comm):
+            comm.Reduce_scatter((as_bytes(here), datatype), (as_bytes(there), datatype), each, rule.op)
+
+    through_host(driver, flat, parts, result, of_block(parts, group.rank), move)
+
+
+def all_to_all(
+    blocks: Sequence[torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: Group,
+    bound_nbytes: int,
+) -> list[torch.Tensor]:
+    """Send one block to every rank and receive one from each.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    blocks
+        What to send, by rank.
+    shapes
+        Shapes of what comes, by rank.
+    group
+        Ranks that take part.
+    bound_nbytes
+        No rank sends or receives more than this; the same number on every rank.
+
+    Returns
+    -------
+    list of torch.Tensor
+        What came, by rank; contiguous views of one buffer.
+    """
+    if guard.DEBUG:
+        guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
+    if group.size == 1:
+        return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
+    counts = [torch.Size(s).numel() for s in shapes]
+    into = blocks[0].new_empty(sum(counts))
+    came = into.split(counts)
+    if counter.active:
+        counter.record("all_to_all", 1, sum(b.nbytes for b in blocks))
+    driver = driver_at(into)
+    if driver is None:
+        flat, size = pack(blocks, into.dtype), into.itemsize
+        out, back = [b.numel() * size for b in blocks], [n * size for n in counts]
+        with guard.waiting("all_to_all", (), group.comm):
+            if bound_nbytes > buffer.MESSAGE_NBYTES:
+                MPI.Request.Waitall(start_messages(flat, spans(out), into, spans(back), group))
+            else:
+                group.comm.Alltoallv([as_bytes(flat), out], [as_bytes(into), back])
+    elif (link := nccl.link_of(group, into, bound_nbytes)) is not None:
+        link.all_to_all([dense(b) for b in blocks], came)
+    else:
+        relayed(driver, group, list(enumerate(blocks)), list(enumerate(came)), "all_to_all")
+    return [b.view(s) for b, s in zip(came, shapes)]
+
+
+def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
+    """Copy the root's tensor to every rank.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        The tensor to send on the root; elsewhere, one of the same shape and dtype.
+    group
+        Ranks that take part.
+    root
+        Rank in the group.
+    in_place
+        Whether ``x`` itself receives the values.
+
+    Returns
+    -------
+    torch.Tensor
+        The same on every rank.
+    """
+    if guard.DEBUG:
+        guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
+    if group.size == 1:
+        return x if in_place else dense(x).clone(memory_format=torch.contiguous_format)
+    at_root = group.rank == root
+    if in_place and is_dense(x):
+        y = x
+    elif at_root:
+        y = dense(x).clone(memory_format=torch.contiguous_format)
+    else:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _broadcast(y, group, root)
+    return x.copy_(y) if in_place and y is not x else y
+
+
+def _broadcast(x: torch.Tensor, group: Group, root: int) -> None:
+    comm, at_root = group.comm, group.rank == root
+    if counter.active:
+        counter.record("broadcast", 1, x.nbytes if at_root else 0)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("broadcast", (), comm):
+            for a, n in pieces(x.nbytes):
+                comm.Bcast(address(x.data_ptr() + a, n), root)
+        return
+    link = nccl.link_of(group, x, x.nbytes)
+    if link is not None:
+        link.broadcast(x, root)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("broadcast", (), comm):
+            comm.Bcast(as_bytes(here if at_root else there), root)
+
+    parts = cut(x.nbytes)
+    none: list[Spans] = [()] * len(parts)
+    through_host(driver, x, parts if at_root else none, x, none if at_root else parts, move)
+
+
+def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | None = None) -> torch.Tensor:
+    """Sum equal-shaped tensors over the ranks; the other ranks than the root get zeros.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    x
+        This rank's tensor.
+    group
+        Ranks that take part.
+    root
+        Rank in the group.
+    deterministic
+        As in `all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        The sum on the root, zeros elsewhere.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    if group.size == 1:
+        return dense(x).clone(memory_format=torch.contiguous_format)
+    if rule.ordered and in_order(deterministic):
+        result = all_reduce(x, group, deterministic=True)
+        return result if group.rank == root else result.zero_()
+    if guard.DEBUG:
+        guard.check(group.comm, "reduce", tuple(x.shape), x.dtype)
+    work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
+    result = torch.empty_like(work) if group.rank == root else torch.zeros_like(work)
+    _reduce(work, result, group, rule, root)
+    return result.to(x.dtype)
+
+
+def _reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, root: int) -> None:
+    comm, datatype, at_root = group.comm, rule.datatype, group.rank == root
+    if counter.active:
+        counter.record("reduce", 1, x.nbytes)
+    driver = driver_at(x)
+    if driver is None:
+        with guard.waiting("reduce", (), comm):
+            for a, n in pieces(x.nbytes):
+                into = (address(y.data_ptr() + a, n), datatype) if at_root else None
+                comm.Reduce((address(x.data_ptr() + a, n), datatype), into, rule.op, root)
+        return
+
+    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        with guard.waiting("reduce", (), comm):
+            comm.Reduce((as_bytes(here), datatype), (as_bytes(there), datatype) if at_root else None, rule.op, root)
+
+    parts = cut(x.nbytes, x.itemsize)
+    through_host(driver, x, parts, y, parts if at_root else [()] * len(parts), move)

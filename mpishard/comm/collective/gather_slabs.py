@@ -1,0 +1,83 @@
+"""Blocks travel to one rank slab by slab: it never holds more of the others' data than one slab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import counter, guard
+from mpishard.comm.memory.buffer import address, dense, pieces, to_host
+from mpishard.comm.mesh import Group
+
+TAG = 13
+
+Box = Sequence[tuple[int, int]]
+
+
+def funnel(
+    x: torch.Tensor,
+    offset: Sequence[int],
+    slabs: Sequence[Sequence[Box]],
+    group: Group,
+    consume: Callable[[Box, torch.Tensor], None],
+    *,
+    op: str = "funnel",
+) -> None:
+    """Call ``consume(box, cells)`` on rank 0 of the group for every slab of every rank, in order.
+
+    Collective over the group. A rank other than 0 packs one slab at a time, and rank 0 receives one at a time.
+    ``consume`` must not raise (the others would wait for ever) nor keep ``cells``, which is host memory that
+    is used again.
+
+    Parameters
+    ----------
+    x
+        This rank's block.
+    offset
+        Global index of its first cell.
+    slabs
+        Per rank of the group, the boxes that it gives, in global indices; the same on every rank.
+    group
+        Ranks that take part.
+    consume
+        Called on rank 0 only.
+    op
+        Name for counters and the watchdog.
+    """
+    comm, rank = group.comm, group.rank
+    if rank:
+        for box in slabs[rank]:
+            part = _host(_slab(x, offset, box))
+            if counter.active:
+                counter.record(op, len(pieces(part.nbytes)), part.nbytes)
+            with guard.waiting(op, (0,), comm):
+                for at, nbytes in pieces(part.nbytes):
+                    comm.Send(address(part.data_ptr() + at, nbytes), 0, TAG)
+        return
+    buffer = x.new_empty(0, device="cpu")
+    for source, boxes in enumerate(slabs):
+        for box in boxes:
+            if source == 0:
+                consume(box, _host(_slab(x, offset, box)))
+                continue
+            shape = [hi - lo for lo, hi in box]
+            count = torch.Size(shape).numel()
+            if buffer.numel() < count:
+                buffer = buffer.new_empty(count)
+            part = buffer[:count].view(shape)
+            with guard.waiting(op, (source,), comm):
+                for at, nbytes in pieces(part.nbytes):
+                    comm.Recv(address(part.data_ptr() + at, nbytes), source, TAG, MPI.Status())
+            consume(box, part)
+
+
+def _slab(x: torch.Tensor, offset: Sequence[int], box: Box) -> torch.Tensor:
+    for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
+        x = x.narrow(dim, lo - start, hi - lo)
+    return x
+
+
+def _host(x: torch.Tensor) -> torch.Tensor:
+    return dense(to_host(x) if x.is_cuda else x)

@@ -1,0 +1,130 @@
+"""Reductions that travel while the ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import counter, guard
+from mpishard.comm.collective.blocking import all_gather, even, in_order
+from mpishard.comm.collective.nccl import link_of
+from mpishard.comm.device.driver import Driver, driver_at
+from mpishard.comm.device.staging import cut
+from mpishard.comm.memory import buffer
+from mpishard.comm.memory.buffer import address, as_bytes, byte_view, pieces, spans, to_host
+from mpishard.comm.memory.reduction_type import Rule, ordered, rule_of
+from mpishard.comm.mesh import Group
+from mpishard.comm.point_to_point.send_recv import start_messages
+
+
+class PendingReduction:
+    """An all-reduce under way; its tensor must not be touched before `wait` returns it."""
+
+    __slots__ = ("_finish", "_group", "_requests")
+
+    def __init__(self, requests: list[MPI.Request], finish: Callable[[], torch.Tensor], group: Group) -> None:
+        self._requests = requests
+        self._finish = finish
+        self._group = group
+
+    def poke(self) -> bool:
+        """Let MPI make progress; return whether the messages are through. Not collective."""
+        return MPI.Request.Testall(self._requests)
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor, which now holds the sum. Collective, in the order of the starts."""
+        with guard.waiting("all_reduce", (), self._group.comm):
+            MPI.Request.Waitall(self._requests)
+        self._requests = []
+        return self._finish()
+
+
+def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = None) -> PendingReduction:
+    """Start to sum equal-shaped contiguous tensors in place over the ranks of a group.
+
+    Collective over the group: every rank starts its reductions in the same order.
+
+    Parameters
+    ----------
+    x
+        Contiguous tensor that receives the sum.
+    group
+        Ranks that take part.
+    deterministic
+        As in `all_reduce`.
+
+    Returns
+    -------
+    PendingReduction
+        Whose ``wait()`` returns ``x``, once.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    if guard.DEBUG:
+        guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
+    if group.size == 1 or not x.numel():
+        return PendingReduction([], lambda: x, group)
+    driver = driver_at(x)
+    if driver is not None:
+        driver.check()
+    if rule.ordered and in_order(deterministic):
+        return _start_ordered(x, x if driver is None else to_host(x), group)
+    work = x if rule.carrier is None else x.to(rule.carrier)
+    if counter.active:
+        counter.record("all_reduce", 1, work.nbytes)
+    if driver is not None:
+        return _start_on_device(driver, x, work, group, rule)
+    at = work.data_ptr()
+    requests = [
+        group.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
+        for a, n in pieces(work.nbytes)
+    ]
+    return PendingReduction(requests, lambda: x if work is x else x.copy_(work), group)
+
+
+def _start_on_device(driver: Driver, x: torch.Tensor, work: torch.Tensor, group: Group, rule: Rule) -> PendingReduction:
+    """Start the sum of ``work``, which is ``x`` or carries it. A piece travels while the next one comes down."""
+    link = link_of(group, work, work.nbytes)
+    if link is not None and link.serves(work.dtype):
+        link.all_reduce(work, work, "sum")
+        return PendingReduction([], lambda: x if work is x else x.copy_(work), group)
+    memory, host = byte_view(work), driver.pinned(work.nbytes)
+    parts = [(a, b) for ((a, b),) in cut(work.nbytes, work.itemsize)]
+    marks, requests = [], []
+    for a, b in parts:
+        driver.download(host[a:b], memory[a:b])
+        marks.append(driver.mark())
+    for (a, b), mark in zip(parts, marks):
+        driver.wait(mark)
+        driver.lend([], [host[a:b]])
+        requests.append(group.comm.Iallreduce(MPI.IN_PLACE, (as_bytes(host[a:b]), rule.datatype), rule.op))
+
+    def finish() -> torch.Tensor:
+        driver.take_back([], [host])
+        driver.upload(memory, host)
+        return x if work is x else x.copy_(work)
+
+    return PendingReduction(requests, finish, group)
+
+
+def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> PendingReduction:
+    sizes = even(work.numel(), group.size)
+    into = work.new_empty((group.size, sizes[group.rank]))
+    sends, recvs = [n * work.itemsize for n in sizes], [into[0].nbytes] * group.size
+    if counter.active:
+        counter.record("all_reduce", 1, work.nbytes)
+    if work.nbytes + group.size * work.itemsize > buffer.MESSAGE_NBYTES:
+        requests = start_messages(work, spans(sends), into, spans(recvs), group)
+    else:
+        requests = [group.comm.Ialltoallv([as_bytes(work), sends], [as_bytes(into), recvs])]
+
+    def finish() -> torch.Tensor:
+        return x.copy_(all_gather(ordered(into, "sum"), group, 0, sizes).view(x.shape))
+
+    return PendingReduction(requests, finish, group)

@@ -1,0 +1,1 @@
+"""GPU memory: the driver, the copy kernel, staging through the host, GPU-aware MPI."""

@@ -1,0 +1,1 @@
+"""Halos of ghosted arrays, refreshed in place."""

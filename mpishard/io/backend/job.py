@@ -1,0 +1,124 @@
+"""What the back-ends share: which rank gives which cells, the file's name until it is complete, agreed errors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.comm import guard
+from mpishard.comm.memory.buffer import dense, is_dense, to_host
+from mpishard.comm.mesh import Group
+from mpishard.errors import MpishardError
+from mpishard.io.file.open import not_written
+from mpishard.io.file.schema import Form
+from mpishard.layout import Layout
+from mpishard.layout.slab import Box, slabs
+from mpishard.tensor import ShardTensor
+from mpishard.tensor.operand import resolved
+
+# Of cells that are copied on their way: what a rank holds besides its block.
+STAGED_NBYTES = 64 << 20
+
+FAILURES = (OSError, RuntimeError, TypeError, ValueError, KeyError)
+
+
+class Job(NamedTuple):
+    """One call of `write`, the same on every rank but for the blocks.
+
+    ``token`` makes names unique; ``exists`` tells whether a file is appended to that is there; ``lost`` are
+    errors that h5py could not raise (see `noted`).
+    """
+
+    path: Path
+    group: Group
+    tensors: Mapping[str, ShardTensor]
+    form: Form
+    token: str
+    exists: bool
+    hints: Mapping[str, Any]
+    alignment: tuple[int, int] | None
+    locking: bool | str | None
+    lost: list[BaseException]
+
+    @property
+    def partial(self) -> Path:
+        """The file's name until it is complete; its own where it is appended to."""
+        return self.path if self.exists else self.path.with_name(f".{self.path.name}.{self.token}.partial")
+
+    @property
+    def parts(self) -> Path:
+        """The folder of the ranks' files of a virtual dataset."""
+        return self.path.with_name(f"{self.path.name}.parts-{self.token}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cells that are written as they are."""
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in self.form.variables if v.compression is None)
+
+    def blocks(self) -> Iterator[tuple[str, Layout, Tensor]]:
+        """Give every tensor's name, layout and local block, sums made. Collective over Partial dims."""
+        with torch.no_grad():
+            for name, x in self.tensors.items():
+                whole = resolved(x)
+                yield name, whole.layout, whole.to_local().detach()
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank where any rank has an error. Collective."""
+        guard.agree(self.group.comm, None if error is None else self.failed(error))
+
+    def failed(self, error: BaseException) -> MpishardError:
+        """Return the error as the library's own. Not collective."""
+        return error if isinstance(error, MpishardError) else not_written(self.path, error)  # type: ignore[arg-type]
+
+    @property
+    def scrap(self) -> Path | None:
+        """The file that may be emptied where writing fails: not one that is appended to."""
+        return None if self.exists else self.partial
+
+    def discard(self) -> None:
+        """Remove what an unfinished file has left. Not collective; one rank calls it."""
+        if not self.exists:
+            with contextlib.suppress(OSError):
+                self.partial.unlink(missing_ok=True)
+
+
+def given(layout: Layout, nbytes: int, itemsize: int) -> list[list[Box]]:
+    """Return each rank's slabs of at most ``nbytes``; of ranks with one block, the first gives it. Not collective."""
+    held = [m for m, p in enumerate(layout.placements) if not p.is_shard()]
+    return [
+        [] if any(coords[m] for m in held) else list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
+        for coords in product(*map(range, layout.mesh_shape))
+    ]
+
+
+def cells_of(local: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
+    """Return a slab of a block as dense host memory, without a copy where it is that. Not collective."""
+    part = local
+    for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
+        part = part.narrow(dim, lo - start, hi - lo)
+    return dense(to_host(part) if part.is_cuda else part)
+
+
+def is_host_dense(local: Tensor) -> bool:
+    """Return whether slabs of a block need no copy. Not collective."""
+    return not local.is_cuda and is_dense(local)
+
+
+def selection(box: Box, step: int | None) -> tuple[Any, ...]:
+    """Return the index of a box of a dataset, at a step where it has steps. Not collective."""
+    cells = tuple(slice(lo, hi) for lo, hi in box)
+    return cells if step is None else (step, *cells)
+
+
+def finish(job: Job) -> None:
+    """Give the complete file its name. Not collective; one rank calls it."""
+    if not job.exists:
+        os.replace(job.partial, job.path)

@@ -1,0 +1,327 @@
+"""Back-end mpio: all ranks write one file, collectively, through MPI-IO.
+
+Only low-level calls: the high-level ones hang where a rank has no cells, and lose the collective mode. Types
+are converted in numpy beforehand: HDF5 would convert too, and write independently without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mpishard.comm import guard
+from mpishard.comm.file_hints import info_of
+from mpishard.comm.mesh import Group
+from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
+from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.journal import Journal, taken_back
+from mpishard.io.file.open import Path, empty, import_h5py, no_room, not_opened
+from mpishard.io.file.schema import begun, create, grow, step_of
+from mpishard.layout.slab import Box
+
+# Below the 2 GiB that MPI's file layers count.
+DIRECT_NBYTES = 1 << 30
+
+_IO_MODES = {
+    0: "no collective",
+    1: "chunk independent",
+    2: "chunk collective",
+    3: "chunk mixed",
+    4: "contiguous collective",
+}
+COLLECTIVE = ("chunk collective", "contiguous collective")
+_CAUSES = (
+    "collective was not asked for",
+    "a type is converted",
+    "data are transformed",
+    "MPI types are off by environment",
+    "a selection is neither simple nor a scalar",
+    "the dataset is neither contiguous nor chunked",
+    "this HDF5 cannot filter in parallel",
+    "a read through rank 0",
+)
+
+
+def write_mpio(job: Job) -> str:
+    """Write the file from all ranks at once.
+
+    Collective. Every rank makes the same number of calls, also one that has no cells, and also after an error:
+    the others are waiting in them. Returns the mode that MPI-IO in fact used.
+    """
+    comm = job.group.comm
+    file: Any = None
+    journal: Journal | None = None
+    closed = True
+    modes: set[str] = set()
+    try:
+        error: BaseException | None = None
+        step: int | None = None
+        try:
+            # some MPI-IO never come back from a collective write to a full disk
+            error = no_room(job.path.parent, job.nbytes)
+            if job.group.rank == 0 and error is None and job.exists:
+                journal = begun(job.path)
+        except FAILURES as e:
+            error = e
+        job.agree(error)
+        try:
+            with guard.waiting("io.write", (), comm):
+                file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
+        except FAILURES as e:
+            error = e
+        # the calls that follow are collective: all ranks or none
+        job.agree(error)
+        try:
+            with guard.waiting("io.write", (), comm):
+                if not job.exists:
+                    create(file, job.form)
+                if job.form.append is not None:
+                    step = step_of(file, job.form, job.path)
+                    grow(file, job.form, step + 1)
+        except FAILURES as e:
+            error = e
+        job.agree(error)
+        for name, layout, local in job.blocks():
+            staged = comm.allreduce(int(not is_host_dense(local)))
+            slabs = given(layout, STAGED_NBYTES if staged else DIRECT_NBYTES, local.element_size())
+            at = layout.offset(job.tensors[name].mesh.coords)
+            with guard.waiting("io.write", (), comm):
+                error = _write(file[name], slabs, job.group.rank, local, at, step, modes) or error
+        if step is not None and job.form.append is not None:
+            error = _stamp(file, job, job.form.append, step) or error
+        # on disk before success is told
+        try:
+            with guard.waiting("io.write", (), comm):
+                file.flush()
+        except FAILURES as e:
+            error = error or e
+        if comm.allreduce(int(error is not None)) and job.group.rank == 0:
+            # room for what is left to write at the close
+            with contextlib.suppress(OSError):
+                empty(job.scrap) if journal is None else journal.put_back()
+        failed = _closed(file, job.group)
+        closed = failed is None
+        error = failed or error or (job.lost[0] if job.lost else None)
+        if error is None and job.group.rank == 0:
+            error = _too_short(job)
+        if comm.allreduce(int(error is not None)) and journal is not None:
+            # before the others learn of it
+            taken_back(journal, closed=closed)
+            journal = None
+        job.agree(error)
+        if job.group.rank == 0:
+            try:
+                finish(job)
+                if journal is not None:
+                    journal.commit()
+                    journal = None
+            except FAILURES as e:
+                error = e
+        job.agree(error)
+    finally:
+        if file:
+            closed = _closed(file, job.group) is None
+        if job.group.rank == 0:
+            job.discard()
+        if journal is not None:
+            taken_back(journal, closed=closed)
+    return _told(modes)
+
+
+@contextlib.contextmanager
+def opened_together(path: Path, group: Group) -> Iterator[Any]:
+    """Open a file for reading on all ranks at once, for the time of a ``with`` block.
+
+    Collective; the file must be one that every rank can open (see `unreadable`).
+
+    Raises
+    ------
+    FileError
+        It is damaged, or of another format.
+    """
+    try:
+        with guard.waiting("io.read", (), group.comm):
+            file = _opened(path, "r", group)
+    except FAILURES as e:
+        raise not_opened(path, e) from e
+    try:
+        yield file
+    finally:
+        _closed(file, group)
+
+
+def read_mpio(dataset: Any, group: Group, block: Block) -> tuple[str, Exception | None]:
+    """Read every rank's part of a dataset, of a file opened together, in the same collective calls.
+
+    Collective. Returns the mode in fact used, and this rank's error.
+    """
+    comm = group.comm
+    modes: set[str] = set()
+    error: Exception | None = None
+    count = max(comm.allgather(len(block.pieces)))
+    dxpl = _collective()
+    steps = block.read(dataset, dxpl)
+    for i in range(count):
+        with guard.waiting("io.read", (), comm):
+            try:
+                if i < len(block.pieces):
+                    next(steps)
+                else:
+                    _nothing(dataset, dxpl, write=False)
+            except FAILURES as e:
+                error = error or e
+            modes.add(_mode(dxpl))
+    steps.close()
+    return _told(modes), error
+
+
+def _opened(
+    path: Path,
+    mode: str,
+    group: Group,
+    hints: Mapping[str, Any] | None = None,
+    alignment: tuple[int, int] | None = None,
+) -> Any:
+    h5py = import_h5py()
+    options = {} if alignment is None else {"alignment_threshold": alignment[0], "alignment_interval": alignment[1]}
+    with info_of(hints) as info:
+        return h5py.File(path, mode, driver="mpio", comm=group.comm, info=info, **options)
+
+
+def _closed(file: Any, group: Group) -> Exception | None:
+    try:
+        with guard.waiting("closing a file", (), group.comm):
+            file.close()
+    except FAILURES as e:
+        return e
+    return None
+
+
+def _collective() -> Any:
+    h5py = import_h5py()
+    dxpl = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+    dxpl.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    return dxpl
+
+
+def _write(
+    dataset: Any,
+    slabs: list[list[Box]],
+    rank: int,
+    local: Tensor,
+    offset: tuple[int, ...],
+    step: int | None,
+    modes: set[str],
+) -> Exception | None:
+    h5s = import_h5py().h5s
+    dxpl = _collective()
+    error: Exception | None = None
+    for i in range(max(map(len, slabs))):
+        try:
+            if i >= len(slabs[rank]):
+                _nothing(dataset, dxpl, write=True)
+            else:
+                box = slabs[rank][i]
+                array = cells_of(local, offset, box).numpy().astype(dataset.dtype, copy=False)
+                space = dataset.id.get_space()
+                start = tuple(lo for lo, _ in box)
+                shape = tuple(hi - lo for lo, hi in box)
+                if step is not None:
+                    start, shape = (step, *start), (1, *shape)
+                if shape:
+                    space.select_hyperslab(start, shape)
+                memory = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+                dataset.id.write(memory, space, array, None, dxpl)
+        except FAILURES as e:
+            error = error or e
+        modes.add(_mode(dxpl))
+    return error
+
+
+def _nothing(dataset: Any, dxpl: Any, *, write: bool) -> None:
+    h5s = import_h5py().h5s
+    space, memory = dataset.id.get_space(), h5s.create_simple((1,))
+    space.select_none()
+    memory.select_none()
+    array = np.empty(1, dataset.dtype)
+    (dataset.id.write if write else dataset.id.read)(memory, space, array, None, dxpl)
+
+
+def _stamp(file: Any, job: Job, name: str, step: int) -> Exception | None:
+    """Write the step's value on its scale: one cell, given by the first rank."""
+    scale = file[name]
+    value = np.asarray([job.form.scales.get(name, step)]).astype(scale.dtype)
+    dxpl = _collective()
+    try:
+        if job.group.rank:
+            _nothing(scale, dxpl, write=True)
+        else:
+            space = scale.id.get_space()
+            space.select_hyperslab((step,), (1,))
+            scale.id.write(import_h5py().h5s.create_simple((1,)), space, value, None, dxpl)
+    except FAILURES as e:
+        return e
+    return None
+
+
+def _too_short(job: Job) -> Exception | None:
+    """Look at the closed file once more: MPI-IO may not have told of a full disk."""
+    try:
+        h5py = import_h5py()
+        with h5py.File(job.partial, "r", locking=False) as file:
+            for v in job.form.variables:
+                file[v.name].id.get_storage_size()
+    except FAILURES as e:
+        return e
+    return None
+
+
+# what MPI-IO did
+
+
+def _mode(dxpl: Any) -> str:
+    mode, library = ctypes.c_int(-1), _hdf5()
+    if library is None or library.H5Pget_mpio_actual_io_mode(ctypes.c_int64(dxpl.id), ctypes.byref(mode)) < 0:
+        return "unknown"
+    text = _IO_MODES.get(mode.value, "unknown")
+    if text in COLLECTIVE:
+        return text
+    own, others = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    if library.H5Pget_mpio_no_collective_cause(ctypes.c_int64(dxpl.id), ctypes.byref(own), ctypes.byref(others)) < 0:
+        return text
+    causes = [cause for bit, cause in enumerate(_CAUSES) if (own.value | others.value) >> bit & 1]
+    return f"{text}: {', '.join(causes)}" if causes else text
+
+
+def _told(modes: set[str]) -> str:
+    """Return the modes as one text, and warn where one of them was not collective."""
+    told = ", ".join(sorted(modes)) or "no cells"
+    odd = [m for m in modes if m not in COLLECTIVE and (": " in m)]
+    if odd:
+        warnings.warn(f"mpishard.io: MPI-IO was not collective ({'; '.join(odd)})", RuntimeWarning, stacklevel=4)
+    return told
+
+
+_library: list[Any] = []
+
+
+def _hdf5() -> Any:
+    """Return the HDF5 library that h5py has loaded, or None."""
+    if not _library:
+        _library.append(None)
+        import_h5py()
+        with contextlib.suppress(OSError, AttributeError):
+            with open("/proc/self/maps") as maps:
+                loaded = re.findall(r"(/\S*/libhdf5(?:_openmpi|_mpich)?(?:-\w+)?\.so[.\d]*)$", maps.read(), re.M)
+            for path in dict.fromkeys(loaded):
+                library = ctypes.CDLL(path)
+                if hasattr(library, "H5Pget_mpio_actual_io_mode"):
+                    _library[0] = library
+    return _library[0]

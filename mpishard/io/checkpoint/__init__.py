@@ -1,0 +1,1 @@
+"""Checkpoints: saved from any mesh, loaded onto any other."""

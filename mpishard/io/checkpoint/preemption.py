@@ -1,0 +1,109 @@
+"""Signals that announce the end of a job: all ranks learn of one together, at a point where they can save."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import MpishardError, described
+
+REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as stop`)
+    """Notice SIGUSR1 and SIGTERM, and have every rank stop after the same step.
+
+    Not collective. A scheduler may signal one rank or all of them, at any time; `should_stop` is where they
+    agree. While the block is entered the signals have no other effect; their former handlers are then put back,
+    unless the ranks have agreed to stop: then the signals are ignored until the program ends, as launchers send
+    them to ranks that end a moment later than the first one, whose exit code would be lost.
+
+    Parameters
+    ----------
+    mesh
+        Ranks that agree; all ranks of the program, if not given.
+    signals
+        What to notice.
+    exit_code
+        For `sys.exit`, after the checkpoint: what a job script takes as "submit me again".
+
+    Attributes
+    ----------
+    exit_code : int
+        75 (``EX_TEMPFAIL``), unless another one is given.
+
+    Examples
+    --------
+    >>> with ms.io.preemption(mesh) as stop:
+    ...     for step in range(first, last):
+    ...         train(step)
+    ...         if stop.should_stop():
+    ...             ms.io.save_checkpoint("checkpoints", step + 1, model=model, optimizer=optimizer, mesh=mesh)
+    ...             sys.exit(stop.exit_code)
+
+    In a job script for Slurm, whose ``#SBATCH --signal=USR1@120`` gives two minutes of warning::
+
+        srun python train.py || { rc=$?; [ $rc -eq 75 ] && scontrol requeue $SLURM_JOB_ID; exit $rc; }
+
+    ``jobs/segment_brain.sbatch`` of the source does the same, a bounded number of times.
+    """
+
+    def __init__(
+        self,
+        mesh: CartMesh | None = None,
+        *,
+        signals: Sequence[signal.Signals] = (signal.SIGUSR1, signal.SIGTERM),
+        exit_code: int = REQUEUE_CODE,
+    ) -> None:
+        self.exit_code = exit_code
+        self._group = blocking.world() if mesh is None else mesh.group(tuple(range(mesh.ndim)))
+        self._signals = tuple(signals)
+        self._before: dict[signal.Signals, Any] = {}
+        self._received = self._agreed = False
+
+    def __enter__(self) -> preemption:
+        error: MpishardError | None = None
+        try:
+            self._before = {s: signal.signal(s, self._note) for s in self._signals}
+        except (OSError, ValueError) as e:
+            error = MpishardError(
+                described(
+                    "preemption: signals cannot be noticed here",
+                    expected="the main thread, and signals that can be caught",
+                    got=f"{self._signals} ({e})",
+                    fix="enter it in the main thread",
+                )
+            )
+        try:
+            guard.agree(self._group.comm, error)
+        except MpishardError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for s, handler in self._before.items():
+            # None: set by other than Python, which cannot set it again
+            before = signal.SIG_DFL if handler is None else handler
+            signal.signal(s, signal.SIG_IGN if self._agreed else before)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._received = True
+
+    def should_stop(self) -> bool:
+        """Tell whether any rank was signalled: the same answer on every rank.
+
+        Collective: one reduction of 8 bytes, until the answer is yes.
+        """
+        if not self._agreed:
+            mine = torch.tensor(int(self._received))
+            self._agreed = bool(blocking.all_reduce(mine, self._group, "max"))
+        return self._agreed

@@ -1,0 +1,275 @@
+"""Checkpoints: the state of a training program, saved from any mesh and loaded onto any other."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import FileError, LayoutError, MpishardError, described
+from mpishard.io.checkpoint import folder as folder_of
+from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
+from mpishard.io.checkpoint.restore import Checkpoint, Wanted, apply, restored
+from mpishard.io.checkpoint.snapshot import Snapshot, snapshot, storable
+from mpishard.io.write import write
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    tensors: Mapping[str, Any] | None = None,
+    extra: Any = None,
+    rng: bool = True,
+    keep: int | None = 3,
+    mesh: CartMesh | None = None,
+    asynchronous: bool = False,
+    backend: str | None = None,
+) -> Saving:
+    """Save the state of a training program, so that whatever ends the job, a complete checkpoint is there.
+
+    Collective over the mesh. Nothing is pickled: tensors become HDF5 datasets (of global shape), the rest JSON.
+    The checkpoint is written under a hidden name, opened again and checked, flushed to the disk and then renamed;
+    only after that the oldest ones go. Of plain tensors (the parameters of `distribute_module`) those of rank 0
+    are saved.
+
+    Parameters
+    ----------
+    path
+        Folder of the checkpoints; made if it is missing. Every rank must see it.
+    step
+        Number of the step, >= 0: what to do next after loading.
+    model, optimizer, scheduler
+        Anything with ``state_dict`` and ``load_state_dict``.
+    tensors
+        Name -> tensor, sharded or plain: fields that belong to none of these.
+    extra
+        Anything else of numbers, strings, tensors, and dicts, lists and tuples of them, e.g. the state of a
+        GradScaler or ``random.getstate()``.
+    rng
+        Whether to save torch's random generators, those of every rank.
+    keep
+        How many checkpoints stay; None: all.
+    mesh
+        Needed where no tensor is sharded.
+    asynchronous
+        Copy the state and return; the files are written in the background. The copy is the only extra memory (on
+        each rank, of what it would write): the next save in this folder waits for this one. The background takes
+        a sixteenth of a core of each rank, until something waits for it.
+    backend
+        As of `write`; not with ``asynchronous``.
+
+    Returns
+    -------
+    Saving
+        ``.path`` of the checkpoint; ``.wait()`` where it is asynchronous.
+
+    Raises
+    ------
+    FileError
+        It cannot be written (also: the asynchronous one before it could not). Older checkpoints stay as they are.
+    MeshError
+        Tensors on several meshes, or no mesh at all.
+    MpishardError
+        State that can only be pickled.
+
+    Examples
+    --------
+    >>> ms.io.save_checkpoint("checkpoints", step, model=model, optimizer=optimizer, mesh=mesh)
+    """
+    _check_numbers(step, keep)
+    sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
+    if model is not None:
+        # versions of the modules, which torch hangs on the dict
+        state["metadata"] = getattr(state["model"], "_metadata", {})
+    state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
+    taken = snapshot(Path(os.path.abspath(path)), step, keep, mesh, rng, state)
+    group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
+    finish(taken.folder)
+    error: MpishardError | None = None
+    if asynchronous and backend is not None:
+        error = _background_backend(backend)
+    guard.agree(group.comm, error, taken.signature())
+    if group.rank == 0:
+        try:
+            folder_of.begin(taken.folder, step)
+        except MpishardError as e:
+            error = e
+    guard.agree(group.comm, error)
+    taken = storable(taken)
+    return in_background(taken) if asynchronous else Saving(taken, _saved(taken, group, backend))
+
+
+def _saved(taken: Snapshot, group: Any, backend: str | None) -> Path:
+    error: MpishardError | None = None
+    name = ""
+    try:
+        if taken.tensors:
+            write(taken.partial / folder_of.TENSORS, taken.tensors, attrs={"step": taken.step}, backend=backend)
+        sums = blocking.all_reduce(taken.shares(), group)
+        if group.rank == 0:
+            try:
+                name = taken.complete(sums).name
+            except (MpishardError, OSError) as e:
+                error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
+        guard.agree(group.comm, error)
+    except BaseException:
+        if group.rank == 0:
+            folder_of.discard(taken.partial)
+        raise
+    return taken.folder / broadcast_text(name, group)
+
+
+def _check_numbers(step: int, keep: int | None) -> None:
+    if type(step) is not int or step < 0 or (keep is not None and (type(keep) is not int or keep < 1)):
+        raise MpishardError(
+            described(
+                "save_checkpoint: step or keep",
+                expected="step: an integer >= 0; keep: an integer >= 1, or None for all",
+                got=f"step={step!r}, keep={keep!r}",
+                fix="count steps from 0, and keep at least the checkpoint that is saved",
+            )
+        )
+
+
+def _background_backend(backend: str) -> MpishardError:
+    return MpishardError(
+        described(
+            "save_checkpoint: backend and asynchronous=True",
+            expected="one of them: in the background every rank writes a file of its own, without MPI",
+            got=f"backend={backend!r}",
+            fix="leave backend out",
+        )
+    )
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    tensors: Mapping[str, Any] | None = None,
+    placements: Any = None,
+    rng: bool = True,
+    step: int | None = None,
+    fallback: bool = False,
+    strict: bool = True,
+    mesh: CartMesh | None = None,
+) -> Checkpoint:
+    """Load a checkpoint, from whatever mesh it was saved, after checking every tile of every tensor.
+
+    Collective over the mesh. Each rank reads its own blocks of what is sharded; rank 0 reads what is not, and
+    sends it. Nothing is changed before all of it is read and found right. A file cannot run code: there is no
+    pickle in it.
+
+    Parameters
+    ----------
+    path
+        Folder of the checkpoints.
+    model, optimizer, scheduler
+        What to load into. Their tensors decide how those of the file are laid out, be they sharded or plain.
+    tensors
+        Name -> ``(mesh, placements)``, a ShardTensor to be laid out like, or None for a plain tensor: which of
+        ``tensors`` to read, and how. All of them, if not given.
+    placements
+        Of all ``tensors`` that were sharded, instead; without either, along the dims that they were sharded along.
+    rng
+        Whether to set torch's random generators: on as many ranks as before every rank gets its own, else all get
+        that of rank 0.
+    step
+        Which one; the latest, if not given.
+    fallback
+        Where a checkpoint is damaged, warn and try the one before it.
+    strict
+        As of `torch.nn.Module.load_state_dict`.
+    mesh
+        Needed where no tensor is sharded.
+
+    Returns
+    -------
+    Checkpoint
+        ``.step``, ``.tensors``, ``.extra``, ``.path``, and ``.skipped`` if it fell back.
+
+    Raises
+    ------
+    FileError
+        There is none, or it is damaged (the tensor and the tile are named), or written by a newer version.
+    LayoutError
+        The model, optimizer or placements do not fit what was saved.
+
+    Examples
+    --------
+    >>> start = ms.io.load_checkpoint("checkpoints", model=model, optimizer=optimizer, mesh=mesh).step
+    """
+    wanted = Wanted.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
+    folder = Path(os.path.abspath(path))
+    group = wanted.mesh.group(tuple(range(wanted.mesh.ndim)))
+    finish(folder)
+    error: MpishardError | None = None
+    names: list[str] = []
+    if group.rank == 0:
+        try:
+            names = _candidates(folder, step)
+        except FileError as e:
+            error = e
+    guard.agree(group.comm, error, f"load_checkpoint {folder} {step} fallback={fallback}")
+    names = broadcast_text("\n".join(names), group).split("\n")
+    skipped: list[str] = []
+    for i, name in enumerate(names):
+        try:
+            found = restored(folder / name, wanted)
+        except FileError as e:
+            if not fallback or i == len(names) - 1:
+                raise guard.common(e, group.comm) from None
+            skipped.append(str(e))
+            if group.rank == 0:
+                warnings.warn(f"{e}\n  fallback: {names[i + 1]} instead", RuntimeWarning, stacklevel=2)
+            continue
+        except LayoutError as e:
+            raise guard.common(e, group.comm) from None
+        apply(found, wanted)
+        return Checkpoint(folder / name, found["step"], found.get("tensors", {}), found.get("extra"), tuple(skipped))
+    raise AssertionError
+
+
+def _candidates(folder: Path, step: int | None) -> list[str]:
+    try:
+        names = folder_of.names(folder)
+    except OSError as e:
+        raise _missing(folder, f"{type(e).__name__}: {e}", "give the folder that save_checkpoint was given") from e
+    if not names:
+        raise _missing(
+            folder,
+            "no such folder" if not folder.exists() else "no complete checkpoint in it",
+            "check the path, and that every node sees it",
+        )
+    if step is None:
+        return names
+    there = sorted({folder_of.step_of(name) for name in names})
+    if step not in there:
+        raise _missing(folder, f"step {step}", f"give one of {there}, or none for the latest")
+    at = next(i for i, name in enumerate(names) if folder_of.step_of(name) == step)
+    return names[at:]
+
+
+def _missing(folder: Path, got: str, fix: str) -> FileError:
+    return FileError(
+        described(
+            f"load_checkpoint: nothing to load in {os.fspath(folder)!r}",
+            expected="a folder with a checkpoint of save_checkpoint",
+            got=got,
+            fix=fix,
+        )
+    )

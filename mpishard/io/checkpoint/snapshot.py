@@ -1,0 +1,197 @@
+"""What a checkpoint holds: the state of the training program, cut into named tensors and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import MeshError, MpishardError, described
+from mpishard.io.checkpoint import folder as folder_of
+from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
+from mpishard.io.checkpoint.state import encode
+from mpishard.io.file.dtype import NUMPY
+from mpishard.io.file.open import import_h5py, opened
+from mpishard.layout import Layout, Shard, layout_of
+from mpishard.tensor import ShardTensor, wrap
+from mpishard.tensor.operand import replicated_layout, resolved
+
+# the bits of what HDF5 has no type for are stored as integers of the same length
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a tensor has in the file. Not collective."""
+    return dtype if dtype in NUMPY else _BITS[dtype.itemsize]
+
+
+class Snapshot(NamedTuple):
+    """A checkpoint on its way to the disk.
+
+    Attributes
+    ----------
+    mesh, folder, step, keep
+        As given to `save_checkpoint`.
+    tree
+        Everything but the tensors, in JSON's types.
+    tensors
+        Name in the file -> tensor, in a dtype that the file knows. A plain one is replicated.
+    info
+        Name -> what the file says of it.
+    """
+
+    mesh: CartMesh
+    folder: Path
+    step: int
+    keep: int | None
+    tree: dict[str, Any]
+    tensors: dict[str, ShardTensor]
+    info: dict[str, dict[str, Any]]
+
+    @property
+    def partial(self) -> Path:
+        """The hidden folder in which it is written."""
+        return folder_of.partial_of(self.folder, self.step)
+
+    def signature(self) -> str:
+        """Return what the ranks must have in common. Not collective."""
+        return f"save_checkpoint {self.step} {self.folder} keep={self.keep} {self.info}"
+
+    def shares(self, pause: Callable[[], object] = lambda: None) -> Tensor:
+        """Return this rank's shares of all checksums, one after the other. Not collective."""
+        parts = [
+            tile_sums(x._local, x._layout, self.mesh.coords, pause)
+            if gives(x._layout, self.mesh.coords)
+            else torch.zeros(len_of(x), dtype=torch.int64)
+            for x in self.tensors.values()
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def complete(self, sums: Tensor) -> Path:
+        """Write what is missing, verify all of it, and give the checkpoint its name. For one rank; not collective."""
+        parts = sums.split([len_of(x) for x in self.tensors.values()]) if self.tensors else ()
+        info = {name: {**i, "checksums": to_text(part)} for (name, i), part in zip(self.info.items(), parts)}
+        state = {"step": self.step, "ranks": self.mesh.size, "state": self.tree, "tensors": info}
+        folder_of.write_state(self.partial, state)
+        folder_of.read_state(self.partial)
+        if self.tensors:
+            verify(self.partial, self.tensors)
+        return folder_of.commit(self.folder, self.step, self.keep)
+
+
+def len_of(x: ShardTensor) -> int:
+    """Return the number of tiles of a tensor. Not collective."""
+    return tile_count(tuple(x.shape), x.dtype)
+
+
+def gives(layout: Layout, coords: tuple[int, ...]) -> bool:
+    """Tell whether this rank is the one that writes its block: of those with the same, the first. Not collective."""
+    return not any(c for c, p in zip(coords, layout.placements) if not isinstance(p, Shard))
+
+
+def snapshot(
+    folder: Path, step: int, keep: int | None, mesh: CartMesh | None, rng: bool, sections: Mapping[str, Any]
+) -> Snapshot:
+    """Cut the state into tensors and JSON; nothing is copied. Not collective.
+
+    Raises
+    ------
+    MeshError
+        Tensors on several meshes, or none given and nothing sharded.
+    MpishardError
+        Something that cannot be stored.
+    """
+    plain: dict[str, Tensor] = {}
+    tree = {key: encode(value, (key,), plain) for key, value in sections.items()}
+    mesh = the_mesh("save_checkpoint", mesh, plain.values())
+    if rng:
+        tree["rng"] = encode(generators(mesh), ("rng",), plain)
+    tensors: dict[str, ShardTensor] = {}
+    info: dict[str, dict[str, Any]] = {}
+    x: Any
+    for name, x in plain.items():
+        if x.layout is not torch.strided and not isinstance(x, ShardTensor):
+            raise _unstorable(name, x.layout)
+        sharded = isinstance(x, ShardTensor)
+        dims = [p.dim if isinstance(p, Shard) else None for p in x._layout.placements] if sharded else None
+        dtype = str(x.dtype).removeprefix("torch.")
+        info[name] = {"shape": list(x.shape), "dtype": dtype, "sharded": dims}
+        tensors[name] = x if sharded else wrap(x.detach(), replicated_layout(mesh, x.shape), mesh)
+    return Snapshot(mesh, folder, step, keep, tree, tensors, info)
+
+
+def storable(taken: Snapshot) -> Snapshot:
+    """Return the snapshot with Partial tensors summed and in dtypes that the file knows. Collective."""
+    tensors = {}
+    with torch.no_grad():
+        for name, x in taken.tensors.items():
+            x = resolved(x)
+            local = x._local.detach()
+            local = (local.resolve_conj() if local.is_complex() else local).resolve_neg()
+            tensors[name] = wrap(local.view(stored_dtype(local.dtype)), x._layout, taken.mesh)
+    return taken._replace(tensors=tensors)
+
+
+def the_mesh(what: str, mesh: CartMesh | None, tensors: Any) -> CartMesh:
+    """Return the mesh that is given, or else that of the tensors. Not collective."""
+    meshes = {id(x.mesh): x.mesh for x in tensors if isinstance(x, ShardTensor)}
+    if mesh is not None:
+        meshes[id(mesh)] = mesh
+    if len(meshes) == 1:
+        return next(iter(meshes.values()))
+    raise MeshError(
+        described(
+            f"{what}: one mesh is needed",
+            expected="tensors of one mesh, or mesh=",
+            got=list(meshes.values()) or "nothing that is sharded, and no mesh",
+            fix="give mesh=, the mesh of the model's inputs"
+            if not meshes
+            else "save what lives on each mesh by itself",
+        )
+    )
+
+
+def generators(mesh: CartMesh) -> dict[str, Tensor]:
+    """Return the states of torch's generators, one row per rank. Not collective."""
+    states = {"cpu": torch.get_rng_state()}
+    if mesh.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return {kind: _row(state, mesh) for kind, state in states.items()}
+
+
+def _row(state: Tensor, mesh: CartMesh) -> Tensor:
+    rows = layout_of(mesh.shape, [Shard(0)] * mesh.ndim, (mesh.size, state.numel()), {0: (1,) * mesh.size})
+    return wrap(state.view(1, -1), rows, mesh)
+
+
+def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
+    """Open the finished file again and check that every dataset is there, in full. Not collective.
+
+    Raises
+    ------
+    FileError
+        It is not.
+    """
+    h5py = import_h5py()
+    with opened(partial / folder_of.TENSORS) as file:
+        for name, x in tensors.items():
+            dataset, nbytes = file.get(name), math.prod(x.shape) * x.dtype.itemsize
+            if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(x.shape):
+                raise folder_of.damaged(partial, f"no dataset {name!r} of shape {tuple(x.shape)} right after writing")
+            if dataset.is_virtual:
+                missing = [s.file_name for s in dataset.virtual_sources() if not (partial / s.file_name).exists()]
+                if missing:
+                    raise folder_of.damaged(partial, f"{name!r} without its part {missing[0]!r} right after writing")
+            elif dataset.id.get_storage_size() < nbytes:
+                raise folder_of.damaged(partial, f"{name!r} is not complete right after writing")
+
+
+def _unstorable(name: str, got: object) -> MpishardError:
+    return MpishardError(
+        described(f"save_checkpoint: {name} cannot be stored", expected="a dense tensor", got=got, fix="x.to_dense()")
+    )

@@ -1,0 +1,1 @@
+"""HDF5 and netCDF files: what is in them, opened and read by hyperslab."""

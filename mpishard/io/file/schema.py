@@ -1,0 +1,294 @@
+"""What a file holds besides cells: datasets, their chunks and filters, dims with names and scales, attributes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.errors import FileError, LayoutError, described
+from mpishard.io.file.journal import Journal
+from mpishard.io.file.open import import_h5py
+from mpishard.layout import Layout
+
+CHUNK_NBYTES = 4 << 20
+# the text by which netCDF knows a dim that has no values of its own
+_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+
+
+class Variable(NamedTuple):
+    """One dataset: ``shape`` is that of one time step where the file is appended to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | bool | None
+    compression: Any
+    dims: tuple[str, ...] | None
+    attrs: dict[str, Any]
+
+
+class Form(NamedTuple):
+    """All of a file but its cells; rank 0's is what counts, so that ranks cannot disagree."""
+
+    variables: tuple[Variable, ...]
+    attrs: dict[str, Any]
+    scales: dict[str, Any]
+    append: str | None
+
+
+def chunks_of(layout: Layout, itemsize: int) -> tuple[int, ...]:
+    """Return a chunk shape that follows the blocks of a layout, of at most 4 MiB.
+
+    Not collective.
+
+    Chunks that fit the blocks: no two ranks write one, where blocks are even.
+
+    Examples
+    --------
+    >>> chunks_of(layout_of((2,), (Shard(1),), (1, 512, 512)), 4)
+    (1, 256, 512)
+    """
+    shape = [max(1, max(sizes) if sizes else n) for sizes, n in zip(layout.sizes, layout.shape)]
+    while math.prod(shape) * itemsize > CHUNK_NBYTES:
+        dim = next(d for d, n in enumerate(shape) if n > 1)
+        shape[dim] = -(-shape[dim] // 2)
+    return tuple(shape)
+
+
+def option(value: Any, name: str) -> Any:
+    """Return the value of an option for one dataset: given per name, or one for all. Not collective."""
+    return value.get(name) if isinstance(value, Mapping) else value
+
+
+def checked_dims(dims: Any, name: str, shape: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the names of a dataset's dims, one per dim, or None. Not collective."""
+    if dims is None:
+        return None
+    if not isinstance(dims, str) and len(dims) == len(shape) and all(isinstance(d, str) for d in dims):
+        return tuple(dims)
+    raise LayoutError(
+        described(
+            f"write: dims of {name!r}",
+            expected=f"{len(shape)} names, for the shape {tuple(shape)}",
+            got=repr(dims),
+            fix="name every dim, e.g. dims={'t': ('y', 'x')}",
+        )
+    )
+
+
+def extents(form: Form) -> dict[str, int]:
+    """Return the extent of every named dim.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        A dim has two extents, or a scale that is not as long.
+    """
+    out: dict[str, int] = {}
+    for v in form.variables:
+        for dim, n in zip(v.dims or (), v.shape):
+            if out.setdefault(dim, n) != n or dim == form.append:
+                raise LayoutError(
+                    described(
+                        f"write: dim {dim!r} of {v.name!r}",
+                        expected="another name than the one appended along"
+                        if dim == form.append
+                        else f"one extent in all datasets: {out[dim]}",
+                        got=n,
+                        fix="give it another name",
+                    )
+                )
+    for dim, values in form.scales.items():
+        n = np.size(values) if np.ndim(values) == (dim != form.append) else -1
+        expected = 1 if dim == form.append else out.get(dim)
+        if n != expected:
+            raise LayoutError(
+                described(
+                    f"write: scale of dim {dim!r}",
+                    expected="a dim that a dataset has (see dims=)"
+                    if expected is None
+                    else f"{expected} values"
+                    if dim != form.append
+                    else "one number: that of the step",
+                    got=f"shape {np.shape(values)}",
+                    fix="give one value per cell of the dim",
+                )
+            )
+    return out
+
+
+def create(file: Any, form: Form, make: Any = None) -> None:
+    """Make the datasets, dims and attributes in a new file; datasets that grow begin with no step.
+
+    Not collective, unless the file is open on several ranks: then all of them.
+
+    Parameters
+    ----------
+    file
+        Open h5py file.
+    form
+        What to make.
+    make
+        ``make(variable)`` makes a dataset and returns it; plain ones if not given.
+    """
+    for v in form.variables:
+        dataset = (make or (lambda v: dataset_in(file, v, form.append)))(v)
+        for key, value in v.attrs.items():
+            dataset.attrs[key] = value
+    for key, value in form.attrs.items():
+        file.attrs[key] = value
+    _add_dims(file, form)
+
+
+def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
+    """Make one plain dataset. Not collective, unless the file is open on several ranks."""
+    shape: tuple[int, ...] = v.shape
+    options: dict[str, Any] = {}
+    chunks: tuple[int, ...] | bool | None
+    if append is not None:
+        chunks = v.chunks if isinstance(v.chunks, tuple) else True
+        if isinstance(chunks, tuple):
+            chunks = (1, *(max(1, min(c, n)) for c, n in zip(chunks, shape)))
+        options = {"maxshape": (None, *shape), "chunks": chunks, "compression": v.compression}
+        shape = (0, *shape)
+    elif shape and 0 not in shape:
+        chunks = tuple(min(c, n) for c, n in zip(v.chunks, shape)) if isinstance(v.chunks, tuple) else v.chunks
+        options = {"chunks": chunks, "compression": v.compression}
+    return file.create_dataset(v.name, shape=shape, dtype=v.dtype, **options)
+
+
+def _add_dims(file: Any, form: Form) -> None:
+    names = {v.name for v in form.variables}
+    sizes = extents(form)
+    if form.append is not None:
+        values = np.asarray(form.scales.get(form.append, 0))
+        scale = file.create_dataset(form.append, (0,), values.dtype, maxshape=(None,), chunks=(512,))
+        scale.make_scale(form.append)
+    for dim, n in sizes.items():
+        if dim in form.scales:
+            scale = file.create_dataset(dim, data=np.asarray(form.scales[dim]))
+            scale.make_scale(dim)
+        elif dim in names:
+            file[dim].make_scale(dim)
+        else:
+            file.create_dataset(dim, shape=(n,), dtype=">f4").make_scale(f"{_NO_VARIABLE}{n:10d}")
+    for v in form.variables:
+        dims = v.dims or ()
+        if form.append is not None:
+            dims = (form.append, *(dims or ("",) * len(v.shape)))
+        for i, dim in enumerate(dims):
+            if dim and dim != v.name:
+                file[v.name].dims[i].attach_scale(file[dim])
+                file[v.name].dims[i].label = dim
+
+
+def step_of(file: Any, form: Form, path: Any) -> int:
+    """Return the number of steps that a file has, after a look whether it takes one more of this form.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        A dataset is missing, or of another shape or dtype, or cannot grow, or has other steps than the rest.
+    """
+    h5py = import_h5py()
+    steps: int | None = None
+    for v in form.variables:
+        got: Any = "no such dataset"
+        dataset = file.get(v.name)
+        if isinstance(dataset, h5py.Dataset) and dataset.shape:
+            got = f"shape {dataset.shape}, at most {dataset.maxshape}, {dataset.dtype}"
+            fits = dataset.shape[1:] == v.shape and dataset.dtype.newbyteorder("=") == v.dtype
+            if fits and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
+                steps = dataset.shape[0]
+                continue
+        raise FileError(
+            described(
+                f"write: cannot append {v.name!r} to {str(path)!r}",
+                expected=f"a dataset of steps of shape {v.shape}, {v.dtype}, with room for more"
+                + ("" if steps is None else f", {steps} of them"),
+                got=got,
+                fix="append the same datasets at every step, or write another file",
+            )
+        )
+    return steps or 0
+
+
+def grow(file: Any, form: Form, steps: int) -> None:
+    """Set the number of steps. Not collective, unless the file is open on several ranks."""
+    for v in form.variables:
+        file[v.name].resize(steps, axis=0)
+    if form.append is not None and form.append in file:
+        file[form.append].resize(steps, axis=0)
+
+
+class _Kept(NamedTuple):
+    """Where cells lie that no step to come touches, and of how many steps, as of a state of the file."""
+
+    state: tuple[int, ...]
+    steps: dict[str, int]
+    spans: list[tuple[int, int]]
+
+
+# of files that this process appends to: looking up every chunk at every step would take longer than to write it
+_known: dict[Path, _Kept] = {}
+
+
+def begun(path: Path) -> Journal:
+    """Keep what a step may change of a file that it is appended to: all bytes but the cells of older steps.
+
+    Not collective; one rank calls it, before any opens the file to write.
+    """
+    known = _known.pop(path, None)
+    if known is None or known.state != _state(path):
+        known = _Kept((), {}, [])
+    with import_h5py().File(path, "r", locking=False) as file:
+        steps, spans = _kept(file, known)
+        size = os.path.getsize(path)
+    regions, at = [], 0
+    for start, stop in [*spans, (size, size)]:
+        if start > at:
+            regions.append((at, start - at))
+        at = max(at, stop)
+    return Journal(path, regions, lambda: _known.update({path: _Kept(_state(path), steps, spans)}))
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _kept(file: Any, known: _Kept) -> tuple[dict[str, int], list[tuple[int, int]]]:
+    h5py = import_h5py()
+    datasets: dict[str, Any] = {}
+    file.visititems(lambda name, node: datasets.update({name: node}) if isinstance(node, h5py.Dataset) else None)
+    steps, spans = {}, list(known.spans)
+    for name, dataset in datasets.items():
+        offset = dataset.id.get_offset()
+        if offset is not None:
+            spans.append((offset, offset + dataset.id.get_storage_size()))
+        elif dataset.chunks:
+            n, step = dataset.shape[0], dataset.chunks[0]
+            # of one that grows, a chunk with room for more steps is written again
+            steps[name] = n // step * step if dataset.maxshape[0] is None else -(-n // step) * step
+            rest = [range(0, extent, c) for extent, c in zip(dataset.shape[1:], dataset.chunks[1:])]
+            for at in product(range(known.steps.get(name, 0), steps[name], step), *rest):
+                chunk = dataset.id.get_chunk_info_by_coord(at)
+                if chunk.byte_offset is not None:
+                    spans.append((chunk.byte_offset, chunk.byte_offset + chunk.size))
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return steps, joined

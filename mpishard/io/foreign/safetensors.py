@@ -1,0 +1,203 @@
+"""Export to the safetensors format: a header in JSON, then the tensors' bytes; other programs read it as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.comm import guard
+from mpishard.comm.collective.gather_slabs import Box, funnel
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.io.checkpoint.folder import flush
+from mpishard.io.checkpoint.snapshot import gives, stored_dtype, the_mesh
+from mpishard.io.file.dtype import NUMPY
+from mpishard.layout import Layout
+from mpishard.layout.slab import slabs
+from mpishard.tensor.operand import on_mesh
+
+_SLAB_NBYTES = 64 << 20
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module | Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    mesh: CartMesh | None = None,
+) -> None:
+    """Write a model's parameters and buffers, of global shape, as a safetensors file; one that is there is replaced.
+
+    Collective over the mesh. Rank 0 holds one slab of at most 64 MiB of the other ranks' data at a time. The file
+    appears under its name when it is complete.
+
+    Parameters
+    ----------
+    path
+        The file, on a file system that rank 0 sees.
+    model
+        A model, or its state dict; plain tensors (those of rank 0 count) and ShardTensors.
+    metadata
+        Text to go with them.
+    mesh
+        Needed where no tensor is sharded.
+
+    Raises
+    ------
+    FileError
+        The file cannot be written.
+    UnsupportedDtypeError
+        The format has no such type.
+    LayoutError
+        There is something else than tensors in the state dict.
+
+    Examples
+    --------
+    >>> ms.io.export_safetensors("model.safetensors", model, mesh=mesh)
+    """
+    state = dict(model.state_dict() if isinstance(model, torch.nn.Module) else model)
+    mesh = the_mesh("export_safetensors", mesh, state.values())
+    group = mesh.group(tuple(range(mesh.ndim)))
+    error: MpishardError | None = None
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    try:
+        for name, x in state.items():
+            _check(name, x)
+            begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
+            header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+    except MpishardError as e:
+        error = e
+    guard.agree(group.comm, error, f"export_safetensors {header}")
+    target = None
+    try:
+        if group.rank == 0:
+            target = _Target(Path(path), header, end)
+            error = target.open()
+        guard.agree(group.comm, error)
+        for name, x in state.items():
+            with torch.no_grad():
+                whole = on_mesh(x, mesh)
+                local = whole._local.detach().resolve_conj().resolve_neg().view(stored_dtype(x.dtype))
+            consume = None if target is None else target.putter(name, tuple(x.shape), local.dtype)
+            boxes = _given(whole._layout, local.dtype)
+            funnel(local, whole._layout.offset(mesh.coords), boxes, group, consume, op="export")  # type: ignore[arg-type]
+        guard.agree(group.comm, None if target is None else target.close())
+    finally:
+        if target is not None:
+            target.discard()
+
+
+def _check(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise LayoutError(
+            described(f"export_safetensors: {name!r}", expected="a tensor", got=type(x).__name__, fix="leave it out")
+        )
+    if x.dtype not in _NAMES:
+        raise UnsupportedDtypeError(
+            described(
+                f"export_safetensors: {name!r} has a dtype that the format does not know",
+                expected=", ".join(str(t).removeprefix("torch.") for t in _NAMES),
+                got=x.dtype,
+                fix="convert it first",
+            )
+        )
+
+
+def _given(layout: Layout, dtype: torch.dtype) -> list[list[Box]]:
+    cells = _SLAB_NBYTES // dtype.itemsize
+    return [
+        list(slabs(layout.box(coords), cells)) if gives(layout, coords) else []
+        for coords in product(*map(range, layout.mesh_shape))
+    ]
+
+
+class _Target:
+    """The file on rank 0; errors are kept until all ranks ask for them."""
+
+    def __init__(self, path: Path, header: dict[str, Any], nbytes: int) -> None:
+        self.path = path
+        self.partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.header = header
+        self.nbytes = nbytes
+        self.start = 0
+        self.error: MpishardError | None = None
+
+    def open(self) -> MpishardError | None:
+        text = json.dumps(self.header).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+        self.start = 8 + len(text)
+        try:
+            with open(self.partial, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                file.flush()
+                if self.nbytes:
+                    # now, while a full disk is an error: later, in mapped memory, it would be a signal
+                    os.posix_fallocate(file.fileno(), self.start, self.nbytes)
+        except OSError as e:
+            self._failed(e)
+        return self.error
+
+    def putter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        def put(box: Box, cells: Tensor) -> None:
+            if self.error is None:
+                try:
+                    at = self.start + self.header[name]["data_offsets"][0]
+                    whole = np.memmap(self.partial, NUMPY[dtype], "r+", at, shape or (1,))
+                    whole[tuple(slice(lo, hi) for lo, hi in box) or ...] = cells.numpy()
+                    whole.flush()
+                except (OSError, ValueError) as e:
+                    self._failed(e)
+
+        return put
+
+    def close(self) -> MpishardError | None:
+        if self.error is None:
+            try:
+                flush(self.partial)
+                os.replace(self.partial, self.path)
+            except OSError as e:
+                self._failed(e)
+        return self.error
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self.partial.unlink(missing_ok=True)
+
+    def _failed(self, e: Exception) -> None:
+        self.error = FileError(
+            described(
+                f"export_safetensors: cannot write {os.fspath(self.path)!r}",
+                expected="a folder that rank 0 can write to, and room in it",
+                got=f"{type(e).__name__}: {e}",
+                fix="make the folder, or choose another one",
+            )
+        )

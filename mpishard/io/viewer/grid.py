@@ -1,0 +1,71 @@
+"""What viewers are told of a file: which datasets are fields on one grid, and at what times."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.io.file.open import import_h5py
+from mpishard.io.file.schema import Form, Variable
+
+# of one dataset: each cell of its leading dims is one field
+_MAX_FIELDS = 64
+
+
+class Grid(NamedTuple):
+    """Datasets on the same space: its extents (z, y, x or y, x), and per dim the values of its scale, if all have one.
+
+    ``times`` are those of the steps, None where the file has no steps.
+    """
+
+    space: tuple[int, ...]
+    values: tuple[np.ndarray[Any, Any], ...] | None
+    times: tuple[float, ...] | None
+    variables: tuple[Variable, ...]
+
+    def fields(self, v: Variable) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Give the name of each field of a dataset, and its index in the leading dims. Not collective."""
+        leading = v.shape[: len(v.shape) - len(self.space)]
+        for index in product(*map(range, leading)):
+            yield f"{v.name}[{','.join(map(str, index))}]" if math.prod(leading) > 1 else v.name, index
+
+
+def grids(path: Path, form: Form, takes: Callable[[str], bool]) -> list[Grid]:
+    """Return the grids of a complete file.
+
+    Not collective; one rank calls it. The last two dims of a dataset of two dims, the last three of one of more,
+    are space. Datasets of too many fields, or of a dtype that ``takes(name)`` does not want, are left out.
+    """
+    times: tuple[float, ...] | None = None
+    if form.append is not None:
+        with import_h5py().File(path, "r", locking=False) as file:
+            times = tuple(np.asarray(file[form.append][:], float).tolist())
+    by_space: dict[Any, list[Variable]] = {}
+    for v in form.variables:
+        rank = min(3, len(v.shape))
+        space, leading = v.shape[-rank:], v.shape[:-rank]
+        if rank >= 2 and takes(v.dtype.name) and 0 not in v.shape and math.prod(leading) <= _MAX_FIELDS:
+            by_space.setdefault((space, v.dims[-rank:] if v.dims else None), []).append(v)
+    out = []
+    for (space, dims), variables in by_space.items():
+        values = None
+        if dims is not None and all(dim in form.scales for dim in dims):
+            values = tuple(np.asarray(form.scales[dim], float).ravel() for dim in dims)
+        out.append(Grid(space, values, times, tuple(variables)))
+    return out
+
+
+def replaced(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a hidden name, and give it its own. Not collective; one rank calls it."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)

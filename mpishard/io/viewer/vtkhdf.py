@@ -1,0 +1,75 @@
+"""The VTKHDF companion of a file: a small HDF5 file by which ParaView and VTK read its datasets as image data.
+
+It holds no cells: its arrays are virtual datasets of the file beside, with which it moves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.io.file.open import import_h5py
+from mpishard.io.file.schema import Form
+from mpishard.io.viewer.grid import Grid, grids, replaced
+
+_VERSION = (2, 0)
+
+
+def write_vtkhdf(path: Path, form: Form) -> None:
+    """Write ``path`` with the suffix ``.vtkhdf``; the datasets of a second shape to ``.2.vtkhdf``, and so on.
+
+    Not collective; one rank calls it, on a complete file. A VTKHDF image has one grid of even spacing: that of the
+    scales of its dims where they are even, else 0, 1, 2... Leading dims become fields ``name[i,j]``, groups come
+    with a dot (``fields.t``), steps become times. Complex and bool datasets are left out.
+    """
+    for i, grid in enumerate(grids(path, form, lambda name: not name.startswith(("bool", "complex")))):
+        target = path.with_suffix(f".{i + 1}.vtkhdf" if i else ".vtkhdf")
+        replaced(target, lambda at, grid=grid: _write(at, path, grid))  # type: ignore[misc]
+
+
+def _write(at: Path, path: Path, grid: Grid) -> None:
+    h5py = import_h5py()
+    with h5py.File(at, "w") as file:
+        image = file.create_group("VTKHDF")
+        origin, spacing = _even(grid)
+        # of a scale that falls; VTK wants spacings above 0
+        direction = np.diag(np.copysign(1.0, spacing))
+        image.attrs["Version"] = np.array(_VERSION)
+        image.attrs.create("Type", b"ImageData", dtype=h5py.string_dtype("ascii", len("ImageData")))
+        image.attrs["WholeExtent"] = np.array([[0, n - 1] for n in (*grid.space[::-1], 1)[:3]]).ravel()
+        image.attrs["Origin"], image.attrs["Spacing"] = np.array(origin), np.abs(spacing)
+        image.attrs["Direction"] = direction.ravel()
+        fields = image.create_group("PointData")
+        for v in grid.variables:
+            steps = () if grid.times is None else (len(grid.times),)
+            source = h5py.VirtualSource(path.name, v.name, shape=(*steps, *v.shape), dtype=v.dtype)
+            for label, index in grid.fields(v):
+                field = h5py.VirtualLayout((*steps, *grid.space), v.dtype)
+                field[...] = source[(*(slice(None) for _ in steps), *index)]
+                fields.create_virtual_dataset(label.lstrip("/").replace("/", "."), field)
+        if grid.times is not None:
+            _add_steps(image, grid.times, list(fields))
+
+
+def _add_steps(image: Any, times: tuple[float, ...], names: list[str]) -> None:
+    steps = image.create_group("Steps")
+    steps.attrs["NSteps"] = len(times)
+    steps["Values"] = np.array(times)
+    offsets = steps.create_group("PointDataOffsets")
+    for name in names:
+        offsets[name] = np.arange(len(times))
+
+
+def _even(grid: Grid) -> tuple[list[float], list[float]]:
+    """Return origin and spacing in the order x, y, z."""
+    origin, spacing = [0.0] * 3, [1.0] * 3
+    steps = [np.diff(v) for v in grid.values or ()]
+    if grid.values is None or not all(np.allclose(d, d[:1].sum(), rtol=1e-4, atol=0) for d in steps):
+        return origin, spacing
+    for i, (v, d) in enumerate(zip(reversed(grid.values), reversed(steps))):
+        origin[i] = float(v[0])
+        if len(d) and d[0]:
+            spacing[i] = float(d.mean())
+    return origin, spacing

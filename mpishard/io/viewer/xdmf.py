@@ -1,0 +1,94 @@
+"""The XDMF companion of a file: a small XML text by which ParaView and VTK read its datasets as images."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpishard.io.file.schema import Form, Variable
+from mpishard.io.viewer.grid import Grid, grids, replaced
+
+_TYPES = {
+    "int8": ("Char", 1),
+    "uint8": ("UChar", 1),
+    "int16": ("Int", 2),
+    "int32": ("Int", 4),
+    "int64": ("Int", 8),
+    "float32": ("Float", 4),
+    "float64": ("Float", 8),
+}
+
+
+def write_xdmf(path: Path, form: Form) -> None:
+    """Write ``path`` with the suffix ``.xdmf``.
+
+    Not collective; one rank calls it, on a complete file. Fields lie at the values of the scales of their dims, or
+    at 0, 1, 2... Leading dims become fields ``name[i,j]``, steps become times. Complex, half and bool datasets are
+    left out.
+    """
+    root = ET.Element("Xdmf", Version="2.0")
+    domain = ET.SubElement(root, "Domain")
+    for grid in grids(path, form, _TYPES.__contains__):
+        name = "x".join(map(str, grid.space))
+        if grid.times is None:
+            _add_grid(domain, name, path, grid, None)
+            continue
+        steps = ET.SubElement(domain, "Grid", Name=name, GridType="Collection", CollectionType="Temporal")
+        for step, time in enumerate(grid.times):
+            each = _add_grid(steps, f"{name} {step}", path, grid, step)
+            each.insert(0, ET.Element("Time", Value=repr(time)))
+    ET.indent(root)
+    text = '<?xml version="1.0" ?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    replaced(path.with_suffix(".xdmf"), lambda at: at.write_text(text))
+
+
+def _add_grid(parent: Any, name: str, path: Path, grid: Grid, step: int | None) -> Any:
+    element = ET.SubElement(parent, "Grid", Name=name, GridType="Uniform")
+    whole = (1,) * (3 - len(grid.space)) + grid.space
+    kind = "3DCoRectMesh" if grid.values is None else "3DRectMesh"
+    ET.SubElement(element, "Topology", TopologyType=kind, Dimensions=_text(whole))
+    if grid.values is None:
+        geometry = ET.SubElement(element, "Geometry", GeometryType="ORIGIN_DXDYDZ")
+        for text in ("0 0 0", "1 1 1"):
+            _add_item(geometry, (3,), "float64", "XML").text = text
+    else:
+        geometry = ET.SubElement(element, "Geometry", GeometryType="VXVYVZ")
+        for values in reversed(grid.values):
+            _add_item(geometry, values.shape, "float64", "XML").text = " ".join(map(repr, values.tolist()))
+        if len(grid.values) == 2:
+            _add_item(geometry, (1,), "float64", "XML").text = "0"
+    for v in grid.variables:
+        for label, index in grid.fields(v):
+            attribute = ET.SubElement(element, "Attribute", Name=label, AttributeType="Scalar", Center="Node")
+            at = (*(() if step is None else (step,)), *index)
+            full = (*(() if grid.times is None else (len(grid.times),)), *v.shape)
+            _add_cells(attribute, path, v, whole, at, full)
+    return element
+
+
+def _add_cells(
+    parent: Any, path: Path, v: Variable, whole: tuple[int, ...], at: tuple[int, ...], full: tuple[int, ...]
+) -> None:
+    if at:
+        count = (*(1 for _ in at), *full[len(at) :])
+        start = (*at, *(0 for _ in full[len(at) :]))
+        parent = ET.SubElement(parent, "DataItem", ItemType="HyperSlab", Type="HyperSlab", Dimensions=_text(whole))
+        slab = ET.SubElement(
+            parent, "DataItem", Dimensions=f"3 {len(full)}", NumberType="Int", Precision="8", Format="XML"
+        )
+        slab.text = "  ".join(map(_text, (start, (1,) * len(full), count)))
+    item = _add_item(parent, full if at else whole, v.dtype.name, "HDF")
+    item.text = f"{path.name}:/{v.name.lstrip('/')}"
+
+
+def _add_item(parent: Any, shape: Sequence[int], dtype: str, form: str) -> Any:
+    kind, nbytes = _TYPES[dtype]
+    return ET.SubElement(
+        parent, "DataItem", Dimensions=_text(shape), NumberType=kind, Precision=str(nbytes), Format=form
+    )
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

@@ -1,0 +1,128 @@
+"""Interval arithmetic of window operations along one dim: output cells -> input cells, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpishard.layout import bounds
+
+
+class Sliding(NamedTuple):
+    """A window of ``kernel`` cells, ``dilation`` apart, that moves ``stride`` cells per output cell.
+
+    Output cell ``j`` reads input cells ``j * stride - lo + k * dilation``.
+    """
+
+    kernel: int
+    stride: int
+    dilation: int
+    lo: int
+    hi: int
+
+    @property
+    def reach(self) -> int:
+        """Cells from the first to the last input cell of one output cell."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def n_out(self, n: int) -> int:
+        """Return the number of output cells for ``n`` input cells. Not collective."""
+        return (n + self.lo + self.hi - self.reach) // self.stride + 1
+
+    def window(self, a: int, b: int) -> tuple[int, int]:
+        """Return the input interval of the output interval ``[a, b)``, not clipped to the domain."""
+        return a * self.stride - self.lo, (b - 1) * self.stride - self.lo + self.reach
+
+    def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
+        """Return output borders such that a cell lies where the middle of its window does. Not collective."""
+        half = (self.reach - 1) // 2
+        inner = [min(max(-((half - self.lo - b) // self.stride), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+        return (0, *inner, n_out)
+
+
+class Transposed(NamedTuple):
+    """The transpose: input cell ``i`` adds to output cells ``i * stride - lo + k * dilation``."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    lo: int
+    extra: int
+
+    @property
+    def reach(self) -> int:
+        """Cells from the first to the last output cell of one input cell."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def n_out(self, n: int) -> int:
+        """Return the number of output cells for ``n`` input cells. Not collective."""
+        return (n - 1) * self.stride - 2 * self.lo + self.reach + self.extra
+
+    def window(self, a: int, b: int) -> tuple[int, int]:
+        """Return the input interval whose outputs cover ``[a, b)``, not clipped to the domain."""
+        if self.reach >= self.stride:
+            first = -((self.reach - 1 - a - self.lo) // self.stride)
+        else:  # gaps between the outputs of neighbouring cells: start at or before a
+            first = (a + self.lo) // self.stride
+        last = max((b - 1 + self.lo) // self.stride, -((self.reach - b - self.lo) // self.stride))
+        return first, max(last, first) + 1
+
+    def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
+        """Return output borders such that a cell lies where the input cell in its middle does. Not collective."""
+        half = (self.reach - 1) // 2
+        inner = [min(max(b * self.stride - self.lo + half, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+        return (0, *inner, n_out)
+
+
+def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
+    """Tell whether windows that read the padding at one end of ``n`` cells lie beside those of the other end.
+
+    Not collective. Of such 3-D convolutions with a stride, oneDNN (in torch 2.13) writes the weight's gradient past
+    the end of its arrays. Whole fields are seldom so short; blocks may be.
+    """
+    return padding > g.stride > 1 and n < g.reach + g.stride
+
+
+class Adaptive(NamedTuple):
+    """Output cell ``j`` of ``n_out`` reads the input cells ``[floor(j * n / n_out), ceil((j + 1) * n / n_out))``."""
+
+    n: int
+    n_out: int
+
+    def window(self, a: int, b: int) -> tuple[int, int]:
+        """Return the input interval of the output interval ``[a, b)``. Not collective."""
+        return a * self.n // self.n_out, -(-b * self.n // self.n_out)
+
+    def follow(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return output borders such that a cell lies where the middle of its window does. Not collective."""
+        n, n_out = self
+        # middle: (2 j + 1) n / (2 n_out)
+        inner = [min(max(-((n - 2 * b * n_out) // (2 * n)), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+        return (0, *inner, n_out)
+
+
+def pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the intervals between ``borders``, each with at least one cell.
+
+    A rank without output cells still runs the local op, on the window of one cell that is dropped afterwards:
+    so its operands take part in autograd as everywhere else. Not collective.
+    """
+    n = borders[-1]
+    out = []
+    for a, b in zip(borders[:-1], borders[1:]):
+        out.append((a, b) if b > a else (min(a, n - 1), min(a, n - 1) + 1))
+    return out
+
+
+def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return one number per spatial dim. Not collective."""
+    if isinstance(value, int):
+        return (value,) * ndim
+    value = tuple(value)
+    return value * ndim if len(value) == 1 else value
+
+
+def padded(sizes: Sequence[int], lo: int, n_out: int) -> tuple[int, ...]:
+    """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only. Not collective."""
+    inner = [min(max(b + lo, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
+    return (0, *inner, n_out)

@@ -1,0 +1,358 @@
+"""Scaled dot-product attention over any sharded dims: whole sequences, a ring, or heads instead of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout
+from mpishard.ops.attention.layout import (
+    Meeting,
+    Segments,
+    contiguous,
+    mirrored,
+    moved_back,
+    moved_into,
+    plan_meeting,
+    sizes_in,
+)
+from mpishard.ops.attention.online_softmax import Dropout, Operand
+from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
+from mpishard.ops.rule.contraction import block
+from mpishard.ops.rule.dim import on_domain, resized
+from mpishard.ops.rule.reduction import HALVES
+from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+from mpishard.tensor.stream import draw_seed
+
+METHODS = ("auto", "ring", "all_to_all")
+BALANCED = 256  # cells of a sequence per rank from which it pays to balance causal work
+
+_method: ContextVar[str] = ContextVar("attention_method", default="auto")
+
+
+@contextmanager
+def attention_method(method: str) -> Iterator[None]:
+    """Choose how attention treats sequences that are sharded in queries, keys and values.
+
+    Not collective, but every rank must choose alike.
+
+    Parameters
+    ----------
+    method
+        ``"ring"``: blocks of keys and values go round the ranks while these compute. ``"all_to_all"``: heads
+        are sharded instead, each rank attends with whole sequences of its heads, and the result goes back.
+        ``"auto"``: where every rank has the queries, and they are few, each attends to its own keys, and the
+        softmax and its sums are reduced over the ranks; else all-to-all where the heads divide evenly, no mask
+        has a row per query, nothing is dropped and fewer bytes travel; else the ring.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        There is no such method.
+
+    Examples
+    --------
+    >>> with ms.attention_method("ring"):
+    ...     y = F.scaled_dot_product_attention(q, k, v)
+    """
+    if method not in METHODS:
+        raise UnsupportedOperationError(
+            described("attention_method: no such method", expected=METHODS, got=repr(method), fix="name one of them")
+        )
+    token = _method.set(method)
+    try:
+        yield
+    finally:
+        _method.reset(token)
+
+
+class AttentionPlan(NamedTuple):
+    """What one attention does on this rank.
+
+    Attributes
+    ----------
+    meeting
+        Layouts of the operands and of what this rank computes.
+    out
+        Layout of the result.
+    ring
+        How it is computed in tiles; None: by torch, on the blocks as they are.
+    balance, back
+        Where causal work is balanced: windows of queries, keys and values, and of the result.
+    """
+
+    meeting: Meeting
+    out: Layout
+    ring: RingPlan | None
+    balance: tuple[WindowOp, WindowOp, WindowOp] | None
+    back: WindowOp | None
+
+
+@implements(F.scaled_dot_product_attention)
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ShardTensor:
+    """Attend, the result sharded as the queries are.
+
+    Not collective where only batch, heads and queries are sharded, alike in all operands. Where keys and values
+    are sharded along the sequence: collective, by the ring or by heads (see `attention_method`); each block of
+    keys and values is sent once less often than there are ranks, and none is gathered. Features that are sharded
+    become shards of the sequence. The columns of a mask are gathered. Where every rank has the queries, they are
+    cut like the keys, unless they are few: then only sums over the ranks travel.
+
+    Under a causal mask, blocks that no query of a rank sees are neither sent to it nor computed. As the blocks of
+    a layout are contiguous, the last ranks would have most of the work: long sequences are therefore exchanged
+    first, so that every rank has a piece from either end, and back afterwards.
+
+    Which weights are dropped depends on torch's seed alone, not on the mesh.
+    """
+    masks = () if attn_mask is None else (attn_mask,)
+    return attend(query, key, value, masks, dropout_p, is_causal, scale, enable_gqa)
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    masks: Sequence[Any] = (),
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ShardTensor:
+    """Attend with any number of masks, all of which hold. As `scaled_dot_product_attention`."""
+    operands = [_cast(x) for x in (query, key, value, *masks)]
+    mesh = mesh_of(operands)
+    operands = [resolved(x) if isinstance(x, ShardTensor) else x for x in operands]
+    locals_ = [x._local if isinstance(x, ShardTensor) else x for x in operands]
+    layouts = tuple(x._layout if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape) for x in operands)
+    dtypes = tuple(x.dtype for x in locals_)
+    method = _method.get()
+    dropped = dropout_p > 0
+    key_ = ("attention", layouts, dtypes, is_causal, scale, enable_gqa, dropout_p, method)
+    plan: AttentionPlan | None = mesh.plans.get(key_)
+    if plan is None:
+        meta = [on_domain(o.shape, x) for o, x in zip(layouts, locals_)]
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        # torch's own shape, and its own errors
+        tried: Sequence[Any] = meta[3:] or (None,)
+        for mask in tried:
+            shape = tuple(F.scaled_dot_product_attention(*meta[:3], mask, dropout_p, is_causal, **options).shape)
+        plan = mesh.plan(
+            key_, lambda: _plan(mesh, layouts, shape, dtypes[0], is_causal, scale, enable_gqa, dropped, method)
+        )
+    meeting = plan.meeting
+    if meeting.keys:
+        held = [wrap(x, layout, mesh) for x, layout in zip(locals_, layouts)]
+        return _attend_by_keys(
+            [moved(x, target) for x, target in zip(held, meeting.operands)], dropout_p, is_causal, scale
+        )
+    blocks = [
+        block(x, mesh, layout, target, used)
+        for x, layout, target, used in zip(locals_, layouts, meeting.operands, meeting.used)
+    ]
+    if plan.ring is None:
+        y = _attend_locally(blocks, is_causal, scale, enable_gqa)
+    else:
+        dropout = None
+        if dropped:
+            batch = range(meeting.out.ndim - 2)
+            intervals = tuple(meeting.out.interval(d, mesh.coords) for d in batch)
+            scores = (*meeting.out.shape[:-1], layouts[1].shape[-2])
+            dropout = Dropout(dropout_p, draw_seed(mesh), scores, intervals)
+        if plan.balance is not None:
+            blocks[:3] = [apply(op, x) for op, x in zip(plan.balance, blocks)]
+        y = ring_attention(plan.ring, dropout, *blocks)
+        if plan.back is not None:
+            y = apply(plan.back, y)
+    return moved(wrap(y, meeting.out, mesh), plan.out)
+
+
+def _cast(x: Any) -> Any:
+    """Return an operand in the dtype that autocast gives it."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    """Attend with all queries on every rank, each to its own keys. Collective over the mesh dims that shard keys."""
+    dtype = operands[0].dtype
+    q, k, v, *masks = (x.float() if x.dtype in HALVES else x for x in operands)
+    if q.ndim > 2:
+        k, v = (_repeated(x, q.shape[-3]) for x in (k, v))
+    s = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
+    for mask in masks:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    if is_causal:
+        (row, last), (column, end) = (s.layout.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
+        after = torch.arange(column, end) > torch.arange(row, last).unsqueeze(1)
+        s = wrap(s._local.masked_fill(after.to(s.device), -torch.inf), s._layout, s._mesh)
+    if masks:
+        hidden = (s == -torch.inf).all(-1, keepdim=True)
+        p = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+    else:
+        p = s.softmax(-1)
+    if dropout_p > 0:
+        p = F.dropout(p, dropout_p)
+    return resolved(p @ v).to(dtype)
+
+
+def _repeated(x: ShardTensor, heads: int) -> ShardTensor:
+    """Return keys or values with as many heads as the queries; one head broadcasts."""
+    group = 1 if x.ndim < 3 or x.shape[-3] in (0, 1, heads) else heads // x.shape[-3]
+    if group == 1:
+        return x
+    dim, cut = x.ndim - 3, x._layout.sizes[-3]
+    layout = resized(x._layout, dim, heads, None if cut is None else tuple(n * group for n in cut))
+    return wrap(x._local.repeat_interleave(group, dim), layout, x._mesh)
+
+
+def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:
+    q, k, v, *masks = blocks
+    mask = _merged(masks, q.dtype)
+    if q.numel() and v.numel():
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // max(x.shape[-3], 1), -3) for x in (k, v))
+    scores = q @ k.mT  # of nothing, with its graph
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+def _merged(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if len(masks) < 2:
+        return masks[0] if masks else None
+    if all(m.dtype == torch.bool for m in masks):
+        out = masks[0]
+        for m in masks[1:]:
+            out = out & m
+        return out
+    total: Any = 0
+    for m in masks:
+        if m.dtype == torch.bool:
+            m = torch.zeros((), dtype=dtype, device=m.device).masked_fill(~m, -torch.inf)
+        total = total + m
+    return total  # type: ignore[no-any-return]
+
+
+def _plan(
+    mesh: CartMesh,
+    layouts: tuple[Layout, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    dropped: bool,
+    method: str,
+) -> AttentionPlan:
+    groups = (1, 1)
+    if enable_gqa:
+        groups = tuple(layouts[0].shape[-3] // o.shape[-3] for o in layouts[1:3])  # type: ignore[assignment]
+    few = method == "auto" and shape[-2] * mesh.size <= layouts[1].shape[-2]
+    meeting = plan_meeting(layouts, shape, groups, few_queries=few)
+    out = meeting.out
+    if meeting.keys:
+        return AttentionPlan(meeting, out, None, None, None)
+    if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
+        meeting = plan_meeting(layouts, shape, groups, by_heads=True)
+    q, k, v = meeting.operands[:3]
+    row, column = q.ndim - 2, k.ndim - 2
+    queries_cut = len(q.sizes[row] or ()) > 1
+    if not dropped and len(k.sizes[column] or ()) < 2 and not (is_causal and queries_cut):
+        return AttentionPlan(meeting, out, None, None, None)
+    count, blocks = len(q.sizes[row] or (1,)), len(k.sizes[column] or (1,))
+    balance = back = None
+    rows, columns = contiguous(q, row), contiguous(k, column)
+    if is_causal and count > 1 and q.shape[row] >= BALANCED * count:
+        # queries see no keys beyond their own number
+        rows, columns = mirrored(q.shape[row], count), mirrored(min(q.shape[row], k.shape[column]), blocks)
+        balance = (
+            window_op(mesh, q, dtype, [moved_into(rows, row)], op="attention"),
+            window_op(mesh, k, dtype, [moved_into(columns, column)], op="attention"),
+            window_op(mesh, v, dtype, [moved_into(columns, v.ndim - 2)], op="attention"),
+        )
+        held = resized(meeting.out, meeting.out.ndim - 2, q.shape[row], sizes_in(rows))
+        own = meeting.out.sizes[-2]
+        assert own is not None
+        back = window_op(mesh, held, dtype, [moved_back(rows, held.ndim - 2, own)], op="attention")
+        k, v = (resized(o, o.ndim - 2, sum(sizes_in(columns)), _cut(o, columns)) for o in (k, v))
+    batch = meeting.out.local_shape(mesh.coords)[:-2]
+    ring = RingPlan(
+        mesh,
+        meeting.ring,
+        rows[q.index(row, mesh.coords)],
+        columns,
+        (k, v),
+        (Operand(batch, 1), Operand(batch, groups[0]), Operand(batch, groups[1])),
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        is_causal,
+        _reach(mesh, q, row, rows, columns, meeting.ring, is_causal),
+    )
+    return AttentionPlan(meeting, out, ring, balance, back)
+
+
+def _cut(layout: Layout, blocks: Sequence[Segments]) -> tuple[int, ...] | None:
+    return None if layout.sizes[-2] is None else sizes_in(blocks)
+
+
+def _reach(
+    mesh: CartMesh,
+    q: Layout,
+    row: int,
+    rows: Sequence[Segments],
+    columns: Sequence[Segments],
+    ring: tuple[int, ...],
+    is_causal: bool,
+) -> tuple[int, ...]:
+    """Return how far every block of keys travels among the ranks that share this rank's other coordinates."""
+    coords = list(mesh.coords)
+    own = []
+    for i in range(len(columns)):
+        for m in reversed(ring):
+            i, coords[m] = divmod(i, mesh.shape[m])
+        own.append(rows[q.index(row, coords)])
+    return reach_of(own, columns, is_causal)
+
+
+def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped: bool, method: str) -> bool:
+    """Whether to shard heads instead of sequences."""
+    q, k, v, *masks = meeting.operands
+    size = math.prod(mesh.shape[m] for m in meeting.ring)
+    has_heads = q.ndim > 2 and all(
+        o.ndim > 2 and o.shape[-3] * group == meeting.out.shape[-3] for o, group in zip((q, k, v), (1, *groups))
+    )
+    if method == "ring" or size == 1 or not has_heads:
+        return False
+    if method == "all_to_all":
+        return True
+    parts = size * len(q.sizes[-3] or (1,))
+    even = all(o.shape[-3] % parts == 0 for o in (k, v))
+    per_row = any(o.shape[-2] > 1 for o in masks)
+    cells = [math.prod(o.shape) for o in (q, k, v, meeting.out)]
+    return even and not per_row and not dropped and sum(cells) < size * (cells[1] + cells[2])

@@ -1,0 +1,420 @@
+"""Tensors as indices: points picked from, and written to, whole and sharded dims.
+
+A plain index is the same on every rank, so each knows who owns which point. Points of sharded dims travel to a
+balanced cut of the index's first dim, in one all-to-all; writes stay on the owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply, pair
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
+from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
+from mpishard.ops.index.masked import picked_where
+from mpishard.ops.rule.dim import into_plain, require_writable, settle, settled, viewed, wrapped
+from mpishard.tensor.operand import broadcast_of, fitted, on_mesh, replicated_layout, resolved
+from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_ALL = (None, None, None)
+
+
+class Points(NamedTuple):
+    """An index without its basic part.
+
+    Attributes
+    ----------
+    dims
+        The dims that tensors index, ascending.
+    indices
+        Integer tensors (plain or ShardTensor), one per dim.
+    at
+        Where the dims of the index lie in the result.
+    """
+
+    dims: tuple[int, ...]
+    indices: tuple[Any, ...]
+    at: int
+
+
+def _split(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return the basic part of ``index`` (tensors replaced by full slices), and per dim of its result the tensor.
+
+    A mask stands once per dim that it covers, as (mask, k).
+    """
+    items = [_as_tensor(i) for i in (index if type(index) is tuple else (index,))]
+    consumed = 0
+    for item in items:
+        if isinstance(item, Tensor) and _is_mask(item):
+            consumed += item.ndim
+        elif item is not None and item is not Ellipsis:
+            consumed += 1
+    basic: list[Any] = []
+    per_dim: list[Any] = []
+    for item in items:
+        n, entry = 1, None
+        if isinstance(item, Tensor):
+            if item.ndim == 0:
+                basic.append(int(item))
+                continue
+            n, entry = (item.ndim, None) if _is_mask(item) else (1, item)
+        elif item is Ellipsis:
+            n = x.ndim - consumed
+        elif item is None or isinstance(item, slice):
+            basic.append(item if item is None else (item.start, item.stop, item.step))
+            per_dim.append(None)
+            continue
+        else:
+            basic.append(int(item))
+            continue
+        basic += [_ALL] * n
+        per_dim += [(item, k) for k in range(n)] if isinstance(item, Tensor) and _is_mask(item) else [entry] * n
+    return tuple(basic), per_dim
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype in (torch.bool, torch.uint8)
+
+
+def _as_tensor(item: Any) -> Any:
+    """Return lists, arrays and booleans as tensors, everything else as it is."""
+    if isinstance(item, (list, tuple, range)):
+        item = torch.as_tensor(list(item))
+    elif isinstance(item, (np.ndarray, bool, np.bool_)):
+        item = torch.as_tensor(item)
+    if isinstance(item, Tensor) and item.ndim == 0 and _is_mask(item):
+        raise UnsupportedOperationError(
+            described(
+                "indexing with a single boolean",
+                expected="a mask with the shape of the leading dims",
+                got=repr(item),
+                fix="use an if statement, or torch.where",
+            )
+        )
+    return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
+
+
+def _points(layout: Layout, per_dim: Sequence[Any]) -> Points:
+    """Return the integer form of the tensors of an index; masks become the indices of their true cells."""
+    dims, indices = [], []
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for d, item in enumerate(per_dim):
+        if item is None:
+            continue
+        if isinstance(item, tuple):
+            mask, k = item
+            if isinstance(mask, ShardTensor):
+                mask = mask.full_tensor()  # beside other indices: its cells must be known everywhere
+            if mask.shape[k] != layout.shape[d]:
+                raise IndexError(
+                    f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
+                    f"tensor {list(layout.shape)} at index {d}"
+                )
+            if id(mask) not in found:
+                found[id(mask)] = mask.nonzero(as_tuple=True)
+            item = found[id(mask)][k]
+        elif item.is_floating_point() or item.is_complex():
+            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
+        elif isinstance(item, ShardTensor) and item._layout.is_replicated:
+            item = item._local
+        dims.append(d)
+        indices.append(item)
+    adjacent = dims[-1] - dims[0] == len(dims) - 1
+    return Points(tuple(dims), tuple(indices), dims[0] if adjacent else 0)
+
+
+def _result(layout: Layout, points: Points, index: Layout, dims: Sequence[int] = ()) -> Layout:
+    """Return the layout of a result: the remaining dims of ``layout``, those of ``index`` in their place."""
+    rest = [d for d in range(layout.ndim) if d not in points.dims]
+    before = rest[: points.at]
+    order = [*(("own", d) for d in before), *(("index", d) for d in range(index.ndim)),
+             *(("own", d) for d in rest[points.at :])]  # fmt: skip
+    shape = [layout.shape[d] if kind == "own" else index.shape[d] for kind, d in order]
+    sizes = [layout.sizes[d] if kind == "own" else index.sizes[d] for kind, d in order]
+    placements: list[Placement] = []
+    for m, (p, q) in enumerate(zip(layout.placements, index.placements)):
+        own = type(p) is Shard and p.dim not in points.dims
+        if own and type(q) is Shard and m not in dims:
+            raise LayoutError(
+                described(
+                    "indexing: tensor and index are sharded over one mesh dim",
+                    expected=f"mesh dim {m} to shard one of them",
+                    got=[list(layout.placements), list(index.placements)],
+                    fix="redistribute one of them",
+                )
+            )
+        if type(q) is Shard:
+            placements.append(Shard(order.index(("index", q.dim))))
+        else:
+            placements.append(Shard(order.index(("own", p.dim))) if own else Replicate())  # type: ignore[union-attr]
+    return layout_of(layout.mesh_shape, placements, shape, sizes)
+
+
+def _sole(index: Any) -> Any:
+    return index[0] if type(index) is tuple and len(index) == 1 else index
+
+
+def _is_boolean(index: Any) -> bool:
+    """Tell whether an index is one boolean, which picks all or nothing along a new dim."""
+    return isinstance(index, (bool, np.bool_)) or (isinstance(index, Tensor) and not index.ndim and _is_mask(index))
+
+
+def picked(x: Any, index: Any) -> ShardTensor:
+    """Return ``x[index]`` with tensors in the index. Collective where they index a sharded dim."""
+    if _is_boolean(alone := _sole(index)):
+        return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
+    if not isinstance(x, ShardTensor):
+        mesh = next(i._mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
+        x = on_mesh(x, mesh)
+    x = settled(x)
+    if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
+        return picked_where(x, alone)
+    basic, per_dim = _split(x, index)
+
+    y = indexed(x, basic)
+    return _pick(y, _points(y._layout, per_dim))
+
+
+def _everywhere(index: Any) -> Tensor:
+    return index.full_tensor() if isinstance(index, ShardTensor) else index
+
+
+def _pick(x: ShardTensor, points: Points) -> ShardTensor:
+    layout, mesh = x._layout, x._mesh
+    sharded = [d for d in points.dims if len(layout.sizes[d] or ()) > 1]
+    if any(isinstance(i, ShardTensor) for i in points.indices):
+        _, own = broadcast_of(list(points.indices))
+        if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
+            indices = [fitted(i, mesh, own) for i in points.indices]
+            local = use(x._local, mesh, own.sharded_mesh_dims)
+            return wrap(local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
+    # who owns which point, every rank must know
+    indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
+    if not sharded:
+        own = replicated_layout(mesh, indices[0].shape)
+        return wrap(x._local[_at(x.ndim, points.dims, indices)], _result(layout, points, own), mesh)
+    return _fetch(x, points, indices)
+
+
+def _at(ndim: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
+    items: list[Any] = [slice(None)] * ndim
+    for d, i in zip(dims, indices):
+        items[d] = i
+    return tuple(items)
+
+
+class Owned(NamedTuple):
+    """Who owns the points of a plain index, and which are this rank's.
+
+    Attributes
+    ----------
+    mesh_dims
+        That shard the indexed dims.
+    owners
+        Position along them, per point.
+    mine
+        Positions of this rank's points.
+    local
+        Their indices in this rank's block, one tensor per indexed dim.
+    """
+
+    mesh_dims: tuple[int, ...]
+    owners: Tensor
+    mine: Tensor
+    local: tuple[Tensor, ...]
+
+
+def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Owned:
+    layout, mesh = x._layout, x._mesh
+    mesh_dims = tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ())))
+    coords: dict[int, Tensor] = {}
+    flat = []
+    for d, index in zip(dims, indices):
+        n = layout.shape[d]
+        cells = index.reshape(-1).to(x.device, torch.int64)
+        if cells.numel() and not -n <= int(cells.min()) <= int(cells.max()) < n:
+            raise IndexError(f"index out of range for dimension {d} with size {n}")
+        cells = torch.where(cells < 0, cells + n, cells)
+        if d in layout.shard_dims:
+            borders = torch.tensor(bounds(layout.sizes[d] or ()), device=x.device)
+            block = torch.bucketize(cells, borders[1:-1], right=True)
+            for m in reversed(layout.shard_dims[d]):
+                coords[m] = block % mesh.shape[m]
+                block = block // mesh.shape[m]
+            cells = cells - layout.interval(d, mesh.coords)[0]
+        flat.append(cells)
+    owners = torch.zeros_like(flat[0])
+    for m in mesh_dims:
+        owners = owners * mesh.shape[m] + coords[m]
+    mine = (owners == mesh.group(mesh_dims).rank).nonzero()[:, 0]
+    return Owned(mesh_dims, owners, mine, tuple(cells[mine] for cells in flat))
+
+
+def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTensor:
+    layout, mesh = x._layout, x._mesh
+    owned = _owned(x, points.dims, indices)
+    group, shape = mesh.group(owned.mesh_dims), tuple(indices[0].shape)
+    rows = balanced(shape[0], group.size)
+    row = math.prod(shape[1:])
+    borders = [b * row for b in bounds(rows)]
+    lo, hi = borders[group.rank], borders[group.rank + 1]
+    sends = np.diff(np.searchsorted(owned.mine.cpu().numpy(), borders)).tolist()
+    arriving = owned.owners[lo:hi]
+    recvs = torch.bincount(arriving, minlength=group.size).tolist()
+    order = torch.argsort(arriving, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    # one dim for all points, where the result has those of the index
+    own = x._local[_at(x.ndim, points.dims, owned.local)]
+    came = _travelled(own, mesh, owned.mesh_dims, points.at, sends, recvs, math.prod(shape))
+    local = came.index_select(points.at, place)
+    local = local.reshape(*local.shape[: points.at], rows[group.rank], *shape[1:], *local.shape[points.at + 1 :])
+    placements = [Shard(0) if m in owned.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    index = layout_of(mesh.shape, placements, shape, {0: rows})
+    return wrap(local, _result(layout, points, index, owned.mesh_dims), mesh)
+
+
+def _travelled(
+    x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], dim: int, sends: list[int], recvs: list[int], count: int
+) -> Tensor:
+    """Send consecutive cells (of ``count`` in all) to the ranks along ``mesh_dims``, join what comes. Collective."""
+    group = mesh.group(mesh_dims)
+    # no rank moves more than all points
+    bound = count * x.itemsize * math.prod(n for d, n in enumerate(x.shape) if d != dim)
+
+    def run(t: Tensor, out: list[int], into: list[int]) -> Tensor:
+        shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in into]
+        return torch.cat(blocking.all_to_all(t.split(out, dim), shapes, group, bound), dim)
+
+    return apply(pair(lambda t: run(t, sends, recvs), lambda g: run(g, recvs, sends)), x)
+
+
+# -- writes
+
+
+def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> None:
+    """Write ``x[index] = value`` (or add), with tensors in the index. Collective where the value must travel."""
+    require_writable(x, "x[index] = value")
+    if _is_boolean(alone := _sole(index)):
+        if bool(alone):
+            write_at(x, (Ellipsis,), value)
+        return
+    settle(x)
+    mesh = x._mesh
+    basic, per_dim = _split(x, index)
+    plan = plan_index(x._layout, basic, mesh.coords)
+    if plan.drop:  # its owner broadcasts the one cell of a sharded dim
+        y: Any = indexed(x, basic).clone()
+        _put_at(y, per_dim, value, accumulate)
+        write_at(x, basic, y)
+    else:
+        _put_at(viewed(x, x._local[plan.local], plan.out), per_dim, value, accumulate)
+
+
+def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:
+    """Write at the tensors of an index. Collective where the value must travel."""
+    mesh = y._mesh
+    masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
+    if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
+        mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
+        broadcasts = not isinstance(value, Tensor) or value.ndim <= after
+        if broadcasts and not accumulate:
+            mask = mask.bool().reshape(*mask.shape, *(1,) * after)
+            y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
+            return
+    points = _points(y._layout, per_dim)
+    indices: Sequence[Tensor] = torch.broadcast_tensors(*map(_everywhere, points.indices))
+    shape = indices[0].shape
+    sharded = any(len(y._layout.sizes[d] or ()) > 1 for d in points.dims)
+    owned = _owned(y, points.dims, indices) if sharded else None
+    if isinstance(value, Tensor):
+        out = _result(y._layout, points, replicated_layout(mesh, shape), y._layout.sharded_mesh_dims)
+        value = fitted_shape(resolved(value) if isinstance(value, ShardTensor) else value, out.shape)
+        if owned is not None:
+            value = value.expand(out.shape)
+        value = fitted(value, mesh, out).to(y.dtype)
+        if owned is not None:
+            value = use(value, mesh, owned.mesh_dims)
+            end = points.at + len(shape)
+            value = value.reshape(*value.shape[: points.at], math.prod(shape), *value.shape[end:])
+            value = value.index_select(points.at, owned.mine)
+    else:
+        value = torch.tensor(value, dtype=y.dtype, device=y.device)
+    items: list[Tensor | None] = [None] * y.ndim
+    for d, i in zip(points.dims, indices if owned is None else owned.local):
+        items[d] = i
+    torch.ops.aten.index_put_(y._local, items, value, accumulate)
+
+
+def _along(dim: int, index: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, index if index.ndim else index.reshape(1))
+
+
+@implements(torch.index_select, torch.Tensor.index_select)
+def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
+    """Pick cells along a dim. Collective where it is sharded."""
+    if index.ndim > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    return picked(input, _along(wrapped(dim, input.ndim), index))
+
+
+@implements(torch.Tensor.index_add_)
+@into_plain(torch.Tensor.index_add_)
+def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
+    """Add to cells along a dim, in place. Collective where the source must travel."""
+    put(self, _along(wrapped(dim, self.ndim), index), source if alpha == 1 else source * alpha, accumulate=True)
+    return self
+
+
+@implements(torch.Tensor.index_copy_)
+@into_plain(torch.Tensor.index_copy_)
+def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
+    """Write cells along a dim, in place. Collective where the source must travel."""
+    put(self, _along(wrapped(dim, self.ndim), index), source)
+    return self
+
+
+@implements(torch.Tensor.index_fill_)
+@into_plain(torch.Tensor.index_fill_)
+def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTensor:
+    """Fill cells along a dim, in place. Not collective."""
+    put(self, _along(wrapped(dim, self.ndim), index), value)
+    return self
+
+
+@implements(torch.Tensor.index_put_, torch.index_put_)
+@into_plain(torch.Tensor.index_put_)
+def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> ShardTensor:
+    """Write at points, in place. Collective where the values must travel."""
+    put(input, tuple(slice(None) if i is None else i for i in indices), values, accumulate)
+    return input
+
+
+def _out_of_place(in_place: Any) -> Any:
+    def rule(input: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+        if not isinstance(input, ShardTensor):
+            mesh = next(a._mesh for a in [*args, *kwargs.values()] if isinstance(a, ShardTensor))
+            input = on_mesh(input, mesh)
+        return in_place(input.clone(), *args, **kwargs)  # type: ignore[no-any-return]
+
+    return rule
+
+
+for _name, _in_place in {
+    "index_add": index_add_,
+    "index_copy": index_copy_,
+    "index_fill": index_fill_,
+    "index_put": index_put_,
+}.items():
+    implements(*spellings(_name))(_out_of_place(_in_place))

@@ -1,0 +1,347 @@
+"""Basic indexing: slices, integers, None and Ellipsis; and the cuts that are slices.
+
+Cells stay where they are: a slice of a sharded dim gives blocks of the cells that each rank owns. One cell of a
+sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.index.advanced`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.autograd.redistribute import redistribute
+from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
+from mpishard.ops.rule.dim import (
+    CACHED,
+    require_writable,
+    settle,
+    settled,
+    unsharded,
+    viewed,
+    whole_along,
+    without,
+    wrapped,
+)
+from mpishard.tensor.operand import fitted, resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+Key = tuple[Any, ...]
+_ALL = (None, None, None)
+
+
+class Basic(NamedTuple):
+    """What a basic index does on this rank.
+
+    Attributes
+    ----------
+    local
+        Index of the block. One cell of a sharded dim is a slice of one cell on its owner, of none elsewhere.
+    kept
+        Layout of the indexed block.
+    drop
+        Dims of ``kept`` that an integer selects from a sharded dim.
+    whole
+        ``kept`` with those dims whole.
+    out
+        Layout of the result, without those dims.
+    """
+
+    local: tuple[Any, ...]
+    kept: Layout
+    drop: tuple[int, ...]
+    whole: Layout
+    out: Layout
+
+
+def key_of(index: Any) -> Key | None:
+    """Return ``index`` in hashable form, slices as triples; None where it is not basic. Not collective."""
+    key: list[Any] = []
+    for i in index if type(index) is tuple else (index,):
+        if i is None or i is Ellipsis or type(i) is int:
+            key.append(i)
+        elif type(i) is slice:
+            key.append((_number(i.start), _number(i.stop), _number(i.step)))
+        elif isinstance(i, np.integer) or (isinstance(i, (Tensor, np.ndarray)) and i.ndim == 0 and _is_integer(i)):
+            key.append(int(i))
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_integer(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return not (x.is_floating_point() or x.is_complex()) and x.dtype not in (torch.bool, torch.uint8)
+    return x.dtype.kind == "i"  # type: ignore[no-any-return]
+
+
+def _number(i: Any) -> int | None:
+    return i if i is None or type(i) is int else operator.index(i)
+
+
+@lru_cache(maxsize=CACHED)
+def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
+    """Plan a basic index of a tensor without Partial dims. Not collective."""
+    used = sum(i is not None and i is not Ellipsis for i in key)
+    if used > layout.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {layout.ndim}")
+    rest = (_ALL,) * (layout.ndim - used)
+    at = key.index(Ellipsis) if Ellipsis in key else len(key)
+    items = (*key[:at], *rest, *key[at + 1 :])
+    if Ellipsis in items:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    local: list[Any] = []
+    sources: list[int] = []
+    shape: list[int] = []
+    sizes: list[tuple[int, ...] | None] = []
+    drop: list[int] = []
+    selected: list[int] = []
+    dim = 0
+    for item in items:
+        if item is None:
+            local.append(None)
+            sources.append(-1)
+            shape.append(1)
+            sizes.append(None)
+            continue
+        n, cut = layout.shape[dim], layout.sizes[dim]
+        if type(item) is int:
+            if not -n <= item < n:
+                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {n}")
+            item %= n
+            if cut is None or len(cut) == 1:
+                local.append(item)
+                selected.append(dim)
+                dim += 1
+                continue
+            start, step, count = item, 1, 1
+            drop.append(len(sources))
+        else:
+            start, stop, step = slice(*item).indices(n)
+            if step <= 0:
+                raise ValueError("step must be greater than zero")
+            count = len(range(start, stop, step))
+        sources.append(dim)
+        shape.append(count)
+        if cut is None:
+            sizes.append(None)
+            local.append(slice(start, start + count * step, step))
+        else:
+            # of every block the first selected cell at or after its start
+            first = [min(max(-((start - b) // step), 0), count) for b in bounds(cut)]
+            sizes.append(tuple(b - a for a, b in zip(first[:-1], first[1:])))
+            i = layout.index(dim, coords)
+            lo = start + first[i] * step - bounds(cut)[i]
+            local.append(slice(lo, lo + (first[i + 1] - first[i]) * step, step) if sizes[-1][i] else slice(0, 0))
+        dim += 1
+    base = unsharded(layout, tuple(selected))
+    position = {s: i for i, s in enumerate(sources) if s >= 0}
+    placements: list[Placement] = [Shard(position[p.dim]) if type(p) is Shard else p for p in base.placements]
+    kept = layout_of(layout.mesh_shape, placements, shape, sizes)
+    whole = unsharded(kept, tuple(drop))
+    return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)))
+
+
+def indexed(x: ShardTensor, key: Key) -> ShardTensor:
+    """Return ``x`` at a basic index. Not collective, unless it selects one cell of a sharded dim."""
+    x = settled(x) if x._layout.partial_dims else x
+    plan = plan_index(x._layout, key, x._mesh.coords)
+    local = x._local[plan.local]
+    if plan.drop:
+        out = wrap(redistribute(local, x._mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x._mesh)
+        out._gathered_view = True
+    else:
+        out = viewed(x, local, plan.out, steps=True)
+    if out._gathered_view:
+        out._origin = x, key
+    return out
+
+
+def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
+    """Write into a gathered view and, as torch does, into the tensor that it was indexed from.
+
+    Collective where the writing is.
+
+    Returns
+    -------
+    bool
+        Whether that was possible. It is not for views of other kinds.
+    """
+    if x._origin is None:
+        return False
+    base, key = x._origin
+    y: Any = _fresh(x).clone()
+    write(y)
+    write_at(base, key, y)
+    x._local, x._layout, x._root, x._halo = y._local, y._layout, None, None
+    return True
+
+
+def _fresh(x: ShardTensor) -> ShardTensor:
+    """Return a gathered view as it would be taken now. Collective as indexing is."""
+    if x._origin is None:
+        return x
+    base, key = x._origin
+    return indexed(_fresh(base), key)
+
+
+def write_at(self: ShardTensor, key: Key, value: Any) -> None:
+    """Write at a basic index. Collective where the value is laid out differently."""
+    if self._gathered_view and written_through(self, lambda y: write_at(y, key, value)):
+        return
+    require_writable(self, "x[index] = value")
+    settle(self)
+    plan = plan_index(self._layout, key, self._mesh.coords)
+    if isinstance(value, Tensor):
+        value = fitted(_value(value, plan), self._mesh, plan.kept)
+    self._local[plan.local] = value
+
+
+def _value(value: Any, plan: Basic) -> Any:
+    """Return a value that broadcasts against ``plan.kept``."""
+    if isinstance(value, ShardTensor):
+        value = resolved(value)
+    value = fitted_shape(value, plan.out.shape)
+    for d in reversed(plan.drop):
+        after = plan.kept.ndim - 1 - d
+        if value.ndim > after:
+            value = value.unsqueeze(value.ndim - after)
+    return value
+
+
+def fitted_shape(value: Any, shape: Sequence[int]) -> Any:
+    """Return ``value`` without the leading dims of one cell that ``shape`` lacks. Not collective."""
+    own = tuple(value.shape)
+    while len(own) > len(shape) and own[0] == 1:
+        value, own = value.squeeze(0), own[1:]
+    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(reversed(own), reversed(shape))):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to indexing result of "
+            f"shape {list(shape)}"
+        )
+    return value
+
+
+# -- cuts along one dim
+
+
+def _cut(x: ShardTensor, dim: int, start: int, stop: int) -> ShardTensor:
+    return indexed(x, (*(_ALL,) * dim, (start, stop, None)))
+
+
+@implements(torch.narrow, torch.Tensor.narrow, torch.narrow_copy, torch.Tensor.narrow_copy)
+def narrow(input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
+    """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
+    d, start = wrapped(dim, input.ndim), int(start)
+    n = input._layout.shape[d]
+    start = start + n if start < 0 else start
+    if length < 0 or not 0 <= start <= n or start + length > n:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({n}).")
+    return _cut(input, d, start, start + length)
+
+
+@implements(torch.select, torch.Tensor.select)
+def select(input: ShardTensor, dim: int, index: int) -> ShardTensor:
+    """Return one cell of a dim. Not collective, unless the dim is sharded: then its owner broadcasts."""
+    return indexed(input, (*(_ALL,) * wrapped(dim, input.ndim), int(index)))
+
+
+@implements(torch.unbind, torch.Tensor.unbind)
+def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
+    """Return all cells of a dim one by one. Not collective, unless the dim is sharded: then it is gathered."""
+    d = wrapped(dim, input.ndim)
+    x = whole_along(settled(input), (d,))
+    out = without(x._layout, (d,))
+    return tuple(viewed(x, part, out, steps=True) for part in x._local.unbind(d))
+
+
+def _parts(x: ShardTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardTensor, ...]:
+    borders = bounds(tuple(sizes))
+    return tuple(_cut(x, dim, a, b) for a, b in zip(borders[:-1], borders[1:]))
+
+
+def _equal_parts(n: int, length: int) -> list[int]:
+    if length == 0 and n == 0:
+        return [0]
+    if length <= 0:
+        raise RuntimeError(f"split expects split_size be positive, got {length} for an extent of {n}")
+    return [min(length, n - i) for i in range(0, n, length)] or [0]
+
+
+@implements(torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split)
+def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Cut a dim into parts, whose cells stay where they are. Not collective."""
+    given = named.get("split_size", split_size_or_sections)
+    d = wrapped(dim, tensor.ndim)
+    n = tensor._layout.shape[d]
+    sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
+    if sum(sizes) != n or min(sizes, default=0) < 0:
+        raise RuntimeError(
+            f"split_with_sizes expects split_sizes to sum exactly to {n} (input tensor's size at dimension {d}), "
+            f"but got split_sizes={sizes}"
+        )
+    return _parts(settled(tensor), d, sizes)
+
+
+@implements(
+    torch.split_with_sizes,
+    torch.Tensor.split_with_sizes,
+    torch.unsafe_split_with_sizes,
+    torch.Tensor.unsafe_split_with_sizes,
+)
+def split_with_sizes(input: ShardTensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
+    """Cut a dim into parts of given sizes. Not collective."""
+    return split(input, list(split_sizes), dim)
+
+
+@implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
+def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
+    """Cut a dim into so many parts. Not collective."""
+    if chunks <= 0:
+        raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
+    d = wrapped(dim, input.ndim)
+    n = input._layout.shape[d]
+    sizes = _equal_parts(n, -(-n // chunks)) if n else [0] * chunks
+    return _parts(settled(input), d, sizes)
+
+
+@implements(torch.tensor_split, torch.Tensor.tensor_split)
+def tensor_split(
+    input: ShardTensor, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
+) -> Any:
+    """Cut a dim into nearly equal parts, or at given cells. Not collective."""
+    given = next(g for g in (indices_or_sections, indices, sections) if g is not None)
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    d = wrapped(dim, input.ndim)
+    n = input._layout.shape[d]
+    x = settled(input)
+    if isinstance(given, int):
+        if given <= 0:
+            raise RuntimeError(f"number of sections must be larger than 0, got {given}")
+        return _parts(x, d, [n // given + (i < n % given) for i in range(given)])
+    borders = [0, *given, n]
+    # as slices: negative, unordered and too large numbers mean what they mean there
+    return tuple(_cut(x, d, a, b) for a, b in zip(borders[:-1], borders[1:]))
+
+
+def _axis_split(dim_of: Any) -> Any:
+    def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
+        given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
+        d = dim_of(input.ndim)
+        if isinstance(given, int) and (given <= 0 or input._layout.shape[d] % given):
+            raise RuntimeError(f"the size of dim {d}, {input._layout.shape[d]}, is not divisible by {given}")
+        return tensor_split(input, given, d)
+
+    return rule
+
+
+RULES[torch.hsplit] = RULES[torch.Tensor.hsplit] = _axis_split(lambda ndim: 0 if ndim == 1 else 1)
+RULES[torch.vsplit] = RULES[torch.Tensor.vsplit] = _axis_split(lambda _: 0)
+RULES[torch.dsplit] = RULES[torch.Tensor.dsplit] = _axis_split(lambda _: 2)

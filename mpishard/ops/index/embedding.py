@@ -1,0 +1,152 @@
+"""Look-ups of integer ShardTensors in tables: embedding and one-hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.comm.collective import blocking
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.ops.rule.align import meet
+from mpishard.ops.rule.contraction import contract
+from mpishard.ops.rule.dim import mapped, whole_along
+from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _refuse(option: str, why: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        described(
+            f"embedding with {option} and ShardTensors",
+            expected=f"an embedding without {option}",
+            got=why,
+            fix="leave the option out, or look up on every rank with indices.full_tensor()",
+        )
+    )
+
+
+def _with_options(
+    weight: Any, input: Any, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool
+) -> Any:
+    """Return the weight for an embedding with options that look at the indices of all ranks. Collective with them."""
+    if sparse:
+        raise _refuse("sparse", "sparse gradients are not summed over ranks")
+    if max_norm is None and not scale_grad_by_freq:
+        return weight
+    if max_norm is not None and isinstance(weight, ShardTensor):
+        raise _refuse("max_norm", "a sharded weight, whose rows it would scale in place")
+    if isinstance(input, ShardTensor):
+        x = resolved(input)
+        counts = torch.bincount(x._local.reshape(-1), minlength=weight.shape[0])
+        if x._layout.sharded_mesh_dims:
+            counts = blocking.all_reduce(counts, x._mesh.group(x._layout.sharded_mesh_dims))
+    else:
+        counts = torch.bincount(input.reshape(-1), minlength=weight.shape[0])
+    if max_norm is not None:
+        torch.embedding_renorm_(weight.detach(), counts.nonzero()[:, 0], max_norm, norm_type)
+    if scale_grad_by_freq and weight.requires_grad:
+        scaled = weight * (1 / counts.clamp(min=1).to(weight.dtype)).unsqueeze(1)
+        # the weight itself, with the gradient of the scaled one
+        return weight.detach() + (scaled - scaled.detach())
+    return weight
+
+
+@implements(F.embedding)
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> ShardTensor:
+    """Look up rows. Not collective; the gradient of the weight is summed over the ranks.
+
+    Indices of any layout look up in a plain weight; a weight sharded over its columns (dim 1) gives columns, one
+    sharded over its rows is gathered (collective). For ``max_norm`` and ``scale_grad_by_freq`` the indices of all ranks
+    are counted.
+    """
+    weight = _with_options(weight, input, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if isinstance(weight, ShardTensor) and 0 in weight._layout.shard_dims:
+        weight = whole_along(resolved(weight), (0,))
+    if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
+        x = resolved(input)
+        layout = mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, weight.shape[1]))
+        rows = use(weight, x._mesh, layout.sharded_mesh_dims)
+        return wrap(_looked_up(x._local, rows, padding_idx), layout, x._mesh)
+    labels = tuple(range(input.ndim))
+    return contract(
+        "embedding",
+        lambda i, w: _looked_up(i, w, padding_idx),
+        (input, weight),
+        (labels, ("rows", "columns")),
+        (*labels, "columns"),
+    )
+
+
+def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
+    """Look up rows of a block. Torch's gradient of the gradient fails where the result is empty: it gets cells."""
+    shape = (*index.shape, rows.shape[1])
+    if 0 not in shape or not len(rows) or not rows.requires_grad:
+        return F.embedding(index, rows, padding_idx)
+    return cropped(F.embedding(filled(index), filled(rows), padding_idx), shape)
+
+
+@implements(F.embedding_bag)
+def embedding_bag(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> ShardTensor:
+    """Look up rows and join those of a bag. The gradient of the weight is summed over the ranks.
+
+    Collective where the weight, the dim of a bag, or indices with ``offsets`` are sharded: they are gathered.
+    """
+    if scale_grad_by_freq:
+        raise _refuse("scale_grad_by_freq", "bags: torch divides by the frequencies of other indices")
+    weight = _with_options(weight, input, max_norm, norm_type, False, sparse)
+    bags: tuple[Any, ...] = ("bag", None) if input.ndim == 2 else (None,)
+    own = bags if per_sample_weights is not None else ()
+    met = meet((input, weight, offsets, per_sample_weights), (bags, (None, None), (None,), own))
+    index, rows, starts, factors = met.locals
+
+    def look_up(i: Any, f: Any) -> Any:
+        return F.embedding_bag(
+            i, rows, starts, mode=mode, per_sample_weights=f, include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )  # fmt: skip
+
+    if input.ndim == 2 and not index.shape[0]:  # keeps a graph, so that all ranks take part in backward
+        local = (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]
+    else:
+        local = look_up(index, factors)
+    return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
+
+
+@implements(F.one_hot)
+def one_hot(input: ShardTensor, num_classes: int = -1) -> ShardTensor:
+    """Add a last dim of classes. Not collective where their number is given."""
+    x = resolved(input)
+    if num_classes == -1:
+        num_classes = int(torch.amax(x)) + 1
+    local = x._local
+    if local.numel():
+        local = F.one_hot(local, num_classes)
+    else:
+        local = local.new_empty((*local.shape, num_classes))
+    return wrap(local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, num_classes)), x._mesh)

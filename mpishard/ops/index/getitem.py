@@ -1,0 +1,42 @@
+"""x[index] and x[index] = value: basic indices stay where they are, others go by points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.ops.index.basic import indexed, key_of, write_at, written_through
+from mpishard.ops.rule.dim import plain
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor
+
+
+@implements(torch.Tensor.__getitem__)
+def getitem(self: Any, index: Any) -> Any:
+    """Index. Not collective, unless one cell of a sharded dim is selected, or a sharded dim by a tensor."""
+    key = key_of(index)
+    if key is not None and isinstance(self, ShardTensor):
+        return indexed(self, key)
+    from mpishard.ops.index.advanced import picked
+
+    return self[key] if key is not None else picked(self, index)
+
+
+@implements(torch.Tensor.__setitem__)
+def setitem(self: Any, index: Any, value: Any) -> None:
+    """Write at an index. Collective where the value is laid out differently.
+
+    A plain tensor is Replicate, so it stays whole on every rank: what is written into it, and what says where, are
+    gathered. Write into a sharded tensor (``torch.zeros_like(x)``), or pad or join tensors, and nothing is.
+    """
+    if not isinstance(self, ShardTensor):
+        self[plain(index)] = plain(value)
+        return
+    key = key_of(index)
+    if key is not None:
+        write_at(self, key, value)
+    elif not (self._gathered_view and written_through(self, lambda y: setitem(y, index, value))):
+        from mpishard.ops.index.advanced import put
+
+        put(self, index, value)

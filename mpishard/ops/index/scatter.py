@@ -1,0 +1,189 @@
+"""Tensors with some cells written: scatter twins of views, take and put, masked and reducing scatters, diagonals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.ops.index.advanced import picked, put
+from mpishard.ops.index.getitem import setitem
+from mpishard.ops.rule.dim import gathered, into_plain, require_writable, resized, settle, whole_along, wrapped
+from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _own(x: Any, *others: Any) -> ShardTensor:
+    """Return a copy to write into; of a plain tensor, one that every rank holds whole."""
+    if isinstance(x, ShardTensor):
+        return resolved(x).clone()  # type: ignore[return-value]
+    mesh = mesh_of(others)
+    return wrap(x.clone(), replicated_layout(mesh, x.shape), mesh)
+
+
+def _at(dim: int, item: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, item)
+
+
+def _require_shape(name: str, src: Any, shape: tuple[int, ...]) -> None:
+    if tuple(src.shape) != tuple(shape):
+        raise RuntimeError(
+            f"{name}: expected src to have a size equal to the slice of self. src size = {list(src.shape)}, "
+            f"slice size = {list(shape)}"
+        )
+
+
+@implements(torch.select_scatter, torch.Tensor.select_scatter)
+def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
+    """Write one cell of a dim in a copy. Collective where the source is laid out differently."""
+    d = wrapped(dim, input.ndim)
+    _require_shape("select_scatter", src, (*input.shape[:d], *input.shape[d + 1 :]))
+    y = _own(input, src)
+    setitem(y, _at(d, int(index)), src)
+    return y
+
+
+@implements(torch.slice_scatter, torch.Tensor.slice_scatter)
+def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
+    """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
+    d = wrapped(dim, input.ndim)
+    n = len(range(*slice(start, end, step).indices(input.shape[d])))
+    _require_shape("slice_scatter", src, (*input.shape[:d], n, *input.shape[d + 1 :]))
+    y = _own(input, src)
+    setitem(y, _at(d, slice(start, end, step)), src)
+    return y
+
+
+@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter)
+def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
+    """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
+    y = _own(input, src)
+    layout = y._layout
+    whole = whole_along(y, tuple(wrapped(d, y.ndim) for d in (dim1, dim2)))
+    out = _own(whole)
+    diagonal = torch.diagonal(out, offset, dim1, dim2)
+    _require_shape("diagonal_scatter", src, tuple(diagonal.shape))
+    diagonal.copy_(src)
+    return moved(out, layout)
+
+
+@implements(torch.Tensor.fill_diagonal_)
+def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> ShardTensor:
+    """Fill the diagonal from the first cell, in place. Not collective."""
+    require_writable(self, "fill_diagonal_")
+    shape = self._layout.shape
+    if len(shape) < 2:
+        raise RuntimeError("dimensions must larger than 1")
+    if len(shape) > 2 and len(set(shape)) > 1:
+        raise RuntimeError("all dimensions of input must be of equal length")
+    settle(self)
+    cells = []
+    for d, (lo, hi) in enumerate(self._layout.box(self._mesh.coords)):
+        cells.append(torch.arange(lo, hi, device=self.device).view(-1, *(1,) * (self.ndim - 1 - d)))
+    if wrap and len(shape) == 2:
+        mask = (cells[0] * shape[1] + cells[1]) % (shape[1] + 1) == 0
+    else:
+        mask = torch.ones((), dtype=torch.bool, device=self.device)
+        for c in cells[1:]:
+            mask = mask & (c == cells[0])
+    self._local.masked_fill_(mask, fill_value)
+    return self
+
+
+# -- flat positions
+
+
+@implements(torch.take, torch.Tensor.take)
+def take(input: Any, index: Any) -> Any:
+    """Pick cells of the flattened tensor. Collective where it is sharded; a sharded index needs it whole."""
+    flat = gathered(input) if isinstance(index, ShardTensor) else input
+    if not index.ndim:
+        return picked(flat.reshape(-1), index.reshape(1)).reshape(())
+    return picked(flat.reshape(-1), index)
+
+
+@implements(torch.Tensor.put_)
+@into_plain(torch.Tensor.put_)
+def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
+    """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
+    index, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
+    if index.numel() != source.numel():
+        raise RuntimeError(
+            f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
+            f"{source.numel()}, index.numel() = {index.numel()}"
+        )
+    n = self.numel()
+    if index.numel() and not -n <= int(index.min()) <= int(index.max()) < n:
+        raise IndexError(f"put_(): index out of range for a tensor of {n} elements")
+    flat = torch.where(index < 0, index + n, index).reshape(-1)
+    if self.ndim:
+        put(self, torch.unravel_index(flat, tuple(self.shape)), source.reshape(-1), accumulate)
+    elif len(flat):
+        require_writable(self, "put_")
+        settle(self)
+        put(self.view(1), (flat,), source.reshape(-1), accumulate)
+    return self
+
+
+@implements(torch.Tensor.masked_scatter_)
+@into_plain(torch.Tensor.masked_scatter_)
+def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
+    """Write consecutive cells of ``source`` where a mask is true, in place.
+
+    Collective where mask or source are sharded: they are gathered, to know how many cells come before a block.
+    """
+    require_writable(self, "masked_scatter_")
+    settle(self)
+    mask, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
+    mask = mask.expand(self._layout.shape)
+    if int(mask.sum()) > source.numel():
+        raise RuntimeError("masked_scatter_: expected self and source to have enough elements")
+    position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
+    block = tuple(slice(lo, hi) for lo, hi in self._layout.box(self._mesh.coords))
+    values = use(source, self._mesh, self._layout.sharded_mesh_dims).reshape(-1)
+    if source.numel():
+        self._local.copy_(torch.where(mask[block], values[position[block]].to(self.dtype), self._local))
+    return self
+
+
+@implements(torch.index_reduce, torch.Tensor.index_reduce)
+def index_reduce(
+    input: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> ShardTensor:
+    """Reduce into cells along a dim. Collective where that dim, or the index, is sharded: it is gathered."""
+    x = _own(input, index, source)
+    d = wrapped(dim, x.ndim)
+    index = gathered(index)
+    index = index._local if isinstance(index, ShardTensor) else index
+    source = resolved(source) if isinstance(source, ShardTensor) else source
+    shape = list(x._layout.shape)
+    shape[d] = index.numel()
+    if list(source.shape) != shape:
+        raise RuntimeError(f"index_reduce(): expected source of shape {shape}, but got {list(source.shape)}")
+    whole = whole_along(x, (d,))
+    cells = fitted(source, x._mesh, resized(whole._layout, d, index.numel()))
+    local = whole._local.index_reduce(d, index, cells, reduce, include_self=include_self)
+    return moved(wrap(local, whole._layout, x._mesh), x._layout)
+
+
+RULES[torch.Tensor.index_reduce_] = into_plain(torch.Tensor.index_reduce_)(
+    lambda self, *args, **kwargs: self.copy_(index_reduce(self, *args, **kwargs))
+)
+
+
+def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(input: Any, *args: Any, **kwargs: Any) -> Any:
+        others = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+        return in_place(_own(input, *others), *args, **kwargs)
+
+    rule.__doc__ = (in_place.__doc__ or "").replace(", in place", " in a copy")
+    return rule
+
+
+for _name, _rule in {"put": put_, "masked_scatter": masked_scatter_}.items():
+    for _place in (torch, torch.Tensor):
+        RULES[getattr(_place, _name)] = _out_of_place(_rule)

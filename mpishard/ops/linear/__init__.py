@@ -1,0 +1,3 @@
+"""Linear algebra: products, contractions and factorisations."""
+
+from mpishard.ops.linear import linalg, matmul, product

@@ -1,0 +1,124 @@
+"""Linear algebra of matrices: each in one piece, the batch dims sharded.
+
+A matrix whose rows or columns are sharded is gathered (never the batch), on every rank that shares its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.ops.rule.align import batchwise
+from mpishard.tensor.registry import RULES, no_out, spellings
+
+_OF_ONE = """
+inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse qr svd svdvals eig eigvals eigh eigvalsh
+pinv pinverse matrix_power matrix_exp lu_factor lu_factor_ex lu cond matrix_rank ldl_factor ldl_factor_ex geqrf
+""".split()
+
+# names of the tensor arguments, with the dims of one of them
+_OF_SEVERAL: dict[Any, dict[str, int]] = {
+    torch.cholesky_solve: {"input": 2, "input2": 2},
+    torch.Tensor.cholesky_solve: {"input": 2, "input2": 2},
+    torch.linalg.solve_triangular: {"A": 2, "B": 2},
+    torch.linalg.lu_solve: {"LU": 2, "pivots": 1, "B": 2},
+    torch.linalg.ldl_solve: {"LD": 2, "pivots": 1, "B": 2},
+    torch.lu_solve: {"input": 2, "LU_data": 2, "LU_pivots": 1},
+    torch.Tensor.lu_solve: {"input": 2, "LU_data": 2, "LU_pivots": 1},
+    torch.lu_unpack: {"LU_data": 2, "LU_pivots": 1},
+    torch.triangular_solve: {"input": 2, "A": 2},
+    torch.Tensor.triangular_solve: {"input": 2, "A": 2},
+    torch.linalg.householder_product: {"A": 2, "tau": 1},
+    torch.orgqr: {"input": 2, "input2": 1},
+    torch.Tensor.orgqr: {"input": 2, "input2": 1},
+    torch.ormqr: {"input": 2, "tau": 1, "other": 2},
+    torch.Tensor.ormqr: {"input": 2, "tau": 1, "other": 2},
+}
+
+
+def _rule(func: Callable[..., Any], cores: dict[str, int]) -> Callable[..., Any]:
+    names = list(cores)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        """Run on whole matrices of a sharded batch. Collective where matrices are sharded: they are gathered."""
+        if kwargs.get("out") is not None:
+            raise no_out(func)
+        given = {**dict(zip(names, args)), **{n: kwargs.pop(n) for n in names if n in kwargs}}
+        rest = args[len(names) :]
+        # tolerances that are tensors, one per matrix
+        others = {k: v for k, v in enumerate(rest) if isinstance(v, Tensor)}
+        named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
+        operands = [*(given[n] for n in names if n in given), *others.values(), *named.values()]
+        own = [cores[n] for n in names if n in given]
+        for x, core in zip(operands, own):
+            if x.ndim < core:
+                raise RuntimeError(
+                    f"{func.__name__}: The input tensor must have at least {core} dimensions, got {x.ndim}"
+                )
+
+        def local(*tensors: Tensor) -> Any:
+            mains, tail = tensors[: len(own)], tensors[len(own) :]
+            plain = dict(zip([*others, *named], tail))
+            options = {k: plain.get(k, v) for k, v in kwargs.items()}
+            return func(*mains, *(plain.get(k, v) for k, v in enumerate(rest)), **options)
+
+        return batchwise(local, operands, [*own, *(0,) * (len(others) + len(named))])
+
+    return rule
+
+
+for _name in _OF_ONE:
+    for _func in spellings(_name):
+        RULES[_func] = _rule(_func, {"A" if _func.__name__.startswith("linalg_") else "input": 2})
+for _func, _cores in _OF_SEVERAL.items():
+    RULES[_func] = _rule(_func, _cores)
+
+
+def _right_side(A: Any, B: Any) -> int:
+    """Return the dims of one right-hand side: 1 for vectors, by torch's reading. Not collective."""
+    return 1 if B.ndim == 1 or (B.ndim == A.ndim - 1 and tuple(B.shape) == tuple(A.shape[:-1])) else 2
+
+
+def _solve_rule(func: Callable[..., Any]) -> Callable[..., Any]:
+    def solve(A: Any, B: Any, *, left: bool = True, out: Any = None, **kwargs: Any) -> Any:
+        """Solve linear systems of a sharded batch. Collective where matrices are sharded: they are gathered."""
+        if out is not None:
+            raise no_out(func)
+        core = _right_side(A, B)
+        if core == 2:
+            return batchwise(lambda a, b: func(a, b, left=left, **kwargs), (A, B), (2, 2))
+
+        def columns(a: Tensor, b: Tensor) -> Any:
+            # as columns: on a block, torch could take vectors for matrices
+            found = func(a, b.unsqueeze(-1), **kwargs)
+            if isinstance(found, Tensor):
+                return found.squeeze(-1)
+            return type(found)([found[0].squeeze(-1), *found[1:]])
+
+        return batchwise(columns, (A, B), (2, 1))
+
+    return solve
+
+
+for _func in (torch.linalg.solve, torch.linalg.solve_ex):
+    RULES[_func] = _solve_rule(_func)
+
+
+def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(A: Any, *args: Any, **kwargs: Any) -> Any:
+        """Solve on every rank. Collective: the operands are gathered, batch and all."""
+        if kwargs.get("out") is not None:
+            raise no_out(func)
+        tensors = [A, *(a for a in args if isinstance(a, Tensor))]
+        rest = args[len(tensors) - 1 :]
+        return batchwise(lambda *t: func(*t, *rest, **kwargs), tensors, [t.ndim for t in tensors])
+
+    return rule
+
+
+# of least squares: torch gives residuals only where every matrix of the batch has full rank
+for _func in (torch.linalg.lstsq, torch.linalg.tensorsolve, torch.linalg.tensorinv):
+    RULES[_func] = _gathered_whole(_func)

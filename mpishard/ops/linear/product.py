@@ -1,0 +1,234 @@
+"""Products and distances of vectors: cross and Kronecker products, covariances, distances between rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.layout import layout_of
+from mpishard.ops.rule.align import batchwise, meet
+from mpishard.ops.rule.dim import gathered, wrapped
+from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _check_out(out: Any, func: Any) -> None:
+    if out is not None:
+        raise no_out(func)
+
+
+@implements(torch.linalg.cross)
+def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> ShardTensor:
+    """Cross product of vectors of three. Collective where their dim is sharded: it is gathered."""
+    _check_out(out, torch.linalg.cross)
+    if input.ndim != other.ndim:
+        raise RuntimeError(
+            f"linalg.cross: inputs must have the same number of dimensions, got {input.ndim} and {other.ndim}"
+        )
+    d = wrapped(dim, input.ndim)
+    if input.shape[d] != 3 or other.shape[d] != 3:
+        raise RuntimeError(
+            f"linalg.cross: inputs dimension {dim} must have length 3. Got {input.shape[d]} and {other.shape[d]}"
+        )
+    labels = tuple(None if i == d else i for i in range(input.ndim))
+    met = meet((input, other), (labels, labels))
+    return met.wrapped(torch.linalg.cross(*met.locals, dim=d), labels)
+
+
+@implements(torch.cross, torch.Tensor.cross)
+def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
+    """Cross product along a dim, by default the first of three cells. As `linalg.cross`."""
+    _check_out(out, torch.cross)
+    if dim is None:
+        if 3 not in input.shape:
+            raise RuntimeError("no dimension of size 3 in input")
+        dim = tuple(input.shape).index(3)
+    return linalg_cross(input, other, dim=dim)
+
+
+@implements(torch.linalg.vecdot)
+def vecdot(x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
+    """Inner products of vectors along a dim. Collective where it is sharded: one small all-reduce."""
+    _check_out(out, torch.linalg.vecdot)
+    return (x.conj() * y).sum(dim)
+
+
+@implements(torch.vander)
+def falling_vander(x: ShardTensor, N: int | None = None, increasing: bool = False) -> Any:
+    """Powers of every cell of a vector, the highest first. Not collective."""
+    return vander(x, N) if increasing else torch.flip(vander(x, N), (-1,))
+
+
+@implements(torch.linalg.vander)
+def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
+    """Powers of every cell along a new last dim. Not collective."""
+    x = resolved(x)
+    n = x.shape[-1] if N is None else N
+    if n <= 1:
+        raise RuntimeError(f"N must be greater than 1, but got {n}.")
+    rows = x._local.unsqueeze(-1).expand(*x._local.shape, n - 1)
+    local = torch.cat([torch.ones_like(rows[..., :1]), rows.cumprod(-1)], -1)
+    layout = x._layout
+    out = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, n), (*layout.sizes, None))
+    return wrap(local, out, x._mesh)
+
+
+@implements(torch.dist, torch.Tensor.dist)
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    """Norm of the difference. Collective: one small all-reduce."""
+    return torch.linalg.vector_norm(input - other, float(p))
+
+
+@implements(*spellings("cdist"))
+def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> ShardTensor:
+    """Distances between the rows of two matrices, where the rows are.
+
+    Collective where the columns are sharded, or both by one mesh dim by their rows: the columns, and the rows of
+    ``x2``, are gathered.
+    """
+    if x1.ndim < 2 or x2.ndim < 2:
+        raise RuntimeError("cdist only supports at least 2D tensors, X1 and X2")
+    if x1.shape[-1] != x2.shape[-1]:
+        raise RuntimeError(f"X1 and X2 must have the same number of columns. X1: {x1.shape[-1]} X2: {x2.shape[-1]}")
+    batches = [tuple(range(2 - x.ndim, 0)) for x in (x1, x2)]
+    met = meet((x1, x2), ((*batches[0], "row", None), (*batches[1], "column", None)))
+    a, b = met.locals
+    if compute_mode == "use_mm_for_euclid_dist_if_necessary":
+        # torch looks at the number of rows: of the whole matrices, not of the blocks
+        large = x1.shape[-2] > 25 or x2.shape[-2] > 25
+        compute_mode = f"{'use' if large else 'donot_use'}_mm_for_euclid_dist"
+    batch = max(batches, key=len)
+    return met.wrapped(torch.cdist(a, b, p, compute_mode), (*batch, "row", "column"))
+
+
+@implements(*spellings("pdist"))
+def pdist(input: ShardTensor, p: float = 2) -> ShardTensor:
+    """Distances between all pairs of rows, on every rank. Collective where it is sharded: the matrix is gathered."""
+    return batchwise(lambda t: F.pdist(t, p), (input,), (input.ndim,))  # type: ignore[no-any-return]
+
+
+@implements(torch.cov, torch.Tensor.cov)
+def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariances of the rows. Collective where observations are sharded; rows stay sharded, and are gathered once."""
+    if input.ndim > 2:
+        raise RuntimeError(
+            f"cov(): expected input to have two or fewer dimensions but got an input with {input.ndim} dimensions"
+        )
+    x = input.reshape(1, -1) if input.ndim < 2 else input
+    weights = None
+    for w in (fweights, aweights):
+        if w is not None:
+            weights = w if weights is None else weights * w
+    if weights is None:
+        count: Any = x.shape[1]
+        mean = x.mean(1, keepdim=True)
+        norm = count - correction
+    else:
+        total = weights.sum()
+        mean = (x * weights).sum(1, keepdim=True) / total
+        if aweights is None or correction == 0:
+            norm = total - correction
+        else:
+            norm = total - correction * (weights * aweights).sum() / total
+        norm = norm.full_tensor() if isinstance(norm, ShardTensor) else norm
+    norm = norm.clamp_min(0) if isinstance(norm, Tensor) else max(norm, 0)
+    off = x - mean
+    scaled = off if weights is None else off * weights
+    c = torch.matmul(off, scaled.mT.conj()) / norm
+    return c.reshape(()) if input.ndim < 2 else c
+
+
+@implements(torch.corrcoef, torch.Tensor.corrcoef)
+def corrcoef(input: Any) -> Any:
+    """Correlations of the rows. As `cov`; the deviations of all rows are gathered."""
+    if input.ndim > 2:
+        raise RuntimeError(
+            f"corrcoef(): expected input to have two or fewer dimensions but got an input with {input.ndim} dimensions"
+        )
+    c = cov(input)
+    if c.ndim == 0:
+        return c / c
+    off = input - input.mean(1, keepdim=True)
+    d = gathered(((off * off.conj()).real.sum(1) / (input.shape[1] - 1)).sqrt())
+    c = c / d.unsqueeze(1) / d.unsqueeze(0)
+    if c.is_complex():
+        return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
+    return c.clamp(-1, 1)
+
+
+# -- arrangements of several tensors
+
+
+@implements(torch.kron, torch.Tensor.kron)
+def kron(input: Any, other: Any, *, out: Any = None) -> Any:
+    """Kronecker product, sharded as ``input`` is. Collective where ``other`` is sharded: it is gathered."""
+    _check_out(out, torch.kron)
+    n = max(input.ndim, other.ndim)
+    b = gathered(other)
+    a, b = (t.reshape((1,) * (n - t.ndim) + tuple(t.shape)) for t in (input, b))
+    shape = [i * j for i, j in zip(a.shape, b.shape)]
+    rows = a.reshape([i for s in a.shape for i in (s, 1)])
+    return (rows * b.reshape([i for s in b.shape for i in (1, s)])).reshape(shape)
+
+
+@implements(*spellings("block_diag"))
+def block_diag(*tensors: Any) -> Any:
+    """Matrices along a diagonal, on every rank. Collective where they are sharded: they are gathered."""
+    return _of_whole(torch.block_diag, tensors)
+
+
+@implements(*spellings("cartesian_prod"))
+def cartesian_prod(*tensors: Any) -> Any:
+    """All combinations of cells of vectors, on every rank. Collective where they are sharded: they are gathered."""
+    return _of_whole(torch.cartesian_prod, tensors)
+
+
+@implements(torch.combinations)
+def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """All combinations of cells of a vector, on every rank. Collective where it is sharded: it is gathered."""
+    return _of_whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
+
+
+def _of_whole(func: Callable[..., Tensor], operands: Any) -> ShardTensor:
+    """Return ``func`` of whole operands, in no batches, on every rank. Collective."""
+    mesh = mesh_of(operands)
+    whole = [gathered(x) for x in operands]
+    local = func(*[x._local if isinstance(x, ShardTensor) else x for x in whole])
+    return wrap(local, replicated_layout(mesh, local.shape), mesh)
+
+
+@implements(torch.diagflat, torch.Tensor.diagflat)
+def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
+    """Return the matrix with these cells on a diagonal. Collective where they are sharded: they are gathered."""
+    return _of_whole(lambda t: torch.diagflat(t, offset), (input,))
+
+
+@implements(torch.renorm, torch.Tensor.renorm)
+def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
+    """Scale slices down to a norm. Collective where other dims than ``dim`` are sharded."""
+    d = wrapped(dim, input.ndim)
+    if input.ndim < 2:
+        raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {input.ndim} dimensions")
+    norm = torch.linalg.vector_norm(input, p, [i for i in range(input.ndim) if i != d], True)
+    # torch's own constant against division by zero
+    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
+
+
+RULES[torch.Tensor.renorm_] = lambda self, p, dim, maxnorm: self.copy_(renorm(self, p, dim, maxnorm))
+
+
+@implements(torch.Tensor.sum_to_size)
+def sum_to_size(self: ShardTensor, *size: Any) -> Any:
+    """Sum over the dims that a smaller shape would broadcast. Collective where they are sharded."""
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    lead = self.ndim - len(shape)
+    if lead < 0 or any(n not in (1, m) for n, m in zip(shape, self.shape[lead:])):
+        raise RuntimeError(f"size {{{list(shape)}}} is not expandable to size {{{list(self.shape)}}}.")
+    x: Any = self.sum(tuple(range(lead))) if lead else self
+    dims = tuple(d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1)
+    return x.sum(dims, keepdim=True) if dims else x

@@ -1,0 +1,419 @@
+"""Losses: summed over the global tensor, divided by global counts. Plain targets count as full tensors."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.redistribute import sum_partial
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout
+from mpishard.ops.rule.align import meet
+from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.reduction import HALVES, reduced
+from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[dict[str, Any], str]:
+    """Return the named arguments, Partial sums resolved, and the kind of reduction."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = {k: resolved(v) if isinstance(v, ShardTensor) else v for k, v in bound.arguments.items()}
+    size_average, reduce = named.pop("size_average", None), named.pop("reduce", None)
+    reduction = named.pop("reduction")
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return named, reduction
+
+
+def _reduce(loss: Any, reduction: str) -> Any:
+    """Reduce a loss per cell, given as a ShardTensor."""
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _local_sum(call: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
+    """Sum a local loss in float32 or wider, without a temporary where torch's own sum is wide enough."""
+    return call("none").sum(dtype=torch.float32) if dtype in HALVES else call("sum")
+
+
+def _total(local: Tensor, mesh: CartMesh, out: Layout) -> Tensor:
+    return sum_partial(local, mesh, reduced(out, None).over)
+
+
+def _scalar(local: Tensor, mesh: CartMesh) -> ShardTensor:
+    return wrap(local, replicated_layout(mesh, ()), mesh)
+
+
+def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool = False) -> Callable[..., ShardTensor]:
+    """Return the rule of a loss per cell of its broadcast tensor arguments ``names``, the input first."""
+    signature = inspect.signature(func)
+
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        named, reduction = _arguments(signature, args, kwargs)
+        tensors = [named[n] for n in names if isinstance(named[n], Tensor)]
+        shapes = {tuple(t.shape) for t in tensors[:2]}
+        if len(shapes) > 1:
+            if same_shape:
+                raise ValueError(
+                    f"Using a target size ({tensors[1].shape}) that is different to the input size "
+                    f"({tensors[0].shape}) is deprecated. Please ensure they have the same size."
+                )
+            warnings.warn(
+                f"Using a target size ({tensors[1].shape}) that is different to the input size "
+                f"({tensors[0].shape}). This will likely lead to incorrect results due to broadcasting.",
+                stacklevel=3,
+            )
+        mesh, out = broadcast_of(tensors)
+        local = {k: fitted(v, mesh, out) if k in names else v for k, v in named.items()}
+        if len(shapes) > 1:
+            shape = out.local_shape(mesh.coords)
+            local |= {n: local[n].expand(shape) for n in names[:2]}
+
+        def call(how: str) -> Tensor:
+            return func(**local, reduction=how)
+
+        if reduction == "none":
+            return wrap(call("none"), out, mesh)
+        dtype = torch.result_type(local[names[0]], local[names[1]])
+        total = _total(_local_sum(call, dtype), mesh, out)
+        if reduction != "sum":
+            named_shape = named[names[0]].shape
+            total = total / (
+                (named_shape[0] if named_shape else 1) if reduction == "batchmean" else math.prod(out.shape)
+            )
+        if dtype in HALVES:  # torch's own dtype, also under autocast
+            cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
+            total = total.to(func(**cells, reduction="sum").dtype)
+        return _scalar(total, mesh)
+
+    return rule
+
+
+RULES[F.smooth_l1_loss] = _pointwise_loss(F.smooth_l1_loss, "input", "target")
+RULES[F.soft_margin_loss] = _pointwise_loss(F.soft_margin_loss, "input", "target")
+RULES[F.poisson_nll_loss] = _pointwise_loss(F.poisson_nll_loss, "input", "target")
+RULES[F.hinge_embedding_loss] = _pointwise_loss(F.hinge_embedding_loss, "input", "target")
+RULES[F.binary_cross_entropy] = _pointwise_loss(F.binary_cross_entropy, "input", "target", "weight", same_shape=True)
+RULES[F.margin_ranking_loss] = _pointwise_loss(F.margin_ranking_loss, "input1", "input2", "target")
+_plain_kl = _pointwise_loss(F.kl_div, "input", "target")
+_plain = {f: _pointwise_loss(f, "input", "target") for f in (F.mse_loss, F.l1_loss, F.huber_loss)}
+_logits = _pointwise_loss(F.binary_cross_entropy_with_logits, "input", "target", "weight", same_shape=True)
+
+
+def _weighted(func: Any) -> Callable[..., ShardTensor]:
+    signature = inspect.signature(func)
+
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        named, reduction = _arguments(signature, args, kwargs)
+        weight = named.pop("weight", None)
+        if weight is None:
+            return _plain[func](**named, reduction=reduction)
+        if tuple(weight.shape) != tuple(named["input"].shape):
+            raise ValueError("Weights and input must have the same size.")
+        loss = _plain[func](**named, reduction="none")
+        if func is not F.huber_loss:  # torch composes these, so that autocast leaves their dtype
+            loss = loss.to(torch.promote_types(named["input"].dtype, named["target"].dtype))
+        loss = loss * weight
+        if reduction == "mean" and func is not F.huber_loss:  # torch's huber_loss divides by the count instead
+            return loss.sum() / weight.sum()  # type: ignore[no-any-return]
+        return _reduce(loss, reduction)  # type: ignore[no-any-return]
+
+    return rule
+
+
+for _func in _plain:
+    RULES[_func] = _weighted(_func)
+
+
+@implements(F.kl_div)
+def kl_div(*args: Any, **kwargs: Any) -> ShardTensor:
+    """Kullback-Leibler divergence per cell. Collective where it is reduced."""
+    with warnings.catch_warnings():
+        # torch's advice on 'mean' would be given for the local 'sum' too
+        warnings.filterwarnings("ignore", message="reduction: 'mean' divides")
+        return _plain_kl(*args, **kwargs)
+
+
+_logits_signature = inspect.signature(F.binary_cross_entropy_with_logits)
+
+
+@implements(F.binary_cross_entropy_with_logits)
+def binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> ShardTensor:
+    """Binary cross entropy of logits; ``pos_weight`` broadcasts. Collective where it is reduced."""
+    named, reduction = _arguments(_logits_signature, args, kwargs)
+    pos_weight = named.pop("pos_weight")
+    if pos_weight is not None:
+        mesh, out = broadcast_of([named["input"], named["target"]])
+        named["pos_weight"] = fitted(pos_weight, mesh, out)
+    return _logits(**named, reduction=reduction)
+
+
+def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMesh]:
+    """Return the scores with whole classes. Collective where they are sharded over the classes: those are gathered."""
+    x = named["input"]
+    mesh = mesh_of(named.values())
+    if not isinstance(x, ShardTensor):
+        # beside sharded targets, plain scores count as full ones
+        x = on_mesh(x, mesh)
+        target = named["target"]
+        shift = 1 if x.ndim > 1 else 0
+        if tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):
+            kept = target.unsqueeze(shift) if x.ndim > 1 else target
+            placements = kept._layout.placements
+            layout = kept._layout.with_placements(placements)
+            sizes = [s if d != shift else None for d, s in enumerate(layout.sizes)]
+            from_target = x.redistribute(placements) if x.ndim > 1 else x
+            x = from_target if from_target._layout.sizes == tuple(sizes) else x
+    if x.ndim == 0:
+        raise ValueError(f"{name}: expected at least 1 dim of classes")
+    return whole_along(resolved(x), (min(1, x.ndim - 1),)), mesh
+
+
+def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
+    """Return the rule of a loss whose mean is weighted by the classes of its targets."""
+    signature, name = inspect.signature(func), func.__name__
+
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        named, reduction = _arguments(signature, args, kwargs)
+        x, mesh = _class_input(name, named)
+        target, weight, ignore = named["target"], named["weight"], named["ignore_index"]
+        dim = 1 if x.ndim > 1 else 0
+        out = reduced(x._layout, dim).out
+        shares = tuple(target.shape) == tuple(x.shape) and target.is_floating_point()
+        expected = tuple(x.shape) if shares else out.shape
+        if tuple(target.shape) != expected:
+            raise ValueError(f"{name}: expected target of size {list(expected)}, got {list(target.shape)}")
+        labels = fitted(target, mesh, x._layout if shares else out)
+        if isinstance(weight, ShardTensor):
+            weight = weight.full_tensor()
+        w = weight if weight is None else use(weight, mesh, x._layout.sharded_mesh_dims)
+        extra = {"label_smoothing": named["label_smoothing"]} if "label_smoothing" in named else {}
+        local = x._local
+
+        def call(how: str) -> Tensor:
+            return func(local, labels, w, ignore_index=ignore, reduction=how, **extra)
+
+        if reduction == "none":
+            return wrap(call("none"), out, mesh)
+        total = _local_sum(call, local.dtype)
+        dtype = total.dtype
+        if local.dtype in HALVES:  # torch's own dtype, also under autocast
+            one = labels.new_zeros((1, 1) if shares else (1,))
+            scale = w if w is None else w.new_ones(1)
+            dtype = func(local.new_zeros(1, 1), one, scale, ignore_index=ignore, reduction="sum", **extra).dtype
+        if reduction == "sum":
+            return _scalar(_total(total, mesh, out).to(dtype), mesh)
+        if shares:
+            return _scalar((_total(total, mesh, out) / math.prod(out.shape)).to(dtype), mesh)
+        live = labels != ignore
+        if weight is None:
+            share = live.sum().double()
+        else:
+            share = weight.detach()[labels[live]].sum(dtype=torch.float64)
+            if weight.requires_grad:
+                share = w[labels[live]].sum(dtype=torch.float64)  # type: ignore[index]
+        # sum and count travel together
+        both = _total(torch.stack([total.double(), share]), mesh, out)
+        return _scalar((both[0] / both[1]).to(dtype), mesh)
+
+    return rule
+
+
+RULES[F.cross_entropy] = _class_loss(F.cross_entropy)
+RULES[F.nll_loss] = _class_loss(F.nll_loss)
+
+
+def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
+    """Return the rule of a loss per sample whose classes lie along the last dim."""
+    signature, name = inspect.signature(func), func.__name__
+
+    def rule(*args: Any, **kwargs: Any) -> ShardTensor:
+        named, reduction = _arguments(signature, args, kwargs)
+        x, mesh = _class_input(name, named)
+        out = reduced(x._layout, x.ndim - 1).out
+        target, weight = named.pop("target"), named.get("weight")
+        labels = fitted(target, mesh, x._layout if target.ndim == x.ndim and func is F.multilabel_margin_loss else out)
+        if weight is not None:
+            weight = weight.full_tensor() if isinstance(weight, ShardTensor) else weight
+            named["weight"] = use(weight, mesh, x._layout.sharded_mesh_dims)
+        named["input"] = x._local
+        if x.ndim == 1:
+            return _scalar(func(**named, target=labels, reduction=reduction), mesh)
+        empty = not len(x._local)
+        if empty:  # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
+            named["input"] = x._local.new_zeros(1, *x._local.shape[1:]) + x._local.sum()
+            labels = labels.new_zeros(1, *labels.shape[1:])
+        loss = func(**named, target=labels, reduction="none")
+        return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
+
+    return rule
+
+
+RULES[F.multi_margin_loss] = _sample_loss(F.multi_margin_loss)
+RULES[F.multilabel_margin_loss] = _sample_loss(F.multilabel_margin_loss)
+
+_soft_signature = inspect.signature(F.multilabel_soft_margin_loss)
+
+
+@implements(F.multilabel_soft_margin_loss)
+def multilabel_soft_margin_loss(*args: Any, **kwargs: Any) -> Any:
+    """Mean over classes of the binary cross entropies of logits. Collective where sharded dims are reduced."""
+    named, reduction = _arguments(_soft_signature, args, kwargs)
+    x, target, weight = named["input"], named["target"], named["weight"]
+    loss = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
+    if weight is not None:
+        loss = loss * weight
+    return _reduce(loss.mean(-1), reduction)
+
+
+_gaussian_signature = inspect.signature(F.gaussian_nll_loss)
+
+
+@implements(F.gaussian_nll_loss)
+def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
+    """Negative log likelihood of a normal distribution. Collective."""
+    named, reduction = _arguments(_gaussian_signature, args, kwargs)
+    x, target, var = named["input"], named["target"], named["var"]
+    if isinstance(var, float):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(x)
+    elif bool((var < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    if tuple(var.shape) != tuple(x.shape):
+        if tuple(x.shape[:-1]) == tuple(var.shape):
+            var = var.unsqueeze(-1)
+        elif x.ndim != var.ndim or sum(b for a, b in zip(x.shape, var.shape) if a != b) != 1:
+            raise ValueError("var is of incorrect size")
+    # a floor on the value that leaves the gradient as it is, as torch has it
+    floor = (var.detach().clamp(min=named["eps"]) - var.detach()) + var
+    floor = torch.where(var.detach() < named["eps"], floor, var)
+    loss = 0.5 * (torch.log(floor) + (x - target) ** 2 / floor)
+    if named["full"]:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduce(loss, reduction)
+
+
+_cosine_signature = inspect.signature(F.cosine_embedding_loss)
+
+
+@implements(F.cosine_embedding_loss)
+def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
+    """1 - cosine where the target is 1, its excess over the margin where -1. Collective where dims are sharded."""
+    named, reduction = _arguments(_cosine_signature, args, kwargs)
+    a, b, target, margin = named["input1"], named["input2"], named["target"], named["margin"]
+    if a.ndim != b.ndim or a.ndim != target.ndim + 1:
+        raise RuntimeError(
+            f"cosine_embedding_loss: expected inputs of one dim more than the target, got {tuple(a.shape)}, "
+            f"{tuple(b.shape)} and target {tuple(target.shape)}"
+        )
+    tiny = 1e-12
+    product, size_a, size_b = (a * b).sum(-1), (a * a).sum(-1) + tiny, (b * b).sum(-1) + tiny
+    cosine = product / (size_a * size_b).sqrt()
+    zero = torch.zeros_like(cosine)
+    loss = torch.where(target == 1, 1 - cosine, zero) + torch.where(target == -1, (cosine - margin).clamp_min(0), zero)
+    return _reduce(loss, reduction)
+
+
+@implements(torch.pairwise_distance, F.pairwise_distance)
+def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    """p-norm of the difference along the last dim. Collective where it is sharded."""
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+_triplet_signature = inspect.signature(F.triplet_margin_with_distance_loss)
+
+
+@implements(F.triplet_margin_with_distance_loss)
+def triplet_margin_with_distance_loss(*args: Any, **kwargs: Any) -> Any:
+    """Distance to the positive less that to the negative, above a margin. Collective where dims are sharded."""
+    named, reduction = _arguments(_triplet_signature, args, kwargs)
+    anchor, positive, negative = named["anchor"], named["positive"], named["negative"]
+    distance = named["distance_function"] or torch.pairwise_distance
+    if named["margin"] <= 0:
+        raise ValueError(f"margin must be greater than 0, got {named['margin']}")
+    if not anchor.ndim == positive.ndim == negative.ndim:
+        raise RuntimeError("The anchor, positive, and negative tensors are expected to have the same number of dims")
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if named["swap"]:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduce((named["margin"] + near - far).clamp_min(0), reduction)
+
+
+@implements(F.triplet_margin_loss)
+def triplet_margin_loss(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Compare distances by p-norms. Collective where dims are sharded."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return triplet_margin_with_distance_loss(
+        anchor,
+        positive,
+        negative,
+        distance_function=lambda a, b: torch.pairwise_distance(a, b, p, eps),
+        margin=margin,
+        swap=swap,
+        reduction=reduction,
+    )
+
+
+@implements(F.ctc_loss)
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """Align sequences and labels; each rank aligns its samples.
+
+    Collective: the loss is one small sum. Time, classes and labels are gathered where they are sharded; so is the
+    batch where the labels of all samples lie in one vector.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    lengths = [n if isinstance(n, Tensor) else torch.as_tensor(n) for n in (input_lengths, target_lengths)]
+    batched = log_probs.ndim == 3
+    batch = "batch" if batched and targets.ndim == 2 else None
+    labels = (
+        (None, batch, None) if batched else (None, None),
+        (batch, None) if targets.ndim == 2 else (None,),
+        *((batch,) if n.ndim else () for n in lengths),
+    )
+    met = meet((log_probs, targets, *lengths), labels)
+    scores, symbols, *counts = met.locals
+    if batch is not None and not scores.shape[1]:  # torch refuses an empty batch; one sample has the graph of none
+        one = scores.new_zeros(len(scores), 1, scores.shape[2]) + scores.sum()
+        lengths = [torch.tensor([n]) for n in (len(scores), 0)]
+        loss = F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
+    else:
+        loss = F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
+    every = met.wrapped(loss, (batch,) if batched else ())
+    if reduction == "mean":
+        every = every / met.wrapped(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
+    return _reduce(every, reduction)

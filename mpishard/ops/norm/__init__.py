@@ -1,0 +1,3 @@
+"""Normalization layers."""
+
+from mpishard.ops.norm import normalization

@@ -1,0 +1,234 @@
+"""Normalisation of a block by statistics of the global tensor: one small exchange per pass.
+
+Every one of them is seen as rows: a block of shape (N, C, L), statistics shared by sets of rows. Forward keeps what
+torch's own group_norm keeps: the input, mean and 1/std.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import again, differentiated_again, in_transform
+from mpishard.autograd.redistribute import sum_partial
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh, Group
+from mpishard.ops.norm.channels_last import (
+    add_columns_scaled,
+    are_columns,
+    column_dots,
+    column_moments,
+    columns_scaled,
+    in_columns,
+)
+from mpishard.ops.rule.moments import chan, dots, global_moments, is_large, row_moments
+from mpishard.ops.rule.reduction import HALVES
+
+
+class Rows(NamedTuple):
+    """How a block is seen by one normalisation.
+
+    Attributes
+    ----------
+    n, c, groups
+        Samples, channels and groups of channels of this rank's block; ``groups`` 0: one statistic per channel,
+        over all samples.
+    count
+        Global number of cells per statistic.
+    counts
+        Cells per statistic on each rank of ``over``.
+    over
+        Mesh dims whose ranks share statistics.
+    used
+        Mesh dims over which the weights are used.
+    """
+
+    n: int
+    c: int
+    groups: int
+    count: int
+    counts: tuple[int, ...]
+    over: tuple[int, ...]
+    used: tuple[int, ...]
+
+    def shared(self, rows: Tensor) -> Tensor:
+        """Sum per-row numbers (n, c) over the rows that share a statistic."""
+        if not self.groups:
+            return rows.view(self.n, self.c).sum(0)
+        return rows.view(self.n, self.groups, self.c // self.groups).sum(2).view(-1)
+
+    def spread(self, stats: Tensor) -> Tensor:
+        """Give every row (n, c) the number of its statistic."""
+        if self.groups:
+            return stats.view(self.n, self.groups, 1).expand(-1, -1, self.c // self.groups).reshape(self.n, self.c)
+        return stats.view(1, self.c).expand(self.n, -1)
+
+
+def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
+    length = math.prod(x.shape[2:])
+    if are_columns(x):
+        mean, m2 = column_moments(x)
+        if not rows.groups:
+            return mean, m2
+        cells = mean.new_full((rows.c // rows.groups,), length)
+        return chan(mean.view(rows.groups, -1), m2.view(rows.groups, -1), cells)
+    if rows.groups:
+        return row_moments(x.reshape(rows.n * rows.groups, rows.c // rows.groups * length))
+    mean, m2 = row_moments(x.reshape(rows.n * rows.c, length))
+    mean, m2 = mean.view(rows.n, rows.c), m2.view(rows.n, rows.c)
+    if rows.n == 1:
+        return mean[0], m2[0]
+    if not mean.numel():
+        return mean.new_zeros(rows.c), mean.new_zeros(rows.c)
+    centre = mean.mean(0)
+    return centre, m2.sum(0) + length * (mean - centre).square().sum(0)
+
+
+def _centred(x: Tensor, mean: Tensor, rstd: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return a block less a number near its means, and their means then, where products with them would round."""
+    if x.dtype != torch.float32 or not x.numel() or not is_large(mean * rstd, torch.ones_like(mean)).any():
+        return x, mean
+    near = mean.float()
+    per_row = rows.spread(near).reshape(rows.n, rows.c, *[1] * (x.ndim - 2))
+    return x - per_row, mean - near
+
+
+def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return x * scale + shift per row, in one pass and in the dtype of ``x``."""
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if are_columns(x):
+        return columns_scaled(x, scale, shift)
+    rows, n = x.reshape(1, scale.numel(), -1), scale.numel()
+    # batch_norm with given statistics is the one vectorised kernel of this form
+    y = torch.native_batch_norm(
+        rows, scale.reshape(-1), shift.reshape(-1), scale.new_zeros(n), scale.new_ones(n), False, 0.0, 0.0
+    )[0]
+    # not a view: what a Function returns may be written in place only if it is not one
+    return torch.ops.aten._unsafe_view(y, x.shape)
+
+
+class Normalise(Function):
+    """y = (x - mean) / std * weight + bias with statistics over ranks; weight and bias per channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, mean and biased variance. Collective over ``rows.over``."""
+        x = x if are_columns(x) else x.contiguous()
+        mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
+        rstd = (var + eps).rsqrt()
+        near, beside = _centred(x, mean, rstd, rows)
+        scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
+        if weight is not None:
+            w = weight.to(scale.dtype)
+            scale, offset = scale * w, offset * w
+        if bias is not None:
+            offset = offset + bias.to(scale.dtype)
+        wide = torch.float32 if x.dtype in HALVES else x.dtype
+        y = _scaled(near, scale.to(wide), offset.to(wide))
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
+        ctx.mark_non_differentiable(mean, var)
+        ctx.set_materialize_grads(False)
+        return y, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Sum per statistic over ranks, then one pass over the block. Collective over ``rows.over``."""
+        dy = grads[0]
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        rows, mesh = ctx.rows, ctx.mesh
+        if dy is None:
+            dy = torch.zeros_like(x)
+        if differentiated_again():
+            composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
+            return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
+        x, mean = _centred(x, mean, rstd, rows)
+        if are_columns(x):
+            dy = in_columns(dy)
+            both = column_dots(dy, x)
+        else:
+            dy = dy.contiguous()
+            each = (rows.n * rows.c, math.prod(x.shape[2:]))
+            both = dots(dy.view(each), x.view(each))
+        by_one, by_x = (t.view(rows.n, rows.c) for t in both)
+        w = 1.0 if weight is None else weight.to(rstd.dtype)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
+            if rows.over:
+                sums = blocking.all_reduce(sums, mesh.group(rows.over))
+            along_x = (sums[1] - mean * sums[0]) * rstd / rows.count  # mean of the cotangent times x-hat
+            slope = -rstd * rstd * along_x
+            offset = -rstd * sums[0] / rows.count - slope * mean
+            wide = torch.float32 if x.dtype in HALVES else x.dtype
+            scale = (rows.spread(rstd) * w).to(wide)
+            dx = _combined(dy, x, scale, rows.spread(slope).to(wide), rows.spread(offset).to(wide))
+        if ctx.needs_input_grad[1]:
+            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = by_one.sum(0).to(bias.dtype)
+        return dx, dw, db, None, None, None
+
+
+def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+    """Return dy * scale + x * slope + offset per row."""
+    n = scale.numel()
+    if not x.numel():
+        return torch.empty_like(x)
+    if x.dtype in HALVES:
+        out = torch.empty_like(x)
+        rows = zip(out.view(n, -1), dy.view(n, -1), x.view(n, -1), scale.view(-1), slope.view(-1), offset.view(-1))
+        for o, g, v, a, b, c in rows:  # row by row: float32 copies of one row at a time
+            o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
+        return out
+    out = _scaled(dy, scale, offset)
+    if are_columns(x):
+        add_columns_scaled(out, x, slope)
+        return out
+    out.view(n, -1).addcmul_(x.view(n, -1), slope.reshape(n, 1))
+    return out
+
+
+def _group(mesh: CartMesh, rows: Rows) -> Group | None:
+    return mesh.group(rows.over) if rows.over else None
+
+
+def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float) -> Tensor:
+    """Normalise in operations that autograd records, for gradients of gradients. Collective over ``rows.over``."""
+    dims = (2, 3) if rows.groups else (0, 2)
+    length = math.prod(x.shape[2:])
+    shape = (rows.n, rows.groups, rows.c // rows.groups, length) if rows.groups else (rows.n, rows.c, length)
+    v = x.reshape(shape)
+    wide = v.float() if v.dtype in HALVES else v
+
+    def mean_of(t: Tensor) -> Tensor:
+        return use(sum_partial(t.sum(dims, keepdim=True), mesh, rows.over) / rows.count, mesh, rows.over)
+
+    centred = wide - mean_of(wide)
+    y = (centred * (mean_of(centred * centred) + eps).rsqrt()).to(x.dtype).reshape(x.shape)
+    per_channel = (1, rows.c, *[1] * (x.ndim - 2))
+    if weight is not None:
+        y = y * weight.view(per_channel)
+    if bias is not None:
+        y = y + bias.view(per_channel)
+    return y.to(x.dtype)
+
+
+def normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
+    if in_transform():
+        mean, var = global_moments(*local_moments(x.detach(), rows), rows.counts, rows.count, _group(mesh, rows))
+        return recorded(x, weight, bias, rows, mesh, eps), mean, var
+    return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,0 +1,3 @@
+"""Functions of single cells."""
+
+from mpishard.ops.pointwise import foreach, pointwise, special

@@ -1,0 +1,113 @@
+"""Lists of tensors: ``torch._foreach_*``, which gradient clipping and optimizers call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.ops.rule.reduction import HALVES, reduced, stacked
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor
+
+
+@implements(torch._foreach_norm)
+def foreach_norm(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    """Return the norm of each tensor, as plain numbers. Collective: one exchange for all tensors.
+
+    Plain, because they are joined with norms of plain tensors, and scale both kinds.
+    """
+    out: list[Any] = [None] * len(tensors)
+    kinds: dict[tuple[CartMesh, tuple[int, ...]], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if isinstance(t, ShardTensor):
+            t = resolved(t)
+            kinds.setdefault((t._mesh, reduced(t._layout, None).over), []).append(i)
+            out[i] = _local_norm(t._local, float(ord), dtype)
+        else:
+            out[i] = torch.linalg.vector_norm(t, ord, dtype=dtype)
+    for (mesh, over), which in kinds.items():
+        if over:
+            parts = stacked(torch.stack([out[i].double() for i in which]), mesh, over)
+            for i, total in zip(which, torch.linalg.vector_norm(parts, ord, 0)):
+                out[i] = total.to(out[i].dtype)
+    for i, t in enumerate(tensors):
+        wanted = dtype or (t.dtype.to_real() if t.dtype.is_complex else t.dtype)
+        out[i] = out[i].to(wanted)
+    return out
+
+
+def _local_norm(t: Tensor, ord: float, dtype: Any) -> Tensor:
+    dtype = dtype or (torch.float32 if t.dtype in HALVES else None)
+    if not t.numel():  # torch knows no extreme cell of none: what never wins
+        return t.abs().sum(dtype=dtype) + (torch.inf if ord < 0 else 0)
+    return torch.linalg.vector_norm(t, ord, dtype=dtype)
+
+
+def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``addcmul`` or ``addcdiv`` with its factor by position, as the functions of lists have it."""
+
+    def one(t: Any, first: Any, second: Any, value: Any = 1) -> Any:
+        return single(t, first, second, value=value.item() if isinstance(value, Tensor) else value)
+
+    return one
+
+
+def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    def rule(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def at(i: int, a: Any) -> Any:
+            # a vector of numbers, one per tensor, stands beside lists of tensors
+            return a[i] if isinstance(a, (list, tuple)) or (isinstance(a, Tensor) and a.ndim == 1) else a
+
+        results = [
+            single(t, *[at(i, a) for a in args], **{k: at(i, a) for k, a in kwargs.items()})
+            for i, t in enumerate(tensors)
+        ]
+        return tensors if in_place else results
+
+    rule.__name__ = func.__name__
+    return rule
+
+
+def _method(name: str) -> Callable[..., Any] | None:
+    """Return the tensor method of this name; one in place that torch lacks (``maximum_``) writes the other's result."""
+    method = getattr(torch.Tensor, name, None)
+    other = getattr(torch.Tensor, name[:-1], None) if name[-1] == "_" else None
+    if method is None and other is not None:
+        return lambda t, *args, **kwargs: t.copy_(other(t, *args, **kwargs))
+    return method
+
+
+for _name in dir(torch):
+    _single = _method(_name.removeprefix("_foreach_"))
+    if "addc" in _name:
+        _single = _with_value(_single)
+    if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
+        _func = getattr(torch, _name)
+        RULES[_func] = _one_by_one(_func, _single, _name.endswith("_"))
+
+
+# -- whole steps of an optimizer, cell by cell
+
+
+def _fused(func: Callable[..., Any]) -> Callable[..., None]:
+    def rule(*args: Any, **kwargs: Any) -> None:
+        """Step on the blocks: a parameter, its gradient and its moments are laid out alike. Not collective."""
+        func(*map(_blocks, args), **{k: _blocks(a) for k, a in kwargs.items()})
+
+    return rule
+
+
+def _blocks(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_blocks(t) for t in x]
+    return x._local if isinstance(x, ShardTensor) else x
+
+
+for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+    if hasattr(torch, _name):
+        RULES[getattr(torch, _name)] = _fused(getattr(torch, _name))

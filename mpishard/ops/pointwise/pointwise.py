@@ -1,0 +1,327 @@
+"""Pointwise operations: the torch op on the local blocks, after broadcasting operands to one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout
+from mpishard.ops.index.basic import written_through
+from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed
+from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
+from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, no_out, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+
+_OUT_OF_PLACE = """
+abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
+atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
+clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv
+exp exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac gammaln ge gelu greater greater_equal gt
+hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e igamma igammac isclose isfinite isinf isnan
+isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_ndtr logaddexp
+logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
+multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu
+relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
+square sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta complex polar
+detach_copy
+""".split()
+
+_DUNDERS = """
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
+__rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+""".split()
+
+_IN_PLACE_DUNDERS = """
+__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
+__irshift__
+""".split()
+
+_LIKE = ["empty_like", "full_like", "ones_like", "zeros_like"]
+
+# what returns its argument, or a view of it, where there is nothing to do
+_ALIASING = """
+bfloat16 bool byte cdouble cfloat chalf char conj detach double float half imag int long positive real resolve_conj
+resolve_neg short __pos__
+""".split()
+
+# in-place functions beside the trailing-underscore twin of every name above
+_IN_PLACE = ["copy_", "detach_", "fill_", "zero_", "masked_fill_"]
+
+
+def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    if kwargs.get("out") is not None:
+        return _into(func, args, **kwargs)
+    args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
+    kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    mesh, out = broadcast_of([*args, *kwargs.values()])
+    local = func(*[fitted(a, mesh, out) for a in args], **{k: fitted(a, mesh, out) for k, a in kwargs.items()})
+    return wrap(local, out, mesh)
+
+
+def _into(func: Any, args: tuple[Any, ...], *, out: Any, **kwargs: Any) -> ShardTensor:
+    """Compute in the layout of ``out``, into its blocks. Collective where operands are laid out differently."""
+    operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    # torch would give `out` another shape, in place
+    if not isinstance(out, ShardTensor) or torch.broadcast_shapes(*[tuple(a.shape) for a in operands]) != out.shape:
+        raise no_out(func)
+    mesh = mesh_of([out, *operands])
+    require_writable(out, name_of(func))
+    settle(out)
+    layout = out._layout
+
+    def block(a: Any) -> Any:
+        return fitted(resolved(a) if isinstance(a, ShardTensor) else a, mesh, layout)
+
+    func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out._local)
+    return out
+
+
+def _rule(func: Any) -> Callable[..., ShardTensor]:
+    def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> ShardTensor:
+        # the usual cases first: this is what every operation pays
+        if type(x) is ShardTensor:
+            layout = x._layout
+            if not layout.partial_dims:
+                if not kwargs:
+                    if not rest:
+                        return wrap(func(x._local), layout, x._mesh)
+                    if len(rest) == 1:
+                        y = rest[0]
+                        kind = type(y)
+                        if kind is ShardTensor:
+                            if y._layout is layout and y._mesh is x._mesh:
+                                return wrap(func(x._local, y._local), layout, x._mesh)
+                        elif kind is float or kind is int:
+                            return wrap(func(x._local, y), layout, x._mesh)
+                if not any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
+                    return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
+        return _general(func, rest if x is None else (x, *rest), kwargs)
+
+    return rule
+
+
+def _in_place_rule(func: Any) -> Callable[..., Any]:
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        if not isinstance(x, ShardTensor):
+            return func(*map(plain, args), **{k: plain(a) for k, a in kwargs.items()})
+        if x._gathered_view:
+            if written_through(x, lambda y: rule(y, *args[1:], **kwargs)):
+                return x
+            require_writable(x, name_of(func))
+        settle(x)
+        others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
+        named = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+        operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]
+        mesh_of(operands)
+        shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
+        if shape != x._layout.shape:
+            raise RuntimeError(
+                f"output with shape {list(x._layout.shape)} doesn't match the broadcast shape {list(shape)}"
+            )
+        func(
+            x._local,
+            *[fitted(a, x._mesh, x._layout) for a in others],
+            **{k: fitted(a, x._mesh, x._layout) for k, a in named.items()},
+        )
+        return x
+
+    return rule
+
+
+def _inplace_flag_rule(func: Any, plain: Callable[..., ShardTensor], in_place: Callable[..., Any]) -> Any:
+    """Rule of ``functional`` activations, which have an ``inplace`` argument."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        return in_place(*args, **kwargs) if kwargs.get("inplace") else plain(*args, **kwargs)
+
+    return rule
+
+
+def pointwise(*functions: Any) -> None:
+    """Register functions whose result is the same function of the local blocks. Not collective."""
+    for func in functions:
+        RULES[func] = _rule(func)
+        BLOCKWISE.add(func)
+
+
+def in_place(*functions: Any) -> None:
+    """Register functions that write their result into the first argument. Not collective."""
+    for func in functions:
+        RULES[func] = _in_place_rule(func)
+
+
+def _like_rule(func: Any) -> Callable[..., ShardTensor]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        """Make a tensor laid out as ``input``; a Partial is not summed, as its values do not count. Not collective."""
+        return _made(input, func(input._local, *args, **kwargs), cotangent_layout(input._layout))
+
+    return rule
+
+
+def _alias_rule(func: Any) -> Callable[..., Any]:
+    plain, detaches = _rule(func), func in (torch.detach, torch.Tensor.detach)
+
+    def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        if type(x) is not ShardTensor:
+            return plain(x, *rest, **kwargs)
+        x = settled(x)
+        out = plain(x, *rest, **kwargs)
+        if out._local is x._local:
+            return x
+        if x._gathered_view:  # it may be a view
+            out._gathered_view = True
+        if x._halo is not None and detaches:
+            out._halo = x._halo
+        return out
+
+    return rule
+
+
+@implements(torch.Tensor.contiguous)
+def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
+    """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
+    x = settled(input)
+    local = x._local.contiguous(memory_format=memory_format)
+    if x._halo is not None:
+        # a block with its halo is contiguous on a rank where it is but a row
+        return wrap(local.clone(memory_format=memory_format) if local is x._local else local, x._layout, x._mesh)
+    if local is not x._local:
+        return wrap(local, x._layout, x._mesh)
+    if x._gathered_view:
+        return viewed(x, local, x._layout)  # whether torch would copy depends on the tensor that it was taken from
+    row_major = memory_format is torch.contiguous_format
+    if row_major and 1 in local.shape and local.stride() != torch.empty(local.shape, device="meta").stride():
+        # contiguous only as a dim has one cell here: on other ranks this is a copy
+        return wrap(local.clone(memory_format=memory_format), x._layout, x._mesh)
+    return x
+
+
+def _where_rule(func: Any) -> Callable[..., Any]:
+    plain = _rule(func)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) == 1:
+            return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
+        return plain(*args, **kwargs)
+
+    return rule
+
+
+pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
+for _func in spellings(*_LIKE):
+    RULES[_func] = _like_rule(_func)
+for _func in spellings(*_ALIASING):
+    RULES[_func] = _alias_rule(_func)
+for _func in spellings("where"):
+    RULES[_func] = _where_rule(_func)
+in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
+for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
+    _func = getattr(torch.nn.functional, _name)
+    RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
+for _attribute in ("real", "imag"):
+    _get = getattr(torch.Tensor, _attribute).__get__
+    RULES[_get] = _alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute))
+
+
+@implements(torch.Tensor.to)
+def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convert the blocks; a ShardTensor argument stands for its dtype and device. Not collective."""
+    args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
+    kwargs = {k: a._local if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    if not isinstance(self, ShardTensor):
+        return self.to(*args, **kwargs)
+    self = resolved(self)
+    local = self._local.to(*args, **kwargs)
+    if local.device != self._local.device:
+        raise _other_device(self, local.device)
+    return self if local is self._local else wrap(local, self._layout, self._mesh)
+
+
+@implements(torch.Tensor.type)
+def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+    """Convert the blocks, or return the name of their type. Not collective."""
+    if dtype is None:
+        return self._local.type()
+    like = self._local.new_empty(0).type(dtype)  # names of types, as "torch.FloatTensor", have no other reader
+    return to(self, like)
+
+
+@implements(torch.Tensor.type_as)
+def type_as(self: Any, other: Any) -> Any:
+    """Convert to the dtype of ``other``. Not collective."""
+    return self.to(other.dtype)
+
+
+def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        described(
+            "moving a ShardTensor to another device",
+            expected=f"the device of its block, {x._local.device}",
+            got=device,
+            fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
+        )
+    )
+
+
+@implements(torch.Tensor.cpu)
+def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
+    """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
+    if self._local.is_cpu:
+        return self
+    raise _other_device(self, "cpu")
+
+
+@implements(torch.Tensor.cuda)
+def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
+    """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
+    if self._local.is_cuda:
+        return self
+    raise _other_device(self, "cuda")
+
+
+@implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
+def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
+    """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
+    if weight.numel() != 1 and input.ndim > 1:
+        weight = weight.reshape(-1, *[1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight * input)
+
+
+def _new_rule(name: str) -> Callable[..., Any]:
+    def rule(self: ShardTensor, *given: Any, size: Any = None, **kwargs: Any) -> Any:
+        """Make a tensor of this dtype, laid out as ``self`` where it has its shape, else Replicate. Not collective.
+
+        Not a plain tensor: random numbers that are written into it must be the same on every rank.
+        """
+        value: tuple[Any, ...] = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else ()
+        if name == "new_full" and not value and len(given) + (size is not None) > 1:
+            given, value = given[:-1], given[-1:]
+        shape = ints(given) if size is None else tuple(size)
+        same = shape == tuple(self._layout.shape)
+        layout = cotangent_layout(self._layout) if same else replicated_layout(self._mesh, shape)
+        return _made(self, getattr(self._local, name)(layout.local_shape(self._mesh.coords), *value, **kwargs), layout)
+
+    return rule
+
+
+for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+    RULES[getattr(torch.Tensor, _name)] = _new_rule(_name)
+
+
+@implements(torch.Tensor.new_tensor)
+def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
+    """Make a Replicate tensor of data that is the same on every rank. Not collective."""
+    local = self._local.new_tensor(data, **kwargs)
+    return _made(self, local, replicated_layout(self._mesh, local.shape))
+
+
+def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
+    if local.device != like._local.device:
+        raise _other_device(like, local.device)
+    return wrap(local, layout, like._mesh)

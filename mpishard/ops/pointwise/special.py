@@ -1,0 +1,68 @@
+"""More functions of single cells: special functions, integers, and gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpishard.ops.pointwise.pointwise import in_place, pointwise
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_NAMES = """
+airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+chebyshev_polynomial_w entr gammainc gammaincc hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+legendre_polynomial_p modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln
+scaled_modified_bessel_k0 scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 gcd lcm
+""".split()
+
+pointwise(*spellings(*_NAMES))
+in_place(*spellings("gcd_", "lcm_"))
+
+
+@implements(torch.frexp, torch.Tensor.frexp)
+def frexp(input: ShardTensor, *, out: Any = None) -> Any:
+    """Split into mantissa and exponent. Not collective."""
+    if out is not None:
+        raise no_out(torch.frexp)
+    x = resolved(input)
+    return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
+
+
+@implements(torch.unravel_index)
+def unravel_index(indices: ShardTensor, shape: Any) -> tuple[ShardTensor, ...]:
+    """Turn flat indices into one index per dim. Not collective."""
+    x = resolved(indices)
+    return tuple(wrap(t, x._layout, x._mesh) for t in torch.unravel_index(x._local, shape))
+
+
+@implements(F.glu, *spellings("glu"))
+def glu(input: ShardTensor, dim: int = -1) -> Any:
+    """Gate the first half of a dim with the second. Collective where it is sharded: the gates move to the values."""
+    n = input.shape[dim]
+    if n % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim % input.ndim} is size {n}")
+    values, gates = input.narrow(dim, 0, n // 2), input.narrow(dim, n // 2, n // 2)
+    return values * torch.sigmoid(gates)
+
+
+def _truth(self: ShardTensor, element: Any) -> bool:
+    """Tell whether any cell equals ``element``. Collective."""
+    return bool((self == element).any())
+
+
+def _in_place_twin(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self.copy_(getattr(self, name)(*args, **kwargs))
+
+
+RULES[torch.Tensor.__contains__] = _truth
+RULES[torch.Tensor.__reversed__] = lambda self: torch.flip(self, (0,)) if self.ndim else self
+for _name in ("cumsum", "cumprod"):
+    RULES[getattr(torch.Tensor, f"{_name}_")] = _in_place_twin(_name)
+for _name, _twin in (("__long__", "__int__"), ("__nonzero__", "__bool__")):
+    RULES[getattr(torch.Tensor, _name)] = RULES[getattr(torch.Tensor, _twin)]

@@ -1,0 +1,70 @@
+"""Counts and tests of all cells: count_nonzero, any, all, equal, allclose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.redistribute import sum_partial
+from mpishard.comm.collective import blocking
+from mpishard.ops.rule.reduction import dim_and_keepdim, reduced
+from mpishard.tensor.operand import fitted, mesh_of, resolved
+from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+@implements(torch.count_nonzero, torch.Tensor.count_nonzero)
+def count_nonzero(input: ShardTensor, dim: Any = None) -> ShardTensor:
+    """Count cells that are not zero. Collective where a reduced dim is sharded."""
+    x = resolved(input)
+    plan = reduced(x._layout, dim)
+    local = torch.count_nonzero(x._local, plan.dims)
+    return wrap(sum_partial(local, x._mesh, plan.over), plan.out, x._mesh)
+
+
+def _truth_rule(func: Callable[..., Tensor], op: str) -> Callable[..., ShardTensor]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        dim, keepdim = dim_and_keepdim(args, kwargs, func)
+        x = resolved(input)
+        plan = reduced(x._layout, dim, keepdim)
+        local = func(x._local, plan.dims, keepdim) if plan.dims else func(x._local)
+        if plan.over:
+            local = blocking.all_reduce(local, x._mesh.group(plan.over), op)
+        return wrap(local, plan.out, x._mesh)
+
+    return rule
+
+
+RULES[torch.any] = RULES[torch.Tensor.any] = _truth_rule(torch.any, "max")
+RULES[torch.all] = RULES[torch.Tensor.all] = _truth_rule(torch.all, "min")
+
+
+def _agreed(local: bool, x: ShardTensor) -> bool:
+    """Whether it holds on every rank that holds other cells. Collective over them."""
+    over = tuple(m for m in x._layout.sharded_mesh_dims if x._mesh.shape[m] > 1)
+    if not over:
+        return local
+    flag = torch.tensor(local)
+    return bool(blocking.all_reduce(flag, x._mesh.group(over), "min"))
+
+
+@implements(torch.equal, torch.Tensor.equal)
+def equal(input: Any, other: Any) -> bool:
+    """Tell whether shapes and all cells are the same. Collective."""
+    if tuple(input.shape) != tuple(other.shape):
+        return False
+    mesh = mesh_of((input, other))
+    x = resolved(input if isinstance(input, ShardTensor) else other)
+    y = other if isinstance(input, ShardTensor) else input
+    y = resolved(y) if isinstance(y, ShardTensor) else y
+    return _agreed(torch.equal(x._local, fitted(y, mesh, x._layout)), x)
+
+
+@implements(torch.allclose, torch.Tensor.allclose)
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Tell whether all cells are close. Collective."""
+    x = torch.isclose(input, other, rtol, atol, equal_nan)
+    return _agreed(bool(x._local.all()), x)

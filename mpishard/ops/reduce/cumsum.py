@@ -1,0 +1,222 @@
+"""Cumulative operations and differences: local scans joined by the totals of the ranks before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout.stencil import Sliding, pairs
+from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.reduction import HALVES, normal_dim, reduced, stacked, worst
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.registry import RULES, implements, no_out
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _before(total: Tensor, x: ShardTensor, over: tuple[int, ...]) -> Tensor:
+    """Return, along a new dim 0, the totals of the ranks that hold the cells before. Collective over ``over``.
+
+    Notes
+    -----
+    Adjoint: a rank's total gathers the cotangents of the ranks behind it.
+    """
+    every = use(stacked(total, x._mesh, over), x._mesh, over)
+    return every[: x._mesh.group(over).rank]
+
+
+def _scan_rule(
+    func: Callable[..., Tensor],
+    total_of: Callable[[Tensor, int], Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[..., ShardTensor]:
+    """Return the rule of a scan.
+
+    ``total_of`` reduces a dim and keeps it; ``join`` combines a local scan with the totals before it, stacked
+    along dim 0.
+    """
+
+    def rule(input: ShardTensor, dim: int, *, dtype: Any = None, out: Any = None) -> ShardTensor:
+        if out is not None:
+            raise no_out(func)
+        x = resolved(input)
+        dim = normal_dim(dim, x.ndim)
+        over = reduced(x._layout, dim).over
+        extra, shape = {} if dtype is None else {"dtype": dtype}, x._layout.shape
+        if not over:
+            return wrap(_scanned(func, x._local, dim, extra, shape), x._layout, x._mesh)
+        if func is torch.logcumsumexp and torch.is_grad_enabled() and x.requires_grad:
+            # its graph differs between the first rank and the others: gradients of gradients would not meet,
+            # so the dim is gathered
+            whole = whole_along(x, (dim,))
+            return moved(wrap(_scanned(func, whole._local, dim, extra, shape), whole._layout, x._mesh), x._layout)
+        result = func(x._local.new_zeros(1), 0, **extra).dtype
+        wide = x._local.to(torch.float32 if result in HALVES else result)
+        before = _before(total_of(wide, dim), x, over)
+        return wrap(join(_scanned(func, wide, dim, {}, shape), before).to(result), x._layout, x._mesh)
+
+    return rule
+
+
+def _scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Scan a block of a tensor of ``shape``: torch's graph for one cell or none alone ends at the first gradient."""
+    if x.numel() > 1 or not (x.requires_grad and shape) or 1 in (math.prod(shape), shape[dim]):
+        return func(x, dim, **extra)
+    if x.numel():
+        more = torch.cat([x, torch.ones_like(x)], dim)
+    else:
+        more = x.new_ones([max(n, 1 + (d == dim)) for d, n in enumerate(x.shape)]) + x.sum()
+    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]
+
+
+RULES[torch.cumsum] = RULES[torch.Tensor.cumsum] = _scan_rule(
+    torch.cumsum, lambda t, dim: t.sum(dim, keepdim=True), lambda scan, before: scan + before.sum(0)
+)
+RULES[torch.cumprod] = RULES[torch.Tensor.cumprod] = _scan_rule(
+    torch.cumprod, lambda t, dim: t.prod(dim, keepdim=True), lambda scan, before: scan * before.prod(0)
+)
+RULES[torch.logcumsumexp] = RULES[torch.Tensor.logcumsumexp] = _scan_rule(
+    torch.logcumsumexp,
+    lambda t, dim: torch.logsumexp(t, dim, keepdim=True),
+    lambda scan, before: torch.logaddexp(scan, torch.logsumexp(before, 0)) if len(before) else scan + before.sum(0),
+)
+
+
+def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callable[..., Any]:
+    kind = getattr(torch.return_types, func.__name__)
+
+    def rule(input: ShardTensor, dim: int, *, out: Any = None) -> Any:
+        if out is not None:
+            raise no_out(func)
+        x = resolved(input)
+        dim = normal_dim(dim, x.ndim)
+        over = reduced(x._layout, dim).over
+        values, index = func(x._local, dim)
+        if over:
+            lo, hi = x._layout.interval(dim, x._mesh.coords)
+            if hi > lo:
+                total, at = values.narrow(dim, hi - lo - 1, 1), index.narrow(dim, hi - lo - 1, 1) + lo
+            else:  # keeps a graph, so that all ranks take part in backward
+                total = x._local.sum(dim, keepdim=True).to(values.dtype) + worst(values.dtype, largest)
+                at = torch.zeros(total.shape, dtype=torch.int64, device=total.device)
+            totals = _before(total, x, over)
+            positions = _before(at, x, over)
+            index = index + lo
+            if len(totals):
+                best, row = func(totals, 0)
+                best, at = best[-1], positions.gather(0, row[-1:])[0]
+                # of equal values the last counts, as in torch; NaN wins and stays
+                stays = ((values >= best) if largest else (values <= best)) | (values != values)
+                values = torch.where(stays, values, best)
+                index = torch.where(stays, index, at)
+            else:
+                # the graph of the other ranks, and the dtype: a sum of integers is wider
+                values = values + totals.sum(0).to(values.dtype)
+        return kind((wrap(values, x._layout, x._mesh), wrap(index, x._layout, x._mesh)))
+
+    return rule
+
+
+RULES[torch.cummax] = RULES[torch.Tensor.cummax] = _cumulative_extreme_rule(torch.cummax, True)
+RULES[torch.cummin] = RULES[torch.Tensor.cummin] = _cumulative_extreme_rule(torch.cummin, False)
+
+
+# -- differences of neighbours
+
+
+def _neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[Tensor, int, Layout]:
+    """Return the block with the ``cells`` that follow it, how many results it gives, and their layout.
+
+    Neighborwise collective.
+    """
+    key = ("neighbours", x._layout, x._local.dtype, dim, cells)
+    plan = x._mesh.plans.get(key)
+    if plan is None:
+        plan = x._mesh.plan(key, lambda: _plan_neighbours(x, dim, cells))
+    op, own, out = plan
+    return apply(op, x._local), own, out
+
+
+def _plan_neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[WindowOp, int, Layout]:
+    layout, mesh = x._layout, x._mesh
+    slide = Sliding(cells + 1, 1, 1, 0, 0)
+    n = layout.shape[dim]
+    borders = slide.follow(layout.sizes[dim], n - cells)
+    windows = [slide.window(a, b) for a, b in pairs(borders)]
+    op = window_op(mesh, layout, x._local.dtype, [intervals_wanted(n, dim, windows)], op="neighbours")
+    shape, sizes = list(layout.shape), list(layout.sizes)
+    shape[dim], sizes[dim] = n - cells, sizes_of(borders)
+    own = sizes[dim][layout.index(dim, mesh.coords)]
+    return op, own, layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+
+
+def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], Tensor]) -> ShardTensor:
+    """Return what ``local`` makes of every ``cells + 1`` neighbours along ``dim``. Neighborwise collective."""
+    n = x.shape[dim]
+    if reduced(x._layout, dim).over and n > cells:
+        window, own, out = _neighbours(x, dim, cells)
+        return wrap(local(window).narrow(dim, 0, own), out, x._mesh)
+    layout, kept = x._layout, max(n - cells, 0)
+    shape, sizes = list(layout.shape), list(layout.sizes)
+    shape[dim] = kept
+    if sizes[dim] is not None:
+        sizes[dim] = tuple(kept if s == n else 0 for s in sizes[dim]) if kept else (0,) * len(sizes[dim])
+    y = local(x._local) if kept else x._local.narrow(dim, 0, 0)
+    return wrap(y, layout_of(layout.mesh_shape, layout.placements, shape, sizes), x._mesh)
+
+
+@implements(torch.diff, torch.Tensor.diff)
+def diff(
+    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None, *, out: Any = None
+) -> ShardTensor:
+    """Differences of neighbours along a dim, ``n`` times. Neighborwise collective where it is sharded."""
+    if out is not None:
+        raise no_out(torch.diff)
+    if n < 0:
+        raise RuntimeError(f"order must be non-negative but got {n}")
+    parts = [t for t in (prepend, input, append) if t is not None]
+    x = resolved(torch.cat(parts, dim) if len(parts) > 1 else input)
+    if n == 0:
+        return x
+    dim = normal_dim(dim, x.ndim)
+    return _shortened(x, dim, n, lambda t: torch.diff(t, n, dim))
+
+
+def _areas(y: Any, x: Any, dx: Any, dim: int) -> tuple[Any, int]:
+    """Return the areas of the trapezoids between neighbours, and the dim from the front."""
+    if isinstance(y, ShardTensor):
+        y = resolved(y)
+    dim = normal_dim(dim, y.ndim)
+
+    def middles(t: Tensor) -> Tensor:
+        n = t.shape[dim] - 1
+        return (t.narrow(dim, 0, n) + t.narrow(dim, 1, n)) / 2
+
+    means = _shortened(y, dim, 1, middles) if isinstance(y, ShardTensor) else middles(y)
+    if x is None:
+        return means * dx, dim
+    if x.ndim == 1:
+        return means * torch.diff(x).reshape(-1, *[1] * (y.ndim - 1 - dim)), dim
+    return means * torch.diff(x, dim=dim - y.ndim), dim
+
+
+@implements(torch.trapezoid, torch.trapz)
+def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
+    """Integrate along a dim by trapezoids. Collective where it is sharded."""
+    areas, dim = _areas(y, x, dx, dim)
+    return areas.sum(dim)
+
+
+@implements(torch.cumulative_trapezoid)
+def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
+    """Integrals up to every cell along a dim. Collective where it is sharded."""
+    areas, dim = _areas(y, x, dx, dim)
+    return areas.cumsum(dim)

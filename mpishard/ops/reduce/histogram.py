@@ -1,0 +1,152 @@
+"""Counts and distinct values: found locally, then joined; their results are whole on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.collective import blocking
+from mpishard.ops.rule.dim import gathered
+from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
+from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _whole(x: ShardTensor, local: Tensor) -> ShardTensor:
+    return wrap(local, replicated_layout(x._mesh, local.shape), x._mesh)
+
+
+def _over(x: ShardTensor) -> tuple[int, ...]:
+    return tuple(m for m in x._layout.sharded_mesh_dims if x._mesh.shape[m] > 1)
+
+
+def _summed(x: ShardTensor, local: Tensor) -> ShardTensor:
+    """Return the sum over the ranks that hold other cells of ``x``. Collective."""
+    over = _over(x)
+    return _whole(x, blocking.all_reduce(local, x._mesh.group(over)) if over else local)
+
+
+def _range(x: ShardTensor) -> tuple[Any, Any]:
+    return tuple(t._local.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
+
+
+@implements(torch.histc, torch.Tensor.histc)
+def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, out: Any = None) -> ShardTensor:
+    """Count cells in bins of equal width. Collective: small all-reduces; the cells stay."""
+    if out is not None:
+        raise no_out(torch.histc)
+    x = resolved(input).detach()
+    if min == max:
+        min, max = _range(x)
+        if min == max:
+            min, max = min - 1, max + 1
+    return _summed(x, torch.histc(x._local, bins, min, max))
+
+
+@implements(torch.histogram, torch.Tensor.histogram)
+def histogram(
+    input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False, out: Any = None
+) -> Any:
+    """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
+    if out is not None:
+        raise no_out(torch.histogram)
+    x = on_mesh(input, mesh_of((input, bins, weight))).detach()
+    options: dict[str, Any] = {}
+    if weight is not None:
+        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        options["weight"] = fitted(weight, x._mesh, x._layout)
+    if isinstance(bins, Tensor):
+        bins = gathered(bins)
+        bins = bins._local if isinstance(bins, ShardTensor) else bins
+    else:
+        options["range"] = _range(x) if range is None else range
+    counts, edges = torch.histogram(x._local, bins, **options)
+    total = _summed(x, counts)._local
+    if density:
+        total = total / total.sum() / edges.diff()
+    return torch.return_types.histogram((_whole(x, total), _whole(x, edges)))
+
+
+@implements(torch.bincount, torch.Tensor.bincount)
+def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> ShardTensor:
+    """Count (or weigh) every value of a vector of integers. Collective: small all-reduces; the cells stay."""
+    x = on_mesh(input, mesh_of((input, weights)))
+    lo, hi = _range(x)
+    if x.ndim != 1 or lo < 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if minlength < 0:
+        raise RuntimeError("minlength should be >= 0")
+    if weights is None:
+        count = torch.bincount(x._local, minlength=max(minlength, hi + 1 if x.numel() else 0))
+        return _summed(x, count)
+    if tuple(weights.shape) != tuple(x.shape):
+        raise RuntimeError("weights should be 1-d and have the same length as input")
+    own = resolved(weights) if isinstance(weights, ShardTensor) else weights
+    cells = fitted(own.detach(), x._mesh, x._layout)
+    n = max(minlength, hi + 1 if x.numel() else 0)
+    result = torch.bincount(x._local.new_zeros(1), cells.new_zeros(1)).dtype
+    return _summed(x, torch.bincount(x._local, cells, n).to(result))
+
+
+def _joined(x: ShardTensor, local: Tensor) -> Tensor:
+    """Return what the ranks hold along dim 0, one after the other. Collective over the ranks with other cells."""
+    over = _over(x)
+    if not over:
+        return local
+    group = x._mesh.group(over)
+    counts = blocking.all_gather(torch.tensor([local.shape[0]]), group, 0, (1,) * group.size)
+    return blocking.all_gather(local.contiguous(), group, 0, tuple(counts.tolist()))
+
+
+def unique(
+    input: ShardTensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: Any = None
+) -> Any:
+    """Return the distinct values, sorted. Collective: each rank's distinct values travel, not the cells.
+
+    With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is.
+    """
+    x = resolved(input).detach()
+    if dim is not None:
+        return _unique_slices(torch.unique, x, dim, return_inverse, return_counts, sorted=sorted)
+    own, counts = torch.unique(x._local, return_counts=True)
+    every = _joined(x, own)
+    values, place = torch.unique(every, return_inverse=True)
+    found: list[Any] = [_whole(x, values)]
+    if return_inverse:
+        found.append(wrap(_positions(values, x._local), x._layout, x._mesh))
+    if return_counts:
+        total = torch.zeros(values.shape, dtype=counts.dtype, device=counts.device)
+        found.append(_whole(x, total.index_add(0, place, _joined(x, counts))))
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _positions(values: Tensor, cells: Tensor) -> Tensor:
+    """Return where each cell is among sorted values."""
+    if values.dtype == torch.bool:
+        values, cells = values.to(torch.uint8), cells.to(torch.uint8)
+    return torch.searchsorted(values, cells.contiguous())
+
+
+def _unique_slices(func: Any, x: ShardTensor, dim: Any, inverse: bool, counts: bool, **options: Any) -> Any:
+    whole = gathered(x)._local
+    found = func(whole, return_inverse=inverse, return_counts=counts, dim=dim, **options)
+    parts = [_whole(x, t) for t in (found if isinstance(found, tuple) else (found,))]
+    if inverse and dim is None:
+        parts[1] = moved(parts[1], x._layout)
+    return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def unique_consecutive(
+    input: ShardTensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None
+) -> Any:
+    """Return the values without repetitions of neighbours. Collective: the tensor is gathered."""
+    x = resolved(input).detach()
+    return _unique_slices(torch.unique_consecutive, x, dim, return_inverse, return_counts)
+
+
+for _function in spellings("unique"):
+    RULES[_function] = unique
+for _function in spellings("unique_consecutive"):
+    RULES[_function] = unique_consecutive

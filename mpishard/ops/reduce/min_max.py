@@ -1,0 +1,229 @@
+"""Extrema and their positions: global indices, first occurrence, gradients shared among ties as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import Run, Step, apply, differentiated
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, normal_dim, reduced, worst
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, implements, no_out
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+class _Found:
+    """A search as a linear op: given what it found, ``collect`` is its derivative and ``spread`` the adjoint."""
+
+    __slots__ = ("_collect", "_run", "_spread")
+
+    def __init__(self, run: Run, spread: Run, collect: Run) -> None:
+        self._run, self._spread, self._collect = run, spread, collect
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Communicate."""
+        return self._run(x)
+
+    @property
+    def adjoint(self) -> _Found:
+        """Operation of the cotangent, made when asked for: a pair, each knowing the other, would outlive its use."""
+        return _Found(self._spread, self._collect, self._spread)
+
+
+def _check_cells(x: ShardTensor, dims: tuple[int, ...], name: str) -> None:
+    if any(x.shape[d] == 0 for d in dims):
+        raise IndexError(f"{name}(): Expected reduction dim to have non-zero size.")
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | ((a != a) & (b != b)) if a.is_floating_point() else a == b
+
+
+# -- values alone: amax, amin, max(), min()
+
+
+def _local_extreme(local: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
+    """Return the extreme of a block with ``keepdim``; what never wins, where it has no cells."""
+    if any(local.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
+        return local.new_full(shape, worst(local.dtype, largest))
+    return (torch.amax if largest else torch.amin)(local, dims, True)
+
+
+def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> ShardTensor:
+    """Return the extreme over a sharded dim. Collective over ``plan.over``."""
+    mesh, local = x._mesh, x._local
+    group, wanted = mesh.group(plan.over), differentiated(local)
+    weight: Tensor
+
+    def find(t: Tensor) -> Tensor:
+        nonlocal weight
+        values = blocking.all_reduce(_local_extreme(t, plan.dims, largest), group, "max" if largest else "min")
+        if wanted:
+            mask = _same(t, values)
+            count = blocking.all_reduce(mask.sum(plan.dims, keepdim=True), group)
+            weight = mask.to(values.dtype).div_(count)
+        return values
+
+    def spread(g: Tensor) -> Tensor:
+        return g * weight
+
+    def collect(t: Tensor) -> Tensor:
+        return blocking.all_reduce((t * weight).sum(plan.dims, keepdim=True), group)
+
+    # given which cells are extreme it is linear: the derivative collects from those
+    values = apply(_Found(find, spread, collect), local)
+    return wrap(values if keepdim else values.squeeze(plan.dims), plan.out, mesh)
+
+
+def _amax_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., ShardTensor]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        dim, keepdim = dim_and_keepdim(args, kwargs, func)
+        x = resolved(input)
+        plan = reduced(x._layout, dim, keepdim)
+        if not plan.over:
+            return wrap(func(x._local, plan.dims, keepdim), plan.out, x._mesh)
+        _check_cells(x, plan.dims, func.__name__)
+        return _extreme(x, plan, keepdim, largest)
+
+    return rule
+
+
+RULES[torch.amax] = RULES[torch.Tensor.amax] = _amax_rule(torch.amax, True)
+RULES[torch.amin] = RULES[torch.Tensor.amin] = _amax_rule(torch.amin, False)
+
+
+@implements(torch.aminmax, torch.Tensor.aminmax)
+def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
+    """Smallest and largest value. Collective where the dim is sharded."""
+    if out is not None:
+        raise no_out(torch.aminmax)
+    return torch.return_types.aminmax(  # type: ignore[attr-defined]
+        (torch.amin(input, () if dim is None else dim, keepdim), torch.amax(input, () if dim is None else dim, keepdim))
+    )
+
+
+# -- values with positions: max(dim), min(dim), argmax, argmin
+
+
+def first_of(
+    values: Tensor, index: Tensor, mesh: CartMesh, over: tuple[int, ...], largest: bool
+) -> tuple[Tensor, Tensor]:
+    """Return over ranks the extreme value and the smallest index that has it. Collective over ``over``."""
+    group = mesh.group(over)
+    best = blocking.all_reduce(values, group, "max" if largest else "min")
+    return best, blocking.all_reduce(torch.where(_same(values, best), index, _NOWHERE), group, "min")
+
+
+def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
+    mesh, shape = x._mesh, x._local.shape
+    lo, hi = x._layout.interval(dim, mesh.coords)
+    index: Tensor
+
+    def find(t: Tensor) -> Tensor:
+        nonlocal index
+        if hi > lo:
+            values, index = (torch.max if largest else torch.min)(t, dim, keepdim=True)
+            index = index + lo
+        else:
+            one = [1 if d == dim else n for d, n in enumerate(shape)]
+            values = t.new_full(one, worst(t.dtype, largest))
+            index = torch.full(one, _NOWHERE, device=t.device)
+        values, index = first_of(values, index, mesh, plan.over, largest)
+        return values
+
+    def own(t: Tensor) -> Tensor:
+        return torch.where((index >= lo) & (index < hi), t, 0)
+
+    def spread(g: Tensor) -> Tensor:
+        cells = g.new_zeros(shape)
+        return cells.scatter_(dim, (index - lo).clamp(0, hi - lo - 1), own(g)) if hi > lo else cells
+
+    def collect(t: Tensor) -> Tensor:
+        found = t.gather(dim, (index - lo).clamp(0, hi - lo - 1)) if hi > lo else t.sum(dim, keepdim=True)
+        return blocking.all_reduce(own(found), mesh.group(plan.over))
+
+    values = apply(_Found(find, spread, collect), x._local)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: bool) -> Callable[..., Any]:
+    name = func.__name__
+    kind = getattr(torch.return_types, name)
+
+    def rule(input: Any, *args: Any, **kwargs: Any) -> Any:
+        other = kwargs.pop("other", None)
+        if other is not None or (args and isinstance(args[0], Tensor)):
+            return binary(input, other if other is not None else args[0], *args[1:], **kwargs)
+        x = resolved(input)
+        dim, keepdim = dim_and_keepdim(args, kwargs, func)
+        if dim is None:
+            plan = reduced(x._layout, None)
+            if not plan.over:
+                return wrap(func(x._local), plan.out, x._mesh)
+            _check_cells(x, plan.dims, name)
+            return _extreme(x, plan, False, largest)
+        dim = normal_dim(dim, x.ndim)
+        plan = reduced(x._layout, dim, keepdim)
+        if not plan.over:
+            pairs = func(x._local, dim, keepdim)
+        else:
+            _check_cells(x, plan.dims, name)
+            pairs = _with_index(x, dim, plan, keepdim, largest)
+        return kind(tuple(wrap(t, plan.out, x._mesh) for t in pairs))
+
+    return rule
+
+
+RULES[torch.max] = RULES[torch.Tensor.max] = _max_rule(torch.max, torch.maximum, True)
+RULES[torch.min] = RULES[torch.Tensor.min] = _max_rule(torch.min, torch.minimum, False)
+
+
+def _flat_position(x: ShardTensor, index: Tensor) -> Tensor:
+    """Return the position in the flattened global tensor of a position in the flattened block."""
+    local, box = x._local.shape, x._layout.box(x._mesh.coords)
+    out, step = torch.zeros_like(index), 1
+    for d in reversed(range(len(local))):
+        out = out + (index % local[d] + box[d][0]) * step
+        index = torch.div(index, local[d], rounding_mode="floor")
+        step *= x.shape[d]
+    return out
+
+
+def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., ShardTensor]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+        dim, keepdim = dim_and_keepdim(args, kwargs, func)
+        x = resolved(input)
+        x = wrap(x._local.detach(), x._layout, x._mesh)
+        plan = reduced(x._layout, dim, keepdim)
+        if not plan.over:
+            return wrap(func(x._local, dim, keepdim), plan.out, x._mesh)
+        _check_cells(x, plan.dims, func.__name__)
+        if dim is not None:
+            dim = normal_dim(dim, x.ndim)
+            return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x._mesh)
+
+        def find(t: Tensor) -> Tensor:
+            if t.numel():
+                at = func(t)
+                value, index = t.flatten()[at], _flat_position(x, at)
+            else:
+                value = t.new_full((), worst(t.dtype, largest))
+                index = torch.full((), _NOWHERE, device=value.device)
+            return first_of(value, index, x._mesh, plan.over, largest)[1]
+
+        index = apply(Step(find), x._local)
+        return wrap(index.reshape(plan.out.shape), plan.out, x._mesh)
+
+    return rule
+
+
+RULES[torch.argmax] = RULES[torch.Tensor.argmax] = _arg_rule(torch.argmax, True)
+RULES[torch.argmin] = RULES[torch.Tensor.argmin] = _arg_rule(torch.argmin, False)

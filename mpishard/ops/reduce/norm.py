@@ -1,0 +1,174 @@
+"""Norms of vectors and matrices: a local part per rank, then the same over the parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import differentiated
+from mpishard.autograd.redistribute import sum_partial
+from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.reduction import Reduced, _in_parts, _wide, normal_dim, reduced
+from mpishard.tensor.operand import fitted, mesh_of, resolved
+from mpishard.tensor.registry import implements, no_out
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# -- norms
+
+
+def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTensor:
+    """Vector norm over dims. Collective where one of them is sharded."""
+    x = resolved(x)
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    p = float(p)
+    if not plan.over and (local.numel() or (p >= 0 and p != math.inf) or not math.prod(x.shape)):
+        return wrap(torch.linalg.vector_norm(local, p, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    result = torch.linalg.vector_norm(local.new_zeros(1), p, dtype=dtype).dtype
+    if dtype is not None:
+        x = x.to(dtype)
+    x = wrap(_wide(x._local), x._layout, x._mesh)
+    if abs(p) == math.inf:
+        extreme = torch.amax if p > 0 else torch.amin
+        return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
+    if p == 0:
+        count = (x != 0).to(result).sum(plan.dims, keepdim)
+        if differentiated(x._local):  # a zero gradient, as in torch, also of what is not finite
+            cells = x._local.real if x._local.is_complex() else x._local
+            none = wrap(cells.masked_fill(torch.ones_like(cells, dtype=torch.bool), 0), x._layout, x._mesh)
+            count = count + none.sum(plan.dims, keepdim, dtype=result)  # type: ignore[call-overload]
+        return count  # type: ignore[no-any-return]
+
+    if differentiated(x._local):
+        return wrap(_differentiable_norm(x, p, plan, keepdim).to(result), plan.out, x._mesh)
+
+    def part(t: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
+        if p < 0 and any(t.shape[d] == 0 for d in dims):  # torch refuses, the norm of nothing is infinite
+            return t.abs().sum(dims, keep) + math.inf
+        return torch.linalg.vector_norm(t, p, dims, keep)
+
+    return wrap(_in_parts(x, plan, keepdim, part, part).to(result), plan.out, x._mesh)
+
+
+def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool) -> Tensor:
+    """Return the norm through the sum of powers, whose derivatives exist where a rank holds only zeros."""
+    size = x._local.abs()
+    if p == 1:
+        powers = size
+    elif p == 2:
+        powers = (x._local * x._local.conj()).real if x._local.is_complex() else x._local * x._local
+    else:
+        zero = size == 0
+        powers = torch.where(zero, size if p > 0 else torch.inf, torch.where(zero, 1, size) ** p)
+    total = sum_partial(powers.sum(plan.dims, keepdim), x._mesh, plan.over)
+    if p == 1:
+        return total
+    # at zero torch's gradient is zero, that of the root is infinite
+    zero = total == 0
+    return torch.where(zero, 0 * total, torch.where(zero, 1, total) ** (1 / p))
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
+) -> ShardTensor:
+    """Vector norm over dims. Collective where one of them is sharded."""
+    if out is not None:
+        raise no_out(torch.linalg.vector_norm)
+    return _norm(x, ord, dim, keepdim, dtype)
+
+
+@implements(torch.linalg.norm)
+def linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> ShardTensor:
+    """Vector norms, and the Frobenius norm of matrices. Collective where a reduced dim is sharded."""
+    if out is not None:
+        raise no_out(torch.linalg.norm)
+    if ord is not None and dim is None and A.ndim not in (1, 2):
+        raise RuntimeError(
+            f"linalg.norm: If dim is not specified but ord is, the input must be 1D or 2D. Got {A.ndim}D."
+        )
+    vector = ord is None or (A.ndim == 1 if dim is None else isinstance(dim, int) or len(dim) == 1)
+    if vector:
+        return _norm(A, 2 if ord is None else ord, dim, keepdim, dtype)
+    return matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+@implements(torch.linalg.matrix_norm)
+def matrix_norm(
+    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
+) -> ShardTensor:
+    """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
+    if out is not None:
+        raise no_out(torch.linalg.matrix_norm)
+    x = resolved(A)
+    rows, columns = (normal_dim(d, x.ndim) for d in dim)
+    plan = reduced(x._layout, (rows, columns), keepdim)
+    if not plan.over:
+        local = torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim, dtype=dtype)
+        return wrap(local, plan.out, x._mesh)
+    if dtype is not None:
+        x = x.to(dtype)
+    if ord == "fro":
+        return _norm(x, 2, (rows, columns), keepdim)
+    if ord in (1, -1, math.inf, -math.inf):
+        inner, outer = (rows, columns) if abs(ord) == 1 else (columns, rows)
+        sums = x.abs().sum(inner, keepdim=True)
+        y = (torch.amax if ord > 0 else torch.amin)(sums, (inner, outer), True)
+        return y if keepdim else y.sum((inner, outer))  # type: ignore[no-any-return]
+    x = whole_along(x, (rows, columns))
+    return wrap(torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim), plan.out, x._mesh)
+
+
+@implements(torch.frobenius_norm)
+def frobenius_norm(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+    """Root of the sum of squares over dims. Collective where one of them is sharded."""
+    if out is not None:
+        raise no_out(torch.frobenius_norm)
+    return _norm(input, 2, dim, keepdim)
+
+
+@implements(torch.nuclear_norm)
+def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None) -> ShardTensor:
+    """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
+    if isinstance(dim, bool):  # nuclear_norm(input, keepdim)
+        dim, keepdim = (-2, -1), dim
+    return matrix_norm(input, "nuc", dim, keepdim, out=out)
+
+
+@implements(torch.norm, torch.functional.norm, torch.Tensor.norm)
+def norm(
+    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> ShardTensor:
+    """Vector norm, the old spelling. Collective where a reduced dim is sharded."""
+    if out is not None:
+        raise no_out(torch.norm)
+    if p == "nuc":
+        return matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+    return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
+
+
+@implements(F.normalize)
+def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    """Divide by the norm along dims. Collective where they are sharded."""
+    if out is not None:
+        raise no_out(F.normalize)
+    return input / _norm(input, p, dim, True).clamp_min(eps)
+
+
+@implements(torch.cosine_similarity, F.cosine_similarity)
+def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Cosine between vectors along a dim. Collective where it is sharded."""
+    mesh = mesh_of((x1, x2))
+    a, b = torch.broadcast_tensors(x1, x2) if tuple(x1.shape) != tuple(x2.shape) else (x1, x2)
+    a, b = (t if isinstance(t, ShardTensor) else _like(t, a if isinstance(a, ShardTensor) else b, mesh) for t in (a, b))
+    return ((a / _norm(a, 2, dim, True).clamp_min(eps)) * (b / _norm(b, 2, dim, True).clamp_min(eps))).sum(dim)
+
+
+def _like(t: Tensor, other: ShardTensor, mesh: Any) -> ShardTensor:
+    other = resolved(other)
+    return wrap(fitted(t, mesh, other._layout), other._layout, mesh)

@@ -1,0 +1,35 @@
+"""Products over dims: of the block, then of the ranks' products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced, stacked
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _product(local: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Tensor:
+    if len(dims) == local.ndim and not keepdim:
+        return torch.prod(local, dtype=dtype)
+    for d in reversed(dims):
+        local = torch.prod(local, d, keepdim, dtype=dtype)
+    return local
+
+
+@implements(torch.prod, torch.Tensor.prod)
+def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
+    """Multiply over one dim, or all. Collective where a reduced dim is sharded."""
+    dim, keepdim = dim_and_keepdim(args, kwargs, torch.prod)
+    x = resolved(input)
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    if not plan.over:
+        return wrap(_product(local, plan.dims, keepdim, dtype), plan.out, x._mesh)
+    result = torch.prod(local.new_ones(1), dtype=dtype).dtype
+    wide = torch.float32 if result in HALVES else result
+    parts = stacked(_product(local, plan.dims, keepdim, wide), x._mesh, plan.over)
+    return wrap(torch.prod(parts, 0).to(result), plan.out, x._mesh)

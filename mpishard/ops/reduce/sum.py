@@ -1,0 +1,82 @@
+"""Sums, means and their kin: exact over the global tensor, one small all-reduce where a sharded dim is reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.autograd.redistribute import sum_partial
+from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+@implements(torch.sum, torch.Tensor.sum)
+def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **named: Any) -> Any:
+    """Sum over dims. Collective where a reduced dim is sharded."""
+    if named:
+        dim, keepdim = _by_name(dim, keepdim, named, torch.sum)
+    x = resolved(input) if input._layout.partial_dims else input
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    if not plan.over:
+        # without dtype=, torch parses its arguments several microseconds faster
+        if dtype is None:
+            return wrap(local.sum(plan.dims, keepdim), plan.out, x._mesh)
+        return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    if (dtype or local.dtype) not in HALVES:
+        return wrap(
+            sum_partial(torch.sum(local, plan.dims, keepdim, dtype=dtype), x._mesh, plan.over), plan.out, x._mesh
+        )
+    dtype = dtype or torch.sum(local.new_zeros(())).dtype
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=torch.float32), x._mesh, plan.over)
+    return wrap(total.to(dtype), plan.out, x._mesh)
+
+
+@implements(torch.mean, torch.Tensor.mean)
+def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **named: Any) -> Any:
+    """Sum over dims by the global count. Collective where a reduced dim is sharded."""
+    if named:
+        dim, keepdim = _by_name(dim, keepdim, named, torch.mean)
+    x = resolved(input) if input._layout.partial_dims else input
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    if not plan.over:
+        if dtype is None:
+            return wrap(local.mean(plan.dims, keepdim), plan.out, x._mesh)
+        return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    result = dtype or local.dtype
+    if result in HALVES or not (result.is_floating_point or result.is_complex):
+        # torch's word on its dtype, also under autocast, or on why there is none
+        result = torch.mean(local.new_zeros(1), dtype=dtype).dtype
+    wide = torch.float32 if result in HALVES else result
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x._mesh, plan.over)
+    return wrap((total / plan.count).to(result), plan.out, x._mesh)
+
+
+def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple[Any, bool]:
+    return dim_and_keepdim((), {"dim": dim, "keepdim": keepdim} | named, func)
+
+
+@implements(torch.nansum, torch.Tensor.nansum)
+def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
+    """Sum what is not NaN. Collective where a reduced dim is sharded."""
+    dim, keepdim = dim_and_keepdim(args, kwargs, torch.nansum)
+    x = resolved(input)
+    plan = reduced(x._layout, dim, keepdim)
+    if not plan.over:
+        return wrap(torch.nansum(x._local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+    result = torch.nansum(x._local.new_zeros(1), dtype=dtype).dtype
+    wide = torch.float32 if result in HALVES else result
+    local = torch.nansum(x._local, plan.dims, keepdim, dtype=wide)
+    return wrap(sum_partial(local, x._mesh, plan.over).to(result), plan.out, x._mesh)
+
+
+@implements(torch.nanmean, torch.Tensor.nanmean)
+def nanmean(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
+    """Mean of what is not NaN. Collective where a reduced dim is sharded."""
+    dim, keepdim = dim_and_keepdim(args, kwargs, torch.nanmean)
+    wide = torch.float32 if (dtype or input.dtype) in HALVES else dtype
+    total = torch.nansum(input, dim, keepdim, dtype=wide)
+    live = (~torch.isnan(input.detach())).sum(dim, keepdim)
+    return (total / live).to(dtype or input.dtype)  # type: ignore[no-any-return]

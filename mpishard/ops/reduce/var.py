@@ -1,0 +1,95 @@
+"""Variance and standard deviation: of the block, then combined as Chan does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.ops.rule.moments import is_large
+from mpishard.ops.rule.reduction import _wide, counts_over, dim_and_keepdim, reduced, stacked
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Return variance and mean over ranks, by Chan's combination of the ranks' own. Collective."""
+    plan, local = reduced(x._layout, dim, keepdim), x._local
+    wide = _wide(local)
+    if wide.numel():
+        var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
+        if is_large(mean.detach().abs(), var.detach()).any():
+            # rounded to float32, the ranks' means would differ by more than they do
+            var, mean = torch.var_mean(_double(wide), plan.dims, correction=0, keepdim=keepdim)
+    else:
+        mean = wide.sum(plan.dims, keepdim)
+        var = mean.abs()
+    mean = _double(mean)
+    counts = torch.tensor(
+        counts_over(x._mesh, x._layout, plan.dims, plan.over), dtype=mean.real.dtype, device=mean.device
+    ).view(-1, *[1] * mean.ndim)
+    means, variances = stacked(torch.stack([mean, var.to(mean.dtype)]), x._mesh, plan.over).movedim(1, 0)
+    live = counts > 0
+    # relative to a number near the mean: weighted sums of large numbers would round
+    shift = torch.where(live, means.detach(), 0).sum(0) / live.sum(0)
+    mean = shift + (torch.where(live, means - shift, 0) * counts).sum(0) / plan.count
+    off = torch.where(live, means - mean, 0)
+    m2 = ((variances + off * off.conj()).real * counts).sum(0)
+    return m2 / max(plan.count - correction, 0), mean
+
+
+def _deviation(var: Tensor) -> Tensor:
+    """Return the root, with torch's gradient of a standard deviation of zero: zero."""
+    zero = var == 0
+    return torch.where(zero, 0 * var, torch.where(zero, 1, var).sqrt())
+
+
+def _dim_and_correction(args: Any, kwargs: Any, func: Any) -> tuple[Any, Any, bool]:
+    """Read both families of arguments: (unbiased), (dim, unbiased, keepdim) and (dim, *, correction, keepdim)."""
+    args, kwargs = list(args), dict(kwargs)
+    correction = kwargs.pop("correction", None)
+    unbiased = kwargs.pop("unbiased", None)
+    if args and isinstance(args[0], bool):
+        unbiased = args.pop(0)
+    elif len(args) > 1 and isinstance(args[1], bool):
+        unbiased = args.pop(1)
+    dim, keepdim = dim_and_keepdim(args, kwargs, func)
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    return dim, correction, keepdim
+
+
+def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+        dim, correction, keepdim = _dim_and_correction(args, kwargs, func)
+        x = resolved(input)
+        plan, mesh = reduced(x._layout, dim, keepdim), x._mesh
+        if plan.over:
+            torch.var(x._local.new_zeros(2))  # torch's own error for integers
+            var, mean = _variance(x, dim, correction, keepdim)
+            real = x._local.real.dtype if x._local.is_complex() else x._local.dtype
+            found = pick(var.to(real), mean.to(x._local.dtype))
+        elif x._local.numel() or not math.prod(x.shape):
+            found = func(x._local, plan.dims, correction=correction, keepdim=keepdim)
+        else:  # a result without cells, of which torch would say that it has too few
+            squares = (x._local * x._local.conj()).real.sum(plan.dims, keepdim)
+            found = pick(squares, x._local.sum(plan.dims, keepdim))
+        if isinstance(found, tuple):
+            return tuple(wrap(t, plan.out, mesh) for t in found)
+        return wrap(found, plan.out, mesh)
+
+    return rule
+
+
+RULES[torch.var] = RULES[torch.Tensor.var] = _variance_rule(torch.var, lambda var, _: var)
+RULES[torch.std] = RULES[torch.Tensor.std] = _variance_rule(torch.std, lambda var, _: _deviation(var))
+RULES[torch.var_mean] = _variance_rule(torch.var_mean, lambda var, mean: (var, mean))
+RULES[torch.std_mean] = _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean))

@@ -1,0 +1,226 @@
+"""Tensor dims of a layout: numbering, reordering, and making them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.tensor.notice import notice_gather
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
+
+CACHED = 65536
+R = TypeVar("R", bound=Callable[..., Any])
+
+
+def wrapped(dim: int, ndim: int) -> int:
+    """Return ``dim`` counted from the front. Not collective."""
+    if -ndim <= dim < ndim:
+        return dim % ndim
+    if ndim == 0 and dim in (-1, 0):
+        return 0
+    raise IndexError(
+        f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, {max(ndim, 1) - 1}], but got {dim})"
+    )
+
+
+@lru_cache(maxsize=CACHED)
+def mapped(layout: Layout, sources: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Layout:
+    """Return the layout of a result whose dim ``i`` is dim ``sources[i]`` of ``layout``. Not collective.
+
+    Parameters
+    ----------
+    layout
+        Of the argument. All its sharded dims are among the sources.
+    sources
+        Per dim of the result; -1 for a dim that is new, and whole on every rank.
+    shape
+        Of the result; that of the sources, and 1 for new dims, where not given.
+    """
+    position = {s: i for i, s in enumerate(sources) if s >= 0}
+    placements = [Shard(position[p.dim]) if type(p) is Shard else p for p in layout.placements]
+    extents = tuple(layout.shape[s] if s >= 0 else 1 for s in sources) if shape is None else shape
+    return layout_of(layout.mesh_shape, placements, extents, [layout.sizes[s] if s >= 0 else None for s in sources])
+
+
+@lru_cache(maxsize=CACHED)
+def resized(layout: Layout, dim: int, extent: int, sizes: tuple[int, ...] | None = None) -> Layout:
+    """Return ``layout`` with another extent of ``dim``; ``sizes`` where it is sharded. Not collective."""
+    shape = (*layout.shape[:dim], extent, *layout.shape[dim + 1 :])
+    cut = (*layout.sizes[:dim], sizes, *layout.sizes[dim + 1 :])
+    return layout_of(layout.mesh_shape, layout.placements, shape, cut)
+
+
+@lru_cache(maxsize=CACHED)
+def unsharded(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """Return ``layout`` with ``dims`` whole on every rank. Not collective."""
+    placements = [Replicate() if type(p) is Shard and p.dim in dims else p for p in layout.placements]
+    return layout_of(
+        layout.mesh_shape, placements, layout.shape, [None if d in dims else s for d, s in enumerate(layout.sizes)]
+    )
+
+
+@lru_cache(maxsize=CACHED)
+def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the block at ``coords``, cached. Not collective."""
+    return layout.local_shape(coords)
+
+
+def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
+    """Return ``x`` with ``dims`` whole on every rank. Collective over the mesh dims that shard them."""
+    return base_in(x, unsharded(x._layout, dims)) if any(d in x._layout.shard_dims for d in dims) else x
+
+
+def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
+    """Return ``x`` in ``layout``, to take a view of. Collective where it differs."""
+    if layout is x._layout:
+        return x
+    lost = [d for d in x._layout.shard_dims if d not in layout.shard_dims]
+    if all(trivially_sharded(x._layout, d) for d in lost):
+        return viewed(x, x._local, layout, steps=True)
+    if lost:
+        notice_gather(x._mesh, x._layout, layout, x._local.itemsize)
+    out = moved(x, layout)
+    if out._local is not x._local:
+        out._gathered_view = True
+    return out
+
+
+def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False) -> ShardTensor:
+    """Return a view of ``x``: a view of its block in another layout. Not collective.
+
+    ``steps`` says that cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
+    """
+    out = wrap(local, layout, x._mesh)
+    if steps and x._halo is not None:
+        out._halo = x._halo
+    if x._gathered_view:
+        out._gathered_view = True
+    return out
+
+
+def plain(x: Any) -> Any:
+    """Return an argument with whole plain tensors in place of ShardTensors. Collective where they are sharded."""
+    if isinstance(x, ShardTensor):
+        return whole_along(resolved(x), tuple(range(x.ndim)))._local
+    return type(x)(map(plain, x)) if isinstance(x, (tuple, list)) else x
+
+
+def into_plain(func: Any) -> Callable[[R], R]:
+    """Decorate the rule of an in-place function.
+
+    A plain tensor is the same on every rank, so what is written into it, and what says where, are gathered.
+    Collective where they are sharded.
+    """
+
+    def decorate(rule: R) -> R:
+        @wraps(rule)
+        def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, ShardTensor):
+                return rule(self, *args, **kwargs)
+            return func(self, *map(plain, args), **{k: plain(a) for k, a in kwargs.items()})
+
+        return either  # type: ignore[return-value]
+
+    return decorate
+
+
+def require_writable(x: ShardTensor, name: str) -> None:
+    """Refuse to write into what is a view in torch and a copy here. Not collective.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        It is one.
+    """
+    if x._gathered_view:
+        raise UnsupportedOperationError(
+            described(
+                f"{name}: writing into a view whose cells came from other ranks would not reach them",
+                expected="a view of cells that stayed on their rank",
+                got="a view that selects from, drops or gathers a sharded dim",
+                fix="write through the tensor itself, x[index] = value, or into a copy, y = view.clone()",
+            )
+        )
+
+
+def settled(x: ShardTensor) -> ShardTensor:
+    """Return ``x`` itself with its Partial dims summed, so that views of it share its memory.
+
+    Collective over the Partial dims.
+    """
+    if x._layout.partial_dims:
+        # under no_grad too: what x holds from now on must keep its graph
+        with torch.enable_grad():
+            total = resolved(x)
+        if x._local.retains_grad and not x._local.is_leaf:  # also of what may be written into it
+            total._local.retain_grad()
+        rebind(x, total._local, total._layout)
+    return x
+
+
+def settle(x: ShardTensor) -> None:
+    """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
+
+    Raises
+    ------
+    RuntimeError
+        It is a leaf, and autograd is on.
+    UnsupportedOperationError
+        It is memory of a host program that may not be written.
+    """
+    settled(x)
+    if x._halo is not None and not x._halo.writable:
+        raise UnsupportedOperationError(
+            described(
+                f"field {x._halo.name!r} is read-only",
+                expected="a tensor that may be written",
+                got="a field made with writable=False",
+                fix="write into a copy, u.tensor.clone()",
+            )
+        )
+    if x._root is not None and x.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+
+def trivially_sharded(layout: Layout, dim: int) -> bool:
+    """Tell whether ``dim`` is sharded into one block only. Not collective."""
+    sizes = layout.sizes[dim]
+    return sizes is not None and len(sizes) == 1
+
+
+def frozen(value: Any) -> Any:
+    """Return an argument as what can be part of a key. Not collective."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor of ``shape`` without data: torch's own function on it gives its result shape, or its error.
+
+    Not collective.
+    """
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+
+
+def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
+    if len(given) == 1 and not isinstance(given[0], int):
+        given = given[0]
+    return tuple(map(int, given))
+
+
+@lru_cache(maxsize=CACHED)
+def without(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """Return ``layout`` without some whole dims. Not collective."""
+    return mapped(layout, tuple(d for d in range(layout.ndim) if d not in dims))
+
+
+def gathered(x: Any) -> Any:
+    """Return a ShardTensor whole on every rank, anything else as it is. Collective where it is sharded."""
+    return whole_along(resolved(x), tuple(range(x.ndim))) if isinstance(x, ShardTensor) else x

@@ -1,0 +1,163 @@
+"""What reductions are made of: which dims and ranks, the layout of the result, and parts of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apply, pair
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
+from mpishard.tensor.registry import no_out
+from mpishard.tensor.shard_tensor import ShardTensor
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Reduced(NamedTuple):
+    """How a reduction over some dims of a layout goes.
+
+    Attributes
+    ----------
+    dims
+        The dims that are reduced, not negative, ascending.
+    over
+        Mesh dims whose ranks hold different cells of the reduced dims.
+    out
+        Layout of the result.
+    count
+        Global cells per result cell.
+    kept
+        Layout of the result with ``keepdim=True``.
+    """
+
+    dims: tuple[int, ...]
+    over: tuple[int, ...]
+    out: Layout
+    count: int  # type: ignore[assignment]
+    kept: Layout
+
+
+_reduced: dict[tuple[Layout, Any, bool], Reduced] = {}
+
+
+def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
+    """Return the plan of a reduction over ``dim`` (an int, several, or None for all), cached. Not collective."""
+    key = (layout, tuple(dim) if type(dim) is list else dim, keepdim)
+    plan = _reduced.get(key)
+    if plan is None:
+        if len(_reduced) > 65536:
+            _reduced.clear()
+        plan = _reduced[key] = _plan(layout, dim, keepdim)
+    return plan
+
+
+def _plan(layout: Layout, dim: Any, keepdim: bool) -> Reduced:
+    ndim = layout.ndim
+    every = dim is None or (not isinstance(dim, int) and len(dim) == 0)
+    wanted = range(ndim) if every else (dim,) if isinstance(dim, int) else dim
+    dims = [normal_dim(d, ndim) for d in wanted]
+    if len(set(dims)) != len(dims):
+        raise RuntimeError(f"dim {dims[0]} appears multiple times in the list of dims")
+    dims = sorted(dims) if ndim else []
+    over = tuple(
+        m for m, p in enumerate(layout.placements) if type(p) is Shard and p.dim in dims and layout.mesh_shape[m] > 1
+    )
+    count = 1
+    for d in dims:
+        count *= layout.shape[d]
+    kept = _without(layout, dims, True)
+    return Reduced(tuple(dims), over, kept if keepdim else _without(layout, dims, False), count, kept)
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """Return ``dim`` counted from the front. Not collective."""
+    if not -max(1, ndim) <= dim < max(1, ndim):
+        bound = max(1, ndim)
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+    return dim % max(1, ndim)
+
+
+def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
+    """Return the layout after reducing ``dims``: replicated over the mesh dims that sharded them."""
+    left = [d for d in range(layout.ndim) if keepdim or d not in dims]
+    new = {d: i for i, d in enumerate(left)}
+    placements: list[Placement] = [
+        p if type(p) is not Shard else Replicate() if p.dim in dims else Shard(new[p.dim]) for p in layout.placements
+    ]
+    shape = [1 if d in dims else layout.shape[d] for d in left]
+    sizes = [None if d in dims else layout.sizes[d] for d in left]
+    return layout_of(layout.mesh_shape, placements, shape, sizes)
+
+
+def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
+    """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, axis=0, keepdims=True)``. Not collective."""
+    if kwargs.pop("out", None) is not None:
+        raise no_out(func)
+    given = dict(zip(("dim", "keepdim"), args))
+    for key, value in kwargs.items():
+        given[{"axis": "dim", "keepdims": "keepdim"}.get(key, key)] = value
+    keepdim = given.pop("keepdim", False)
+    dim = given.pop("dim", None)
+    if given or len(args) > 2 or not isinstance(keepdim, bool):
+        raise TypeError(f"{func.__name__}() received an invalid combination of arguments: {args}, {kwargs}")
+    return dim, keepdim
+
+
+def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
+    """Return what the ranks along ``over`` hold, in rank order along a new dim 0. Collective over ``over``.
+
+    Notes
+    -----
+    Adjoint: each rank takes its own row of the cotangent, which must be the same on every rank.
+    """
+    key = ("stacked", over)
+    step = mesh.plans.get(key)
+    if step is None:
+        group = mesh.group(over)
+        ones = (1,) * group.size
+        step = mesh.plans[key] = pair(
+            lambda t: blocking.all_gather(t.unsqueeze(0), group, 0, ones),
+            lambda g: g[group.rank].clone(),
+        )
+    return apply(step, x)
+
+
+def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the cells along ``dims`` that each rank of the group ``over`` holds, in rank order. Not collective."""
+    coords = list(mesh.coords)
+    counts = []
+    for i in range(math.prod(mesh.shape[m] for m in over)):
+        for m in reversed(over):
+            i, coords[m] = divmod(i, mesh.shape[m])
+        shape = layout.local_shape(coords)
+        counts.append(math.prod(shape[d] for d in dims))
+    return tuple(counts)
+
+
+def worst(dtype: torch.dtype, largest: bool) -> Any:
+    """Return the value that never wins. Not collective."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return -torch.inf if largest else torch.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if largest else limits.max
+
+
+Local = Callable[[Tensor, tuple[int, ...], bool], Tensor]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALVES else x
+
+
+def _in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine: Local) -> Tensor:
+    """Reduce the local block, gather the ranks' parts as dim 0 of a small tensor, and reduce that."""
+    parts = stacked(part(x._local, plan.dims, keepdim), x._mesh, plan.over)
+    return combine(parts, (0,), False)

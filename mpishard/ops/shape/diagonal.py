@@ -1,0 +1,96 @@
+"""Diagonals and triangles: by global rows and columns, whatever the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.layout import Partial, Shard, layout_of
+from mpishard.ops.rule.dim import mapped, settled, viewed, whole_along, wrapped
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _triangle_rule(func: Any) -> Any:
+    def rule(input: ShardTensor, diagonal: int = 0) -> ShardTensor:
+        x = settled(input)
+        if x.ndim < 2:
+            raise RuntimeError(f"{func.__name__}: input tensor must have at least 2 dimensions")
+        (row, _), (column, _) = (x._layout.interval(d, x._mesh.coords) for d in (x.ndim - 2, x.ndim - 1))
+        return wrap(func(x._local, diagonal + row - column), x._layout, x._mesh)
+
+    return rule
+
+
+for _func in (torch.tril, torch.triu):
+    implements(_func, getattr(torch.Tensor, _func.__name__))(_triangle_rule(_func))
+
+
+def _triangle_in_place(name: str) -> Any:
+    rule = _triangle_rule(getattr(torch, name))
+    return lambda self, diagonal=0: self.copy_(rule(self, diagonal))
+
+
+for _name in ("tril", "triu"):
+    implements(getattr(torch.Tensor, f"{_name}_"))(_triangle_in_place(_name))
+
+
+@implements(torch.diagonal, torch.Tensor.diagonal)
+def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
+    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
+    a, b = wrapped(dim1, input.ndim), wrapped(dim2, input.ndim)
+    x = whole_along(settled(input), (a, b))
+    local = x._local.diagonal(offset, a, b)
+    rest = tuple(d for d in range(x.ndim) if d not in (a, b))
+    shape = (*(x._layout.shape[d] for d in rest), local.shape[-1])
+    return viewed(x, local, mapped(x._layout, (*rest, -1), shape))
+
+
+@implements(torch.linalg.diagonal)
+def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
+    """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
+    return diagonal(A, offset, dim1, dim2)
+
+
+@implements(torch.diag_embed, torch.Tensor.diag_embed)
+def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
+    """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
+    x = whole_along(settled(input), (input.ndim - 1,))
+    a, b = wrapped(dim1, x.ndim + 1), wrapped(dim2, x.ndim + 1)
+    local = torch.diag_embed(x._local, offset, a, b)
+    rest = iter(range(x.ndim - 1))
+    sources = tuple(-1 if d in (a, b) else next(rest) for d in range(x.ndim + 1))
+    n = local.shape[a]
+    shape = tuple(n if s < 0 else x._layout.shape[s] for s in sources)
+    return wrap(local, mapped(x._layout, sources, shape), x._mesh)
+
+
+@implements(torch.diag, torch.Tensor.diag)
+def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None) -> ShardTensor:
+    """Return the diagonal of a matrix, or the matrix of a diagonal. Collective where it gathers sharded dims."""
+    if input.ndim not in (1, 2):
+        raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
+    offset = diagonal_ if diagonal is None else diagonal
+    return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset)  # type: ignore[return-value]
+
+
+@implements(torch.trace, torch.Tensor.trace)
+def trace(input: ShardTensor) -> ShardTensor:
+    """Sum the diagonal of a matrix. Collective where it is sharded."""
+    if input.ndim != 2:
+        raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.ndim}")
+    x = settled(input)
+    (row, stop), (column, end) = x._layout.box(x._mesh.coords)
+    first = max(row, column)
+    n = max(0, min(stop, end) - first)
+    # the part of the diagonal that lies in the block
+    block = x._local[first - row : first - row + n, first - column : first - column + n]
+    return partial_sum(x, block.diagonal().sum())
+
+
+def partial_sum(x: ShardTensor, local: torch.Tensor) -> ShardTensor:
+    """Return the sum of a number per block of ``x``. Collective over the mesh dims that shard it."""
+    placements = [Partial() if type(p) is Shard else p for p in x._layout.placements]
+    return resolved(wrap(local, layout_of(x._layout.mesh_shape, placements, ()), x._mesh))

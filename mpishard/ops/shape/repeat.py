@@ -1,0 +1,96 @@
+"""Repetition: tile, repeat, repeat_interleave, and grids of vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
+from mpishard.ops.rule.dim import ints, resized, settled, whole_along, wrapped
+from mpishard.ops.shape.cat import cat
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
+from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+@implements(torch.Tensor.repeat)
+def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
+    """Repeat along dims. Collective where a sharded dim is repeated: its blocks are balanced again."""
+    counts = ints(given) if repeats is None else tuple(repeats)
+    if len(counts) < self.ndim or min(counts, default=0) < 0:
+        raise RuntimeError(f"repeat: {counts} are not numbers of repeats for {self.ndim} dims")
+    x = resolved(self)
+    for _ in range(len(counts) - x.ndim):
+        x = x.unsqueeze(0)
+    whole = [1 if x._layout.sizes[d] is not None else n for d, n in enumerate(counts)]
+    layout = x._layout
+    for d, n in enumerate(whole):
+        layout = resized(layout, d, layout.shape[d] * n, layout.sizes[d])
+    x = wrap(x._local.repeat(whole), layout, x._mesh)
+    for d, n in enumerate(counts):
+        if n != whole[d]:
+            x = cat([x] * n, d) if n else x.narrow(d, 0, 0)
+    return x
+
+
+@implements(torch.tile, torch.Tensor.tile)
+def tile(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
+    """Repeat along dims, the last ones where fewer numbers are given. As `repeat`."""
+    counts = ints(given) if dims is None else tuple(dims)
+    return repeat(input, *(1,) * (input.ndim - len(counts)), *counts)
+
+
+@implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
+def repeat_interleave(
+    input: ShardTensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> ShardTensor:
+    """Repeat each cell of a dim where it is. Not collective."""
+    if isinstance(repeats, ShardTensor):
+        repeats = repeats.full_tensor()
+    x = settled(input)
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    d = wrapped(dim, x.ndim)
+    layout = x._layout
+    n = layout.shape[d]
+    counts = torch.as_tensor(repeats).reshape(-1)
+    if counts.numel() not in (1, n):
+        raise RuntimeError("repeats must have the same size as input along dim")
+    ends = bounds(tuple(counts.expand(n).tolist()))
+    cut = layout.sizes[d]
+    if output_size not in (None, ends[-1]):
+        raise RuntimeError(f"repeat_interleave: output_size {output_size} is not the sum of the repeats, {ends[-1]}")
+    lo, hi = layout.interval(d, x._mesh.coords)
+    mine = counts.expand(n)[lo:hi].to(x.device)
+    sizes = None if cut is None else tuple(ends[b] - ends[a] for a, b in zip(bounds(cut)[:-1], bounds(cut)[1:]))
+    return wrap(x._local.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x._mesh)
+
+
+@implements(*spellings("meshgrid"))
+def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, ...]:
+    """Expand vectors to a grid, sharded as they are. Not collective, unless two share a mesh dim: one is gathered."""
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        tensors = tuple(tensors[0])
+    mesh = mesh_of(tensors)
+    vectors = [on_mesh(t, mesh) for t in tensors]
+    vectors = [v if v.ndim else v.reshape(1) for v in vectors]
+    order = list(range(len(vectors)))
+    if indexing == "xy" and len(vectors) > 1:
+        order[:2] = [1, 0]  # the first two dims of the grid are swapped
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for k, v in enumerate(vectors):
+        mesh_dims = v._layout.sharded_mesh_dims
+        if any(type(placements[m]) is Shard for m in mesh_dims):
+            vectors[k] = whole_along(v, (0,))  # a mesh dim can shard one of them only
+            continue
+        for m in mesh_dims:
+            placements[m] = Shard(order.index(k))
+    shape = [vectors[k]._layout.shape[0] for k in order]
+    sizes = [vectors[k]._layout.sizes[0] for k in order]
+    layout = layout_of(mesh.shape, placements, shape, sizes)
+    others = layout.sharded_mesh_dims
+    blocks = [use(v._local, mesh, tuple(m for m in others if m not in v._layout.sharded_mesh_dims)) for v in vectors]
+    return tuple(wrap(g, layout, mesh) for g in torch.meshgrid(*blocks, indexing=indexing or "ij"))

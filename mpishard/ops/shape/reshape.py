@@ -1,0 +1,256 @@
+"""Dims split and merged: views of the local blocks, where they are blocks of the result, else cells move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
+from mpishard.ops.rule.dim import (
+    CACHED,
+    base_in,
+    ints,
+    local_shape,
+    resized,
+    settled,
+    trivially_sharded,
+    unsharded,
+    viewed,
+    whole_along,
+    wrapped,
+)
+from mpishard.ops.shape.reshape_exchange import Group, cut_near, regrouped, spread
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
+
+
+class Reshape(NamedTuple):
+    """The layout to bring the argument to first (its own, as a rule), that of the result, and how dims pair."""
+
+    before: Layout
+    out: Layout
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether cells change owner."""
+        return any(g.moves for g in self.groups)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Pair the smallest runs of old and new dims that hold the same cells; no extent is 0."""
+    i = j = 0
+    while i < len(old) and j < len(new):
+        a, b = [i], [j]
+        n, m = old[i], new[j]
+        i, j = i + 1, j + 1
+        while n != m:
+            if n < m:
+                n *= old[i]
+                a.append(i)
+                i += 1
+            else:
+                m *= new[j]
+                b.append(j)
+                j += 1
+        yield a, b
+    if i < len(old) or j < len(new):
+        yield list(range(i, len(old))), list(range(j, len(new)))
+
+
+def _full(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Return ``shape`` with -1 replaced."""
+    known = math.prod(s for s in shape if s != -1)
+    if shape.count(-1) == 1 and known > 0 and n % known == 0:
+        shape = tuple(n // known if s == -1 else s for s in shape)
+    if shape.count(-1) or min(shape, default=0) < 0 or math.prod(shape) != n:
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {n}")
+    return shape
+
+
+@lru_cache(maxsize=CACHED)
+def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
+    """Plan the reshape of a tensor without Partial dims. Not collective."""
+    shape = _full(given, math.prod(layout.shape))
+    if 0 in shape:
+        before = unsharded(layout, tuple(layout.shard_dims))
+        return Reshape(before, layout_of(layout.mesh_shape, before.placements, shape))
+    # dims of one cell, or on one rank as they are, are no blocks of a merged dim
+    whole = []
+    for old, new in (pairs := list(_groups(layout.shape, shape))):
+        if len(old) != 1 or len(new) != 1:
+            whole += [
+                d for d in old if d in layout.shard_dims and (layout.shape[d] == 1 or trivially_sharded(layout, d))
+            ]
+    before = unsharded(layout, tuple(whole)) if whole else layout
+    placements: list[Placement] = [Replicate() if type(p) is Shard else p for p in before.placements]
+    sizes: list[tuple[int, ...] | None] = [None] * len(shape)
+    groups = []
+    for old, new in pairs:
+        target, cuts, moves = _regroup(before, old, shape, new)
+        for m, dim in target.items():
+            placements[m] = Shard(dim)
+        for dim, cut in cuts.items():
+            sizes[dim] = cut
+        groups.append(Group(tuple(old), tuple(new), moves))
+    return Reshape(before, layout_of(layout.mesh_shape, placements, shape, sizes), tuple(groups))
+
+
+def _regroup(
+    layout: Layout, old: list[int], shape: tuple[int, ...], new: list[int]
+) -> tuple[dict[int, int], dict[int, tuple[int, ...] | None], bool]:
+    """Return which mesh dims shard which new dims, block sizes where they are not balanced, and if cells move."""
+    cut = [d for d in old if d in layout.shard_dims]
+    mesh_dims = sorted(m for d in cut for m in layout.shard_dims[d])
+    if not cut:
+        return {}, {}, False
+    if len(old) == len(new) == 1:
+        return dict.fromkeys(mesh_dims, new[0]), {new[0]: layout.sizes[cut[0]]}, False
+    if cut == [next(d for d in old if layout.shape[d] > 1)]:
+        # shards of the leading dim are runs of cells: blocks of the first new dim, where borders fall on its cells
+        first = next(d for d in new if shape[d] > 1)
+        row = math.prod(layout.shape[d] for d in old if d > cut[0])
+        new_row = math.prod(shape[d] for d in new if d > first)
+        borders = [b * row for b in bounds(layout.sizes[cut[0]])]
+        if not any(b % new_row for b in borders):
+            return dict.fromkeys(mesh_dims, first), {first: sizes_of(tuple(b // new_row for b in borders))}, False
+        if shape[first] >= len(borders) - 1:
+            return dict.fromkeys(mesh_dims, first), {first: cut_near(borders, shape[first])}, True
+    target = {m: new[i] for m, i in spread(layout.mesh_shape, mesh_dims, [shape[d] for d in new]).items()}
+    cuts: dict[int, tuple[int, ...] | None] = {}
+    if len(new) == 1:
+        # whole rows of the dims behind the last shard, where there are enough of them
+        row, count = math.prod(layout.shape[d] for d in old if d > cut[-1]), _ranks_along(layout, mesh_dims)
+        if shape[new[0]] // row >= count:
+            cuts[new[0]] = balanced(shape[new[0]], count, row)
+    return target, cuts, True
+
+
+def _ranks_along(layout: Layout, mesh_dims: Sequence[int]) -> int:
+    return math.prod(layout.mesh_shape[m] for m in mesh_dims)
+
+
+def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
+    x = settled(x) if x._layout.partial_dims else x
+    plan = plan_reshape(x._layout, shape)
+    return base_in(x, plan.before), plan
+
+
+def _moved(x: ShardTensor, plan: Reshape) -> ShardTensor:
+    out = wrap(regrouped(x._local, x._mesh, plan.before, plan.out, plan.groups), plan.out, x._mesh)
+    out._gathered_view = True
+    return out
+
+
+@implements(torch.reshape, torch.Tensor.reshape)
+def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
+    """Split and merge dims. Not collective where a sharded dim leads those that it is merged with or split into.
+
+    That is, where it is the first of the dims that are merged, or is split where its block borders fall on cells of
+    the first part. Elsewhere the cells move to other ranks in one all-to-all (collective over the ranks that share
+    the merged or split dims), and the result is sharded in blocks that are as even as they can be.
+    """
+    x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
+    if plan.moves:
+        return _moved(x, plan)
+    steps = _more_or_less_ones(x._layout.shape, plan.out.shape)
+    return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out, steps=steps)
+
+
+@implements(torch.Tensor.view)
+def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | None = None) -> ShardTensor:
+    """Split and merge dims without a copy, or read the bytes as another dtype. As `reshape`."""
+    if dtype is not None or (len(given) == 1 and isinstance(given[0], torch.dtype)):
+        return _view_dtype(self, dtype or given[0])
+    x, plan = _planned(self, ints(given) if size is None else tuple(size))
+    if plan.moves:
+        return _moved(x, plan)
+    out = plan.out
+    shape = local_shape(out, x._mesh.coords)
+    try:
+        local = x._local.view(shape)
+    except RuntimeError:
+        _joined_up(self, x)
+        local = x._local.reshape(shape)
+    return viewed(x, local, out, steps=_more_or_less_ones(x._layout.shape, out.shape))
+
+
+def _more_or_less_ones(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return [n for n in shape if n != 1] == [n for n in other if n != 1]
+
+
+def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
+    """Make the block of ``x``, and of ``self`` if it is the same, contiguous, so that views share its memory.
+
+    It is cut out of a larger array, where torch's own tensor would be contiguous. Not collective.
+    """
+    if not (x._local.is_leaf and x._local.requires_grad):
+        with torch.enable_grad():
+            block = x._local.contiguous()
+        if self is not x and self._local is x._local:
+            rebind(self, block, self._layout)
+        rebind(x, block, x._layout)
+
+
+def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
+    """Read the bytes as another dtype. Collective where the last dim is sharded and its blocks do not fit: gathered."""
+    x, last = settled(self), self.ndim - 1
+    old, new = x.dtype.itemsize, dtype.itemsize
+    sizes = x._layout.sizes[last] if x.ndim else None
+    if sizes is not None and any(n * old % new for n in sizes):
+        x, sizes = whole_along(x, (last,)), None
+    if not x.ndim:
+        return viewed(x, x._local.view(dtype), x._layout)
+    layout = x._layout
+    if old != new:
+        _joined_up(self, x)
+        n = layout.shape[last] * old // new
+        layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
+    if x._local.numel() or not self.numel():
+        local = x._local.view(dtype)
+    else:  # torch finds fault with the strides of no cells
+        local = x._local.new_empty(layout.local_shape(x._mesh.coords), dtype=dtype)
+    return viewed(x, local, layout)
+
+
+@implements(torch.Tensor.view_as)
+def view_as(self: Any, other: Tensor) -> Any:
+    """View in the shape of another tensor. As `reshape`."""
+    return self.view(tuple(other.shape))
+
+
+@implements(torch.Tensor.reshape_as)
+def reshape_as(self: Any, other: Tensor) -> Any:
+    """Reshape to the shape of another tensor. As `reshape`."""
+    return self.reshape(tuple(other.shape))
+
+
+@implements(torch.flatten, torch.Tensor.flatten)
+def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
+    """Merge neighbouring dims. As `reshape`."""
+    shape = input._layout.shape
+    if not shape:
+        return reshape(input, 1)
+    a, b = wrapped(start_dim, len(shape)), wrapped(end_dim, len(shape))
+    if a > b:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    return input if a == b else reshape(input, *shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :])
+
+
+@implements(torch.unflatten, torch.Tensor.unflatten)
+def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
+    """Split a dim. As `reshape`."""
+    shape = input._layout.shape
+    d = wrapped(dim, len(shape))
+    return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
+
+
+@implements(torch.ravel, torch.Tensor.ravel)
+def ravel(input: ShardTensor) -> ShardTensor:
+    """Merge all dims. As `reshape`."""
+    return reshape(input, -1)

@@ -1,0 +1,124 @@
+"""Cells in another order along a dim: roll, flip, rot90. Sharded dims are window fetches of another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import Wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout, Run, bounds, interval_runs
+from mpishard.ops.rule.dim import ints, wrapped
+from mpishard.ops.shape.view import transpose
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+def _blocks(layout: Layout, dim: int) -> list[tuple[int, int]]:
+    b = bounds(layout.sizes[dim] or ())
+    return list(zip(b[:-1], b[1:]))
+
+
+def _roll_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int, shift: int) -> WindowOp:
+    n, blocks = layout.shape[dim], _blocks(layout, dim)
+    runs = tuple(interval_runs(n, a - shift, b - shift, "circular") for a, b in blocks)
+    return window_op(mesh, layout, dtype, [Wanted(dim, runs, tuple(b - a for a, b in blocks))], op="roll")
+
+
+def _flip_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int) -> WindowOp:
+    n, blocks = layout.shape[dim], _blocks(layout, dim)
+    runs = tuple((Run(0, b - a, n - 1 - a, -1),) if b > a else () for a, b in blocks)
+    return window_op(mesh, layout, dtype, [Wanted(dim, runs, tuple(b - a for a, b in blocks))], op="flip")
+
+
+def _reordered(x: Tensor, mesh: CartMesh, key: Any, build: Any) -> Tensor:
+    op = mesh.plans.get(key)
+    return apply(mesh.plan(key, build) if op is None else op, x)
+
+
+@implements(torch.roll, torch.Tensor.roll)
+def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
+    """Move cells along dims, around the end. Neighborwise collective where a dim is sharded.
+
+    The result has the layout of the argument.
+    """
+    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        if len(shifts) != 1:
+            raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:0")
+        return roll(input.reshape(-1), shifts, 0).reshape(input.shape)  # type: ignore[no-any-return]
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    if len(shifts) != len(dims):
+        raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
+    x = resolved(input)
+    layout, mesh, local = x._layout, x._mesh, x._local
+    whole: list[tuple[int, int]] = []
+    for shift, dim in zip(shifts, dims):
+        d = wrapped(dim, x.ndim)
+        n = layout.shape[d]
+        if layout.sizes[d] is None or n == 0:
+            whole.append((shift, d))
+            continue
+        s = shift % n
+        key = ("roll", layout, x.dtype, d, s)
+        local = _reordered(local, mesh, key, lambda d=d, s=s: _roll_op(mesh, layout, x.dtype, d, s))
+    if whole or local is x._local:
+        local = local.roll([s for s, _ in whole], [d for _, d in whole]) if whole else local.clone()
+    return wrap(local, layout, mesh)
+
+
+@implements(torch.flip, torch.Tensor.flip)
+def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
+    """Reverse dims. Neighborwise collective where one is sharded.
+
+    The result has the layout of the argument.
+    """
+    x = resolved(input)
+    layout, mesh, local = x._layout, x._mesh, x._local
+    wanted = [wrapped(d, x.ndim) for d in (ints(given) if dims is None else tuple(dims))]
+    if len(set(wanted)) != len(wanted):
+        raise RuntimeError(f"dim {wanted[0]} appears multiple times in the list of dims")
+    for d in wanted:
+        if layout.sizes[d] is not None:
+            key = ("flip", layout, x.dtype, d)
+            local = _reordered(local, mesh, key, lambda d=d: _flip_op(mesh, layout, x.dtype, d))
+    whole = [d for d in wanted if layout.sizes[d] is None]
+    if whole or local is x._local:
+        local = local.flip(whole)
+    return wrap(local, layout, mesh)
+
+
+@implements(torch.fliplr, torch.Tensor.fliplr)
+def fliplr(input: ShardTensor) -> ShardTensor:
+    """Reverse dim 1. As `flip`."""
+    if input.ndim < 2:
+        raise RuntimeError("Input must be >= 2-d.")
+    return flip(input, 1)
+
+
+@implements(torch.flipud, torch.Tensor.flipud)
+def flipud(input: ShardTensor) -> ShardTensor:
+    """Reverse dim 0. As `flip`."""
+    if input.ndim < 1:
+        raise RuntimeError("Input must be >= 1-d.")
+    return flip(input, 0)
+
+
+@implements(torch.rot90, torch.Tensor.rot90)
+def rot90(input: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardTensor:
+    """Turn a plane by quarter turns. As `flip`; where the dims swap, their shards do."""
+    if len(dims) != 2 or wrapped(dims[0], input.ndim) == wrapped(dims[1], input.ndim):
+        raise RuntimeError(f"expected total rotation dims == 2 and different, but got {list(dims)}")
+    a, b = dims
+    k %= 4
+    if k == 0:
+        return input.clone()  # type: ignore[no-any-return]
+    if k == 2:
+        return flip(input, a, b)
+    return transpose(flip(input, b if k == 1 else a), a, b).contiguous()  # type: ignore[no-any-return]

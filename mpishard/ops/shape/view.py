@@ -1,0 +1,263 @@
+"""Dims reordered, added, dropped and broadcast: views of the local block under another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.layout import Layout
+from mpishard.ops.rule.dim import (
+    CACHED,
+    ints,
+    local_shape,
+    mapped,
+    settled,
+    unsharded,
+    viewed,
+    whole_along,
+    without,
+    wrapped,
+)
+from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.shard_tensor import ShardTensor
+
+# -- order
+
+
+@lru_cache(maxsize=CACHED)
+def _permuted(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    order = tuple(wrapped(d, layout.ndim) for d in dims)
+    if sorted(order) != list(range(layout.ndim)):
+        raise RuntimeError(f"permute(sparse_coo): dims {dims} are not a permutation of {layout.ndim} dims")
+    return mapped(layout, order)
+
+
+@implements(torch.permute, torch.Tensor.permute)
+def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
+    """Reorder dims. Not collective."""
+    order = ints(given) if dims is None else tuple(dims)
+    x = settled(input) if input._layout.partial_dims else input
+    out = _permuted(x._layout, order)
+    return viewed(x, x._local.permute(order), out, steps=True)
+
+
+@lru_cache(maxsize=CACHED)
+def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
+    order = list(range(layout.ndim))
+    a, b = wrapped(dim0, layout.ndim), wrapped(dim1, layout.ndim)
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return mapped(layout, tuple(order))
+
+
+@implements(*spellings("transpose", "swapdims"))
+def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+    """Swap two dims. Not collective."""
+    x = settled(input) if input._layout.partial_dims else input
+    return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1), steps=True)
+
+
+@implements(torch.swapaxes, torch.Tensor.swapaxes)
+def swapaxes(input: ShardTensor, axis0: int, axis1: int) -> ShardTensor:
+    """Swap two dims. Not collective."""
+    return transpose(input, axis0, axis1)
+
+
+@implements(torch.t, torch.Tensor.t)
+def t(input: ShardTensor) -> ShardTensor:
+    """Transpose a matrix; vectors and scalars stay. Not collective."""
+    if input.ndim > 2:
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.ndim}D")
+    return transpose(input, 0, 1) if input.ndim == 2 else permute(input, *range(input.ndim))
+
+
+@lru_cache(maxsize=CACHED)
+def _moved_order(ndim: int, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[int, ...]:
+    src, dst = [wrapped(d, ndim) for d in source], [wrapped(d, ndim) for d in destination]
+    if len(src) != len(dst) or len(set(src)) != len(src) or len(set(dst)) != len(dst):
+        raise RuntimeError(f"movedim: source {source} and destination {destination} do not fit each other")
+    rest = iter(d for d in range(ndim) if d not in src)
+    return tuple(src[dst.index(i)] if i in dst else next(rest) for i in range(ndim))
+
+
+@implements(*spellings("movedim", "moveaxis"))
+def movedim(input: ShardTensor, source: Any, destination: Any) -> ShardTensor:
+    """Move dims to other positions. Not collective."""
+    a = (source,) if isinstance(source, int) else tuple(source)
+    b = (destination,) if isinstance(destination, int) else tuple(destination)
+    return permute(input, *_moved_order(input.ndim, a, b))
+
+
+def _reversed(self: ShardTensor) -> ShardTensor:
+    return permute(self, *reversed(range(self.ndim)))
+
+
+def _matrix_transposed(self: ShardTensor) -> ShardTensor:
+    if self.ndim < 2:
+        raise RuntimeError(f"tensor.mT is only supported on matrices or batches of matrices. Got {self.ndim}-D tensor.")
+    return transpose(self, -2, -1)
+
+
+def _adjoint(self: ShardTensor) -> ShardTensor:
+    swapped = _matrix_transposed(self)
+    return viewed(swapped, swapped._local.conj(), swapped._layout)
+
+
+def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
+    if self.ndim not in (0, 2):
+        raise RuntimeError(f"tensor.H is only supported on matrices (2-D tensors). Got {self.ndim}-D tensor.")
+    return _adjoint(self) if self.ndim else viewed(self, self._local.conj(), self._layout)
+
+
+RULES[torch.Tensor.T.__get__] = _reversed  # type: ignore[attr-defined]
+RULES[torch.Tensor.mT.__get__] = _matrix_transposed  # type: ignore[attr-defined]
+RULES[torch.Tensor.H.__get__] = _matrix_adjoint  # type: ignore[attr-defined]
+RULES[torch.Tensor.mH.__get__] = _adjoint  # type: ignore[attr-defined]
+RULES[torch.adjoint] = RULES[torch.Tensor.adjoint] = _adjoint
+
+
+# -- dims of one cell
+
+
+@lru_cache(maxsize=CACHED)
+def _unsqueezed(layout: Layout, dim: int) -> Layout:
+    d = wrapped(dim, layout.ndim + 1)
+    return mapped(layout, (*range(d), -1, *range(d, layout.ndim)))
+
+
+@implements(torch.unsqueeze, torch.Tensor.unsqueeze)
+def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
+    """Insert a dim of one cell. Not collective."""
+    x = settled(input) if input._layout.partial_dims else input
+    return viewed(x, x._local.unsqueeze(dim), _unsqueezed(x._layout, dim), steps=True)
+
+
+@lru_cache(maxsize=CACHED)
+def _squeezed_dims(layout: Layout, dims: tuple[int, ...] | None) -> tuple[int, ...]:
+    if dims is None:
+        dims = tuple(range(layout.ndim))
+    elif layout.ndim == 0:
+        return ()
+    return tuple(sorted({d for d in (wrapped(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
+
+
+@implements(torch.squeeze, torch.Tensor.squeeze)
+def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
+    """Drop dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
+    x = settled(input) if input._layout.partial_dims else input
+    dims = _squeezed_dims(x._layout, dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim))
+    x = whole_along(x, dims)
+    # the dims by name: a local extent of 1 does not make a global one
+    return viewed(x, x._local.squeeze(dims), without(x._layout, dims), steps=True)
+
+
+# -- broadcasting
+
+
+@lru_cache(maxsize=CACHED)
+def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Layout]:
+    """Return the dims to make whole first, and the layout of the result."""
+    new = len(shape) - layout.ndim
+    full = list(shape)
+    for i, n in enumerate(shape):
+        own = layout.shape[i - new] if i >= new else None
+        if own is None and n == -1:
+            raise RuntimeError(
+                f"expand: the expanded size of the tensor (-1) isn't allowed in a leading, non-existing dimension {i}"
+            )
+        if n == -1:
+            full[i] = own  # type: ignore[assignment]
+        elif own not in (None, 1, n):
+            raise RuntimeError(
+                f"The expanded size of the tensor ({n}) must match the existing size ({own}) at non-singleton "
+                f"dimension {i}.  Target sizes: {list(shape)}.  Tensor sizes: {list(layout.shape)}"
+            )
+    if new < 0:
+        raise RuntimeError(f"expand: {len(shape)} sizes given for a tensor of {layout.ndim} dims")
+    whole = tuple(d for d in layout.shard_dims if layout.shape[d] != full[d + new])
+    return whole, mapped(unsharded(layout, whole), (*(-1,) * new, *range(layout.ndim)), tuple(full))
+
+
+@implements(torch.Tensor.expand)
+def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:
+    """Broadcast dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
+    x = settled(self) if self._layout.partial_dims else self
+    whole, out = _expanded(x._layout, ints(sizes) if size is None else tuple(size))
+    x = whole_along(x, whole)
+    return viewed(x, x._local.expand(local_shape(out, x._mesh.coords)), out)
+
+
+@implements(torch.broadcast_to, torch.Tensor.broadcast_to)
+def broadcast_to(input: ShardTensor, *size: Any, **named: Any) -> ShardTensor:
+    """Broadcast to a shape. As `expand`."""
+    return expand(input, *size, **named)
+
+
+@implements(torch.Tensor.expand_as)
+def expand_as(self: Any, other: Tensor) -> Any:
+    """Broadcast to the shape of another tensor. As `expand`."""
+    return self.expand(tuple(other.shape))
+
+
+@implements(*spellings("broadcast_tensors"))
+def broadcast_tensors(*tensors: Any) -> list[Any]:
+    """Expand all tensors to their common shape. Not collective, unless a sharded dim of one cell is broadcast."""
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        tensors = tuple(tensors[0])
+    shape = torch.broadcast_shapes(*[tuple(x.shape) for x in tensors])
+    return [x.expand(shape) for x in tensors]
+
+
+def _at_least(ndim: int, grow: Callable[[ShardTensor], ShardTensor]) -> Callable[..., Any]:
+    def one(x: Any) -> Any:
+        if not isinstance(x, ShardTensor):
+            return {1: torch.atleast_1d, 2: torch.atleast_2d, 3: torch.atleast_3d}[ndim](x)
+        return x if x.ndim >= ndim else grow(x)
+
+    def rule(*tensors: Any) -> Any:
+        if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+            tensors = tuple(tensors[0])
+        out = tuple(one(x) for x in tensors)
+        return out[0] if len(out) == 1 else out
+
+    return rule
+
+
+def _grow_3d(x: ShardTensor) -> ShardTensor:
+    if x.ndim == 2:
+        return unsqueeze(x, -1)
+    return unsqueeze(unsqueeze(x, 0), -1) if x.ndim else unsqueeze(unsqueeze(unsqueeze(x, 0), 0), 0)
+
+
+def _grow_2d(x: ShardTensor) -> ShardTensor:
+    return unsqueeze(x if x.ndim else unsqueeze(x, 0), 0)
+
+
+implements(*spellings("atleast_1d"))(_at_least(1, lambda x: unsqueeze(x, 0)))
+implements(*spellings("atleast_2d"))(_at_least(2, _grow_2d))
+implements(*spellings("atleast_3d"))(_at_least(3, _grow_3d))
+
+
+# -- complex numbers as pairs
+
+
+@implements(torch.view_as_real)
+def view_as_real(input: ShardTensor) -> ShardTensor:
+    """Add a last dim of (real, imaginary). Not collective."""
+    x = settled(input)
+    local = torch.view_as_real(x._local)
+    return viewed(x, local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, 2)))
+
+
+@implements(torch.view_as_complex)
+def view_as_complex(input: ShardTensor) -> ShardTensor:
+    """Join a last dim of (real, imaginary). Not collective."""
+    x = settled(input)
+    last = x.ndim - 1
+    if last in x._layout.shard_dims:
+        x = whole_along(x, (last,))
+    return viewed(x, torch.view_as_complex(x._local), without(x._layout, (last,)))

@@ -1,0 +1,3 @@
+"""Fourier transforms."""
+
+from mpishard.ops.spectral import fft, stft

@@ -1,0 +1,206 @@
+"""Discrete Fourier transforms: each dim is transformed while it is whole; sharded dims swap places with others.
+
+Dims that are whole are transformed first, all together. Then another dim is cut in place of a sharded one, by one
+exchange; at the end the result is brought back to the placements of the argument. See `mpishard.layout.plan_route`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpishard.layout import Layout, Trip, layout_of, plan_route
+from mpishard.ops.rule.dim import on_domain, wrapped
+from mpishard.ops.shape.roll import roll
+from mpishard.tensor.notice import notice_gather
+from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.registry import RULES, no_out
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+Transform = Callable[..., Tensor]
+
+
+class Family(NamedTuple):
+    """The transforms of one kind, of any number of dims.
+
+    Attributes
+    ----------
+    one, whole
+        Torch's functions that transform one dim and several.
+    others
+        The family of the dims but the last, which this one halves or doubles; None where it does neither.
+    halves, doubles
+        Whether the last dim goes from real to half of a Hermitian result, which comes first; or back, which comes
+        last.
+    """
+
+    one: Transform
+    whole: Transform
+    others: Family | None = None
+    halves: bool = False
+    doubles: bool = False
+
+
+_FFT = torch.fft
+_FORTH = Family(_FFT.fft, _FFT.fftn)
+_BACK = Family(_FFT.ifft, _FFT.ifftn)
+_FAMILIES = {
+    "fft": _FORTH,
+    "ifft": _BACK,
+    "rfft": Family(_FFT.rfft, _FFT.rfftn, _FORTH, halves=True),
+    "ihfft": Family(_FFT.ihfft, _FFT.ihfftn, _BACK, halves=True),
+    "irfft": Family(_FFT.irfft, _FFT.irfftn, _BACK, doubles=True),
+    "hfft": Family(_FFT.hfft, _FFT.hfftn, _FORTH, doubles=True),
+}
+
+
+class Pass(NamedTuple):
+    """Transforms of dims that are whole in a layout: torch's function, its arguments, and what comes out.
+
+    ``gathers`` says that no other dim could be cut in that layout.
+    """
+
+    before: Layout
+    function: Transform
+    extents: int | tuple[int, ...]
+    dims: int | tuple[int, ...]
+    after: Layout
+    dtype: torch.dtype
+    gathers: bool
+
+
+class FourierPlan(NamedTuple):
+    """The passes one after the other, and the layout of the result."""
+
+    passes: tuple[Pass, ...]
+    out: Layout
+
+
+def _frozen(value: Any) -> Any:
+    if value is None or isinstance(value, int):
+        return value
+    return tuple(map(operator.index, value)) if isinstance(value, (tuple, list, torch.Size)) else operator.index(value)
+
+
+def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> ShardTensor:
+    """Transform ``x``. Collective where a dim to transform is sharded."""
+    x = resolved(x)
+    mesh = x._mesh
+    key = (name, x._layout, x.dtype, _frozen(extents), _frozen(dims), norm, torch.get_default_dtype())
+    plan = mesh.plans.get(key)
+    if plan is None:
+        plan = mesh.plan(key, lambda: _plan(name, func, x, *key[3:6]))
+    for step in plan.passes:
+        if step.gathers:
+            notice_gather(mesh, x._layout, step.before, x._local.itemsize)
+        local = moved(x, step.before)._local
+        shape = step.after.local_shape(mesh.coords)
+        if 0 in shape:
+            local = _of_no_cells(local, shape, step.dtype)
+        else:
+            local = step.function(local, step.extents, step.dims, norm)
+        x = wrap(local, step.after, mesh)
+    return moved(x, plan.out)
+
+
+def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the transform of an empty block, which torch refuses."""
+    return (x.to(dtype) if dtype.is_complex else x.to(dtype.to_complex()).real).reshape(shape)
+
+
+def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> FourierPlan:
+    layout = x._layout
+    if x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
+        # refused on some devices only; an empty block would not meet the error
+        torch.fft.ifft(x._local.new_zeros(2))
+    # errors, shape and dtype are torch's own
+    result = func(on_domain(layout.shape, x._local), extents, dims, norm)
+    wanted = [extents] if isinstance(extents, int) else extents
+    if dims is None:
+        own = range(x.ndim) if wanted is None else range(x.ndim - len(wanted), x.ndim)
+    else:
+        own = [dims] if isinstance(dims, int) else dims
+    order = tuple(wrapped(d, x.ndim) for d in own)
+    family = _FAMILIES[name.rstrip("2n")]
+    shape = tuple(result.shape)
+    lengths = {d: shape[d] for d in order}
+    if family.halves:
+        given = -1 if wanted is None else wanted[-1]
+        lengths[order[-1]] = layout.shape[order[-1]] if given == -1 else given
+    sizes = [s if n == m else None for s, n, m in zip(layout.sizes, shape, layout.shape)]
+    target = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+    trip = Trip(
+        layout,
+        target,
+        order,
+        order[-1] if family.halves else None,
+        order[-1] if family.doubles else None,
+    )
+    passes = []
+    for leg in plan_route(trip):
+        if order and not leg.dims:
+            continue
+        last = bool(order) and order[-1] in leg.dims
+        dtype = result.dtype if result.is_complex() or (last and family.doubles) else result.dtype.to_complex()
+        kind = family if last else family.others or family
+        # of one real dim, torch's function of one dim computes half of what that of several does
+        one = len(leg.dims) == 1
+        passes.append(
+            Pass(
+                leg.before,
+                kind.one if one else kind.whole,
+                lengths[leg.dims[0]] if one else tuple(lengths[d] for d in leg.dims),
+                leg.dims[0] if one else leg.dims,
+                leg.after,
+                dtype,
+                len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
+            )
+        )
+    return FourierPlan(tuple(passes), target)
+
+
+def _rule_1d(name: str) -> Any:
+    func = getattr(torch.fft, name)
+
+    def rule(input: ShardTensor, n: Any = None, dim: int = -1, norm: Any = None, *, out: Any = None) -> ShardTensor:
+        if out is not None:
+            raise no_out(func)
+        return _transformed(name, func, input, n, dim, norm)
+
+    return rule
+
+
+def _rule_nd(name: str, default: tuple[int, ...] | None) -> Any:
+    func = getattr(torch.fft, name)
+
+    def rule(
+        input: ShardTensor, s: Any = None, dim: Any = default, norm: Any = None, *, out: Any = None
+    ) -> ShardTensor:
+        if out is not None:
+            raise no_out(func)
+        return _transformed(name, func, input, s, dim, norm)
+
+    return rule
+
+
+for _name in _FAMILIES:
+    RULES[getattr(torch.fft, _name)] = _rule_1d(_name)
+    RULES[getattr(torch.fft, f"{_name}2")] = _rule_nd(f"{_name}2", (-2, -1))
+    RULES[getattr(torch.fft, f"{_name}n")] = _rule_nd(f"{_name}n", None)
+
+
+def _shift_rule(sign: int) -> Any:
+    def rule(input: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
+        dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+        own = [wrapped(d, input.ndim) for d in dims]
+        return roll(input, [sign * (input.shape[d] // 2) for d in own], own)
+
+    return rule
+
+
+RULES[torch.fft.fftshift] = _shift_rule(1)
+RULES[torch.fft.ifftshift] = _shift_rule(-1)

@@ -1,0 +1,309 @@
+"""Adaptive pooling to any output size: windows of varying length, or partial results where few cells come out.
+
+An output that is cut like the input is pooled from fetched windows. An output with fewer cells than there are
+blocks along the dim (a single cell above all) is whole on every rank: each reduces its own block, and only the
+partial results travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import redistribute, sum_partial
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, sizes_of
+from mpishard.layout.stencil import Adaptive, pairs
+from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.window.planes import cropped, on_planes
+from mpishard.ops.window.pool import global_indices
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+class Cuts(NamedTuple):
+    """The local cells of every output cell along one dim.
+
+    Attributes
+    ----------
+    index
+        (cells out, longest window): local cells, padded with 0.
+    inside
+        Which entries of ``index`` count.
+    lengths
+        Length of each output cell's window in the domain.
+    """
+
+    index: Tensor
+    inside: Tensor
+    lengths: Tensor
+
+
+class AdaptivePlan(NamedTuple):
+    """What one adaptive pooling on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the input cells.
+    local
+        Output size of torch's own adaptive pooling on the window, where that gives this rank's block (possibly
+        to be cropped); None where windows or partial results differ.
+    cuts
+        Per spatial dim, where ``local`` is None.
+    reduced
+        Mesh dims over which partial results are combined.
+    crops
+        (dim, start, length) of the local result.
+    offsets, extents
+        Global index of the window's first cell, and global extent, per spatial dim.
+    stacked, whole
+        Layouts in which partial maxima are gathered, or None.
+    out
+        Layout of the result.
+    """
+
+    window: WindowOp
+    local: tuple[int, ...] | None
+    cuts: tuple[Cuts, ...]
+    reduced: tuple[int, ...]
+    crops: tuple[tuple[int, int, int], ...]
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+    stacked: Layout | None
+    whole: Layout | None
+    out: Layout
+
+
+def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> AdaptivePlan:
+    layout, mesh = x._layout, x._mesh
+    first = x.ndim - ndim
+    placements, sizes = list(layout.placements), list(layout.sizes)
+    wanted, crops, reduced, intervals, outputs, regular = [], [], [], [], [], True
+    for dim in range(first, x.ndim):
+        own, n, n_out = layout.sizes[dim], layout.shape[dim], shape[dim]
+        g = Adaptive(n, n_out)
+        if own is None:
+            intervals.append((0, n))
+            outputs.append((0, n_out))
+            continue
+        if n_out == 1 or n_out < len(own):
+            regular = False
+            for m in layout.shard_dims[dim]:
+                placements[m] = Replicate()
+                reduced.append(m)
+            sizes[dim] = None
+            intervals.append(layout.interval(dim, mesh.coords))
+            outputs.append((0, n_out))
+            continue
+        borders = g.follow(own)
+        windows = [g.window(a, b) for a, b in pairs(borders)]
+        wanted.append(intervals_wanted(n, dim, windows))
+        sizes[dim] = sizes_of(borders)
+        index = layout.index(dim, mesh.coords)
+        intervals.append(windows[index])
+        outputs.append(pairs(borders)[index])
+        if borders[index] == borders[index + 1]:
+            crops.append((dim, 0, 0))
+        # windows of one length that do not overlap: torch sees the same on a block as on the whole
+        regular = regular and n % n_out == 0
+    out = layout_of(layout.mesh_shape, placements, shape, sizes)
+    cuts: list[Cuts] = []
+    if not regular:
+        cuts = [
+            _cuts(Adaptive(layout.shape[first + i], shape[first + i]), outputs[i], intervals[i], x.device)
+            for i in range(ndim)
+        ]
+    stacked = whole = None
+    if reduced:
+        count = int(torch.Size(mesh.shape[m] for m in reduced).numel())
+        stacks: list[Placement] = [
+            Shard(0) if m in reduced else Shard(p.dim + 1) if type(p) is Shard else p for m, p in enumerate(placements)
+        ]
+        shape_, sizes_ = (count, *shape), [(1,) * count, *sizes]
+        stacked = layout_of(layout.mesh_shape, stacks, shape_, sizes_)
+        stacks = [Replicate() if m in reduced else p for m, p in enumerate(stacks)]
+        whole = layout_of(layout.mesh_shape, stacks, shape_, [None, *sizes])
+    return AdaptivePlan(
+        window_op(mesh, layout, x.dtype, wanted, op=name),
+        tuple(b - a for a, b in outputs) if regular else None,
+        tuple(cuts),
+        tuple(sorted(reduced)),
+        tuple(crops),
+        tuple(lo for lo, _ in intervals),
+        layout.shape[first:],
+        stacked,
+        whole,
+        out,
+    )
+
+
+def _cuts(g: Adaptive, cells: tuple[int, int], interval: tuple[int, int], device: torch.device) -> Cuts:
+    """Return the cells of ``interval`` (as local indices) that the output ``cells`` read."""
+    lo, hi = interval
+    starts, stops, lengths = [], [], []
+    for j in range(*cells):
+        a, b = g.window(j, j + 1)
+        lengths.append(b - a)
+        starts.append(min(max(a, lo), hi) - lo)
+        stops.append(min(max(b, lo), hi) - lo)
+    start, stop = torch.tensor(starts, device=device), torch.tensor(stops, device=device)
+    longest = int((stop - start).max())
+    index = start[:, None] + torch.arange(longest, device=device)
+    inside = index < stop[:, None]
+    return Cuts(index * inside, inside, torch.tensor(lengths, device=device))
+
+
+def _windows(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return ``x`` with ``dim`` replaced by (cells out, longest window)."""
+    if index.shape[0] == 1 and index.shape[1] == x.shape[dim]:
+        return x.unsqueeze(dim)  # one cell out, which reads the whole block
+    return x.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+
+
+def _along(v: Tensor, dim: int, ndim: int) -> Tensor:
+    """Return ``v`` so that it broadcasts along the dims of ``x`` that start with ``dim``."""
+    return v.reshape(*v.shape, *[1] * (ndim - dim - v.ndim))
+
+
+@lru_cache(maxsize=256)
+def _probed(
+    name: str, ndim: int, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
+) -> torch.dtype:
+    # torch's own choice under autocast, and its own error for a dtype that it does not pool
+    del autocast
+    y = getattr(F, name)(torch.zeros((1,) * (ndim + 2), dtype=dtype, device=device), (1,) * ndim)
+    return (y[0] if isinstance(y, tuple) else y).dtype
+
+
+def _result_dtype(name: str, ndim: int, x: Tensor) -> torch.dtype:
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _probed(name, ndim, x.dtype, x.device, autocast)
+
+
+def _average(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> Tensor:
+    first = x.ndim - ndim
+    for i, (index, inside, lengths) in enumerate(plan.cuts):
+        dim = first + i
+        if index.shape[1] == 0:
+            # this rank has no cell of any window, but takes part in what follows
+            x = x.sum(dim, keepdim=True).expand([len(index) if d == dim else s for d, s in enumerate(x.shape)])
+            continue
+        windows = _windows(x, dim, index)
+        if not bool(inside.all()):
+            windows = windows * _along(inside.to(x.dtype), dim, windows.ndim)
+        x = windows.sum(dim + 1) / _along(lengths.to(x.dtype), dim, x.ndim)
+    return sum_partial(x, mesh, plan.reduced)
+
+
+def _maximum(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> tuple[Tensor, Tensor]:
+    first, at, scale = x.ndim - ndim, None, 1
+    # last dim first, and the first of equals each time: the first in row-major order, as torch has it
+    for i in reversed(range(ndim)):
+        dim, (index, inside, _) = first + i, plan.cuts[i]
+        if index.shape[1] == 0:
+            shape = [len(index) if d == dim else s for d, s in enumerate(x.shape)]
+            x = x.sum(dim, keepdim=True).expand(shape) - torch.inf
+            at = torch.full(shape, _NOWHERE, device=x.device)
+            continue
+        windows = _windows(x, dim, index)
+        if not bool(inside.all()):
+            windows = windows.masked_fill(~_along(inside, dim, windows.ndim), -torch.inf)
+        x, chosen = windows.max(dim + 1)
+        cell = _along(index + plan.offsets[i], dim, windows.ndim).expand(windows.shape)
+        cell = cell.gather(dim + 1, chosen.unsqueeze(dim + 1)).squeeze(dim + 1) * scale
+        if at is not None:
+            before = _windows(at, dim, index).gather(dim + 1, chosen.unsqueeze(dim + 1)).squeeze(dim + 1)
+            cell = torch.where(before == _NOWHERE, before, before + cell)
+        at = cell.masked_fill(~_along(inside.any(1), dim, cell.ndim), _NOWHERE)
+        scale *= plan.extents[i]
+    assert at is not None
+    if plan.stacked is None or plan.whole is None:
+        return x, at
+    every = redistribute(x.unsqueeze(0), mesh, plan.stacked, plan.whole)
+    places = redistribute(at.unsqueeze(0), mesh, plan.stacked, plan.whole)
+    best = every.detach().amax(0)
+    places = places.masked_fill((every != best) & ~every.isnan(), _NOWHERE)
+    chosen = places.argmin(0, keepdim=True)
+    return every.gather(0, chosen).squeeze(0), places.gather(0, chosen).squeeze(0)
+
+
+def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
+    name = f"adaptive_avg_pool{ndim}d"
+    func = getattr(F, name)
+
+    def adaptive_avg_pool(input: ShardTensor, output_size: Any) -> ShardTensor:
+        x = resolved(input)
+        plan = _planned(x, func, name, ndim, frozen(output_size))
+        window = apply(plan.window, x._local)
+        if plan.local is not None:
+            y = on_planes(lambda w: func(w, plan.local), window, ndim)
+        else:
+            dtype = _result_dtype(name, ndim, window)
+            wide = torch.float32 if window.dtype in (torch.float16, torch.bfloat16) else window.dtype
+            y = _average(window.to(wide), plan, ndim, x._mesh).to(dtype)
+        return wrap(cropped(y, plan.crops), plan.out, x._mesh)
+
+    return adaptive_avg_pool
+
+
+def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
+    name = f"adaptive_max_pool{ndim}d"
+    func = getattr(F, name)
+
+    def adaptive_max_pool(input: ShardTensor, output_size: Any, return_indices: bool = False) -> Any:
+        x = resolved(input)
+        plan = _planned(x, func, name, ndim, frozen(output_size))
+        window = apply(plan.window, x._local)
+        if plan.local is not None:
+            values, at = on_planes(lambda w: func(w, plan.local, return_indices=True), window, ndim)
+            at = global_indices(at, window.shape[-ndim:], plan.offsets, plan.extents)
+        else:
+            dtype = _result_dtype(name, ndim, window)
+            values, at = _maximum(window.to(dtype), plan, ndim, x._mesh)
+        values, at = cropped(values, plan.crops), cropped(at, plan.crops)
+        y = wrap(values, plan.out, x._mesh)
+        return (y, wrap(at, plan.out, x._mesh)) if always_indices or return_indices else y
+
+    return adaptive_max_pool
+
+
+def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, output_size: Any) -> AdaptivePlan:
+    key = (name, x._layout, x.dtype, output_size)
+
+    def build() -> AdaptivePlan:
+        shape = func(on_domain(x._layout.shape, x._local), output_size).shape
+        if 0 in shape[-ndim:] or 0 in x._layout.shape[-ndim:]:
+            raise LayoutError(
+                described(
+                    f"{name}: no cells to pool",
+                    expected="at least one cell in, and one out, along every dim",
+                    got=f"{tuple(x._layout.shape)} to {tuple(shape)}",
+                    fix="ask for another output size",
+                )
+            )
+        return _plan(x, ndim, tuple(shape), name)
+
+    plan: AdaptivePlan | None = x._mesh.plans.get(key)
+    return x._mesh.plan(key, build) if plan is None else plan
+
+
+for _n in (1, 2, 3):
+    for _func in spellings(f"adaptive_avg_pool{_n}d"):
+        RULES[_func] = _avg_rule(_n)
+    for _func in spellings(f"adaptive_max_pool{_n}d", f"adaptive_max_pool{_n}d_with_indices"):
+        # only functional's own takes return_indices; the others always give both
+        RULES[_func] = _max_rule(_n, _func is not getattr(F, f"adaptive_max_pool{_n}d"))

@@ -1,0 +1,402 @@
+"""Convolutions and transposed convolutions of any geometry, over sharded spatial dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import apply, in_transform
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.errors import LayoutError, described
+from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
+from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
+from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
+from mpishard.ops.window.conv_resident import Beside, ReadBeside, plan_beside
+from mpishard.ops.window.planes import cropped
+from mpishard.tensor.operand import mesh_of, on_mesh, resolved
+from mpishard.tensor.registry import RULES
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# for blocks of fewer cells, a copy costs less than the strips' own convolutions or another node
+LARGE_CELLS = 1 << 17
+
+
+class ConvPlan(NamedTuple):
+    """What one convolution on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the input cells.
+    padding
+        What the local convolution pads (the dims that are not fetched), or crops if transposed.
+    extra
+        Output padding of the local transposed convolution.
+    crops
+        (dim, start, length) of the local result, for results with cells too many.
+    out
+        Layout of the result.
+    used
+        Mesh dims over which the weights are used.
+    form
+        How autograd sees the convolution; None: as a window and torch's own operation on it.
+    reason
+        Why the form is not that without a padded copy; empty where it is.
+    """
+
+    window: WindowOp
+    padding: tuple[int, ...]
+    extra: tuple[int, ...]
+    crops: tuple[tuple[int, int, int], ...]
+    out: Layout
+    used: tuple[int, ...]
+    form: Form | None
+    reason: str
+
+
+def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, ShardTensor, Any, Any]:
+    """Return the mesh, the input with whole channels in the dtype it is convolved in, and weights as plain tensors.
+
+    Collective where channels or weights are sharded: they are gathered.
+    """
+    mesh = mesh_of((input, weight, bias))
+    if isinstance(input, ShardTensor):
+        x = resolved(input)
+        channel = x.ndim - ndim - 1
+        if channel in x._layout.shard_dims and channel in (0, 1):
+            x = whole_along(x, (channel,))
+    else:
+        x = on_mesh(input, mesh)
+    (local,) = _autocast(x._local)
+    if local is not x._local:
+        # before anything is planned: what travels is of this dtype
+        x = wrap(local, x._layout, mesh)
+    return mesh, x, plain(weight), plain(bias)
+
+
+def _check(x: ShardTensor, ndim: int, name: str) -> int:
+    """Return the first spatial dim."""
+    first = x.ndim - ndim
+    if first not in (1, 2):
+        raise LayoutError(
+            described(
+                f"{name}: input of {x.ndim} dims", expected=f"{ndim + 1} or {ndim + 2} dims", got=x.shape, fix="reshape"
+            )
+        )
+    return first
+
+
+def _out_layout(x: ShardTensor, shape: list[int], borders: dict[int, tuple[int, ...]]) -> Layout:
+    layout = x._layout
+    sizes = [sizes_of(borders[d]) if d in borders and s is not None else s for d, s in enumerate(layout.sizes)]
+    return layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+
+
+def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
+    return LayoutError(
+        described(
+            f"{name}: kernel larger than the padded input along dim {dim}",
+            expected=f"at least {reach} cells with padding",
+            got=n,
+            fix="pad more, or use a smaller kernel",
+        )
+    )
+
+
+def _plan_conv(
+    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
+) -> ConvPlan:
+    first = _check(x, ndim, name)
+    layout, mesh = x._layout, x._mesh
+    slides = _slides(weight.shape[2:], stride, padding, dilation)
+    shape, local_padding, crops = list(layout.shape), [0] * ndim, []
+    shape[first - 1] = weight.shape[0]
+    wanted, borders, sharded = [], {}, {}
+    for i, g in enumerate(slides):
+        dim = first + i
+        n = layout.shape[dim]
+        if n + g.lo + g.hi < g.reach:
+            raise _no_output(name, dim, n + g.lo + g.hi, g.reach)
+        shape[dim] = g.n_out(n)
+        if layout.sizes[dim] is not None:
+            borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+        if len(layout.sizes[dim] or ()) < 2:
+            if g.lo == g.hi:
+                local_padding[i] = g.lo
+                continue
+            intervals = [g.window(0, shape[dim])]
+        else:
+            sharded[dim] = g
+            intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
+            index = layout.index(dim, mesh.coords)
+            if borders[dim][index] == borders[dim][index + 1]:
+                crops.append((dim, 0, 0))
+        if not _stays(g, layout.sizes[dim] or (n,), intervals):
+            wanted.append(intervals_wanted(n, dim, intervals))
+    window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    form: Form | None = None
+    reason = _why_torch(x, first, bool(wanted))
+    if not reason:
+
+        def local(padding: list[int]) -> tuple[Any, ...]:
+            return [g.stride for g in slides], padding, [g.dilation for g in slides], False, [0] * ndim, groups
+
+        overlapped: Overlapped | str = "padding differs at the two ends"
+        lows = [g.lo for g in slides]
+        if lows == [g.hi for g in slides]:
+            overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, local(lows))
+        if isinstance(overlapped, str):
+            form, reason = Fetched(window, local(local_padding)), overlapped
+        else:
+            form = overlapped
+    return ConvPlan(
+        window,
+        tuple(local_padding),
+        (),
+        tuple(crops),
+        _out_layout(x, shape, borders),
+        layout.sharded_mesh_dims,
+        form,
+        reason,
+    )
+
+
+def _plan_beside(
+    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, plan: ConvPlan, halo: Any
+) -> Beside | str:
+    """Plan the same from the halo in the storage of ``x``, or say why not. Not collective."""
+    if x.dtype.is_complex:
+        return "complex: torch convolves real and imaginary parts"
+    first = x.ndim - ndim
+    slides = _slides(weight.shape[2:], stride, padding, dilation)
+    borders = {first + i: bounds(s) for i, s in enumerate(plan.out.sizes[first:]) if s is not None}
+    return plan_beside(x._mesh, x._layout, x.dtype, first, slides, borders, halo)
+
+
+def _slides(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> list[Sliding]:
+    """Return the geometry of every spatial dim. Not collective."""
+    ndim = len(kernel)
+    strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
+    if padding == "same":
+        pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
+        lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
+    else:
+        lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
+    return [Sliding(*g) for g in zip(kernel, strides, dilations, lows, highs)]
+
+
+def _plan_transposed(
+    x: ShardTensor,
+    weight: Tensor,
+    ndim: int,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: int,
+    dilation: Any,
+    name: str,
+) -> ConvPlan:
+    first = _check(x, ndim, name)
+    layout, mesh = x._layout, x._mesh
+    strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
+    extras, dilations = per_dim(output_padding, ndim), per_dim(dilation, ndim)
+    shape, local_padding, local_extra, crops = list(layout.shape), list(pads), list(extras), []
+    shape[first - 1] = weight.shape[1] * groups
+    wanted, borders = [], {}
+    for i in range(ndim):
+        dim = first + i
+        g = Transposed(weight.shape[2 + i], strides[i], dilations[i], pads[i], extras[i])
+        n = layout.shape[dim]
+        shape[dim] = g.n_out(n)
+        if shape[dim] <= 0:
+            raise _no_output(name, dim, shape[dim], 1)
+        if layout.sizes[dim] is None:
+            continue
+        borders[dim] = g.follow(layout.sizes[dim], shape[dim])
+        if len(layout.sizes[dim]) == 1:
+            continue
+        intervals = pairs(borders[dim])
+        windows = [g.window(a, b) for a, b in intervals]
+        if windows != list(pairwise(bounds(layout.sizes[dim]))):
+            wanted.append(intervals_wanted(n, dim, windows))
+        index = layout.index(dim, mesh.coords)
+        a, b = borders[dim][index : index + 2]
+        lo, hi = windows[index]
+        length = (hi - lo - 1) * g.stride + g.reach
+        before = intervals[index][0] - (lo * g.stride - g.lo)
+        # a rank without output cells computes one, and drops it
+        after = length - before - (intervals[index][1] - intervals[index][0])
+        # the local op crops alike on both sides; what is left is a view
+        cut = max(0, min(before, after))
+        if paddings_meet(g, cut, b - a):
+            cut = 0
+        local_padding[i], local_extra[i] = cut, 0
+        if before != cut or after != cut or a == b:
+            crops.append((dim, before - cut, b - a))
+    window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    reason = _why_torch(x, first, bool(wanted))
+    local = (list(strides), local_padding, list(dilations), True, local_extra, groups)
+    return ConvPlan(
+        window,
+        tuple(local_padding),
+        tuple(local_extra),
+        tuple(crops),
+        _out_layout(x, shape, borders),
+        layout.sharded_mesh_dims,
+        None if reason else Fetched(window, local),
+        reason or "transposed",
+    )
+
+
+def _stays(g: Sliding, sizes: tuple[int, ...], windows: list[tuple[int, int]]) -> bool:
+    """Tell whether every rank's block gives its output cells, all of them and no others. Not collective."""
+    return all(
+        lo == a and lo < hi <= b and (b - a - g.reach) // g.stride == (hi - lo - g.reach) // g.stride
+        for (a, b), (lo, hi) in zip(pairwise(bounds(sizes)), windows)
+    )
+
+
+def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
+    """Tell why torch's own operation on the window is used, and not a form; empty where a form is."""
+    if not fetches:
+        return "no halo"
+    if first != 2:
+        return "no batch dim"
+    if 0 in x.shape:
+        return "empty"
+    if x.dtype.is_complex:
+        return "complex: torch convolves real and imaginary parts"
+    if math.prod(x.shape) // x._mesh.size < LARGE_CELLS:
+        return "small: a copy costs less"
+    return ""
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _convolved(
+    plan: ConvPlan,
+    windowed: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
+    weight, bias = _autocast(weight, bias)
+    if plan.form is None or in_transform():
+        return cropped(windowed(x, weight, bias), plan.crops)
+    return cropped(BlockConv.apply(plan.form, windowed, x, weight, bias), plan.crops)
+
+
+def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+    """Cast as autocast casts the operands of a convolution. Not collective."""
+    operands, device = (first, *rest), first.device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in operands
+    )
+
+
+def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    name = func.__name__
+
+    def conv(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> ShardTensor:
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
+        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
+        key = (name, x._layout, x.dtype, weight.shape, stride, padding, dilation, groups)
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        halo = x._halo
+        if halo is not None and not in_transform():
+            beside = mesh.plans.get((key, halo.key))
+            if beside is None:
+                beside = mesh.plan(
+                    (key, halo.key),
+                    lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
+                )
+            if not isinstance(beside, str) and (halo.writable or halo.fresh(x._local)):
+                if weight.requires_grad or x._local.requires_grad:
+                    halo.watch(x._local, all_cells=True)
+                window = apply(ReadBeside(beside, halo, x._layout), x._local)
+                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
+                return wrap(cropped(y, beside.crops), plan.out, mesh)
+
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
+
+        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
+
+    return conv
+
+
+def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    name = func.__name__
+
+    def conv_transpose(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> ShardTensor:
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
+        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
+        output_padding = _hashable(output_padding)
+        key = (
+            name,
+            x._layout,
+            x.dtype,
+            weight.shape,
+            stride,
+            padding,
+            output_padding,
+            dilation,
+            groups,
+        )
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(
+                key,
+                lambda: _plan_transposed(x, weight, ndim, stride, padding, output_padding, groups, dilation, name),
+            )
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return func(apply(plan.window, local), weight, bias, stride, plan.padding, plan.extra, groups, dilation)
+
+        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
+
+    return conv_transpose
+
+
+for _ndim in (1, 2, 3):
+    for _func in {getattr(F, f"conv{_ndim}d"), getattr(torch, f"conv{_ndim}d")}:
+        RULES[_func] = _conv_rule(getattr(F, f"conv{_ndim}d"), _ndim)
+    for _func in {getattr(F, f"conv_transpose{_ndim}d"), getattr(torch, f"conv_transpose{_ndim}d")}:
+        RULES[_func] = _transposed_rule(getattr(F, f"conv_transpose{_ndim}d"), _ndim)

@@ -1,0 +1,61 @@
+"""Fractional max pooling, with given samples: its regions are spread over the whole extent of a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.ops.rule.align import meet
+from mpishard.tensor.registry import RULES
+
+
+def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
+    func = getattr(F, f"fractional_max_pool{ndim}d_with_indices")
+
+    def rule(
+        input: Any,
+        kernel_size: Any,
+        output_size: Any = None,
+        output_ratio: Any = None,
+        return_indices: bool = False,
+        _random_samples: Any = None,
+    ) -> Any:
+        """Pool over random regions.
+
+        Not collective where batch and channels are sharded. Collective where other dims are: they are gathered.
+        """
+        if _random_samples is None:
+            raise UnsupportedOperationError(
+                described(
+                    f"fractional_max_pool{ndim}d of a ShardTensor without samples",
+                    expected="_random_samples, the same on every rank: the result must not depend on the mesh",
+                    got="regions that each rank would draw for itself",
+                    fix=f"give _random_samples=torch.rand(batch, channels, {ndim}), drawn with one seed",
+                )
+            )
+        lead = ("batch", "channel")[ndim + 2 - input.ndim :]
+        # samples always have a batch dim
+        met = meet((input, _random_samples), ((*lead, *(None,) * ndim), (*(None,) * (2 - len(lead)), *lead, None)))
+        cells, samples = met.locals
+        if 0 in cells.shape[: len(lead)]:
+            spare = cells.sum() + cells.new_zeros((1,) * len(lead) + tuple(cells.shape[len(lead) :]))
+            values, at = func(
+                spare, kernel_size, output_size, output_ratio, _random_samples=samples.new_zeros(1, 1, ndim)
+            )
+            shape = (*cells.shape[: len(lead)], *values.shape[len(lead) :])
+            values, at = values[:0].reshape(shape), at[:0].reshape(shape)
+        else:
+            values, at = func(cells, kernel_size, output_size, output_ratio, _random_samples=samples)
+        labels = (*lead, *(None,) * ndim)
+        found = met.wrapped(values, labels), met.wrapped(at, labels)
+        return found if with_indices or return_indices else found[0]
+
+    return rule
+
+
+for _n in (2, 3):
+    RULES[getattr(F, f"fractional_max_pool{_n}d")] = _rule(_n, False)
+    RULES[getattr(F, f"fractional_max_pool{_n}d_with_indices")] = _rule(_n, True)

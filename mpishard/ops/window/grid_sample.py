@@ -1,0 +1,171 @@
+"""Values of a field at points of a grid: affine_grid and grid_sample."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.bucket import use
+from mpishard.autograd.window import fetch_box
+from mpishard.comm.collective import blocking
+from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
+from mpishard.ops.rule.align import Met, meet, plan_meeting
+from mpishard.ops.rule.dim import unsharded, whole_along
+from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
+from mpishard.tensor.operand import moved, on_mesh, resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor
+
+_MODES = ("bilinear", "nearest", "bicubic")
+_PADDINGS = ("zeros", "border", "reflection")
+_WIDE = 0.75  # windows of more than this part of the field are no better than all of it
+
+
+@implements(F.grid_sample)
+def grid_sample(
+    input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+) -> ShardTensor:
+    """Sample a field at the points of a grid, which may lie anywhere.
+
+    Neighborwise collective where spatial dims of the field are sharded: ranks agree on the part of the field that
+    each of them reads, and get it from where it is. Where the points of a rank are spread over most of the field
+    all of it travels to every rank, and also where the numbers are of a half type.
+
+    The result is sharded as the grid; along mesh dims that shard the field, but not the grid, the grid is cut as the
+    field. Where a mesh dim shards batch or channels of the field, the grid is whole along it.
+    """
+    corners = bool(align_corners)
+    if not _fits(input, grid, mode, padding_mode):  # torch refuses, and says why
+        blank = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in (input, grid)]
+        F.grid_sample(*blank, mode, padding_mode, corners)
+    spatial = tuple(f"point {d}" for d in range(input.ndim - 2))
+    labels = (("batch", "channel", *(None,) * len(spatial)), ("batch", *spatial, None))
+    if isinstance(input, ShardTensor):
+        input = resolved(input)
+        grid = whole_along(_cut_alike(grid, input), (input.ndim - 1,))
+        input = _cut_batch(input, grid)
+        if any(d > 1 for d in input._layout.shard_dims) and input.dtype in (torch.float32, torch.float64):
+            found = _from_windows(input, grid, labels, (mode, padding_mode, corners))
+            if found is not None:
+                return found
+    met = meet((input, grid), labels)
+    cells, points = met.locals
+    local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
+    return met.wrapped(_of_points(local, cells, points), ("batch", "channel", *spatial))
+
+
+def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
+    """Return the values of as many points and channels as there are."""
+    return cropped(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
+
+
+def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
+    """Sample windows of the field, or return None on every rank where the windows are wide. Collective."""
+    layout, mesh = x._layout, x._mesh
+    whole = tuple(range(2, x.ndim))
+    fit = plan_meeting((unsharded(layout, whole), grid._layout), labels)
+    wanted = fit.targets[0]
+    source = layout_of(
+        mesh.shape,
+        [p if type(p) is Shard and p.dim > 1 else q for p, q in zip(layout.placements, wanted.placements)],
+        layout.shape,
+        [*wanted.sizes[:2], *layout.sizes[2:]],
+    )
+    points = use(moved(grid, fit.targets[1])._local, mesh, fit.used[1])
+    flat = filled(points).flatten(1, -2)
+    # the last coordinate belongs to the first spatial dim
+    taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
+    dims = [d for d in whole if layout.sizes[d] is not None]
+    reads = [(0, 1) if 0 in points.shape else taps[d - 2].interval() or (0, 1) for d in dims]
+    every = blocking.all_gather(
+        torch.tensor([reads], dtype=torch.int64), mesh.group(tuple(range(mesh.ndim))), 0, (1,) * mesh.size
+    ).tolist()
+    if max(math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, r)) for r in every) > _WIDE:
+        return None
+
+    def window(coords: tuple[int, ...]) -> Box:
+        box = list(source.box(coords))
+        for d, (lo, hi) in zip(dims, every[mesh.rank_at(coords)]):
+            box[d] = (lo, hi)
+        return tuple(box)
+
+    field = moved(x, source)
+    used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
+    cells = fetch_box(use(field._local, mesh, used), mesh, source, window, "grid_sample")
+    origin = [lo for lo, _ in window(mesh.coords)[2:]]
+    local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
+    return Met(mesh, (cells, points), fit).wrapped(
+        _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
+    )
+
+
+def _fits(input: Any, grid: Any, mode: str, padding_mode: str) -> bool:
+    spatial = input.ndim - 2
+    return (
+        mode in _MODES[: 3 if spatial == 2 else 2]
+        and padding_mode in _PADDINGS
+        and spatial in (2, 3)
+        and grid.ndim == input.ndim
+        and grid.shape[0] == input.shape[0]
+        and grid.shape[-1] == spatial
+        and grid.dtype == input.dtype
+        and 0 not in input.shape[2:]
+    )
+
+
+def _cut_alike(grid: Any, input: ShardTensor) -> ShardTensor:
+    """Return a grid that is cut along its points also where the field is cut along its cells."""
+    mesh, layout = input._mesh, input._layout
+    grid = on_mesh(grid, mesh)
+    placements: list[Placement] = [
+        Shard(p.dim - 1) if type(q) is Replicate and type(p) is Shard and p.dim > 1 else q
+        for p, q in zip(layout.placements, grid._layout.placements)
+    ]
+    probe = layout_of(mesh.shape, placements, grid._layout.shape)
+    sizes = list(probe.sizes)
+    for d, mesh_dims in probe.shard_dims.items():
+        if grid._layout.shard_dims.get(d) == mesh_dims:
+            sizes[d] = grid._layout.sizes[d]
+        elif layout.shard_dims.get(d + 1) == mesh_dims and layout.shape[d + 1] == grid._layout.shape[d]:
+            sizes[d] = layout.sizes[d + 1]
+    return moved(grid, layout_of(mesh.shape, placements, grid._layout.shape, sizes))
+
+
+def _cut_batch(input: ShardTensor, grid: ShardTensor) -> ShardTensor:
+    """Return a field that is cut along the batch where the grid is: its cells change ranks."""
+    layout: Layout = input._layout
+    placements = [
+        q if type(p) is Shard and p.dim > 1 and q == Shard(0) else p
+        for p, q in zip(layout.placements, grid._layout.placements)
+    ]
+    probe = layout.with_placements(placements)
+    sizes = list(probe.sizes)
+    if probe.shard_dims.get(0) == grid._layout.shard_dims.get(0):
+        sizes[0] = grid._layout.sizes[0]
+    return moved(input, layout_of(layout.mesh_shape, placements, layout.shape, sizes))
+
+
+@implements(F.affine_grid)
+def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None) -> ShardTensor:
+    """Points of affine maps, one per cell of the batch.
+
+    Collective where the matrices are sharded by rows or columns: they are gathered. The result is sharded along
+    the batch.
+    """
+    size = tuple(int(n) for n in size)
+    x = resolved(theta)
+    if x.ndim != 3 or not size or size[0] != x.shape[0]:
+        F.affine_grid(torch.zeros(x.shape, dtype=x.dtype), list(size), bool(align_corners))
+    met = meet((x,), (("batch", None, None),))
+    (local,) = met.locals
+    if local.shape[0]:
+        points = F.affine_grid(local, [local.shape[0], *size[1:]], bool(align_corners))
+    else:  # torch refuses an empty batch
+        points = F.affine_grid(local.sum() + local.new_zeros(1, *local.shape[1:]), [1, *size[1:]], bool(align_corners))
+        points = points[:0]
+    return met.wrapped(points, ("batch", *(None,) * (points.ndim - 1)))

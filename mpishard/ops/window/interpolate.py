@@ -1,0 +1,318 @@
+"""Interpolation in every mode of torch, over sharded spatial dims.
+
+A source cell depends on the global index and extents, which torch's own operation on a window does not know.
+Where the ratio is a power of two it does not matter: a shifted window gives the same weights to the last bit.
+Else the weights of every output cell are taken from torch itself, by interpolating combs along the dim alone,
+and applied dim by dim to the fetched window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.layout.stencil import pairs
+from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.window.planes import cropped, on_planes
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# cells that an output cell reads on each side of its centre, at most
+_SUPPORT = {
+    "nearest": 0,
+    "nearest-exact": 0,
+    "linear": 1,
+    "bilinear": 1,
+    "trilinear": 1,
+    "bicubic": 2,
+    "lanczos": 3,
+}
+
+
+class Taps(NamedTuple):
+    """Which cells every output cell along a dim reads, and their weights (None: one cell, as it is).
+
+    Attributes
+    ----------
+    index, weight
+        (taps, cells out).
+    """
+
+    index: Tensor
+    weight: Tensor | None
+
+
+class InterpolatePlan(NamedTuple):
+    """What one interpolation on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the source cells.
+    taps
+        Tensor dim -> its taps, in cells of the window.
+    local
+        Arguments of torch's own operation on what the taps leave, or None.
+    crops
+        (dim, start, length) of the local result.
+    out
+        Layout of the result.
+    """
+
+    window: WindowOp
+    taps: tuple[tuple[int, Taps], ...]
+    local: dict[str, Any] | None
+    crops: tuple[tuple[int, int, int], ...]
+    out: Layout
+
+
+class _Request(NamedTuple):
+    """The arguments of one call."""
+
+    size: Any
+    scale_factor: Any
+    mode: str
+    align_corners: bool | None
+    recompute_scale_factor: bool | None
+    antialias: bool
+
+    def scales(self, ndim: int) -> tuple[float, ...] | None:
+        """Return the scale per dim where torch computes coordinates from it, else None."""
+        if self.scale_factor is None or self.recompute_scale_factor:
+            return None
+        one = not isinstance(self.scale_factor, tuple)
+        return (float(self.scale_factor),) * ndim if one else tuple(map(float, self.scale_factor))
+
+    def extents(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the spatial extents of the result, or None where torch may refuse: asking it takes long."""
+        given, ndim = self.size if self.scale_factor is None else self.scale_factor, len(shape) - 2
+        if (self.size is None) == (self.scale_factor is None) or (self.recompute_scale_factor and self.size):
+            return None
+        given = given if isinstance(given, tuple) else (given,) * ndim
+        if len(given) != ndim or ndim not in (1, 2, 3) or 0 in shape:
+            return None
+        if self.scale_factor is None:
+            return given if all(type(n) is int and n > 0 for n in given) else None
+        if not all(type(s) in (int, float) and 0 < s < math.inf for s in given):
+            return None
+        out = tuple(int(n * float(s)) for n, s in zip(shape[2:], given))
+        return out if all(out) else None
+
+    def arguments(self, size: Sequence[int], scales: Sequence[float] | None) -> dict[str, Any]:
+        """Return the arguments of the same interpolation to another size."""
+        target = {"size": tuple(size)} if scales is None else {"scale_factor": tuple(scales)}
+        return {**target, "mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
+
+
+@implements(F.interpolate)
+def interpolate(
+    input: ShardTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> ShardTensor:
+    """Interpolate as ``torch.nn.functional.interpolate`` does on the whole tensor. Neighborwise collective.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        Integers in a mode with weights, unless every ratio along a sharded dim is a power of two.
+    """
+    x = resolved(input)
+    request = _Request(frozen(size), frozen(scale_factor), mode, align_corners, recompute_scale_factor, antialias)
+    key = ("interpolate", x._layout, x.dtype, *request)
+    plan = x._mesh.plans.get(key)
+    if plan is None:
+        plan = x._mesh.plan(key, lambda: _plan(x, request))
+    if not isinstance(plan, InterpolatePlan):  # "area": the output size
+        return getattr(F, f"adaptive_avg_pool{len(plan)}d")(x, plan)  # type: ignore[no-any-return]
+    y = apply(plan.window, x._local)
+    if plan.taps:
+        y = _tapped(y, plan.taps)
+    if plan.local is not None:
+        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, x.ndim - 2)
+    return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x._mesh)
+
+
+def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:
+    layout, ndim = x._layout, x.ndim - 2
+    extents = request.extents(layout.shape)
+    if extents is None:
+        extents = _refused_or_extents(x, request)
+    # torch's own error for a mode, or a dtype that it does not interpolate
+    F.interpolate(x._local.new_zeros((1,) * x.ndim), **request.arguments((1,) * ndim, None))
+    if request.mode == "area":
+        return extents
+    shape = (*layout.shape[:2], *extents)
+    scales = request.scales(ndim)
+    sharded = [d for d in range(2, x.ndim) if layout.sizes[d] is not None]
+    ratios = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in sharded}
+    if not sharded or (not request.align_corners and not request.antialias and all(ratios.values())):
+        return _plan_shifted(x, request, shape, ratios, scales)
+    if request.mode not in ("nearest", "nearest-exact") and not x.dtype.is_floating_point:
+        raise UnsupportedOperationError(
+            described(
+                f"interpolate: mode {request.mode!r} of integers by this ratio over a sharded dim",
+                expected="a floating-point tensor, or ratios that are powers of two",
+                got=x.dtype,
+                fix="convert with x.float() and round the result",
+            )
+        )
+    return _plan_tapped(x, request, shape, sharded, scales)
+
+
+def _refused_or_extents(x: ShardTensor, request: _Request) -> tuple[int, ...]:
+    """Return the spatial extents of an unusual request's result, or raise torch's own error."""
+    layout = x._layout
+    try:
+        return tuple(F.interpolate(on_domain(layout.shape, x._local), *request).shape[2:])
+    except Exception:
+        # what is refused without data is refused with data before any work, and in other words
+        F.interpolate(x._local.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)
+        raise
+
+
+def _shift_exact(n: int, n_out: int, scale: float | None) -> int:
+    """Return the ratio where it is a power of two, so that coordinates are exact in binary; else 0."""
+    s = n_out // n if n else 0
+    return s if s * n == n_out and s & (s - 1) == 0 and scale in (None, s) else 0
+
+
+def _plan_shifted(
+    x: ShardTensor,
+    request: _Request,
+    shape: Sequence[int],
+    ratios: Mapping[int, int],
+    scales: Sequence[float] | None,
+) -> InterpolatePlan:
+    """Plan torch's own interpolation of windows: what lies beyond this rank's cells is dropped."""
+    layout, mesh = x._layout, x._mesh
+    wanted, crops, sizes, local_size = [], [], list(layout.sizes), list(shape[2:])
+    for dim, s in ratios.items():
+        n, reach = layout.shape[dim], _SUPPORT[request.mode]
+        borders = tuple(b * s for b in bounds(layout.sizes[dim] or (n,)))
+        cells = pairs(borders)
+        windows = [(max(a // s - reach, 0), min(-(-b // s) + reach, n)) for a, b in cells]
+        wanted.append(intervals_wanted(n, dim, windows))
+        sizes[dim] = sizes_of(borders)
+        index = layout.index(dim, mesh.coords)
+        lo, hi = windows[index]
+        local_size[dim - 2] = (hi - lo) * s
+        crops.append((dim, cells[index][0] - lo * s, sizes[dim][index]))  # type: ignore[index]
+    return InterpolatePlan(
+        window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
+        (),
+        request.arguments(local_size, scales),
+        tuple(crops),
+        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
+    )
+
+
+def _plan_tapped(
+    x: ShardTensor, request: _Request, shape: Sequence[int], sharded: Sequence[int], scales: Sequence[float] | None
+) -> InterpolatePlan:
+    """Plan the weighted sums along the sharded dims, and torch's own interpolation along the others."""
+    layout, mesh, ndim = x._layout, x._mesh, x.ndim - 2
+    wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
+    local_size, local_scales = list(shape[2:]), list(scales or ())
+    # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or
+    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing.
+    for dim in range(2, x.ndim):
+        stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
+        if dim not in sharded and not stays and not request.antialias:
+            continue
+        n, own = layout.shape[dim], layout.sizes[dim] or (layout.shape[dim],)
+        every, centres = _taps(n, shape[dim], dim - 2, ndim, scales and scales[dim - 2], request, x)
+        inner = torch.tensor(bounds(own)[1:-1], dtype=torch.float64)
+        borders = (0, *torch.searchsorted(centres.contiguous(), inner).tolist(), shape[dim])
+        cells = pairs(borders)
+        read = [every.index[:, a:b] for a, b in cells]
+        windows = [(int(r.min()), int(r.max()) + 1) for r in read]
+        index = layout.index(dim, mesh.coords)
+        (a, b), lo = cells[index], windows[index][0]
+        if dim in sharded:
+            wanted.append(intervals_wanted(n, dim, windows))
+            sizes[dim] = sizes_of(borders)
+        else:
+            lo = 0
+        weight = None if every.weight is None else every.weight[:, a:b].to(x.device)
+        taps.append((dim, Taps((read[index] - lo).to(x.device), weight)))
+        local_size[dim - 2] = b - a
+        if scales:
+            local_scales[dim - 2] = 1.0
+        if borders[index] == borders[index + 1]:
+            crops.append((dim, 0, 0))
+    local = None if len(taps) == ndim else request.arguments(local_size, local_scales or None)
+    return InterpolatePlan(
+        window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
+        tuple(taps),
+        local,
+        tuple(crops),
+        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
+    )
+
+
+def _taps(
+    n: int, n_out: int, i: int, ndim: int, scale: float | None, request: _Request, x: ShardTensor
+) -> tuple[Taps, Tensor]:
+    """Return what every output cell along spatial dim ``i`` reads, as torch has it, and its place among the cells."""
+    j = torch.arange(n_out, dtype=torch.float64)
+    if request.align_corners:
+        ratio = (n - 1) / (n_out - 1) if n_out > 1 else 0.0
+    else:
+        ratio = 1 / scale if scale else n / n_out
+    # antialiasing has its centres between the cells in any case
+    centres = j * ratio if request.align_corners and not request.antialias else (j + 0.5) * ratio - 0.5
+    support = _SUPPORT[request.mode]
+    if request.antialias:
+        support = math.ceil(support * max(1.0, ratio))
+    count = 2 * support + 4
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # the cells that one comb marks are so far apart that an output cell reads one of them at most
+    combs = (torch.arange(n) % count == torch.arange(count)[:, None]).to(dtype)
+    if not support:
+        combs = torch.arange(n, dtype=dtype)[None]
+    # the other dims change their size too: torch has a short cut where no dim does
+    shape, size, scales = [2] * ndim, [3] * ndim, [1.5] * ndim
+    shape[i], size[i], scales[i] = n, n_out, scale or 1.0
+    field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(x.device)
+    answer = F.interpolate(field, **request.arguments(size, scales if scale else None)).cpu()
+    answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])]
+    if not support:
+        return Taps(answer.long(), None), answer[0].double()
+    index = centres.floor().long() - support - 1 + torch.arange(count)[:, None]
+    weight = answer.gather(0, index % count).masked_fill((index < 0) | (index >= n), 0)
+    # the cells that count come first, so that the rest can be left out
+    order = (weight == 0).to(torch.int8).argsort(dim=0, stable=True)
+    longest = max(1, int((weight != 0).sum(0).max()))
+    index, weight = index.gather(0, order)[:longest], weight.gather(0, order)[:longest]
+    return Taps(torch.where(weight == 0, index[:1].clamp(0, n - 1), index), weight), centres + 0.5
+
+
+def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
+    # products of 16-bit cells are added in 32 bits, as torch does; the caller converts back
+    for dim, (index, weight) in taps:
+        if weight is None:
+            x = x.index_select(dim, index[0])
+            continue
+        x = x.to(weight.dtype)
+        shape = [-1 if d == dim else 1 for d in range(x.ndim)]
+        parts = [x.index_select(dim, i) * w.reshape(shape) for i, w in zip(index, weight)]
+        x = parts[0]
+        for part in parts[1:]:
+            x = x + part
+    return x

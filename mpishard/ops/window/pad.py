@@ -1,0 +1,79 @@
+"""Padding and cropping in every mode: the blocks at the domain's edges grow or shrink, the others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import Wanted, intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.layout import Layout, Run, layout_of, sizes_of
+from mpishard.layout.stencil import padded
+from mpishard.ops.rule.dim import on_domain
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import implements
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class PadPlan(NamedTuple):
+    """Fetch of the padded block, and the layout of the result."""
+
+    window: WindowOp
+    out: Layout
+
+
+@implements(F.pad)
+def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> ShardTensor:
+    """Pad (or crop, where negative) as ``torch.nn.functional.pad``, at the edges of the global tensor.
+
+    Neighborwise collective. A rank keeps its cells; the ranks at the edges get the new ones.
+    """
+    x = resolved(input)
+    mesh, widths, fill = x._mesh, tuple(pad), 0.0 if value is None else value
+    key = ("pad", x._layout, x.dtype, widths, mode, fill)
+    plan = mesh.plans.get(key)
+    if plan is None:
+        plan = mesh.plan(key, lambda: _plan(x, widths, mode, value))
+    local = apply(plan.window, x._local)
+    # torch's result is never its argument
+    return wrap(local.clone() if local is x._local else local, plan.out, mesh)
+
+
+@implements(torch.constant_pad_nd)
+def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> ShardTensor:
+    """Pad with a constant. Neighborwise collective."""
+    return pad(input, pad_, "constant", value)
+
+
+def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any) -> PadPlan:
+    layout, mesh = x._layout, x._mesh
+    shape = tuple(F.pad(on_domain(layout.shape, x._local), widths, mode, value).shape)
+    wanted, sizes = [], list(layout.sizes)
+    for i in range(len(widths) // 2):
+        dim, (lo, hi) = x.ndim - 1 - i, widths[2 * i : 2 * i + 2]
+        if lo == hi == 0:
+            continue
+        own = layout.sizes[dim] or (layout.shape[dim],)
+        borders = padded(own, lo, shape[dim])
+        wanted.append(_wanted(dim, layout.shape[dim], lo, hi, borders, mode))
+        if sizes[dim] is not None:
+            sizes[dim] = sizes_of(borders)
+    fill = 0.0 if value is None else value
+    out = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+    return PadPlan(window_op(mesh, layout, x.dtype, wanted, value=fill, op="pad"), out)
+
+
+def _wanted(dim: int, n: int, lo: int, hi: int, borders: Sequence[int], mode: str) -> Wanted:
+    if mode != "circular" or (lo >= 0 and hi >= 0):
+        intervals = [(a - lo, b - lo) for a, b in zip(borders[:-1], borders[1:])]
+        return intervals_wanted(n, dim, intervals, mode)
+    # torch crops first and wraps what is left
+    first, kept = max(0, -lo), n + min(0, lo) + min(0, hi)
+    ahead = max(0, lo)
+    wanted = intervals_wanted(kept, dim, [(a - ahead, b - ahead) for a, b in zip(borders[:-1], borders[1:])], mode)
+    runs = tuple(tuple(Run(r.dst, r.count, r.src + first, r.step) for r in position) for position in wanted.runs)
+    return Wanted(dim, runs, wanted.n_outs)

@@ -1,0 +1,214 @@
+"""Maximum, average and power-average pooling over sharded spatial dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout.stencil import Sliding, pairs, per_dim
+from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.window.planes import cropped, on_planes
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class PoolPlan(NamedTuple):
+    """What one pooling on one layout does on this rank.
+
+    Attributes
+    ----------
+    window
+        Fetch of the input cells, never past the domain's edge: there torch pads, so that its rules for
+        divisors, indices and cells without a value hold.
+    padding
+        What the local pooling pads, on both sides.
+    crops
+        (dim, start, length) of the local result: torch pads the inner side too.
+    offsets, extents
+        Global index of the window's first cell, and global extent, per spatial dim.
+    out
+        Layout of the result.
+    """
+
+    window: WindowOp
+    padding: tuple[int, ...]
+    crops: tuple[tuple[int, int, int], ...]
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+    out: Layout
+
+
+def clipped(g: Sliding, n: int, a: int, b: int) -> tuple[int, int, int, int]:
+    """Return (lo, hi, padding, first): pool ``[lo, hi)`` with ``padding``; outputs ``[a, b)`` start at ``first``.
+
+    Not collective.
+    """
+    lo, hi = g.window(a, b)
+    if lo >= 0 and hi <= n:
+        return lo, hi, 0, 0
+    # torch pads both sides alike: start early enough that what it adds in front is dropped
+    start = max(a + (-g.lo // g.stride), 0)
+    # avg_pool3d refuses fewer cells than its kernel has, however they are padded
+    hi = min(max(hi, start * g.stride + g.reach), n)
+    while start > 0 and hi - start * g.stride < g.reach:
+        start -= 1
+    return start * g.stride, hi, g.lo, a - start
+
+
+def _plan(
+    x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any, shape: Sequence[int], name: str
+) -> PoolPlan:
+    layout, mesh = x._layout, x._mesh
+    kernels, pads, dilations = per_dim(kernel, ndim), per_dim(padding, ndim), per_dim(dilation, ndim)
+    strides = per_dim(stride, ndim) if stride not in (None, ()) else kernels
+    first = x.ndim - ndim
+    local_padding, offsets, crops, sizes, wanted = list(pads), [0] * ndim, [], list(layout.sizes), []
+    for i in range(ndim):
+        dim = first + i
+        own, n = layout.sizes[dim], layout.shape[dim]
+        if own is None:
+            continue
+        g = Sliding(kernels[i], strides[i], dilations[i], pads[i], pads[i])
+        borders = g.follow(own, shape[dim])
+        windows = [clipped(g, n, a, b) for a, b in pairs(borders)]
+        wanted.append(intervals_wanted(n, dim, [w[:2] for w in windows]))
+        sizes[dim] = sizes_of(borders)
+        index = layout.index(dim, mesh.coords)
+        offsets[i], _, local_padding[i], drop = windows[index]
+        crops.append((dim, drop, sizes[dim][index]))
+    return PoolPlan(
+        window_op(mesh, layout, x.dtype, wanted, op=name),
+        tuple(local_padding),
+        tuple(crops),
+        tuple(offsets),
+        layout.shape[first:],
+        layout_of(layout.mesh_shape, layout.placements, shape, sizes),
+    )
+
+
+def global_indices(local: Tensor, window: Sequence[int], offsets: Sequence[int], extents: Sequence[int]) -> Tensor:
+    """Return flat indices into a window of the domain as flat indices into the domain.
+
+    Not collective.
+
+    Parameters
+    ----------
+    local
+        Row-major indices into an array of shape ``window``.
+    window, offsets, extents
+        Shape of the window, global index of its first cell, shape of the domain.
+    """
+    if tuple(window[1:]) == tuple(extents[1:]):
+        return local + offsets[0] * int(torch.Size(extents[1:]).numel())
+    out, scale = torch.zeros_like(local), 1
+    for n_local, offset, n in reversed(list(zip(window, offsets, extents))):
+        out += (local % n_local + offset) * scale
+        local = local // n_local
+        scale *= n
+    return out
+
+
+def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
+    func = getattr(F, f"max_pool{ndim}d")
+    name = f"max_pool{ndim}d"
+
+    def max_pool(
+        input: ShardTensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        x = resolved(input)
+        mesh = x._mesh
+        arguments = tuple(map(frozen, (kernel_size, stride, padding, dilation)))
+        key = (name, x._layout, x.dtype, *arguments, ceil_mode)
+        kernel, step, _, spread = arguments
+
+        def build() -> PoolPlan:
+            whole = on_domain(x._layout.shape, x._local)
+            shape = func(whole, *arguments[:4], ceil_mode).shape
+            return _plan(x, ndim, *arguments, shape, name)
+
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, build)
+        window = apply(plan.window, x._local)
+        indices = always_indices or return_indices
+        y = on_planes(
+            lambda w: func(w, kernel, step, plan.padding, spread, ceil_mode, return_indices=indices), window, ndim
+        )
+        if not indices:
+            return wrap(cropped(y, plan.crops), plan.out, mesh)
+        values, at = (cropped(t, plan.crops) for t in y)
+        at = global_indices(at, window.shape[-ndim:], plan.offsets, plan.extents)
+        return wrap(values, plan.out, mesh), wrap(at, plan.out, mesh)
+
+    return max_pool
+
+
+def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
+    func, name = getattr(F, f"avg_pool{ndim}d"), f"avg_pool{ndim}d"
+
+    def avg_pool(
+        input: ShardTensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> ShardTensor:
+        x = resolved(input)
+        mesh = x._mesh
+        arguments = tuple(map(frozen, (kernel_size, () if stride is None else stride, padding)))
+        # torch's 1-D average has no divisor to override
+        rest = (ceil_mode, count_include_pad) if ndim == 1 else (ceil_mode, count_include_pad, divisor_override)
+        key = (name, x._layout, x.dtype, *arguments, *rest)
+        kernel, step, _ = arguments
+
+        def build() -> PoolPlan:
+            shape = func(on_domain(x._layout.shape, x._local), *arguments, *rest).shape
+            return _plan(x, ndim, *arguments, 1, shape, name)
+
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, build)
+        y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), apply(plan.window, x._local), ndim)
+        return wrap(cropped(y, plan.crops), plan.out, mesh)
+
+    return avg_pool
+
+
+def _lp_rule(ndim: int) -> Callable[..., ShardTensor]:
+    average = getattr(F, f"avg_pool{ndim}d")
+
+    def lp_pool(
+        input: ShardTensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+    ) -> ShardTensor:
+        mean = average(input.pow(norm_type), kernel_size, kernel_size if stride is None else stride, 0, ceil_mode)
+        cells = int(torch.Size(per_dim(kernel_size, ndim)).numel())
+        return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(cells).pow(1.0 / norm_type)
+
+    return lp_pool
+
+
+for _n in (1, 2, 3):
+    for _func in spellings(f"max_pool{_n}d"):
+        RULES[_func] = _max_rule(_n, False)
+    for _func in spellings(f"max_pool{_n}d_with_indices"):
+        RULES[_func] = _max_rule(_n, True)
+    for _func in spellings(f"avg_pool{_n}d"):
+        RULES[_func] = _avg_rule(_n)
+    RULES[getattr(F, f"lp_pool{_n}d")] = _lp_rule(_n)

@@ -1,0 +1,174 @@
+"""Partial inverses of maximum pooling: values go back to the cells that they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpishard.autograd.linear import apply
+from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm import guard
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError, described
+from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout.stencil import Transposed, per_dim
+from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.tensor.operand import fitted, mesh_of, resolved
+from mpishard.tensor.registry import RULES
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class UnpoolPlan(NamedTuple):
+    """What one unpooling on one layout does on this rank.
+
+    Attributes
+    ----------
+    values, indices
+        Fetches of the cells whose windows meet this rank's output.
+    reaches
+        Per sharded spatial dim: (position among the spatial dims, stride, padding, kernel, first own cell).
+    box
+        This rank's output interval per spatial dim.
+    extents
+        Global output extent per spatial dim.
+    out
+        Layout of the result.
+    """
+
+    values: WindowOp
+    indices: WindowOp
+    reaches: tuple[tuple[int, int, int, int, int], ...]
+    box: tuple[tuple[int, int], ...]
+    extents: tuple[int, ...]
+    out: Layout
+
+
+def _plan(
+    x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, shape: Sequence[int], name: str
+) -> UnpoolPlan:
+    layout, mesh = x._layout, x._mesh
+    kernels, pads = per_dim(kernel, ndim), per_dim(padding, ndim)
+    strides = kernels if stride is None else per_dim(stride, ndim)
+    first = x.ndim - ndim
+    sizes, wanted, reaches = list(layout.sizes), [], []
+    for i in range(ndim):
+        dim = first + i
+        own, n = layout.sizes[dim], layout.shape[dim]
+        if own is None:
+            continue
+        g = Transposed(kernels[i], strides[i], 1, pads[i], 0)
+        borders = g.follow(own, shape[dim])
+        windows = []
+        for a, b in zip(borders[:-1], borders[1:]):
+            lo, hi = g.window(a, max(b, a + 1))
+            lo = min(max(lo, 0), n - 1)
+            windows.append((lo, min(max(hi, lo + 1), n)))
+        wanted.append(intervals_wanted(n, dim, windows))
+        sizes[dim] = sizes_of(borders)
+        reaches.append((i, strides[i], pads[i], kernels[i], layout.interval(dim, mesh.coords)[0]))
+    out = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+    return UnpoolPlan(
+        window_op(mesh, layout, x.dtype, wanted, op=name),
+        window_op(mesh, layout, torch.int64, wanted, op=name),
+        tuple(reaches),
+        out.box(mesh.coords)[first:],
+        tuple(shape[first:]),
+        out,
+    )
+
+
+def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
+    found = []
+    for n in reversed(extents):
+        found.append(flat % n)
+        flat = flat // n
+    return found[::-1]
+
+
+def _refuse_far_indices(mesh: CartMesh, indices: Tensor, plan: UnpoolPlan, name: str) -> None:
+    """Raise on every rank where any rank has an index outside the window of its cell. Collective."""
+    ndim = len(plan.extents)
+    coordinates = _coordinates(indices, plan.extents)
+    far = torch.zeros((), dtype=torch.bool, device=indices.device)
+    for i, stride, pad, kernel, lo in plan.reaches:
+        dim = indices.ndim - ndim + i
+        start = (torch.arange(indices.shape[dim], device=indices.device) + lo) * stride - pad
+        start = start.reshape(-1, *[1] * (ndim - 1 - i))
+        far = far | ((coordinates[i] < start) | (coordinates[i] >= start + kernel)).any()
+    error = None
+    if bool(far):
+        error = UnsupportedOperationError(
+            described(
+                f"{name}: an index lies outside the window of its cell",
+                expected="indices that max_pool gave with the same kernel, stride and padding, and no dilation",
+                got="an index that belongs to cells further away",
+                fix="redistribute both operands, so that the spatial dims are whole on every rank",
+            )
+        )
+    guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, name)
+
+
+def _rule(ndim: int) -> Callable[..., ShardTensor]:
+    name = f"max_unpool{ndim}d"
+    func = getattr(F, name)
+
+    def max_unpool(
+        input: Any,
+        indices: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        output_size: Any = None,
+    ) -> ShardTensor:
+        mesh = mesh_of((input, indices))
+        if not isinstance(input, ShardTensor):
+            raise UnsupportedOperationError(
+                described(
+                    f"{name}: operands",
+                    expected="values as a ShardTensor",
+                    got=type(input).__name__,
+                    fix="distribute the values like their indices",
+                )
+            )
+        x = resolved(input)
+        at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x._layout)
+        kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
+        output_size = None if output_size is None else tuple(output_size)
+        key = (name, x._layout, x.dtype, tuple(indices.shape), kernel, stride, padding, output_size)
+
+        def build() -> UnpoolPlan:
+            places = torch.empty(tuple(indices.shape), dtype=indices.dtype, device="meta")
+            whole = func(on_domain(x._layout.shape, x._local), places, kernel, stride, padding, output_size)
+            return _plan(x, ndim, kernel, stride, padding, whole.shape, name)
+
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, build)
+        if plan.reaches:
+            _refuse_far_indices(mesh, at, plan, name)
+        return wrap(_scattered(apply(plan.values, x._local), apply(plan.indices, at), plan), plan.out, mesh)
+
+    return max_unpool
+
+
+def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
+    ndim = len(plan.extents)
+    flat, inside = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool)
+    for c, (lo, hi) in zip(_coordinates(indices, plan.extents), plan.box):
+        inside &= (c >= lo) & (c < hi)
+        flat = flat * (hi - lo) + (c - lo)
+    shape = [hi - lo for lo, hi in plan.box]
+    cells = int(torch.Size(shape).numel())
+    # values for other ranks' cells go to one cell more, which is dropped
+    flat = flat.masked_fill(~inside, cells).flatten(-ndim)
+    out = values.new_zeros((*values.shape[:-ndim], cells + 1)).scatter(-1, flat, values.flatten(-ndim))
+    return out[..., :cells].unflatten(-1, shape)
+
+
+for _n in (1, 2, 3):
+    RULES[getattr(F, f"max_unpool{_n}d")] = _rule(_n)

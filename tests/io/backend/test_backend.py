@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import mpishard as ms
+from mpishard.io.backend import choice as backend
+from mpishard.io.backend import job, mpio, root
+from mpishard.io.backend.choice import mpio_obstacle
+from mpishard.io.file import hyperslab
+from mpishard.io.file.dtype import NUMPY
+from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
+
+SIZE = WORLD.size
+CUTS = [
+    ((7, 5, 3), (ms.Shard(0), ms.Shard(1)), None),
+    ((2, 9), (ms.Shard(1), ms.Shard(1)), None),
+    ((1, 3), (ms.Shard(0), ms.Shard(1)), None),
+    ((6, 4), (ms.Replicate(), ms.Shard(0)), None),
+    ((0, 4), (ms.Shard(0), ms.Shard(1)), None),
+    ((5,), (ms.Replicate(), ms.Replicate()), None),
+]
+
+
+def contents(file):
+    """Return all that a user sees of a file."""
+    found = {}
+
+    def look(name, node):
+        if isinstance(node, h5py.Dataset):
+            dims = [(d.label, [s.name for s in d.values()]) for d in node.dims]
+            own = {k: v for k, v in node.attrs.items() if k not in ("DIMENSION_LIST", "REFERENCE_LIST")}
+            found[name] = (node.shape, node.dtype, np.asarray(node[()]).tobytes(), dims, str(own))
+
+    file.visititems(look)
+    return found, str(dict(file.attrs))
+
+
+def written(path, tensors, backends=BACKENDS, **options):
+    """Write through every back-end, and return what is in the files, which must be the same."""
+    seen = []
+    for name in backends:
+        at = path / f"{name}.h5"
+        done = ms.io.write(at, tensors, backend=name, **options)
+        assert done.backend == name
+        assert "asked for" in done.reason
+        with h5py.File(at, "r", locking=False) as f:
+            seen.append(contents(f))
+        WORLD.Barrier()
+    for other in seen[1:]:
+        assert other == seen[0]
+    return seen[0][0]
+
+
+@pytest.mark.parametrize(("shape", "placements", "sizes"), CUTS, ids=str)
+def test_all_backends_write_the_same(mesh, folder, shape, placements, sizes):
+    full = values(shape)
+    x = sharded(full, mesh, placements, sizes)
+    seen = written(folder, {"g/x": x, "y": x.double() * 2}, attrs={"title": "t", "n": [1, 2], "words": ["a", "b"]})
+    assert seen["g/x"][2] == full.numpy().tobytes()
+    assert seen["y"][2] == (full.double() * 2).numpy().tobytes()
+
+
+def test_scalars_and_dtypes(mesh, folder):
+    tensors = {str(d): sharded(values((4, 5), d), mesh) for d in NUMPY}
+    tensors["scalar"] = sharded(torch.tensor(2.5), mesh, (ms.Replicate(), ms.Replicate()))
+    seen = written(folder, tensors)
+    for dtype in NUMPY:
+        assert seen[str(dtype)][2] == values((4, 5), dtype).numpy().tobytes()
+    assert seen["scalar"][0] == ()
+
+
+def test_uneven_and_empty_blocks(mesh, folder):
+    full = values((11, 6))
+    ny, nx = mesh.shape
+    x = sharded(full, mesh, sizes={0: [11 - (ny - 1), *[1] * (ny - 1)], 1: [0] * (nx - 1) + [6]})
+    assert written(folder, {"x": x})["x"][2] == full.numpy().tobytes()
+
+
+@pytest.mark.parametrize("chunks", [True, (2, 3), None], ids=str)
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_chunks_and_filters(mesh, folder, chunks, compression):
+    full = values((9, 10))
+    x = sharded(full, mesh)
+    small = sharded(full[:1, :2], mesh)
+    assert (
+        written(folder, {"x": x, "s": small}, chunks=chunks, compression=compression)["x"][2] == full.numpy().tobytes()
+    )
+    with h5py.File(folder / "root.h5", "r") as f:
+        assert f["x"].compression == compression
+        if chunks is True:
+            assert f["x"].chunks == tuple(-(-n // s) for n, s in zip(full.shape, mesh.shape))
+
+
+def test_dims_scales_and_attributes(mesh, folder):
+    full = values((4, 6))
+    x = sharded(full, mesh)
+    lat = np.linspace(-90, 90, 4)
+    scales = {"lat": lat if WORLD.rank == 0 else lat + 1}
+    attrs = {"title": f"from rank {WORLD.rank}"}
+    seen = written(
+        folder,
+        {"t": x, "u": x},
+        attrs=attrs,
+        dims={"t": ("lat", "lon")},
+        scales=scales,
+        variable_attrs={"t": {"units": "K", "by": WORLD.rank}},
+    )
+    assert seen["t"][3] == [("lat", ["/lat"]), ("lon", ["/lon"])]
+    assert seen["u"][3] == [("", []), ("", [])]
+    assert np.frombuffer(seen["lat"][2]).tolist() == lat.tolist()
+    with h5py.File(folder / "root.h5", "r") as f:
+        assert f.attrs["title"] == "from rank 0"
+        assert f["t"].attrs["by"] == 0
+        assert f["lon"].attrs["NAME"].startswith(b"This is a netCDF dimension but not a netCDF variable.")
+    xarray_like = ms.io.read(folder / "root.h5", "lat", mesh, (ms.Replicate(), ms.Replicate()))
+    assert torch.equal(xarray_like.to_local(), torch.from_numpy(lat))
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "virtual"])
+def test_steps_are_appended(mesh, folder, backend):
+    full = values((4, 6))
+    for step in range(3):
+        ms.io.write(
+            folder / "a.h5",
+            {"x": sharded(full + step, mesh), "n": sharded(torch.tensor(step), mesh, (ms.Replicate(), ms.Replicate()))},
+            backend=backend,
+            append="time",
+            scales={"time": 0.5 * step},
+        )
+    with h5py.File(folder / "a.h5", "r", locking=False) as f:
+        assert f["x"].maxshape == (None, 4, 6)
+        assert f["time"][:].tolist() == [0.0, 0.5, 1.0]
+        assert f["n"][:].tolist() == [0, 1, 2]
+        assert f["x"].dims[0].label == "time"
+        for step in range(3):
+            assert np.array_equal(f["x"][step], full.numpy() + step)
+    last = ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(0), ms.Shard(1)), select=-1)
+    assert torch.equal(last.full_tensor(), full + 2)
+    WORLD.Barrier()
+    for other in (sharded(full[:3], mesh), sharded(full.double(), mesh)):
+        with pytest.raises(ms.MpishardError, match="cannot append 'x'") as e:
+            ms.io.write(folder / "a.h5", {"x": other}, backend=backend, append="time")
+        same_on_all(e)
+    with h5py.File(folder / "a.h5", "r", locking=False) as f:
+        assert len(f["x"]) == 3
+    with pytest.raises(ms.UnsupportedOperationError, match="cannot append"):
+        ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, append="time", backend="virtual")
+
+
+def test_a_failed_step_is_taken_back(mesh, folder, monkeypatch):
+    x = sharded(values((4, 6)), mesh)
+    ms.io.write(folder / "a.h5", {"x": x}, append="time", backend="root")
+
+    def full_disk(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(root, "selection", full_disk)
+    with pytest.raises(ms.MpishardError, match="No space left"):
+        ms.io.write(folder / "a.h5", {"x": x}, append="time", backend="root")
+    monkeypatch.undo()
+    with h5py.File(folder / "a.h5", "r", locking=False) as f:
+        assert len(f["x"]) == len(f["time"]) == 1
+    WORLD.Barrier()
+    ms.io.write(folder / "a.h5", {"x": x}, append="time", backend="root")
+    assert len(ms.io.Dataset(folder / "a.h5", "x", mesh, x.placements)) == 2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_many_pieces_and_views(mesh, folder, name, monkeypatch):
+    for module in (job, mpio, root):
+        for limit in ("STAGED_NBYTES", "DIRECT_NBYTES"):
+            if hasattr(module, limit):
+                monkeypatch.setattr(module, limit, 64)
+    monkeypatch.setattr(hyperslab, "DIRECT_NBYTES", 64)
+    monkeypatch.setattr(hyperslab, "STAGED_NBYTES", 64)
+    full = values((7, 13, 3))
+    x = sharded(full, mesh)
+    local = x.to_local()
+    # of one rank, memory that is not in order
+    if WORLD.rank == 0:
+        local = local.transpose(0, 2).contiguous().transpose(0, 2)
+    x = ms.ShardTensor.from_local(local, mesh, x.placements)
+    ms.io.write(folder / "a.h5", {"x": x, "z": torch.complex(x, x).conj()}, backend=name)
+    for placements in ((ms.Shard(0), ms.Shard(1)), (ms.Shard(2), ms.Shard(0)), (ms.Replicate(), ms.Shard(1))):
+        for how in (name, "root"):
+            for dtype in (torch.float32, torch.float64):
+                y = ms.io.read(folder / "a.h5", "x", mesh, placements, backend=how, dtype=dtype)
+                assert torch.equal(y.full_tensor(), full.to(dtype))
+    z = ms.io.read(folder / "a.h5", "z", mesh, (ms.Shard(2), ms.Shard(1)))
+    assert torch.equal(z.full_tensor(), torch.complex(full, -full))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_one_file_is_replaced_by_another(mesh, folder, name):
+    x = sharded(values((6, 6)), mesh)
+    for before in BACKENDS:
+        ms.io.write(folder / "a.h5", {"old": x}, backend=before)
+        ms.io.write(folder / "a.h5", {"x": x * 2}, backend=name)
+        assert torch.equal(ms.io.read(folder / "a.h5", "x", mesh, x.placements).full_tensor(), 2 * values((6, 6)))
+        WORLD.Barrier()
+        there = sorted(os.listdir(folder))
+        assert len(there) == 1 + (name == "virtual"), there
+
+
+def test_a_virtual_file_moves_with_its_folder(mesh, folder):
+    full = values((6, 6))
+    ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, backend="virtual")
+    if WORLD.rank == 0:
+        (folder / "there").mkdir()
+        for name in os.listdir(folder):
+            if name != "there":
+                os.rename(folder / name, folder / "there" / name)
+    WORLD.Barrier()
+    x = ms.io.read(folder / "there" / "a.h5", "x", mesh, (ms.Shard(1), ms.Replicate()))
+    assert torch.equal(x.full_tensor(), full)
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated"])
+def test_a_part_that_is_damaged_is_no_fill_value(mesh, folder, harm):
+    ms.io.write(folder / "a.h5", {"x": sharded(values((6, 6)), mesh)}, backend="virtual")
+    if WORLD.rank == 0:
+        (parts,) = folder.glob("a.h5.parts-*")
+        last = parts / f"{SIZE - 1}.h5"
+        if harm == "missing":
+            last.unlink()
+        else:
+            os.truncate(last, 500)
+    WORLD.Barrier()
+    with pytest.raises(ms.MpishardError, match=rf"{SIZE - 1}\.h5") as e:
+        ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(0), ms.Shard(1)))
+    same_on_all(e)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "mpio"])
+@pytest.mark.parametrize("locking", [None, False, True, "best-effort"])
+def test_locks_are_taken_as_asked(mesh, folder, backend, locking, monkeypatch):
+    asked, File = [], h5py.File
+
+    def look(path, mode, **options):
+        if mode != "r":
+            asked.append(options["locking"])
+        return File(path, mode, **options)
+
+    monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
+    monkeypatch.setattr(h5py, "File", look)
+    full = values((6, 5))
+    ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, backend=backend, locking=locking)
+    assert set(asked) <= {locking}
+    assert asked or WORLD.rank
+    assert "HDF5_USE_FILE_LOCKING" not in os.environ
+    x = ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(1), ms.Shard(0)))
+    assert torch.equal(x.full_tensor(), full)
+
+
+# choice
+
+
+def test_what_is_chosen_and_why(mesh, monkeypatch, capfd):
+    monkeypatch.delenv("MPISHARD_IO", raising=False)
+    monkeypatch.setattr(backend, "mpio_obstacle", lambda: ("h5py was built without MPI", "build it"))
+    small, large = ms.io.choose_backend(mesh, 1000), ms.io.choose_backend(mesh, 10 << 30)
+    if SIZE == 1:
+        assert small == large == ("root", "there is one rank")
+    else:
+        assert small.name == "root"
+        assert large == ("virtual", "h5py was built without MPI, and 1.024e+04 MiB are too many for one rank")
+        assert ms.io.choose_backend(mesh, 10 << 30, append=True).name == "root"
+    with pytest.raises(ms.UnsupportedOperationError, match="without MPI"):
+        ms.io.choose_backend(mesh, 1, "mpio")
+    monkeypatch.setattr(backend, "mpio_obstacle", lambda: None)
+    assert ms.io.choose_backend(mesh, 1).name == ("root" if SIZE == 1 else "mpio")
+    monkeypatch.setenv("MPISHARD_IO", "virtual")
+    assert ms.io.choose_backend(mesh, 1) == ("virtual", "asked for by MPISHARD_IO")
+    assert ms.io.choose_backend(mesh, 1, "root").name == "root"
+    for name in ("netcdf", ""):
+        monkeypatch.setenv("MPISHARD_IO", name or "posix")
+        with pytest.raises(ms.UnsupportedOperationError, match="unknown backend"):
+            ms.io.choose_backend(mesh, 1)
+    monkeypatch.setattr(backend, "_told", set())
+    capfd.readouterr()
+    for _ in range(2):
+        backend.tell(mesh, large, "write")
+    told = capfd.readouterr().err
+    assert told.count("mpishard.io: write through") == (WORLD.rank == 0 and SIZE > 1)
+
+
+def test_forced_by_the_environment(mesh, folder, monkeypatch):
+    monkeypatch.setenv("MPISHARD_IO", "virtual")
+    x = sharded(values((4, 4)), mesh)
+    assert ms.io.write(folder / "a.h5", {"x": x})[:2] == ("virtual", "asked for by MPISHARD_IO")
+    with h5py.File(folder / "a.h5", "r") as f:
+        assert f["x"].is_virtual
+    monkeypatch.setenv("MPISHARD_IO", "posix")
+    with pytest.raises(ms.UnsupportedOperationError, match="unknown backend") as e:
+        ms.io.write(folder / "b.h5", {"x": x})
+    same_on_all(e)
+
+
+MAPS = """\
+7f1 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f2 r--p 0 08:01 1 /lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f3 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/libmpi_cxx.so.40.30.1
+7f4 r-xp 0 08:01 1 /lib/x86_64-linux-gnu/libmpi_mpifh.so.40
+7f5 r-xp 0 08:01 1 /lib/libmpilike.so
+"""
+
+
+def test_two_mpi_libraries_are_refused(monkeypatch):
+    one = "/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"
+    other = "/env/lib/libmpi.so.12.5.2"
+    assert backend.mpi_libraries(MAPS) == [one]
+    both = f"{MAPS}7f6 r-xp 0 08:01 1 {other}\n"
+    assert backend.mpi_libraries(both) == [other, one]
+    assert backend.mpi_libraries(
+        "7f 0 1 /soft/libmpich.so.12\n7f 0 1 /soft/libmpi_abi.so.0 (deleted)\n7f 0 2 /soft/m\n"
+    ) == [
+        "/soft/libmpi_abi.so.0",
+        "/soft/libmpich.so.12",
+    ]
+    monkeypatch.setattr(backend, "_maps", lambda: both)
+    backend.mpio_obstacle.cache_clear()
+    if h5py.get_config().mpi:
+        assert "two MPI libraries" in backend.mpio_obstacle()[0]
+    backend.mpio_obstacle.cache_clear()
+    assert len(backend.mpi_libraries(Path("/proc/self/maps").read_text())) == 1
+
+
+if not mpio_obstacle():
+
+    def test_every_cell_is_written_collectively(mesh, folder):
+        x = sharded(values((64, 64)), mesh)
+        done = ms.io.write(folder / "a.h5", {"x": x}, backend="mpio")
+        assert done.mode == "contiguous collective"
+        done = ms.io.write(folder / "b.h5", {"x": x}, backend="mpio", chunks=True)
+        assert done.mode in mpio.COLLECTIVE
+        done = ms.io.write(
+            folder / "c.h5", {"x": x}, backend="mpio", hints={"cb_nodes": 1}, alignment=(64, 4096), chunks=(8, 8)
+        )
+        assert done.mode in mpio.COLLECTIVE
+        with h5py.File(folder / "c.h5", "r", locking=False) as f:
+            assert f["x"].id.get_chunk_info(0).byte_offset % 4096 == 0
+
+    def test_reading_collectively(mesh, folder):
+        full = values((9, 10))
+        ms.io.write(folder / "a.h5", {"x": sharded(full, mesh)}, backend="mpio")
+        widths = {0: (1, 1), 1: (2, 0)}
+        placements = (ms.Shard(0), ms.Shard(1))
+        padded = ms.io.read(folder / "a.h5", "x", mesh, placements, halo=widths, mode="circular", backend="mpio")
+        assert torch.equal(padded, ms.halo_exchange(sharded(full, mesh), widths, mode="circular"))

@@ -1,0 +1,613 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import time
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mpishard as ms
+from mpishard.comm import guard
+from mpishard.errors import FileError, MpishardError
+from mpishard.io.checkpoint import checksum
+from mpishard.io.checkpoint import folder as folders
+from mpishard.io.checkpoint.snapshot import Snapshot
+from mpishard.layout import layout_of
+from tests.compare import layouts, mesh_of, mesh_shapes
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [*REAL, torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64]
+ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "background"])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks: tmp_path is each rank's own."""
+    return type(tmp_path)(WORLD.bcast(os.fspath(tmp_path)))
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of(mesh_shapes(2)[-1])
+
+
+def same_on_all(error):
+    texts = WORLD.allgather(str(error.value))
+    assert len(set(texts)) == 1, texts
+
+
+def values(shape, dtype=torch.float32, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul_(40)
+    if dtype.is_complex:
+        return torch.complex(x, -x).to(dtype)
+    return x > 0 if dtype == torch.bool else x.to(torch.int64).to(dtype) if not dtype.is_floating_point else x.to(dtype)
+
+
+def on(mesh, x, *dims, sizes=None):
+    placements = [ms.Shard(d) for d in dims] + [ms.Replicate()] * mesh.ndim
+    return ms.distribute_tensor(x, mesh, placements[: mesh.ndim], sizes=sizes)
+
+
+def on_root(f):
+    """Run ``f`` on rank 0; every rank goes on afterwards."""
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        f()
+    WORLD.Barrier()
+
+
+class Program:
+    """A training program on a mesh, with everything that a checkpoint must hold."""
+
+    def __init__(self, mesh, dims=(2, 3), sizes=None):
+        torch.manual_seed(5 if mesh.rank == 0 else 50 + mesh.rank)
+        self.x = on(mesh, values((1, 1, 13, 11)) / 40, *dims, sizes=sizes)
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.SiLU(), nn.Dropout(0.2), nn.Conv2d(3, 1, 1)
+        )
+        self.model = ms.distribute_module(self.model, mesh)
+        self.state = on(mesh, values((1, 1, 13, 11), seed=2) / 40, *dims, sizes=sizes).requires_grad_()
+        self.optimizer = torch.optim.AdamW([{"params": self.model.parameters()}, {"params": [self.state], "lr": 0.03}])
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 3])
+        self.mesh = mesh
+
+    def steps(self, n):
+        losses = []
+        for _ in range(n):
+            self.optimizer.zero_grad()
+            loss = (self.model(self.x) + self.state).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(float(loss))
+        return losses
+
+    def save(self, folder, step, **options):
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return ms.io.save_checkpoint(folder, step, tensors={"state": self.state}, mesh=self.mesh, **parts, **options)
+
+    def load(self, folder, **options):
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        found = ms.io.load_checkpoint(folder, tensors={"state": self.state}, mesh=self.mesh, **parts, **options)
+        with torch.no_grad():
+            self.state.copy_(found.tensors["state"])
+        return found
+
+
+# -- training goes on
+
+
+@ASYNCHRONOUS
+def test_training_resumed_is_training_not_interrupted(mesh, folder, asynchronous):
+    program = Program(mesh)
+    program.steps(2)
+    saving = program.save(folder, 2, asynchronous=asynchronous)
+    expected = program.steps(3)
+    assert saving.wait() == folder / "step_0000000002"
+    again = Program(mesh)
+    assert again.load(folder).step == 2
+    assert again.steps(3) == expected
+    for p, q in zip(again.model.state_dict().values(), program.model.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+    assert again.scheduler.state_dict() == program.scheduler.state_dict()
+    assert torch.equal(again.state.to_local(), program.state.to_local())
+
+
+def test_training_resumed_on_another_mesh(folder):
+    """The same state, bit for bit; sums over other blocks differ in the last bits."""
+    shapes = mesh_shapes(2)
+    program = Program(mesh_of(shapes[0]), dims=(3,))
+    program.steps(2)
+    program.save(folder, 2)
+    expected = program.steps(2)
+    for shape in shapes:
+        again = Program(mesh_of(shape), dims=(2, 3))
+        again.load(folder)
+        np.testing.assert_allclose(again.steps(2), expected, rtol=2e-5)
+
+
+# -- every layout to every other
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(mesh, folder, dtype):
+    full = values((5, 6, 3), dtype)
+    saved = {"x": on(mesh, full, 0, 2), "plain": full, "none": full[:0], "one": full[0, 0, 0]}
+    ms.io.save_checkpoint(folder, 0, tensors=saved)
+    spec = {"x": (mesh, on(mesh, full, 1, 0).placements), "plain": None, "none": None, "one": None}
+    found = ms.io.load_checkpoint(folder, tensors=spec).tensors
+    assert torch.equal(found["x"].full_tensor(), full)
+    for name in ("plain", "none", "one"):
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], saved[name])
+
+
+@ASYNCHRONOUS
+def test_every_layout_onto_every_other(folder, asynchronous):
+    full = values((4, 5, 3))
+    cases = list(layouts(full.shape, (0, 2)))[:: 3 if SIZE > 1 else 1]
+    for step, (mesh, placements, sizes) in enumerate(cases):
+        x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
+        ms.io.save_checkpoint(folder, step, tensors={"x": x}, rng=False, keep=2, asynchronous=asynchronous).wait()
+        for other, target, _ in cases[:: 2 if SIZE > 1 else 1]:
+            back = ms.io.load_checkpoint(folder, tensors={"x": (other, target)}, rng=False).tensors["x"]
+            assert back.placements == ms.distribute_tensor(full, other, target).placements
+            assert torch.equal(back.full_tensor(), full)
+        as_saved = ms.io.load_checkpoint(folder, mesh=mesh, rng=False).tensors["x"]
+        assert as_saved.placements == x.placements
+        like = ms.io.load_checkpoint(folder, tensors={"x": x}, rng=False).tensors["x"]
+        assert like.layout is x.layout
+        one_dim = ms.io.load_checkpoint(folder, mesh=mesh_of((SIZE,)), placements=(ms.Shard(1),), rng=False)
+        assert torch.equal(one_dim.tensors["x"].full_tensor(), full)
+
+
+@ASYNCHRONOUS
+def test_partial_views_and_large_blocks(mesh, folder, asynchronous):
+    part = torch.full((3, 2), 2.0) if mesh.coords[-1] == 0 else torch.zeros(3, 2)
+    partial = ms.ShardTensor.from_local(part, mesh, [ms.Replicate()] * (mesh.ndim - 1) + [ms.Partial()])
+    full = values((70, 60, 50))
+    wide = on(mesh, full, 0).transpose(0, 2)
+    tensors = {"partial": partial, "wide": wide, "plain": full.mT, "conj": values((4, 3), torch.complex64).conj()}
+    saving = ms.io.save_checkpoint(folder, 0, tensors=tensors, asynchronous=asynchronous)
+    with torch.no_grad():
+        full.zero_()  # the copy is what is saved
+    saving.wait()
+    found = ms.io.load_checkpoint(folder, mesh=mesh).tensors
+    assert torch.equal(found["partial"].full_tensor(), torch.full((3, 2), 2.0))
+    assert torch.equal(found["wide"].full_tensor(), values((70, 60, 50)).transpose(0, 2))
+    if asynchronous:
+        assert torch.equal(found["plain"], values((70, 60, 50)).mT)
+    assert torch.equal(found["conj"], values((4, 3), torch.complex64).conj())
+
+
+def test_random_numbers_go_on(folder):
+    a, b = mesh_of(mesh_shapes(2)[0]), mesh_of(mesh_shapes(2)[-1])
+    torch.manual_seed(3 + WORLD.rank)
+    ms.io.save_checkpoint(folder, 0, mesh=a)
+    drawn = ms.rand(7, 5, mesh=a, placements=[ms.Shard(0)] * a.ndim).full_tensor()
+    own = torch.rand(3)
+    ms.io.load_checkpoint(folder, mesh=b)
+    again = ms.rand(7, 5, mesh=b, placements=[ms.Shard(1)] * b.ndim).full_tensor()
+    assert torch.equal(again, drawn)
+    assert torch.equal(torch.rand(3), own)
+    before = torch.get_rng_state()
+    ms.io.load_checkpoint(folder, mesh=b, rng=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_anything_but_pickle(mesh, folder):
+    extra = {
+        "floats": [1.5, float("inf"), -0.0, 0.1],
+        "nan": float("nan"),
+        "pair": (1, "two", None, True, 3 + 4j, b"\x00\xff"),
+        3: {"x": {1, 2}, "$tensor": "trap", "a/b": torch.arange(3), "a": {"b": torch.ones(())}},
+        "": {".": torch.zeros(2), "..": torch.ones(2), "%": torch.ones(1)},
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "number": np.float32(0.1),
+        "dtype": torch.bfloat16,
+        "milestones": Counter({3: 2}),
+        "shape": torch.Size([2, 3]),
+    }
+    ms.io.save_checkpoint(folder, 0, extra=extra, mesh=mesh)
+    back = ms.io.load_checkpoint(folder, mesh=mesh).extra
+    assert list(back) == list(extra)
+    assert np.isnan(back.pop("nan"))
+    assert np.array_equal(back.pop("array"), extra["array"])
+    assert back.pop("number") == float(extra["number"])
+    assert torch.equal(back[3].pop("a/b"), torch.arange(3))
+    assert torch.equal(back[3]["a"].pop("b"), torch.ones(()))
+    assert back[3] == {"x": {1, 2}, "$tensor": "trap", "a": {}}
+    assert torch.equal(back.pop("")[".."], torch.ones(2))
+    assert {k: back[k] for k in ("floats", "pair", "dtype", "milestones", "shape")} == {
+        k: extra[k] for k in ("floats", "pair", "dtype", "milestones", "shape")
+    }
+    assert str(back["floats"][2]) == "-0.0"
+
+    class Own:
+        pass
+
+    for thing in (Own(), lambda: 0, {"a": [Own]}, torch.eye(3).to_sparse()):
+        with pytest.raises(MpishardError, match="extra") as e:
+            ms.io.save_checkpoint(folder, 1, extra=thing, mesh=mesh)
+        same_on_all(e)
+    assert sorted(os.listdir(folder)) == ["latest", "step_0000000000"]
+
+
+# -- what is kept
+
+
+@ASYNCHRONOUS
+def test_keep_and_latest(mesh, folder, asynchronous):
+    def names():
+        WORLD.Barrier()
+        return sorted(os.listdir(folder))
+
+    def save(step, keep=2):
+        path = ms.io.save_checkpoint(
+            folder, step, extra=step, mesh=mesh, keep=keep, rng=False, asynchronous=asynchronous
+        ).wait()
+        assert ms.io.load_checkpoint(folder, mesh=mesh).path == path
+        return path.name
+
+    for step in (1, 5, 9):
+        assert save(step) == f"step_{step:010d}"
+    assert names() == ["latest", "step_0000000005", "step_0000000009"]
+    assert ms.io.load_checkpoint(folder, mesh=mesh, step=5).extra == 5
+    # back to an earlier step: the newest in time is the latest
+    assert save(6) == "step_0000000006"
+    assert names() == ["latest", "step_0000000006", "step_0000000009"]
+    # the same step again: never a moment without it
+    assert save(6) == "step_0000000006-2"
+    assert save(6) == "step_0000000006-3"
+    assert names() == ["latest", "step_0000000006-3", "step_0000000009"]
+    save(10, keep=None)
+    assert len(names()) == 4
+    save(11, keep=1)
+    assert names() == ["latest", "step_0000000011"]
+    on_root(lambda: os.unlink(folder / "latest"))
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 11
+    with pytest.raises(FileError, match=r"give one of \[11\]") as e:
+        ms.io.load_checkpoint(folder, mesh=mesh, step=5)
+    same_on_all(e)
+
+
+def test_what_a_killed_job_left_goes(mesh, folder):
+    def leave():
+        (folder / ".step_0000000004.partial").mkdir()
+        (folder / ".step_0000000004.partial" / "tensors.h5").write_bytes(b"half")
+        (folder / ".step_0000000003.old").mkdir()
+        (folder / ".latest.123").write_text("step")
+
+    on_root(leave)
+    with pytest.raises(FileError, match="no complete checkpoint") as e:
+        ms.io.load_checkpoint(folder, mesh=mesh)
+    same_on_all(e)
+    ms.io.save_checkpoint(folder, 4, mesh=mesh)
+    assert sorted(os.listdir(folder)) == ["latest", "step_0000000004"]
+
+
+# -- what must be noticed
+
+
+def two(folder, mesh, **options):
+    for step in (1, 2):
+        tensors = {"x": on(mesh, values((40, 50)) + step, 0, 1), "plain": values((6, 7)) + step}
+        ms.io.save_checkpoint(folder, step, tensors=tensors, extra=step, mesh=mesh, **options).wait()
+    return folder / "step_0000000002"
+
+
+def flip(path, needle=None, at=None):
+    """Change one bit of a file, after where ``needle`` is."""
+    raw = bytearray(path.read_bytes())
+    at = raw.index(needle) + 1 if at is None else at
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def falls_back(folder, mesh):
+    """The one before is loaded, rank 0 says so, and the error is the same on every rank."""
+    with pytest.raises(FileError) as e:
+        ms.io.load_checkpoint(folder, mesh=mesh)
+    same_on_all(e)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = ms.io.load_checkpoint(folder, mesh=mesh, fallback=True)
+    assert (found.step, found.extra) == (1, 1)
+    assert torch.equal(found.tensors["x"].full_tensor(), values((40, 50)) + 1)
+    assert len(found.skipped) == 1
+    assert ["step_0000000001 instead" in str(t.message) for t in told] == [True] * (WORLD.rank == 0)
+    return str(e.value)
+
+
+@ASYNCHRONOUS
+def test_a_flipped_bit_is_found_and_named(mesh, folder, asynchronous):
+    latest = two(folder, mesh, asynchronous=asynchronous)
+    whole = values((40, 50)) + 2
+    part = on(mesh, whole, 0, 1)
+    last = WORLD.allgather(part.to_local().contiguous().numpy().tobytes())[-1]
+    file = latest / (f"part-{SIZE - 1}.h5" if asynchronous else "tensors.h5")
+    on_root(lambda: flip(file, needle=last[-4:] if asynchronous else whole[-1, -1].numpy().tobytes()))
+    text = falls_back(folder, mesh)
+    assert "'tensors/x' is not what was written: tile 0 of 1, cells (0, 0) to (39, 49)" in text
+    assert ms.io.load_checkpoint(folder, mesh=mesh, tensors={"plain": None}).step == 2
+
+
+def test_a_flipped_bit_of_a_plain_tensor_is_found(mesh, folder):
+    latest = two(folder, mesh)
+    on_root(lambda: flip(latest / "tensors.h5", needle=(values((6, 7)) + 2)[3].numpy().tobytes()))
+    assert "'tensors/plain' is not what was written: tile 0 of 1" in falls_back(folder, mesh)
+
+
+def test_a_flipped_bit_of_the_rest_is_found(mesh, folder):
+    latest = two(folder, mesh)
+    on_root(lambda: flip(latest / "state.json", needle=b'"extra": '))
+    falls_back(folder, mesh)
+
+
+@pytest.mark.parametrize("file", ["tensors.h5", "state.json"])
+@pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "other"])
+def test_damaged_files(mesh, folder, file, harm):
+    path = two(folder, mesh) / file
+    harms = {
+        "truncated": lambda: os.truncate(path, path.stat().st_size - 100),
+        "empty": lambda: os.truncate(path, 0),
+        "missing": lambda: os.unlink(path),
+        "other": lambda: path.write_bytes(b"not what it was" * 100),
+    }
+    on_root(harms[harm])
+    falls_back(folder, mesh)
+
+
+def test_a_part_that_is_missing(mesh, folder):
+    path = two(folder, mesh, asynchronous=True)
+    on_root(lambda: os.unlink(path / "part-0.h5"))
+    assert "part-0.h5" in falls_back(folder, mesh)
+
+
+def test_nothing_is_changed_where_loading_fails(mesh, folder):
+    program = Program(mesh)
+    program.steps(1)
+    program.save(folder, 1)
+    # the scheduler is read last
+    on_root(lambda: flip(folder / "step_0000000001" / "tensors.h5", needle=program_bytes(program)))
+    other = Program(mesh)
+    other.steps(2)
+    before = [p.clone() for p in other.model.state_dict().values()]
+    with pytest.raises(FileError, match="is not what was written") as e:
+        other.load(folder)
+    same_on_all(e)
+    assert all(torch.equal(p, q) for p, q in zip(other.model.state_dict().values(), before, strict=True))
+
+
+def program_bytes(program):
+    moments = program.optimizer.state_dict()["state"][0]["exp_avg"]
+    return moments.numpy().tobytes()[:16]
+
+
+def test_a_file_from_the_future(mesh, folder):
+    latest = two(folder, mesh)
+
+    def age():
+        state = json.loads((latest / "state.json").read_text())
+        (latest / "state.json").write_text(json.dumps({**state, "version": 99}))
+
+    on_root(age)
+    text = falls_back(folder, mesh)
+    assert "written by a newer mpishard" in text
+    assert "version 99" in text
+
+
+class Trap:
+    """What a pickle would run."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("trapped",))
+
+
+def test_a_file_cannot_run_code(mesh, folder, monkeypatch):
+    latest = two(folder, mesh)
+    monkeypatch.setattr(pickle, "loads", None)
+    monkeypatch.setattr(pickle, "Unpickler", None)
+    monkeypatch.setattr(torch, "load", None)
+
+    def trap(state, tensors=None):
+        def write():
+            folders.write_state(latest, {**json.loads(original), **state})
+            for name, array in (tensors or {}).items():
+                with h5py.File(latest / "tensors.h5", "r+") as f:
+                    del f[name]
+                    f.create_dataset(name, data=array, dtype=array.dtype)
+
+        on_root(write)
+
+    original = (latest / "state.json").read_text()
+    original = json.dumps({k: v for k, v in json.loads(original).items() if k not in ("format", "version", "checksum")})
+    for evil in ({"$pickle": "gAR="}, {"$dtype": "load"}, {"$tensor": "../../x"}, {"$bytes": 3}, {"$dict": [[[], 1]]}):
+        trap({"state": {"extra": evil, "tensors": {}}})
+        with pytest.raises(FileError, match="damaged") as e:
+            ms.io.load_checkpoint(folder, mesh=mesh)
+        same_on_all(e)
+    raw = pickle.dumps(Trap())
+    trap({}, {"tensors/plain": np.array(raw.hex().encode())})
+    with pytest.raises(FileError, match="tensors/plain") as e:
+        ms.io.load_checkpoint(folder, mesh=mesh)
+    same_on_all(e)
+    assert not os.path.exists("trapped")
+
+
+# -- wrong use
+
+
+def test_what_does_not_fit(mesh, folder):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = on(mesh, values((4, 6)), 0, 1)
+    ms.io.save_checkpoint(folder, 0, model=model, optimizer=optimizer, tensors={"x": x})
+    other = torch.optim.SGD([*nn.Linear(3, 2).parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    layout_errors = [
+        ({"model": nn.Linear(3, 3)}, "has another shape"),
+        ({"model": nn.Sequential(nn.Linear(3, 2))}, r"\['0.weight', '0.bias'\]"),
+        ({"model": model, "optimizer": other}, "another optimizer"),
+        ({"tensors": {"x": (mesh, [ms.Shard(5)] * mesh.ndim)}}, "dim"),
+        ({"tensors": {"x": (mesh, [ms.Partial()] * mesh.ndim)}}, "Partial"),
+    ]
+    for options, text in layout_errors:
+        with pytest.raises(ms.LayoutError, match=text) as e:
+            ms.io.load_checkpoint(folder, mesh=mesh, fallback=True, **options)
+        same_on_all(e)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for options, text in (({"scheduler": scheduler}, "scheduler"), ({"tensors": {"y": None}}, r"tensors\['y'\]")):
+        with pytest.raises(FileError, match=text) as e:
+            ms.io.load_checkpoint(folder, mesh=mesh, **options)
+        same_on_all(e)
+    with pytest.raises(FileError, match="no such folder") as e:
+        ms.io.load_checkpoint(folder / "none", mesh=mesh)
+    same_on_all(e)
+    with pytest.raises(ms.MeshError, match="mesh="):
+        ms.io.save_checkpoint(folder, 0, model=model)
+    with pytest.raises(ms.MeshError, match="mesh="):
+        ms.io.load_checkpoint(folder, model=model)
+    for step, keep in ((-1, 3), (1.5, 3), (0, 0), (0, 1.5)):
+        with pytest.raises(MpishardError, match="integer"):
+            ms.io.save_checkpoint(folder, step, keep=keep, mesh=mesh)
+    with pytest.raises(MpishardError, match="leave backend out"):
+        ms.io.save_checkpoint(folder, 0, mesh=mesh, asynchronous=True, backend="root")
+    assert ms.io.load_checkpoint(folder, model=nn.Sequential(model), strict=False, mesh=mesh).step == 0
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_save_different_things(mesh, folder):
+    with pytest.raises(ms.DesyncError) as e:
+        ms.io.save_checkpoint(folder, WORLD.rank, mesh=mesh)
+    same_on_all(e)
+    with pytest.raises(ms.DesyncError) as e:
+        ms.io.save_checkpoint(folder, 0, mesh=mesh, tensors={"a": torch.zeros(2 + WORLD.rank)})
+    same_on_all(e)
+    assert not os.listdir(folder)
+
+
+@ASYNCHRONOUS
+@pytest.mark.parametrize("path", ["/proc/checkpoints", "/dev/null/checkpoints"])
+def test_a_folder_that_cannot_be_made(mesh, path, asynchronous):
+    with pytest.raises(FileError, match="cannot write a checkpoint") as e:
+        ms.io.save_checkpoint(path, 0, mesh=mesh, asynchronous=asynchronous).wait()
+    same_on_all(e)
+    with pytest.raises(FileError, match="nothing to load") as e:
+        ms.io.load_checkpoint(path, mesh=mesh)
+    same_on_all(e)
+
+
+@ASYNCHRONOUS
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
+    """As a full disk, on one rank: it alone writes, or each writes its own."""
+    backend = None if asynchronous else "root"
+    two(folder, mesh)
+    x = on(mesh, values((300, 400)), 0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if WORLD.rank == (0 if who == "first" else SIZE - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        if who == "first" or asynchronous:
+            with pytest.raises(FileError, match=r"cannot write|damaged") as e:
+                ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous, backend=backend).wait()
+            same_on_all(e)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 2
+    WORLD.Barrier()
+    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001", "step_0000000002"]
+    ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous)
+    assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].to_local(), x.to_local())
+
+
+def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("mpishard.io.checkpoint.background._write_blocks", fail)
+    ms.io.save_checkpoint(folder, 0, mesh=mesh, asynchronous=True)
+    with pytest.raises(FileError, match="No space left") as e:
+        ms.io.save_checkpoint(folder, 1, mesh=mesh)
+    same_on_all(e)
+    monkeypatch.undo()
+    ms.io.save_checkpoint(folder, 1, mesh=mesh)
+    assert sorted(os.listdir(folder)) == ["latest", "step_0000000001"]
+
+
+def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
+    """A rank that writes for long shows that it is there."""
+    # of the thread alone: the watchdog would end the job
+    monkeypatch.setattr("mpishard.io.checkpoint.background.guard", SimpleNamespace(TIMEOUT_S=0.8, agree=guard.agree))
+    monkeypatch.setattr("mpishard.io.checkpoint.background.flush", lambda path: None)
+    monkeypatch.setattr("mpishard.io.checkpoint.background._SIGN_S", 0.05)
+    monkeypatch.setattr("mpishard.io.checkpoint.background._TURN_S", -1.0)
+    shares = Snapshot.shares
+
+    def slow(self, pause):
+        for _ in range(10 if WORLD.rank == SIZE - 1 else 0):
+            time.sleep(0.15)
+            pause()
+        return shares(self, pause)
+
+    monkeypatch.setattr(Snapshot, "shares", slow)
+    x = on(mesh, values((30, 40)), 0)
+    saving = ms.io.save_checkpoint(folder, 3, tensors={"x": x}, mesh=mesh, asynchronous=True)
+    while not saving.done():
+        time.sleep(0.1)
+    saving.wait()
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 3
+
+
+# -- checksums
+
+
+@pytest.mark.parametrize("run", [1, 12, 10**6])
+def test_checksums_do_not_depend_on_the_mesh(monkeypatch, run):
+    monkeypatch.setattr(checksum, "TILE", 16)
+    monkeypatch.setattr(checksum, "_RUN", run)
+    checksum._keys.cache_clear()
+    try:
+        for dtype in (torch.float32, torch.complex128, torch.bool):
+            full = values((4, 5, 7), dtype)
+            whole = layout_of((1,), (ms.Replicate(),), full.shape)
+            expected = checksum.tile_sums(full, whole, (0,))
+            for mesh, placements, sizes in list(layouts(full.shape, (0, 2))):
+                x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
+                mine = checksum.tile_sums(x.to_local(), x.layout, mesh.coords)
+                held = any(c for c, p in zip(mesh.coords, x.placements) if not p.is_shard())
+                total = torch.zeros_like(expected)
+                WORLD.Allreduce((mine * (not held)).numpy(), total.numpy())
+                assert torch.equal(total, expected)
+            text = checksum.to_text(expected)
+            assert checksum.wrong_tile(expected, text, full.shape, dtype) is None
+            for cell in ((0, 0, 0), (2, 3, 4), (3, 4, 6)):
+                other = full.clone()
+                other[cell] = ~other[cell] if dtype == torch.bool else other[cell] + 1
+                wrong = checksum.wrong_tile(checksum.tile_sums(other, whole, (0,)), text, full.shape, dtype)
+                at = int(np.ravel_multi_index(cell, full.shape)) * (4 if dtype == torch.complex128 else 1)
+                assert wrong.startswith(f"tile {at // 16} of {len(expected)}, cells ")
+    finally:
+        checksum._keys.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
+def test_two_wrong_signs_do_not_hide_each_other(dtype):
+    full = values((40,), dtype)
+    layout = layout_of((1,), (ms.Replicate(),), full.shape)
+    other = full.clone()
+    raw = other.numpy().view(np.uint8) if dtype != torch.bfloat16 else other.view(torch.int16).numpy().view(np.uint8)
+    raw[[dtype.itemsize * 3 - 1, dtype.itemsize * 17 - 1]] ^= 0x80
+    assert not torch.equal(checksum.tile_sums(full, layout, (0,)), checksum.tile_sums(other, layout, (0,)))
