@@ -22,12 +22,24 @@ class _Rules(dict[Any, Rule]):
 
 RULES: dict[Any, Rule] = _Rules()
 
+# what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
+TREATMENTS = {
+    "local": "on the blocks: nothing travels (operands that are laid out differently are brought to one layout)",
+    "halo": "cells near the borders come from the ranks beside",
+    "reduction": "small sums or other totals over ranks",
+    "moves": "cells change ranks, and no rank holds more than its share",
+    "gathers": "the sharded dims that the function needs whole are gathered; with a warning above "
+    "`MPISHARD_GATHER_WARN` bytes (default 1 GiB; 0: always, -1: never)",
+}
+# of every function with a rule, one of them
+SHARDED: dict[Any, str] = {}
+
 # functions that, given one tensor without Partial dims alone, are the same function of its block: their rule need
 # not be asked
 BLOCKWISE: set[Any] = set()
 
 
-def implements(*functions: Any) -> Callable[[R], R]:
+def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
     """Register the decorated function as the sharding rule of torch functions.
 
     Not collective.
@@ -37,6 +49,9 @@ def implements(*functions: Any) -> Callable[[R], R]:
     *functions
         What ``__torch_function__`` is given: ``torch.add``, ``torch.Tensor.add``,
         ``torch.nn.functional.relu`` ... List every spelling that users call.
+    sharded
+        What the rule does with a sharded dim, for `mpishard ops`: ``"local"``, ``"halo"``, ``"reduction"``,
+        ``"moves"`` or ``"gathers"``.
 
     Returns
     -------
@@ -45,16 +60,26 @@ def implements(*functions: Any) -> Callable[[R], R]:
         and returns what the torch function would, as ShardTensors. A rule registered later replaces an
         earlier one.
 
+    Raises
+    ------
+    ValueError
+        ``sharded`` is none of these.
+
     Examples
     --------
     >>> @ms.implements(torch.special.expit)
     ... def expit(x):
     ...     return ms.ShardTensor.from_local(torch.special.expit(x.to_local()), x.mesh, x.placements)
     """
+    if sharded not in TREATMENTS:
+        raise ValueError(
+            described("implements: sharded", expected=", ".join(TREATMENTS), got=repr(sharded), fix="say one of these")
+        )
 
     def register(rule: R) -> R:
         for function in functions:
             RULES[function] = rule
+            SHARDED[function] = sharded
         return rule
 
     return register
