@@ -14,7 +14,7 @@ from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import resized, whole_along
 from mpishard.ops.rule.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import RULES, implements, no_out
+from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,
@@ -81,25 +81,25 @@ def _dropped(
     return wrap((local * kept).mul_(scale), x._layout, x._mesh)
 
 
-@implements(F.dropout)
+@implements(F.dropout, sharded="local")
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
     return _dropped(input, p, training, inplace)
 
 
-@implements(F.alpha_dropout)
+@implements(F.alpha_dropout, sharded="local")
 def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
     """Drop cells such that mean and variance stay (for SELU). Collective in training."""
     return _dropped(input, p, training, inplace, alpha=True)
 
 
-@implements(F.feature_alpha_dropout)
+@implements(F.feature_alpha_dropout, sharded="local")
 def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
     """Drop whole channels such that mean and variance stay. Collective in training."""
     return _dropped(input, p, training, inplace, _channels(input), alpha=True)
 
 
-@implements(F.dropout1d)
+@implements(F.dropout1d, sharded="local")
 def dropout1d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     if input.ndim not in (2, 3):
@@ -107,7 +107,7 @@ def dropout1d(input: Any, p: float = 0.5, training: bool = True, inplace: bool =
     return _dropped(input, p, training, inplace, input.ndim - 1)
 
 
-@implements(F.dropout2d)
+@implements(F.dropout2d, sharded="local")
 def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     if input.ndim not in (3, 4):
@@ -115,7 +115,7 @@ def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool =
     return _dropped(input, p, training, inplace, 2)
 
 
-@implements(F.dropout3d)
+@implements(F.dropout3d, sharded="local")
 def dropout3d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     if input.ndim not in (4, 5):
@@ -127,46 +127,47 @@ def _channels(x: ShardTensor) -> int:
     return min(2, x.ndim)
 
 
-@implements(torch.dropout)
+@implements(torch.dropout, sharded="local")
 def torch_dropout(input: Any, p: float, train: bool) -> ShardTensor:
     """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
     return _dropped(input, p, train, False)
 
 
-@implements(torch.dropout_)
+@implements(torch.dropout_, sharded="local")
 def torch_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Do the same in place. Collective in training."""
     return _dropped(input, p, train, True)
 
 
-@implements(torch.feature_dropout)
+@implements(torch.feature_dropout, sharded="local")
 def torch_feature_dropout(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     return _dropped(input, p, train, False, _channels(input))
 
 
-@implements(torch.feature_dropout_)
+@implements(torch.feature_dropout_, sharded="local")
 def torch_feature_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels in place. Collective in training."""
     return _dropped(input, p, train, True, _channels(input))
 
 
-RULES[torch.alpha_dropout], RULES[torch.feature_alpha_dropout] = alpha_dropout, feature_alpha_dropout
+implements(torch.alpha_dropout, sharded="local")(alpha_dropout)
+implements(torch.feature_alpha_dropout, sharded="local")(feature_alpha_dropout)
 
 
-@implements(torch.alpha_dropout_)
+@implements(torch.alpha_dropout_, sharded="local")
 def torch_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop cells in place such that mean and variance stay. Collective in training."""
     return alpha_dropout(input, p, train, True)
 
 
-@implements(torch.feature_alpha_dropout_)
+@implements(torch.feature_alpha_dropout_, sharded="local")
 def torch_feature_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels in place such that mean and variance stay. Collective in training."""
     return feature_alpha_dropout(input, p, train, True)
 
 
-@implements(F.rrelu, torch.rrelu)
+@implements(F.rrelu, torch.rrelu, sharded="local")
 def rrelu(
     input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> ShardTensor:
@@ -195,7 +196,7 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any = N
     return wrap(local.requires_grad_(requires_grad), x._layout, x._mesh)
 
 
-@implements(torch.rand_like)
+@implements(torch.rand_like, sharded="local")
 def rand_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
 ) -> ShardTensor:
@@ -203,7 +204,7 @@ def rand_like(
     return _like(input, uniform, dtype, requires_grad, generator)
 
 
-@implements(torch.randn_like)
+@implements(torch.randn_like, sharded="local")
 def randn_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **_: Any
 ) -> ShardTensor:
@@ -211,7 +212,7 @@ def randn_like(
     return _like(input, normal, dtype, requires_grad, generator)
 
 
-@implements(torch.randint_like)
+@implements(torch.randint_like, sharded="local")
 def randint_like(
     input: Any, low: int, high: int | None = None, *, dtype: Any = None, generator: Any = None, **_: Any
 ) -> ShardTensor:
@@ -232,7 +233,7 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
-@implements(torch.bernoulli, torch.Tensor.bernoulli)
+@implements(torch.bernoulli, torch.Tensor.bernoulli, sharded="local")
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     if out is not None:
@@ -246,7 +247,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None, out: Any = No
     return wrap(drawn + 0 * x._local if p is x else drawn, x._layout, x._mesh)
 
 
-@implements(torch.normal)
+@implements(torch.normal, sharded="local")
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
     if out is not None:
@@ -261,7 +262,7 @@ def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
     return _drawn(x, torch.float64, uniform(torch.float64), generator).add_(2.0**-54)
 
 
-@implements(torch.poisson)
+@implements(torch.poisson, sharded="local")
 def poisson(input: Any, generator: Any = None) -> ShardTensor:
     """Draw Poisson numbers with the rates ``input``. Collective."""
     x = resolved(input)
@@ -278,7 +279,7 @@ def poisson(input: Any, generator: Any = None) -> ShardTensor:
     return wrap(drawn + 0 * x._local if x.requires_grad else drawn, x._layout, x._mesh)
 
 
-@implements(torch.multinomial, torch.Tensor.multinomial)
+@implements(torch.multinomial, torch.Tensor.multinomial, sharded="gathers")
 def multinomial(
     input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
 ) -> Any:
@@ -327,7 +328,7 @@ def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
     return self.copy_(wrap(values, cotangent_layout(self._layout), self._mesh))
 
 
-@implements(torch.Tensor.uniform_)
+@implements(torch.Tensor.uniform_, sharded="local")
 def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with uniform numbers in [a, b). Collective."""
     if a > b:
@@ -336,7 +337,7 @@ def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
     return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
 
 
-@implements(torch.Tensor.normal_)
+@implements(torch.Tensor.normal_, sharded="local")
 def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with normal numbers. Collective."""
     if std < 0:
@@ -344,19 +345,19 @@ def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = 
     return _write(self, _drawn(self, self._local.dtype, normal(self._local.dtype), generator).mul_(std).add_(mean))
 
 
-@implements(torch.Tensor.bernoulli_)
+@implements(torch.Tensor.bernoulli_, sharded="local")
 def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor:
     """Fill with zeros and ones. Collective."""
     return _write(self, _probabilities(resolved(self), p, self._local.dtype, generator))
 
 
-@implements(torch.Tensor.exponential_)
+@implements(torch.Tensor.exponential_, sharded="local")
 def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with exponentially distributed numbers. Collective."""
     return _write(self, _drawn(self, self._local.dtype, exponential(lambd), generator))
 
 
-@implements(torch.Tensor.cauchy_)
+@implements(torch.Tensor.cauchy_, sharded="local")
 def cauchy_(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with Cauchy numbers. Collective."""
     if sigma <= 0:
@@ -365,7 +366,7 @@ def cauchy_(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: An
     return _write(self, angle.tan_().mul_(sigma).add_(median))
 
 
-@implements(torch.Tensor.log_normal_)
+@implements(torch.Tensor.log_normal_, sharded="local")
 def log_normal_(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> ShardTensor:
     """Fill with numbers whose logarithm is normal. Collective."""
     if std <= 0:
@@ -373,7 +374,7 @@ def log_normal_(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: An
     return _write(self, _drawn(self, torch.float64, normal(torch.float64), generator).mul_(std).add_(mean).exp_())
 
 
-@implements(torch.Tensor.geometric_)
+@implements(torch.Tensor.geometric_, sharded="local")
 def geometric_(self: Any, p: float, *, generator: Any = None) -> ShardTensor:
     """Fill with the number of trials up to a first success of probability ``p``. Collective."""
     if not 0 < p < 1:
@@ -381,7 +382,7 @@ def geometric_(self: Any, p: float, *, generator: Any = None) -> ShardTensor:
     return _write(self, _uniform_of(resolved(self), generator).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1))
 
 
-@implements(torch.Tensor.random_)
+@implements(torch.Tensor.random_, sharded="local")
 def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> ShardTensor:
     """Fill with integers in [from, to), or all that the dtype represents exactly. Collective."""
     low, high = named.get("from", 0), named.get("to")
@@ -396,7 +397,7 @@ def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> Sha
     return _write(self, _drawn(self, dtype, integers(low, high), generator))
 
 
-@implements(F.gumbel_softmax)
+@implements(F.gumbel_softmax, sharded="local")
 def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """Sample from the Gumbel-Softmax distribution. Collective."""
     if eps != 1e-10:

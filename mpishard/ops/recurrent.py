@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.ops.rule.align import Labels, Met, meet
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
@@ -90,7 +90,7 @@ def _layer_by_layer(rule: Callable[..., Any], args: Any, dropout: float, states:
     return (head[0], *(torch.cat(end) for end in ends))
 
 
-@implements(torch._pack_padded_sequence)
+@implements(torch._pack_padded_sequence, sharded="gathers")
 def pack_padded_sequence(input: ShardTensor, lengths: Any, batch_first: bool) -> Any:
     """Pack sequences. Collective: they are gathered, since those of all ranks take turns in the packed rows."""
     met = meet((input,), ((None,) * input.ndim,))
@@ -98,7 +98,7 @@ def pack_padded_sequence(input: ShardTensor, lengths: Any, batch_first: bool) ->
     return met.wrapped(data, (None,) * data.ndim), sizes
 
 
-@implements(torch._pad_packed_sequence)
+@implements(torch._pad_packed_sequence, sharded="local")
 def pad_packed_sequence(
     input: ShardTensor, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
 ) -> Any:
@@ -108,7 +108,7 @@ def pad_packed_sequence(
     return met.wrapped(data, (None,) * data.ndim), lengths
 
 
-@implements(torch._C._nn.pad_sequence)
+@implements(torch._C._nn.pad_sequence, sharded="halo")
 def pad_sequence(
     sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
 ) -> Any:
@@ -143,5 +143,5 @@ def _cell_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
 
 for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
     _states = 2 if _name == "lstm" else 1
-    RULES[getattr(torch, _name)] = _layer_rule(getattr(torch, _name), _states)
-    RULES[getattr(torch, f"{_name}_cell")] = _cell_rule(getattr(torch, f"{_name}_cell"), _states)
+    implements(getattr(torch, _name), sharded="gathers")(_layer_rule(getattr(torch, _name), _states))
+    implements(getattr(torch, f"{_name}_cell"), sharded="gathers")(_cell_rule(getattr(torch, f"{_name}_cell"), _states))

@@ -13,7 +13,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch._VF._make_dual)  # type: ignore[attr-defined]
+@implements(torch._VF._make_dual, sharded="local")  # type: ignore[attr-defined]
 def make_dual(tensor: Any, tangent: Any, level: int) -> ShardTensor:
     """Return a dual of the blocks, the tangent's in the layout of the tensor. Collective where it has another."""
     if transforms_active():
@@ -41,7 +41,7 @@ def make_dual(tensor: Any, tangent: Any, level: int) -> ShardTensor:
     return wrap(dual, primal._layout, mesh)
 
 
-@implements(torch._VF._unpack_dual)  # type: ignore[attr-defined]
+@implements(torch._VF._unpack_dual, sharded="local")  # type: ignore[attr-defined]
 def unpack_dual(dual: ShardTensor, level: int) -> tuple[ShardTensor, ShardTensor | None]:
     """Return the tensor and its tangent (None: it has none), in one layout. Not collective."""
     primal, tangent = torch._VF._unpack_dual(dual._local, level=level)  # type: ignore[attr-defined]

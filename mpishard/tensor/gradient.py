@@ -48,7 +48,7 @@ def _input(x: Any) -> Any:
     return root_of(x)[0] if isinstance(x, ShardTensor) else x
 
 
-@implements(torch.Tensor.backward)
+@implements(torch.Tensor.backward, sharded="local")
 def backward(
     self: ShardTensor,
     gradient: Any = None,
@@ -60,7 +60,7 @@ def backward(
     autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-@implements(torch.autograd.backward)
+@implements(torch.autograd.backward, sharded="local")
 def autograd_backward(
     tensors: Any,
     grad_tensors: Any = None,
@@ -85,7 +85,7 @@ def autograd_backward(
         )
 
 
-@implements(torch.autograd.grad)
+@implements(torch.autograd.grad, sharded="local")
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return gradients in the layouts of ``inputs``. Collective."""
     roots, leaves = _as_list(outputs), _as_list(inputs)
@@ -104,13 +104,13 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     )
 
 
-@implements(torch.Tensor.retain_grad)
+@implements(torch.Tensor.retain_grad, sharded="local")
 def retain_grad(self: ShardTensor) -> None:
     """Keep the gradient of a tensor that is not a leaf. Not collective."""
     root_of(self)[0].retain_grad()
 
 
-@implements(torch.Tensor.requires_grad_)
+@implements(torch.Tensor.requires_grad_, sharded="local")
 def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor:
     """Set whether autograd records operations on this tensor. Not collective."""
     root_of(self)[0].requires_grad_(requires_grad)
@@ -119,7 +119,7 @@ def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor
     return self
 
 
-@implements(torch.Tensor.detach_)
+@implements(torch.Tensor.detach_, sharded="local")
 def detach_(self: ShardTensor) -> ShardTensor:
     """Cut this tensor from its graph. Not collective."""
     self._local.detach_()

@@ -31,14 +31,14 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
     return use(local, mesh, layout.partial_dims)
 
 
-@implements(torch.Tensor.register_hook)
+@implements(torch.Tensor.register_hook, sharded="local")
 def register_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook ShardTensors. Not collective."""
     (block, layout), mesh = root_of(self), self._mesh
     return block.register_hook(lambda g: local_cotangent(hook(global_cotangent(g, layout, mesh)), layout, mesh))
 
 
-@implements(torch.Tensor.register_post_accumulate_grad_hook)
+@implements(torch.Tensor.register_post_accumulate_grad_hook, sharded="local")
 def register_post_accumulate_grad_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook the ShardTensor. Not collective."""
     return root_of(self)[0].register_post_accumulate_grad_hook(lambda _: hook(self))

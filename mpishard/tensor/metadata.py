@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # torch's own descriptors and methods, which read only what the wrapper knows
@@ -25,37 +25,39 @@ _METHODS_OF_LOCAL = (
 for _name in _OF_LOCAL:
     _descriptor = getattr(torch.Tensor, _name, None)
     if _descriptor is not None and hasattr(_descriptor, "__get__"):
-        RULES[_descriptor.__get__] = lambda self, _name=_name: getattr(self._local, _name)
+        implements(_descriptor.__get__, sharded="local")(lambda self, _name=_name: getattr(self._local, _name))
 for _name in _METHODS_OF_LOCAL:
     for _function in spellings(_name):
-        RULES[_function] = lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(*args, **kwargs)
+        implements(_function, sharded="local")(
+            lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(*args, **kwargs)
+        )
 
 
-@implements(torch.Tensor.dim, torch.Tensor.ndimension)
+@implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")
 def dim(self: ShardTensor) -> int:
     """Return the number of dims. Not collective."""
     return len(self._layout.shape)
 
 
-@implements(torch.Tensor.size)
+@implements(torch.Tensor.size, sharded="local")
 def size(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the global shape, or one extent of it. Not collective."""
     return self.shape if dim is None else self._layout.shape[dim]
 
 
-@implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement)
+@implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement, sharded="local")
 def numel(self: ShardTensor) -> int:
     """Return the number of cells of the global tensor. Not collective."""
     return math.prod(self._layout.shape)
 
 
-@implements(torch.Tensor.nbytes.__get__)  # type: ignore[attr-defined]
+@implements(torch.Tensor.nbytes.__get__, sharded="local")  # type: ignore[attr-defined]
 def nbytes(self: ShardTensor) -> int:
     """Return the bytes of the global tensor. Not collective."""
     return math.prod(self._layout.shape) * self._local.itemsize
 
 
-@implements(torch.Tensor.stride)
+@implements(torch.Tensor.stride, sharded="local")
 def stride(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the strides that the gathered tensor has. Not collective."""
     shape = self._layout.shape
@@ -64,31 +66,31 @@ def stride(self: ShardTensor, dim: int | None = None) -> Any:
     return strides if dim is None else strides[dim]
 
 
-@implements(torch.Tensor.is_contiguous)
+@implements(torch.Tensor.is_contiguous, sharded="local")
 def is_contiguous(self: ShardTensor, memory_format: Any = torch.contiguous_format) -> bool:
     """Tell whether the local block is contiguous. Not collective."""
     return self._local.is_contiguous(memory_format=memory_format)
 
 
-@implements(torch.Tensor.storage_offset)
+@implements(torch.Tensor.storage_offset, sharded="local")
 def storage_offset(_self: ShardTensor) -> int:
     """Return 0: the gathered tensor would start its own storage. Not collective."""
     return 0
 
 
-@implements(torch.result_type)
+@implements(torch.result_type, sharded="local")
 def result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     """Return the dtype that an operation on both gives. Not collective."""
     return torch.result_type(*(t._local if isinstance(t, ShardTensor) else t for t in (tensor1, tensor2)))
 
 
-@implements(torch.is_same_size, torch.Tensor.is_same_size)
+@implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")
 def is_same_size(self: Any, other: Any) -> bool:
     """Tell whether the global shapes agree. Not collective."""
     return tuple(self.shape) == tuple(other.shape)
 
 
-@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
+@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__, sharded="local")
 def item(self: ShardTensor) -> Any:
     """Return the global value of a tensor with one cell. Collective unless it is replicated."""
     return whole_value(self).item()
@@ -102,10 +104,10 @@ def whole_value(x: ShardTensor) -> torch.Tensor:
     return x._local.detach() if x._layout.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
 
 
-RULES[torch.Tensor.__bool__] = lambda self: bool(whole_value(self))
-RULES[torch.Tensor.__int__] = lambda self: int(whole_value(self))
-RULES[torch.Tensor.__float__] = lambda self: float(whole_value(self))
-RULES[torch.Tensor.__complex__] = lambda self: complex(whole_value(self))
-RULES[torch.Tensor.__index__] = lambda self: whole_value(self).__index__()
-RULES[torch.is_nonzero] = RULES[torch.Tensor.is_nonzero] = lambda self: bool(whole_value(self))
-RULES[torch.Tensor.tolist] = lambda self: self.full_tensor().tolist()
+implements(torch.Tensor.__bool__, sharded="local")(lambda self: bool(whole_value(self)))
+implements(torch.Tensor.__int__, sharded="local")(lambda self: int(whole_value(self)))
+implements(torch.Tensor.__float__, sharded="local")(lambda self: float(whole_value(self)))
+implements(torch.Tensor.__complex__, sharded="local")(lambda self: complex(whole_value(self)))
+implements(torch.Tensor.__index__, sharded="local")(lambda self: whole_value(self).__index__())
+implements(torch.is_nonzero, torch.Tensor.is_nonzero, sharded="local")(lambda self: bool(whole_value(self)))
+implements(torch.Tensor.tolist, sharded="local")(lambda self: self.full_tensor().tolist())

@@ -18,7 +18,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
-@implements(F.multi_head_attention_forward)
+@implements(F.multi_head_attention_forward, sharded="moves")
 def multi_head_attention_forward(
     query: Any,
     key: Any,
@@ -167,7 +167,7 @@ def _met(q: Any, k: Any, v: Any, masks: Sequence[Any]) -> list[ShardTensor]:
     return [moved(x, target) for x, target in zip(operands, targets)]
 
 
-@implements(torch._nested_tensor_from_mask_left_aligned)
+@implements(torch._nested_tensor_from_mask_left_aligned, sharded="local")
 def nested_tensor_from_mask_left_aligned(*_: Any) -> bool:
     """Tell a transformer encoder not to make nested tensors, which have no shards. Not collective."""
     return False

@@ -102,7 +102,7 @@ class AttentionPlan(NamedTuple):
     back: WindowOp | None
 
 
-@implements(F.scaled_dot_product_attention)
+@implements(F.scaled_dot_product_attention, sharded="moves")
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

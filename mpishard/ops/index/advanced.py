@@ -361,7 +361,7 @@ def _along(dim: int, index: Any) -> tuple[Any, ...]:
     return (*(slice(None),) * dim, index if index.ndim else index.reshape(1))
 
 
-@implements(torch.index_select, torch.Tensor.index_select)
+@implements(torch.index_select, torch.Tensor.index_select, sharded="moves")
 def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
     """Pick cells along a dim. Collective where it is sharded."""
     if index.ndim > 1:
@@ -369,7 +369,7 @@ def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
     return picked(input, _along(wrapped(dim, input.ndim), index))
 
 
-@implements(torch.Tensor.index_add_)
+@implements(torch.Tensor.index_add_, sharded="moves")
 @into_plain(torch.Tensor.index_add_)
 def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
     """Add to cells along a dim, in place. Collective where the source must travel."""
@@ -377,7 +377,7 @@ def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: A
     return self
 
 
-@implements(torch.Tensor.index_copy_)
+@implements(torch.Tensor.index_copy_, sharded="moves")
 @into_plain(torch.Tensor.index_copy_)
 def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
     """Write cells along a dim, in place. Collective where the source must travel."""
@@ -385,7 +385,7 @@ def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTe
     return self
 
 
-@implements(torch.Tensor.index_fill_)
+@implements(torch.Tensor.index_fill_, sharded="local")
 @into_plain(torch.Tensor.index_fill_)
 def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTensor:
     """Fill cells along a dim, in place. Not collective."""
@@ -393,7 +393,7 @@ def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTen
     return self
 
 
-@implements(torch.Tensor.index_put_, torch.index_put_)
+@implements(torch.Tensor.index_put_, torch.index_put_, sharded="moves")
 @into_plain(torch.Tensor.index_put_)
 def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> ShardTensor:
     """Write at points, in place. Collective where the values must travel."""
@@ -417,4 +417,4 @@ for _name, _in_place in {
     "index_fill": index_fill_,
     "index_put": index_put_,
 }.items():
-    implements(*spellings(_name))(_out_of_place(_in_place))
+    implements(*spellings(_name), sharded="moves")(_out_of_place(_in_place))

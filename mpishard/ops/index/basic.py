@@ -29,7 +29,7 @@ from mpishard.ops.rule.dim import (
     wrapped,
 )
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 Key = tuple[Any, ...]
@@ -235,7 +235,7 @@ def _cut(x: ShardTensor, dim: int, start: int, stop: int) -> ShardTensor:
     return indexed(x, (*(_ALL,) * dim, (start, stop, None)))
 
 
-@implements(torch.narrow, torch.Tensor.narrow, torch.narrow_copy, torch.Tensor.narrow_copy)
+@implements(torch.narrow, torch.Tensor.narrow, torch.narrow_copy, torch.Tensor.narrow_copy, sharded="local")
 def narrow(input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
     """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
     d, start = wrapped(dim, input.ndim), int(start)
@@ -246,13 +246,13 @@ def narrow(input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor
     return _cut(input, d, start, start + length)
 
 
-@implements(torch.select, torch.Tensor.select)
+@implements(torch.select, torch.Tensor.select, sharded="moves")
 def select(input: ShardTensor, dim: int, index: int) -> ShardTensor:
     """Return one cell of a dim. Not collective, unless the dim is sharded: then its owner broadcasts."""
     return indexed(input, (*(_ALL,) * wrapped(dim, input.ndim), int(index)))
 
 
-@implements(torch.unbind, torch.Tensor.unbind)
+@implements(torch.unbind, torch.Tensor.unbind, sharded="gathers")
 def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     """Return all cells of a dim one by one. Not collective, unless the dim is sharded: then it is gathered."""
     d = wrapped(dim, input.ndim)
@@ -274,7 +274,7 @@ def _equal_parts(n: int, length: int) -> list[int]:
     return [min(length, n - i) for i in range(0, n, length)] or [0]
 
 
-@implements(torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split)
+@implements(torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split, sharded="local")
 def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
     given = named.get("split_size", split_size_or_sections)
@@ -294,13 +294,14 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
     torch.Tensor.split_with_sizes,
     torch.unsafe_split_with_sizes,
     torch.Tensor.unsafe_split_with_sizes,
+    sharded="local",
 )
 def split_with_sizes(input: ShardTensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
     """Cut a dim into parts of given sizes. Not collective."""
     return split(input, list(split_sizes), dim)
 
 
-@implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
+@implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk, sharded="local")
 def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
     if chunks <= 0:
@@ -311,7 +312,7 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     return _parts(settled(input), d, sizes)
 
 
-@implements(torch.tensor_split, torch.Tensor.tensor_split)
+@implements(torch.tensor_split, torch.Tensor.tensor_split, sharded="local")
 def tensor_split(
     input: ShardTensor, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None, sections: Any = None
 ) -> Any:
@@ -342,6 +343,6 @@ def _axis_split(dim_of: Any) -> Any:
     return rule
 
 
-RULES[torch.hsplit] = RULES[torch.Tensor.hsplit] = _axis_split(lambda ndim: 0 if ndim == 1 else 1)
-RULES[torch.vsplit] = RULES[torch.Tensor.vsplit] = _axis_split(lambda _: 0)
-RULES[torch.dsplit] = RULES[torch.Tensor.dsplit] = _axis_split(lambda _: 2)
+implements(torch.hsplit, torch.Tensor.hsplit, sharded="local")(_axis_split(lambda ndim: 0 if ndim == 1 else 1))
+implements(torch.vsplit, torch.Tensor.vsplit, sharded="local")(_axis_split(lambda _: 0))
+implements(torch.dsplit, torch.Tensor.dsplit, sharded="local")(_axis_split(lambda _: 2))

@@ -57,7 +57,7 @@ def _with_options(
     return weight
 
 
-@implements(F.embedding)
+@implements(F.embedding, sharded="gathers")
 def embedding(
     input: Any,
     weight: Any,
@@ -99,7 +99,7 @@ def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
     return cropped(F.embedding(filled(index), filled(rows), padding_idx), shape)
 
 
-@implements(F.embedding_bag)
+@implements(F.embedding_bag, sharded="gathers")
 def embedding_bag(
     input: Any,
     weight: Any,
@@ -138,7 +138,7 @@ def embedding_bag(
     return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
-@implements(F.one_hot)
+@implements(F.one_hot, sharded="local")
 def one_hot(input: ShardTensor, num_classes: int = -1) -> ShardTensor:
     """Add a last dim of classes. Not collective where their number is given."""
     x = resolved(input)

@@ -74,7 +74,7 @@ def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
     return moved(on_mesh(x, mesh), layout)._local
 
 
-@implements(torch.gather, torch.Tensor.gather)
+@implements(torch.gather, torch.Tensor.gather, sharded="gathers")
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: Any = None) -> ShardTensor:
     """Pick cells along a dim, one per cell of the index.
 
@@ -92,7 +92,7 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False, out: 
     return wrap(y, plan.index, mesh)
 
 
-@implements(torch.take_along_dim, torch.Tensor.take_along_dim)
+@implements(torch.take_along_dim, torch.Tensor.take_along_dim, sharded="gathers")
 def take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
     """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
     if out is not None:
@@ -161,5 +161,5 @@ def _out_of_place(name: str, in_place: Any) -> Any:
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):
     _rule = _scatter_rule(_name)
-    implements(getattr(torch.Tensor, f"{_name}_"))(_rule)
-    implements(getattr(torch, _name), getattr(torch.Tensor, _name))(_out_of_place(_name, _rule))
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="gathers")(_rule)
+    implements(getattr(torch, _name), getattr(torch.Tensor, _name), sharded="gathers")(_out_of_place(_name, _rule))

@@ -12,7 +12,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
-@implements(torch.Tensor.__getitem__)
+@implements(torch.Tensor.__getitem__, sharded="moves")
 def getitem(self: Any, index: Any) -> Any:
     """Index. Not collective, unless one cell of a sharded dim is selected, or a sharded dim by a tensor."""
     key = key_of(index)
@@ -23,7 +23,7 @@ def getitem(self: Any, index: Any) -> Any:
     return self[key] if key is not None else picked(self, index)
 
 
-@implements(torch.Tensor.__setitem__)
+@implements(torch.Tensor.__setitem__, sharded="gathers")
 def setitem(self: Any, index: Any, value: Any) -> None:
     """Write at an index. Collective where the value is laid out differently.
 

@@ -56,7 +56,7 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
     return _found(blocks[0]._local[blocks[1]._local.bool()], blocks[1]._layout, mesh)
 
 
-@implements(*spellings("masked_select"))
+@implements(*spellings("masked_select"), sharded="moves")
 def masked_select(input: Any, mask: Any, *, out: Any = None) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
     if out is not None:
@@ -65,7 +65,7 @@ def masked_select(input: Any, mask: Any, *, out: Any = None) -> ShardTensor:
     return picked_where(input.expand(shape), mask.expand(shape))
 
 
-@implements(*spellings("nonzero"))
+@implements(*spellings("nonzero"), sharded="moves")
 def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     if out is not None:
@@ -80,7 +80,7 @@ def nonzero(input: ShardTensor, *, as_tuple: bool = False, out: Any = None) -> A
     return found.unbind(1) if as_tuple else found
 
 
-@implements(*spellings("argwhere"))
+@implements(*spellings("argwhere"), sharded="moves")
 def argwhere(input: ShardTensor) -> ShardTensor:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     return nonzero(input)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from mpishard.ops.index.advanced import picked, put
 from mpishard.ops.index.getitem import setitem
 from mpishard.ops.rule.dim import gathered, into_plain, require_writable, resized, settle, whole_along, wrapped
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -37,7 +37,7 @@ def _require_shape(name: str, src: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-@implements(torch.select_scatter, torch.Tensor.select_scatter)
+@implements(torch.select_scatter, torch.Tensor.select_scatter, sharded="moves")
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
     """Write one cell of a dim in a copy. Collective where the source is laid out differently."""
     d = wrapped(dim, input.ndim)
@@ -47,7 +47,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
     return y
 
 
-@implements(torch.slice_scatter, torch.Tensor.slice_scatter)
+@implements(torch.slice_scatter, torch.Tensor.slice_scatter, sharded="moves")
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
     """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
     d = wrapped(dim, input.ndim)
@@ -58,7 +58,7 @@ def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: An
     return y
 
 
-@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter)
+@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter, sharded="gathers")
 def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
     y = _own(input, src)
@@ -71,7 +71,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     return moved(out, layout)
 
 
-@implements(torch.Tensor.fill_diagonal_)
+@implements(torch.Tensor.fill_diagonal_, sharded="local")
 def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> ShardTensor:
     """Fill the diagonal from the first cell, in place. Not collective."""
     require_writable(self, "fill_diagonal_")
@@ -97,7 +97,7 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
 # -- flat positions
 
 
-@implements(torch.take, torch.Tensor.take)
+@implements(torch.take, torch.Tensor.take, sharded="moves")
 def take(input: Any, index: Any) -> Any:
     """Pick cells of the flattened tensor. Collective where it is sharded; a sharded index needs it whole."""
     flat = gathered(input) if isinstance(index, ShardTensor) else input
@@ -106,7 +106,7 @@ def take(input: Any, index: Any) -> Any:
     return picked(flat.reshape(-1), index)
 
 
-@implements(torch.Tensor.put_)
+@implements(torch.Tensor.put_, sharded="gathers")
 @into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
@@ -129,7 +129,7 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
     return self
 
 
-@implements(torch.Tensor.masked_scatter_)
+@implements(torch.Tensor.masked_scatter_, sharded="gathers")
 @into_plain(torch.Tensor.masked_scatter_)
 def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     """Write consecutive cells of ``source`` where a mask is true, in place.
@@ -150,7 +150,7 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     return self
 
 
-@implements(torch.index_reduce, torch.Tensor.index_reduce)
+@implements(torch.index_reduce, torch.Tensor.index_reduce, sharded="gathers")
 def index_reduce(
     input: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> ShardTensor:
@@ -170,8 +170,10 @@ def index_reduce(
     return moved(wrap(local, whole._layout, x._mesh), x._layout)
 
 
-RULES[torch.Tensor.index_reduce_] = into_plain(torch.Tensor.index_reduce_)(
-    lambda self, *args, **kwargs: self.copy_(index_reduce(self, *args, **kwargs))
+implements(torch.Tensor.index_reduce_, sharded="gathers")(
+    into_plain(torch.Tensor.index_reduce_)(
+        lambda self, *args, **kwargs: self.copy_(index_reduce(self, *args, **kwargs))
+    )
 )
 
 
@@ -186,4 +188,4 @@ def _out_of_place(in_place: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _rule in {"put": put_, "masked_scatter": masked_scatter_}.items():
     for _place in (torch, torch.Tensor):
-        RULES[getattr(_place, _name)] = _out_of_place(_rule)
+        implements(getattr(_place, _name), sharded="gathers")(_out_of_place(_rule))

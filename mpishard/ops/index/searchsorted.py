@@ -14,7 +14,7 @@ from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch.isin)
+@implements(torch.isin, sharded="gathers")
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     """Tell which elements are among others. Collective where ``test_elements`` is sharded: it is gathered."""
     mesh = mesh_of((elements, test_elements))
@@ -27,13 +27,13 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
     return wrap(torch.isin(x._local, others, assume_unique=assume_unique, invert=invert), x._layout, mesh)
 
 
-@implements(torch.bucketize)
+@implements(torch.bucketize, sharded="gathers")
 def bucketize(input: Any, boundaries: Any, **options: Any) -> Any:
     """Return the bucket of every cell. Collective where the boundaries are sharded: they are gathered."""
     return searchsorted(boundaries, input, **options)
 
 
-@implements(torch.searchsorted)
+@implements(torch.searchsorted, sharded="gathers")
 def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None, **options: Any) -> Any:
     """Return where values would be inserted. Collective where the last dim of the sequence is sharded: it is gathered.
 

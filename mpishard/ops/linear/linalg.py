@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.rule.align import batchwise
-from mpishard.tensor.registry import RULES, no_out, spellings
+from mpishard.tensor.registry import implements, no_out, spellings
 
 _OF_ONE = """
 inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse qr svd svdvals eig eigvals eigh eigvalsh
@@ -72,9 +72,11 @@ def _rule(func: Callable[..., Any], cores: dict[str, int]) -> Callable[..., Any]
 
 for _name in _OF_ONE:
     for _func in spellings(_name):
-        RULES[_func] = _rule(_func, {"A" if _func.__name__.startswith("linalg_") else "input": 2})
+        implements(_func, sharded="gathers")(
+            _rule(_func, {"A" if _func.__name__.startswith("linalg_") else "input": 2})
+        )
 for _func, _cores in _OF_SEVERAL.items():
-    RULES[_func] = _rule(_func, _cores)
+    implements(_func, sharded="gathers")(_rule(_func, _cores))
 
 
 def _right_side(A: Any, B: Any) -> int:
@@ -104,7 +106,7 @@ def _solve_rule(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _func in (torch.linalg.solve, torch.linalg.solve_ex):
-    RULES[_func] = _solve_rule(_func)
+    implements(_func, sharded="gathers")(_solve_rule(_func))
 
 
 def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,4 +123,4 @@ def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
 
 # of least squares: torch gives residuals only where every matrix of the batch has full rank
 for _func in (torch.linalg.lstsq, torch.linalg.tensorsolve, torch.linalg.tensorinv):
-    RULES[_func] = _gathered_whole(_func)
+    implements(_func, sharded="gathers")(_gathered_whole(_func))

@@ -14,7 +14,7 @@ from mpishard.ops.rule.contraction import Label, Labels, contract
 from mpishard.ops.rule.dim import into_plain
 from mpishard.ops.shape.diagonal import diagonal
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
-from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.registry import implements, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -24,7 +24,7 @@ def _linear_labels(ndim: int) -> tuple[tuple[Labels, Labels], Labels]:
     return ((*batch, "K"), ("J", "K")), (*batch, "J")
 
 
-@implements(F.linear)
+@implements(F.linear, sharded="reduction")
 def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a linear layer to the last dim.
 
@@ -55,7 +55,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
         return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
 
 
-@implements(F.bilinear, torch.bilinear)
+@implements(F.bilinear, torch.bilinear, sharded="reduction")
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTensor:
     """Apply a bilinear layer. As `linear`."""
     batch = tuple(range(input1.ndim - 1))
@@ -73,7 +73,7 @@ def _matmul_labels(ndim: int, other: int) -> tuple[tuple[Labels, Labels], Labels
     return (a, b), (*batch, *("I",) * (ndim > 1), *("J",) * (other > 1))
 
 
-@implements(*spellings("matmul"), torch.Tensor.__matmul__)
+@implements(*spellings("matmul"), torch.Tensor.__matmul__, sharded="reduction")
 def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
     """Multiply matrices, or batches of them. Not collective where the summed dim is whole, or sharded alike."""
     if out is not None:
@@ -86,7 +86,7 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
     return contract("matmul", torch.matmul, (input, other), labels, result)
 
 
-@implements(torch.Tensor.__rmatmul__)
+@implements(torch.Tensor.__rmatmul__, sharded="reduction")
 def rmatmul(self: Any, other: Any) -> ShardTensor:
     """Multiply from the right. As `matmul`."""
     return matmul(other, self)
@@ -116,7 +116,7 @@ def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
 
 for _name, (_labels, _result) in _PRODUCTS.items():
     for _func in spellings(_name):
-        RULES[_func] = _product_rule(_name, _labels, _result)
+        implements(_func, sharded="reduction")(_product_rule(_name, _labels, _result))
 
 
 # -- products that are added to something: (operands, result), and the product alone
@@ -177,12 +177,12 @@ def _in_place_rule(rule: Any) -> Any:
 for _name, (_labels, _result, _product) in _ADDED.items():
     _rule = _added_rule(_name, _labels, _result, _product)
     for _func in spellings(_name):
-        RULES[_func] = _rule
+        implements(_func, sharded="reduction")(_rule)
     for _func in spellings(f"{_name}_"):
-        RULES[_func] = into_plain(_func)(_in_place_rule(_rule))
+        implements(_func, sharded="reduction")(into_plain(_func)(_in_place_rule(_rule)))
 
 
-@implements(torch.inner, torch.Tensor.inner)
+@implements(torch.inner, torch.Tensor.inner, sharded="reduction")
 def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
     """Sum over the last dims of both. As `matmul`."""
     if out is not None:
@@ -194,7 +194,7 @@ def inner(input: Any, other: Any, *, out: Any = None) -> ShardTensor:
     return contract("inner", torch.inner, (input, other), ((*a, "K"), (*b, "K")), (*a, *b))
 
 
-@implements(torch.tensordot)
+@implements(torch.tensordot, sharded="reduction")
 def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
     """Sum over pairs of dims. As `matmul`."""
     if out is not None:
@@ -220,7 +220,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> ShardTensor:
     )
 
 
-@implements(torch.linalg.multi_dot)
+@implements(torch.linalg.multi_dot, sharded="reduction")
 def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
     if out is not None:
@@ -235,7 +235,7 @@ def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> ShardTensor:
     return contract("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
 
 
-@implements(torch.chain_matmul)
+@implements(torch.chain_matmul, sharded="reduction")
 def chain_matmul(*matrices: Any, out: Any = None) -> ShardTensor:
     """Multiply a chain of matrices. As `matmul`."""
     return multi_dot(matrices, out=out)
@@ -270,7 +270,7 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
     return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
 
 
-@implements(*spellings("einsum"))
+@implements(*spellings("einsum"), sharded="reduction")
 def einsum(*args: Any) -> ShardTensor:
     """Evaluate Einstein's sum convention. As `matmul`."""
     equation, operands = args[0], args[1:]

@@ -13,7 +13,7 @@ from mpishard.layout import layout_of
 from mpishard.ops.rule.align import batchwise, meet
 from mpishard.ops.rule.dim import gathered, wrapped
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.registry import implements, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -22,7 +22,7 @@ def _check_out(out: Any, func: Any) -> None:
         raise no_out(func)
 
 
-@implements(torch.linalg.cross)
+@implements(torch.linalg.cross, sharded="gathers")
 def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> ShardTensor:
     """Cross product of vectors of three. Collective where their dim is sharded: it is gathered."""
     _check_out(out, torch.linalg.cross)
@@ -40,7 +40,7 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1, out: Any = None) -> S
     return met.wrapped(torch.linalg.cross(*met.locals, dim=d), labels)
 
 
-@implements(torch.cross, torch.Tensor.cross)
+@implements(torch.cross, torch.Tensor.cross, sharded="reduction")
 def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) -> ShardTensor:
     """Cross product along a dim, by default the first of three cells. As `linalg.cross`."""
     _check_out(out, torch.cross)
@@ -51,20 +51,20 @@ def cross(input: Any, other: Any, dim: int | None = None, *, out: Any = None) ->
     return linalg_cross(input, other, dim=dim)
 
 
-@implements(torch.linalg.vecdot)
+@implements(torch.linalg.vecdot, sharded="reduction")
 def vecdot(x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
     """Inner products of vectors along a dim. Collective where it is sharded: one small all-reduce."""
     _check_out(out, torch.linalg.vecdot)
     return (x.conj() * y).sum(dim)
 
 
-@implements(torch.vander)
+@implements(torch.vander, sharded="local")
 def falling_vander(x: ShardTensor, N: int | None = None, increasing: bool = False) -> Any:
     """Powers of every cell of a vector, the highest first. Not collective."""
     return vander(x, N) if increasing else torch.flip(vander(x, N), (-1,))
 
 
-@implements(torch.linalg.vander)
+@implements(torch.linalg.vander, sharded="local")
 def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
     """Powers of every cell along a new last dim. Not collective."""
     x = resolved(x)
@@ -78,13 +78,13 @@ def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
     return wrap(local, out, x._mesh)
 
 
-@implements(torch.dist, torch.Tensor.dist)
+@implements(torch.dist, torch.Tensor.dist, sharded="reduction")
 def dist(input: Any, other: Any, p: Any = 2) -> Any:
     """Norm of the difference. Collective: one small all-reduce."""
     return torch.linalg.vector_norm(input - other, float(p))
 
 
-@implements(*spellings("cdist"))
+@implements(*spellings("cdist"), sharded="gathers")
 def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> ShardTensor:
     """Distances between the rows of two matrices, where the rows are.
 
@@ -106,13 +106,13 @@ def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_eucl
     return met.wrapped(torch.cdist(a, b, p, compute_mode), (*batch, "row", "column"))
 
 
-@implements(*spellings("pdist"))
+@implements(*spellings("pdist"), sharded="gathers")
 def pdist(input: ShardTensor, p: float = 2) -> ShardTensor:
     """Distances between all pairs of rows, on every rank. Collective where it is sharded: the matrix is gathered."""
     return batchwise(lambda t: F.pdist(t, p), (input,), (input.ndim,))  # type: ignore[no-any-return]
 
 
-@implements(torch.cov, torch.Tensor.cov)
+@implements(torch.cov, torch.Tensor.cov, sharded="gathers")
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of the rows. Collective where observations are sharded; rows stay sharded, and are gathered once."""
     if input.ndim > 2:
@@ -143,7 +143,7 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
     return c.reshape(()) if input.ndim < 2 else c
 
 
-@implements(torch.corrcoef, torch.Tensor.corrcoef)
+@implements(torch.corrcoef, torch.Tensor.corrcoef, sharded="reduction")
 def corrcoef(input: Any) -> Any:
     """Correlations of the rows. As `cov`; the deviations of all rows are gathered."""
     if input.ndim > 2:
@@ -164,7 +164,7 @@ def corrcoef(input: Any) -> Any:
 # -- arrangements of several tensors
 
 
-@implements(torch.kron, torch.Tensor.kron)
+@implements(torch.kron, torch.Tensor.kron, sharded="gathers")
 def kron(input: Any, other: Any, *, out: Any = None) -> Any:
     """Kronecker product, sharded as ``input`` is. Collective where ``other`` is sharded: it is gathered."""
     _check_out(out, torch.kron)
@@ -176,19 +176,19 @@ def kron(input: Any, other: Any, *, out: Any = None) -> Any:
     return (rows * b.reshape([i for s in b.shape for i in (1, s)])).reshape(shape)
 
 
-@implements(*spellings("block_diag"))
+@implements(*spellings("block_diag"), sharded="gathers")
 def block_diag(*tensors: Any) -> Any:
     """Matrices along a diagonal, on every rank. Collective where they are sharded: they are gathered."""
     return _of_whole(torch.block_diag, tensors)
 
 
-@implements(*spellings("cartesian_prod"))
+@implements(*spellings("cartesian_prod"), sharded="gathers")
 def cartesian_prod(*tensors: Any) -> Any:
     """All combinations of cells of vectors, on every rank. Collective where they are sharded: they are gathered."""
     return _of_whole(torch.cartesian_prod, tensors)
 
 
-@implements(torch.combinations)
+@implements(torch.combinations, sharded="gathers")
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
     """All combinations of cells of a vector, on every rank. Collective where it is sharded: it is gathered."""
     return _of_whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
@@ -202,13 +202,13 @@ def _of_whole(func: Callable[..., Tensor], operands: Any) -> ShardTensor:
     return wrap(local, replicated_layout(mesh, local.shape), mesh)
 
 
-@implements(torch.diagflat, torch.Tensor.diagflat)
+@implements(torch.diagflat, torch.Tensor.diagflat, sharded="gathers")
 def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
     """Return the matrix with these cells on a diagonal. Collective where they are sharded: they are gathered."""
     return _of_whole(lambda t: torch.diagflat(t, offset), (input,))
 
 
-@implements(torch.renorm, torch.Tensor.renorm)
+@implements(torch.renorm, torch.Tensor.renorm, sharded="reduction")
 def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     """Scale slices down to a norm. Collective where other dims than ``dim`` are sharded."""
     d = wrapped(dim, input.ndim)
@@ -219,10 +219,12 @@ def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
 
 
-RULES[torch.Tensor.renorm_] = lambda self, p, dim, maxnorm: self.copy_(renorm(self, p, dim, maxnorm))
+implements(torch.Tensor.renorm_, sharded="reduction")(
+    lambda self, p, dim, maxnorm: self.copy_(renorm(self, p, dim, maxnorm))
+)
 
 
-@implements(torch.Tensor.sum_to_size)
+@implements(torch.Tensor.sum_to_size, sharded="reduction")
 def sum_to_size(self: ShardTensor, *size: Any) -> Any:
     """Sum over the dims that a smaller shape would broadcast. Collective where they are sharded."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)

@@ -21,7 +21,7 @@ from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -102,12 +102,16 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
     return rule
 
 
-RULES[F.smooth_l1_loss] = _pointwise_loss(F.smooth_l1_loss, "input", "target")
-RULES[F.soft_margin_loss] = _pointwise_loss(F.soft_margin_loss, "input", "target")
-RULES[F.poisson_nll_loss] = _pointwise_loss(F.poisson_nll_loss, "input", "target")
-RULES[F.hinge_embedding_loss] = _pointwise_loss(F.hinge_embedding_loss, "input", "target")
-RULES[F.binary_cross_entropy] = _pointwise_loss(F.binary_cross_entropy, "input", "target", "weight", same_shape=True)
-RULES[F.margin_ranking_loss] = _pointwise_loss(F.margin_ranking_loss, "input1", "input2", "target")
+implements(F.smooth_l1_loss, sharded="reduction")(_pointwise_loss(F.smooth_l1_loss, "input", "target"))
+implements(F.soft_margin_loss, sharded="reduction")(_pointwise_loss(F.soft_margin_loss, "input", "target"))
+implements(F.poisson_nll_loss, sharded="reduction")(_pointwise_loss(F.poisson_nll_loss, "input", "target"))
+implements(F.hinge_embedding_loss, sharded="reduction")(_pointwise_loss(F.hinge_embedding_loss, "input", "target"))
+implements(F.binary_cross_entropy, sharded="reduction")(
+    _pointwise_loss(F.binary_cross_entropy, "input", "target", "weight", same_shape=True)
+)
+implements(F.margin_ranking_loss, sharded="reduction")(
+    _pointwise_loss(F.margin_ranking_loss, "input1", "input2", "target")
+)
 _plain_kl = _pointwise_loss(F.kl_div, "input", "target")
 _plain = {f: _pointwise_loss(f, "input", "target") for f in (F.mse_loss, F.l1_loss, F.huber_loss)}
 _logits = _pointwise_loss(F.binary_cross_entropy_with_logits, "input", "target", "weight", same_shape=True)
@@ -135,10 +139,10 @@ def _weighted(func: Any) -> Callable[..., ShardTensor]:
 
 
 for _func in _plain:
-    RULES[_func] = _weighted(_func)
+    implements(_func, sharded="reduction")(_weighted(_func))
 
 
-@implements(F.kl_div)
+@implements(F.kl_div, sharded="reduction")
 def kl_div(*args: Any, **kwargs: Any) -> ShardTensor:
     """Kullback-Leibler divergence per cell. Collective where it is reduced."""
     with warnings.catch_warnings():
@@ -150,7 +154,7 @@ def kl_div(*args: Any, **kwargs: Any) -> ShardTensor:
 _logits_signature = inspect.signature(F.binary_cross_entropy_with_logits)
 
 
-@implements(F.binary_cross_entropy_with_logits)
+@implements(F.binary_cross_entropy_with_logits, sharded="reduction")
 def binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> ShardTensor:
     """Binary cross entropy of logits; ``pos_weight`` broadcasts. Collective where it is reduced."""
     named, reduction = _arguments(_logits_signature, args, kwargs)
@@ -232,8 +236,8 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
     return rule
 
 
-RULES[F.cross_entropy] = _class_loss(F.cross_entropy)
-RULES[F.nll_loss] = _class_loss(F.nll_loss)
+implements(F.cross_entropy, sharded="reduction")(_class_loss(F.cross_entropy))
+implements(F.nll_loss, sharded="reduction")(_class_loss(F.nll_loss))
 
 
 def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
@@ -262,13 +266,13 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
     return rule
 
 
-RULES[F.multi_margin_loss] = _sample_loss(F.multi_margin_loss)
-RULES[F.multilabel_margin_loss] = _sample_loss(F.multilabel_margin_loss)
+implements(F.multi_margin_loss, sharded="reduction")(_sample_loss(F.multi_margin_loss))
+implements(F.multilabel_margin_loss, sharded="reduction")(_sample_loss(F.multilabel_margin_loss))
 
 _soft_signature = inspect.signature(F.multilabel_soft_margin_loss)
 
 
-@implements(F.multilabel_soft_margin_loss)
+@implements(F.multilabel_soft_margin_loss, sharded="reduction")
 def multilabel_soft_margin_loss(*args: Any, **kwargs: Any) -> Any:
     """Mean over classes of the binary cross entropies of logits. Collective where sharded dims are reduced."""
     named, reduction = _arguments(_soft_signature, args, kwargs)
@@ -282,7 +286,7 @@ def multilabel_soft_margin_loss(*args: Any, **kwargs: Any) -> Any:
 _gaussian_signature = inspect.signature(F.gaussian_nll_loss)
 
 
-@implements(F.gaussian_nll_loss)
+@implements(F.gaussian_nll_loss, sharded="reduction")
 def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
     """Negative log likelihood of a normal distribution. Collective."""
     named, reduction = _arguments(_gaussian_signature, args, kwargs)
@@ -310,7 +314,7 @@ def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
 _cosine_signature = inspect.signature(F.cosine_embedding_loss)
 
 
-@implements(F.cosine_embedding_loss)
+@implements(F.cosine_embedding_loss, sharded="reduction")
 def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
     """1 - cosine where the target is 1, its excess over the margin where -1. Collective where dims are sharded."""
     named, reduction = _arguments(_cosine_signature, args, kwargs)
@@ -328,7 +332,7 @@ def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
     return _reduce(loss, reduction)
 
 
-@implements(torch.pairwise_distance, F.pairwise_distance)
+@implements(torch.pairwise_distance, F.pairwise_distance, sharded="reduction")
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     """p-norm of the difference along the last dim. Collective where it is sharded."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
@@ -337,7 +341,7 @@ def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepd
 _triplet_signature = inspect.signature(F.triplet_margin_with_distance_loss)
 
 
-@implements(F.triplet_margin_with_distance_loss)
+@implements(F.triplet_margin_with_distance_loss, sharded="reduction")
 def triplet_margin_with_distance_loss(*args: Any, **kwargs: Any) -> Any:
     """Distance to the positive less that to the negative, above a margin. Collective where dims are sharded."""
     named, reduction = _arguments(_triplet_signature, args, kwargs)
@@ -353,7 +357,7 @@ def triplet_margin_with_distance_loss(*args: Any, **kwargs: Any) -> Any:
     return _reduce((named["margin"] + near - far).clamp_min(0), reduction)
 
 
-@implements(F.triplet_margin_loss)
+@implements(F.triplet_margin_loss, sharded="reduction")
 def triplet_margin_loss(
     anchor: Any,
     positive: Any,
@@ -380,7 +384,7 @@ def triplet_margin_loss(
     )
 
 
-@implements(F.ctc_loss)
+@implements(F.ctc_loss, sharded="gathers")
 def ctc_loss(
     log_probs: Any,
     targets: Any,

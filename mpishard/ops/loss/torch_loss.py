@@ -37,10 +37,10 @@ def _loss_rule(name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
 
 
 for _name, _arguments in _LOSSES.items():
-    RULES[getattr(torch, _name)] = _loss_rule(_name, _arguments)
+    implements(getattr(torch, _name), sharded="reduction")(_loss_rule(_name, _arguments))
 
 
-@implements(torch.embedding)
+@implements(torch.embedding, sharded="local")
 def embedding(
     weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
@@ -89,4 +89,4 @@ def _linear_cross_entropy(
 
 
 if hasattr(F, "linear_cross_entropy"):  # new in torch 2.12
-    RULES[F.linear_cross_entropy] = _linear_cross_entropy
+    implements(F.linear_cross_entropy, sharded="reduction")(_linear_cross_entropy)

@@ -94,7 +94,7 @@ def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
     return x if dtype == x._local.dtype else wrap(x._local.to(dtype), x._layout, x._mesh)
 
 
-@implements(F.group_norm, torch.group_norm)
+@implements(F.group_norm, torch.group_norm, sharded="gathers")
 def group_norm(
     input: Any,
     num_groups: int,
@@ -157,7 +157,7 @@ def _whole_channels(value: Tensor, layout: Layout, mesh: CartMesh) -> Tensor:
     return redistribute(value, mesh, source, replicated_layout(mesh, source.shape))
 
 
-@implements(torch.batch_norm)
+@implements(torch.batch_norm, sharded="reduction")
 def torch_batch_norm(
     input: Any,
     weight: Any,
@@ -173,7 +173,7 @@ def torch_batch_norm(
     return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-@implements(F.batch_norm)
+@implements(F.batch_norm, sharded="reduction")
 def batch_norm(
     input: Any,
     running_mean: Any,
@@ -218,7 +218,7 @@ def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda g: g.contiguous(memory_format=memory_format)
 
 
-@implements(torch.instance_norm)
+@implements(torch.instance_norm, sharded="reduction")
 def torch_instance_norm(
     input: Any,
     weight: Any,
@@ -234,7 +234,7 @@ def torch_instance_norm(
     return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-@implements(F.instance_norm)
+@implements(F.instance_norm, sharded="reduction")
 def instance_norm(
     input: Any,
     running_mean: Any = None,
@@ -299,7 +299,7 @@ def _plan_last(x: ShardTensor, dims: tuple[int, ...], over: tuple[int, ...]) -> 
     return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x._layout, dims).count, counts, over, ())
 
 
-@implements(F.layer_norm, torch.layer_norm)
+@implements(F.layer_norm, torch.layer_norm, sharded="reduction")
 def layer_norm(
     input: Any,
     normalized_shape: Any,
@@ -328,7 +328,7 @@ def layer_norm(
     return out.to(y.dtype)
 
 
-@implements(F.rms_norm, torch.rms_norm)
+@implements(F.rms_norm, torch.rms_norm, sharded="reduction")
 def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight))
@@ -349,7 +349,7 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
 # -- local response
 
 
-@implements(F.local_response_norm)
+@implements(F.local_response_norm, sharded="halo")
 def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> ShardTensor:
     """Divide by the squares of nearby channels. Neighborwise collective where the channels are sharded."""
     x = _input("local_response_norm", input)

@@ -11,11 +11,11 @@ from torch import Tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.reduction import HALVES, reduced, stacked
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
-@implements(torch._foreach_norm)
+@implements(torch._foreach_norm, sharded="local")
 def foreach_norm(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     """Return the norm of each tensor, as plain numbers. Collective: one exchange for all tensors.
 
@@ -88,7 +88,7 @@ for _name in dir(torch):
         _single = _with_value(_single)
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
         _func = getattr(torch, _name)
-        RULES[_func] = _one_by_one(_func, _single, _name.endswith("_"))
+        implements(_func, sharded="local")(_one_by_one(_func, _single, _name.endswith("_")))
 
 
 # -- whole steps of an optimizer, cell by cell
@@ -110,4 +110,4 @@ def _blocks(x: Any) -> Any:
 
 for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
     if hasattr(torch, _name):
-        RULES[getattr(torch, _name)] = _fused(getattr(torch, _name))
+        implements(getattr(torch, _name), sharded="local")(_fused(getattr(torch, _name)))

@@ -13,7 +13,7 @@ from mpishard.layout import Layout
 from mpishard.ops.index.basic import written_through
 from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
-from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, no_out, spellings
+from mpishard.tensor.registry import BLOCKWISE, implements, name_of, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
 _OUT_OF_PLACE = """
@@ -146,14 +146,14 @@ def _inplace_flag_rule(func: Any, plain: Callable[..., ShardTensor], in_place: C
 def pointwise(*functions: Any) -> None:
     """Register functions whose result is the same function of the local blocks. Not collective."""
     for func in functions:
-        RULES[func] = _rule(func)
+        implements(func, sharded="local")(_rule(func))
         BLOCKWISE.add(func)
 
 
 def in_place(*functions: Any) -> None:
     """Register functions that write their result into the first argument. Not collective."""
     for func in functions:
-        RULES[func] = _in_place_rule(func)
+        implements(func, sharded="local")(_in_place_rule(func))
 
 
 def _like_rule(func: Any) -> Callable[..., ShardTensor]:
@@ -183,7 +183,7 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
     return rule
 
 
-@implements(torch.Tensor.contiguous)
+@implements(torch.Tensor.contiguous, sharded="local")
 def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
@@ -215,21 +215,21 @@ def _where_rule(func: Any) -> Callable[..., Any]:
 
 pointwise(*spellings(*_OUT_OF_PLACE, *_DUNDERS))
 for _func in spellings(*_LIKE):
-    RULES[_func] = _like_rule(_func)
+    implements(_func, sharded="local")(_like_rule(_func))
 for _func in spellings(*_ALIASING):
-    RULES[_func] = _alias_rule(_func)
+    implements(_func, sharded="local")(_alias_rule(_func))
 for _func in spellings("where"):
-    RULES[_func] = _where_rule(_func)
+    implements(_func, sharded="local")(_where_rule(_func))
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
 for _name in "relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish threshold".split():
     _func = getattr(torch.nn.functional, _name)
-    RULES[_func] = _inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func))
+    implements(_func, sharded="local")(_inplace_flag_rule(_func, _rule(_func), _in_place_rule(_func)))
 for _attribute in ("real", "imag"):
     _get = getattr(torch.Tensor, _attribute).__get__
-    RULES[_get] = _alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute))
+    implements(_get, sharded="local")(_alias_rule(lambda x, _attribute=_attribute: getattr(x, _attribute)))
 
 
-@implements(torch.Tensor.to)
+@implements(torch.Tensor.to, sharded="local")
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the blocks; a ShardTensor argument stands for its dtype and device. Not collective."""
     args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
@@ -243,7 +243,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if local is self._local else wrap(local, self._layout, self._mesh)
 
 
-@implements(torch.Tensor.type)
+@implements(torch.Tensor.type, sharded="local")
 def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
     """Convert the blocks, or return the name of their type. Not collective."""
     if dtype is None:
@@ -252,7 +252,7 @@ def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **
     return to(self, like)
 
 
-@implements(torch.Tensor.type_as)
+@implements(torch.Tensor.type_as, sharded="local")
 def type_as(self: Any, other: Any) -> Any:
     """Convert to the dtype of ``other``. Not collective."""
     return self.to(other.dtype)
@@ -269,7 +269,7 @@ def _other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
     )
 
 
-@implements(torch.Tensor.cpu)
+@implements(torch.Tensor.cpu, sharded="local")
 def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cpu:
@@ -277,7 +277,7 @@ def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     raise _other_device(self, "cpu")
 
 
-@implements(torch.Tensor.cuda)
+@implements(torch.Tensor.cuda, sharded="local")
 def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
     if self._local.is_cuda:
@@ -285,7 +285,7 @@ def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     raise _other_device(self, "cuda")
 
 
-@implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu)
+@implements(torch.nn.functional.prelu, torch.prelu, torch.Tensor.prelu, sharded="local")
 def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
     """One slope, or one per channel: broadcast along dim 1. Collective where the weight is laid out differently."""
     if weight.numel() != 1 and input.ndim > 1:
@@ -311,10 +311,10 @@ def _new_rule(name: str) -> Callable[..., Any]:
 
 
 for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
-    RULES[getattr(torch.Tensor, _name)] = _new_rule(_name)
+    implements(getattr(torch.Tensor, _name), sharded="local")(_new_rule(_name))
 
 
-@implements(torch.Tensor.new_tensor)
+@implements(torch.Tensor.new_tensor, sharded="local")
 def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
     """Make a Replicate tensor of data that is the same on every rank. Not collective."""
     local = self._local.new_tensor(data, **kwargs)

@@ -25,7 +25,7 @@ pointwise(*spellings(*_NAMES))
 in_place(*spellings("gcd_", "lcm_"))
 
 
-@implements(torch.frexp, torch.Tensor.frexp)
+@implements(torch.frexp, torch.Tensor.frexp, sharded="local")
 def frexp(input: ShardTensor, *, out: Any = None) -> Any:
     """Split into mantissa and exponent. Not collective."""
     if out is not None:
@@ -34,14 +34,14 @@ def frexp(input: ShardTensor, *, out: Any = None) -> Any:
     return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
 
 
-@implements(torch.unravel_index)
+@implements(torch.unravel_index, sharded="local")
 def unravel_index(indices: ShardTensor, shape: Any) -> tuple[ShardTensor, ...]:
     """Turn flat indices into one index per dim. Not collective."""
     x = resolved(indices)
     return tuple(wrap(t, x._layout, x._mesh) for t in torch.unravel_index(x._local, shape))
 
 
-@implements(F.glu, *spellings("glu"))
+@implements(F.glu, *spellings("glu"), sharded="moves")
 def glu(input: ShardTensor, dim: int = -1) -> Any:
     """Gate the first half of a dim with the second. Collective where it is sharded: the gates move to the values."""
     n = input.shape[dim]
@@ -60,9 +60,9 @@ def _in_place_twin(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: self.copy_(getattr(self, name)(*args, **kwargs))
 
 
-RULES[torch.Tensor.__contains__] = _truth
-RULES[torch.Tensor.__reversed__] = lambda self: torch.flip(self, (0,)) if self.ndim else self
+implements(torch.Tensor.__contains__, sharded="local")(_truth)
+implements(torch.Tensor.__reversed__, sharded="local")(lambda self: torch.flip(self, (0,)) if self.ndim else self)
 for _name in ("cumsum", "cumprod"):
-    RULES[getattr(torch.Tensor, f"{_name}_")] = _in_place_twin(_name)
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place_twin(_name))
 for _name, _twin in (("__long__", "__int__"), ("__nonzero__", "__bool__")):
-    RULES[getattr(torch.Tensor, _name)] = RULES[getattr(torch.Tensor, _twin)]
+    implements(getattr(torch.Tensor, _name), sharded="local")(RULES[getattr(torch.Tensor, _twin)])

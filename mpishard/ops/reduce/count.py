@@ -12,11 +12,11 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.ops.rule.reduction import dim_and_keepdim, reduced
 from mpishard.tensor.operand import fitted, mesh_of, resolved
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch.count_nonzero, torch.Tensor.count_nonzero)
+@implements(torch.count_nonzero, torch.Tensor.count_nonzero, sharded="reduction")
 def count_nonzero(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Count cells that are not zero. Collective where a reduced dim is sharded."""
     x = resolved(input)
@@ -38,8 +38,8 @@ def _truth_rule(func: Callable[..., Tensor], op: str) -> Callable[..., ShardTens
     return rule
 
 
-RULES[torch.any] = RULES[torch.Tensor.any] = _truth_rule(torch.any, "max")
-RULES[torch.all] = RULES[torch.Tensor.all] = _truth_rule(torch.all, "min")
+implements(torch.any, torch.Tensor.any, sharded="reduction")(_truth_rule(torch.any, "max"))
+implements(torch.all, torch.Tensor.all, sharded="reduction")(_truth_rule(torch.all, "min"))
 
 
 def _agreed(local: bool, x: ShardTensor) -> bool:
@@ -51,7 +51,7 @@ def _agreed(local: bool, x: ShardTensor) -> bool:
     return bool(blocking.all_reduce(flag, x._mesh.group(over), "min"))
 
 
-@implements(torch.equal, torch.Tensor.equal)
+@implements(torch.equal, torch.Tensor.equal, sharded="reduction")
 def equal(input: Any, other: Any) -> bool:
     """Tell whether shapes and all cells are the same. Collective."""
     if tuple(input.shape) != tuple(other.shape):
@@ -63,7 +63,7 @@ def equal(input: Any, other: Any) -> bool:
     return _agreed(torch.equal(x._local, fitted(y, mesh, x._layout)), x)
 
 
-@implements(torch.allclose, torch.Tensor.allclose)
+@implements(torch.allclose, torch.Tensor.allclose, sharded="reduction")
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Tell whether all cells are close. Collective."""
     x = torch.isclose(input, other, rtol, atol, equal_nan)

@@ -18,7 +18,7 @@ from mpishard.layout.stencil import Sliding, pairs
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, normal_dim, reduced, stacked, worst
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import RULES, implements, no_out
+from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -77,16 +77,18 @@ def _scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, 
     return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]
 
 
-RULES[torch.cumsum] = RULES[torch.Tensor.cumsum] = _scan_rule(
-    torch.cumsum, lambda t, dim: t.sum(dim, keepdim=True), lambda scan, before: scan + before.sum(0)
+implements(torch.cumsum, torch.Tensor.cumsum, sharded="reduction")(
+    _scan_rule(torch.cumsum, lambda t, dim: t.sum(dim, keepdim=True), lambda scan, before: scan + before.sum(0))
 )
-RULES[torch.cumprod] = RULES[torch.Tensor.cumprod] = _scan_rule(
-    torch.cumprod, lambda t, dim: t.prod(dim, keepdim=True), lambda scan, before: scan * before.prod(0)
+implements(torch.cumprod, torch.Tensor.cumprod, sharded="reduction")(
+    _scan_rule(torch.cumprod, lambda t, dim: t.prod(dim, keepdim=True), lambda scan, before: scan * before.prod(0))
 )
-RULES[torch.logcumsumexp] = RULES[torch.Tensor.logcumsumexp] = _scan_rule(
-    torch.logcumsumexp,
-    lambda t, dim: torch.logsumexp(t, dim, keepdim=True),
-    lambda scan, before: torch.logaddexp(scan, torch.logsumexp(before, 0)) if len(before) else scan + before.sum(0),
+implements(torch.logcumsumexp, torch.Tensor.logcumsumexp, sharded="reduction")(
+    _scan_rule(
+        torch.logcumsumexp,
+        lambda t, dim: torch.logsumexp(t, dim, keepdim=True),
+        lambda scan, before: torch.logaddexp(scan, torch.logsumexp(before, 0)) if len(before) else scan + before.sum(0),
+    )
 )
 
 
@@ -125,8 +127,8 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
     return rule
 
 
-RULES[torch.cummax] = RULES[torch.Tensor.cummax] = _cumulative_extreme_rule(torch.cummax, True)
-RULES[torch.cummin] = RULES[torch.Tensor.cummin] = _cumulative_extreme_rule(torch.cummin, False)
+implements(torch.cummax, torch.Tensor.cummax, sharded="reduction")(_cumulative_extreme_rule(torch.cummax, True))
+implements(torch.cummin, torch.Tensor.cummin, sharded="reduction")(_cumulative_extreme_rule(torch.cummin, False))
 
 
 # -- differences of neighbours
@@ -173,7 +175,7 @@ def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], T
     return wrap(y, layout_of(layout.mesh_shape, layout.placements, shape, sizes), x._mesh)
 
 
-@implements(torch.diff, torch.Tensor.diff)
+@implements(torch.diff, torch.Tensor.diff, sharded="halo")
 def diff(
     input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None, *, out: Any = None
 ) -> ShardTensor:
@@ -208,14 +210,14 @@ def _areas(y: Any, x: Any, dx: Any, dim: int) -> tuple[Any, int]:
     return means * torch.diff(x, dim=dim - y.ndim), dim
 
 
-@implements(torch.trapezoid, torch.trapz)
+@implements(torch.trapezoid, torch.trapz, sharded="reduction")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """Integrate along a dim by trapezoids. Collective where it is sharded."""
     areas, dim = _areas(y, x, dx, dim)
     return areas.sum(dim)
 
 
-@implements(torch.cumulative_trapezoid)
+@implements(torch.cumulative_trapezoid, sharded="reduction")
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """Integrals up to every cell along a dim. Collective where it is sharded."""
     areas, dim = _areas(y, x, dx, dim)

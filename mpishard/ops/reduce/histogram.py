@@ -10,7 +10,7 @@ from torch import Tensor
 from mpishard.comm.collective import blocking
 from mpishard.ops.rule.dim import gathered
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.registry import implements, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -32,7 +32,7 @@ def _range(x: ShardTensor) -> tuple[Any, Any]:
     return tuple(t._local.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
 
 
-@implements(torch.histc, torch.Tensor.histc)
+@implements(torch.histc, torch.Tensor.histc, sharded="reduction")
 def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, out: Any = None) -> ShardTensor:
     """Count cells in bins of equal width. Collective: small all-reduces; the cells stay."""
     if out is not None:
@@ -45,7 +45,7 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0, *, ou
     return _summed(x, torch.histc(x._local, bins, min, max))
 
 
-@implements(torch.histogram, torch.Tensor.histogram)
+@implements(torch.histogram, torch.Tensor.histogram, sharded="reduction")
 def histogram(
     input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False, out: Any = None
 ) -> Any:
@@ -69,7 +69,7 @@ def histogram(
     return torch.return_types.histogram((_whole(x, total), _whole(x, edges)))
 
 
-@implements(torch.bincount, torch.Tensor.bincount)
+@implements(torch.bincount, torch.Tensor.bincount, sharded="reduction")
 def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> ShardTensor:
     """Count (or weigh) every value of a vector of integers. Collective: small all-reduces; the cells stay."""
     x = on_mesh(input, mesh_of((input, weights)))
@@ -147,6 +147,6 @@ def unique_consecutive(
 
 
 for _function in spellings("unique"):
-    RULES[_function] = unique
+    implements(_function, sharded="gathers")(unique)
 for _function in spellings("unique_consecutive"):
-    RULES[_function] = unique_consecutive
+    implements(_function, sharded="gathers")(unique_consecutive)

@@ -13,7 +13,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
+@implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp, sharded="reduction")
 def logsumexp(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Logarithm of the sum of exponentials, without overflow. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.logsumexp)

@@ -13,7 +13,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, normal_dim, reduced, worst
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, implements, no_out
+from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -96,11 +96,11 @@ def _amax_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shar
     return rule
 
 
-RULES[torch.amax] = RULES[torch.Tensor.amax] = _amax_rule(torch.amax, True)
-RULES[torch.amin] = RULES[torch.Tensor.amin] = _amax_rule(torch.amin, False)
+implements(torch.amax, torch.Tensor.amax, sharded="reduction")(_amax_rule(torch.amax, True))
+implements(torch.amin, torch.Tensor.amin, sharded="reduction")(_amax_rule(torch.amin, False))
 
 
-@implements(torch.aminmax, torch.Tensor.aminmax)
+@implements(torch.aminmax, torch.Tensor.aminmax, sharded="reduction")
 def aminmax(input: ShardTensor, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
     """Smallest and largest value. Collective where the dim is sharded."""
     if out is not None:
@@ -182,8 +182,8 @@ def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: boo
     return rule
 
 
-RULES[torch.max] = RULES[torch.Tensor.max] = _max_rule(torch.max, torch.maximum, True)
-RULES[torch.min] = RULES[torch.Tensor.min] = _max_rule(torch.min, torch.minimum, False)
+implements(torch.max, torch.Tensor.max, sharded="reduction")(_max_rule(torch.max, torch.maximum, True))
+implements(torch.min, torch.Tensor.min, sharded="reduction")(_max_rule(torch.min, torch.minimum, False))
 
 
 def _flat_position(x: ShardTensor, index: Tensor) -> Tensor:
@@ -225,5 +225,5 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
     return rule
 
 
-RULES[torch.argmax] = RULES[torch.Tensor.argmax] = _arg_rule(torch.argmax, True)
-RULES[torch.argmin] = RULES[torch.Tensor.argmin] = _arg_rule(torch.argmin, False)
+implements(torch.argmax, torch.Tensor.argmax, sharded="reduction")(_arg_rule(torch.argmax, True))
+implements(torch.argmin, torch.Tensor.argmin, sharded="reduction")(_arg_rule(torch.argmin, False))

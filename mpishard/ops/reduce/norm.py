@@ -71,7 +71,7 @@ def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool)
     return torch.where(zero, 0 * total, torch.where(zero, 1, total) ** (1 / p))
 
 
-@implements(torch.linalg.vector_norm)
+@implements(torch.linalg.vector_norm, sharded="reduction")
 def vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
 ) -> ShardTensor:
@@ -81,7 +81,7 @@ def vector_norm(
     return _norm(x, ord, dim, keepdim, dtype)
 
 
-@implements(torch.linalg.norm)
+@implements(torch.linalg.norm, sharded="reduction")
 def linalg_norm(
     A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
 ) -> ShardTensor:
@@ -98,7 +98,7 @@ def linalg_norm(
     return matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-@implements(torch.linalg.matrix_norm)
+@implements(torch.linalg.matrix_norm, sharded="gathers")
 def matrix_norm(
     A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
 ) -> ShardTensor:
@@ -124,7 +124,7 @@ def matrix_norm(
     return wrap(torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim), plan.out, x._mesh)
 
 
-@implements(torch.frobenius_norm)
+@implements(torch.frobenius_norm, sharded="reduction")
 def frobenius_norm(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> ShardTensor:
     """Root of the sum of squares over dims. Collective where one of them is sharded."""
     if out is not None:
@@ -132,7 +132,7 @@ def frobenius_norm(input: Any, dim: Any, keepdim: bool = False, *, out: Any = No
     return _norm(input, 2, dim, keepdim)
 
 
-@implements(torch.nuclear_norm)
+@implements(torch.nuclear_norm, sharded="gathers")
 def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None) -> ShardTensor:
     """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
     if isinstance(dim, bool):  # nuclear_norm(input, keepdim)
@@ -140,7 +140,7 @@ def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False, *, out:
     return matrix_norm(input, "nuc", dim, keepdim, out=out)
 
 
-@implements(torch.norm, torch.functional.norm, torch.Tensor.norm)
+@implements(torch.norm, torch.functional.norm, torch.Tensor.norm, sharded="reduction")
 def norm(
     input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
 ) -> ShardTensor:
@@ -152,7 +152,7 @@ def norm(
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 
-@implements(F.normalize)
+@implements(F.normalize, sharded="reduction")
 def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """Divide by the norm along dims. Collective where they are sharded."""
     if out is not None:
@@ -160,7 +160,7 @@ def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
     return input / _norm(input, p, dim, True).clamp_min(eps)
 
 
-@implements(torch.cosine_similarity, F.cosine_similarity)
+@implements(torch.cosine_similarity, F.cosine_similarity, sharded="reduction")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Cosine between vectors along a dim. Collective where it is sharded."""
     mesh = mesh_of((x1, x2))

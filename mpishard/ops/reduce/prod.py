@@ -21,7 +21,7 @@ def _product(local: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: Any = N
     return local
 
 
-@implements(torch.prod, torch.Tensor.prod)
+@implements(torch.prod, torch.Tensor.prod, sharded="reduction")
 def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Multiply over one dim, or all. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.prod)

@@ -85,9 +85,9 @@ def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
 
 
 for _function in spellings("softmax"):
-    RULES[_function] = _rule(torch.softmax, False)
+    implements(_function, sharded="reduction")(_rule(torch.softmax, False))
 for _function in spellings("log_softmax"):
-    RULES[_function] = _rule(torch.log_softmax, True)
+    implements(_function, sharded="reduction")(_rule(torch.log_softmax, True))
 
 
 def _functional(rule: Callable[..., ShardTensor]) -> Callable[..., ShardTensor]:
@@ -99,11 +99,11 @@ def _functional(rule: Callable[..., ShardTensor]) -> Callable[..., ShardTensor]:
     return functional
 
 
-RULES[F.softmax] = _functional(RULES[torch.softmax])
-RULES[F.log_softmax] = _functional(RULES[torch.log_softmax])
+implements(F.softmax, sharded="reduction")(_functional(RULES[torch.softmax]))
+implements(F.log_softmax, sharded="reduction")(_functional(RULES[torch.log_softmax]))
 
 
-@implements(F.softmin)
+@implements(F.softmin, sharded="reduction")
 def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Softmax of the negative. Collective where the dim is sharded."""
     if dim is None:

@@ -13,7 +13,7 @@ from mpishard.layout import Layout, Shard, layout_of
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import normal_dim, reduced
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import RULES, implements, no_out, spellings
+from mpishard.tensor.registry import implements, no_out, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -71,11 +71,11 @@ for _names, _position, _default, _after in (
     ("median nanmedian", 0, None, _without),
 ):
     for _function in spellings(*_names.split()):
-        RULES[_function] = _rule(_function, _position, _default, _after)
+        implements(_function, sharded="gathers")(_rule(_function, _position, _default, _after))
 _topk = _rule(torch.topk, 1, -1, _resized)
 
 
-@implements(*spellings("topk"))
+@implements(*spellings("topk"), sharded="gathers")
 def topk(
     input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
 ) -> Any:
@@ -103,7 +103,7 @@ def topk(
 
 
 for _function in spellings("msort"):
-    RULES[_function] = _rule(_function, 99, 0, _resized)
+    implements(_function, sharded="gathers")(_rule(_function, 99, 0, _resized))
 
 
 def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
@@ -136,4 +136,4 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 
 
 for _function in spellings("quantile", "nanquantile"):
-    RULES[_function] = _quantile_rule(_function)
+    implements(_function, sharded="gathers")(_quantile_rule(_function))

@@ -13,7 +13,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch.sum, torch.Tensor.sum)
+@implements(torch.sum, torch.Tensor.sum, sharded="reduction")
 def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **named: Any) -> Any:
     """Sum over dims. Collective where a reduced dim is sharded."""
     if named:
@@ -34,7 +34,7 @@ def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: An
     return wrap(total.to(dtype), plan.out, x._mesh)
 
 
-@implements(torch.mean, torch.Tensor.mean)
+@implements(torch.mean, torch.Tensor.mean, sharded="reduction")
 def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **named: Any) -> Any:
     """Sum over dims by the global count. Collective where a reduced dim is sharded."""
     if named:
@@ -58,7 +58,7 @@ def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple
     return dim_and_keepdim((), {"dim": dim, "keepdim": keepdim} | named, func)
 
 
-@implements(torch.nansum, torch.Tensor.nansum)
+@implements(torch.nansum, torch.Tensor.nansum, sharded="reduction")
 def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Sum what is not NaN. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.nansum)
@@ -72,7 +72,7 @@ def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> 
     return wrap(sum_partial(local, x._mesh, plan.over).to(result), plan.out, x._mesh)
 
 
-@implements(torch.nanmean, torch.Tensor.nanmean)
+@implements(torch.nanmean, torch.Tensor.nanmean, sharded="reduction")
 def nanmean(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Mean of what is not NaN. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.nanmean)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.ops.rule.moments import is_large
 from mpishard.ops.rule.reduction import _wide, counts_over, dim_and_keepdim, reduced, stacked
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -89,7 +89,9 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
     return rule
 
 
-RULES[torch.var] = RULES[torch.Tensor.var] = _variance_rule(torch.var, lambda var, _: var)
-RULES[torch.std] = RULES[torch.Tensor.std] = _variance_rule(torch.std, lambda var, _: _deviation(var))
-RULES[torch.var_mean] = _variance_rule(torch.var_mean, lambda var, mean: (var, mean))
-RULES[torch.std_mean] = _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean))
+implements(torch.var, torch.Tensor.var, sharded="reduction")(_variance_rule(torch.var, lambda var, _: var))
+implements(torch.std, torch.Tensor.std, sharded="reduction")(_variance_rule(torch.std, lambda var, _: _deviation(var)))
+implements(torch.var_mean, sharded="reduction")(_variance_rule(torch.var_mean, lambda var, mean: (var, mean)))
+implements(torch.std_mean, sharded="reduction")(
+    _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean))
+)

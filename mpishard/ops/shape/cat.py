@@ -114,7 +114,7 @@ def _aligned(tensors: Sequence[Any], dim: int, plan: Any) -> tuple[list[Tensor],
     return blocks, join.out, mesh
 
 
-@implements(torch.cat, torch.concat, torch.concatenate)
+@implements(torch.cat, torch.concat, torch.concatenate, sharded="moves")
 def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None) -> ShardTensor:
     """Concatenate. Collective where operands are laid out differently, or along a sharded dim.
 
@@ -135,7 +135,7 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: A
     return wrap(torch.cat(blocks, dim), layout, mesh)
 
 
-@implements(torch.stack)
+@implements(torch.stack, sharded="moves")
 def stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> ShardTensor:
     """Join along a new dim. Collective where operands are laid out differently."""
     if out is not None:
@@ -157,7 +157,7 @@ def _as_column(x: Any) -> Any:
     return x.reshape(-1, 1) if x.ndim < 2 else x
 
 
-implements(torch.hstack)(_join_rule(torch.atleast_1d, lambda ndim: 0 if ndim == 1 else 1))
-implements(torch.vstack, torch.row_stack)(_join_rule(torch.atleast_2d, lambda _: 0))
-implements(torch.dstack)(_join_rule(torch.atleast_3d, lambda _: 2))
-implements(torch.column_stack)(_join_rule(_as_column, lambda _: 1))
+implements(torch.hstack, sharded="moves")(_join_rule(torch.atleast_1d, lambda ndim: 0 if ndim == 1 else 1))
+implements(torch.vstack, torch.row_stack, sharded="moves")(_join_rule(torch.atleast_2d, lambda _: 0))
+implements(torch.dstack, sharded="moves")(_join_rule(torch.atleast_3d, lambda _: 2))
+implements(torch.column_stack, sharded="moves")(_join_rule(_as_column, lambda _: 1))

@@ -25,7 +25,7 @@ def _triangle_rule(func: Any) -> Any:
 
 
 for _func in (torch.tril, torch.triu):
-    implements(_func, getattr(torch.Tensor, _func.__name__))(_triangle_rule(_func))
+    implements(_func, getattr(torch.Tensor, _func.__name__), sharded="local")(_triangle_rule(_func))
 
 
 def _triangle_in_place(name: str) -> Any:
@@ -34,10 +34,10 @@ def _triangle_in_place(name: str) -> Any:
 
 
 for _name in ("tril", "triu"):
-    implements(getattr(torch.Tensor, f"{_name}_"))(_triangle_in_place(_name))
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_triangle_in_place(_name))
 
 
-@implements(torch.diagonal, torch.Tensor.diagonal)
+@implements(torch.diagonal, torch.Tensor.diagonal, sharded="gathers")
 def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
     a, b = wrapped(dim1, input.ndim), wrapped(dim2, input.ndim)
@@ -48,13 +48,13 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     return viewed(x, local, mapped(x._layout, (*rest, -1), shape))
 
 
-@implements(torch.linalg.diagonal)
+@implements(torch.linalg.diagonal, sharded="gathers")
 def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
     """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
     return diagonal(A, offset, dim1, dim2)
 
 
-@implements(torch.diag_embed, torch.Tensor.diag_embed)
+@implements(torch.diag_embed, torch.Tensor.diag_embed, sharded="gathers")
 def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
     """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
     x = whole_along(settled(input), (input.ndim - 1,))
@@ -67,7 +67,7 @@ def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = 
     return wrap(local, mapped(x._layout, sources, shape), x._mesh)
 
 
-@implements(torch.diag, torch.Tensor.diag)
+@implements(torch.diag, torch.Tensor.diag, sharded="gathers")
 def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None) -> ShardTensor:
     """Return the diagonal of a matrix, or the matrix of a diagonal. Collective where it gathers sharded dims."""
     if input.ndim not in (1, 2):
@@ -76,7 +76,7 @@ def diag(input: ShardTensor, diagonal_: int = 0, *, diagonal: int | None = None)
     return diag_embed(input, offset) if input.ndim == 1 else torch.diagonal(input, offset)  # type: ignore[return-value]
 
 
-@implements(torch.trace, torch.Tensor.trace)
+@implements(torch.trace, torch.Tensor.trace, sharded="reduction")
 def trace(input: ShardTensor) -> ShardTensor:
     """Sum the diagonal of a matrix. Collective where it is sharded."""
     if input.ndim != 2:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.ops.rule.dim import whole_along
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -102,4 +102,4 @@ def channel_shuffle(input: ShardTensor, groups: int) -> ShardTensor:
 
 for _rule in (pixel_shuffle, pixel_unshuffle, channel_shuffle):
     for _func in spellings(_rule.__name__):
-        RULES[_func] = _rule
+        implements(_func, sharded="moves")(_rule)

@@ -16,7 +16,7 @@ from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-@implements(torch.Tensor.repeat)
+@implements(torch.Tensor.repeat, sharded="moves")
 def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
     """Repeat along dims. Collective where a sharded dim is repeated: its blocks are balanced again."""
     counts = ints(given) if repeats is None else tuple(repeats)
@@ -36,14 +36,14 @@ def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
     return x
 
 
-@implements(torch.tile, torch.Tensor.tile)
+@implements(torch.tile, torch.Tensor.tile, sharded="moves")
 def tile(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Repeat along dims, the last ones where fewer numbers are given. As `repeat`."""
     counts = ints(given) if dims is None else tuple(dims)
     return repeat(input, *(1,) * (input.ndim - len(counts)), *counts)
 
 
-@implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
+@implements(torch.repeat_interleave, torch.Tensor.repeat_interleave, sharded="local")
 def repeat_interleave(
     input: ShardTensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> ShardTensor:
@@ -69,7 +69,7 @@ def repeat_interleave(
     return wrap(x._local.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x._mesh)
 
 
-@implements(*spellings("meshgrid"))
+@implements(*spellings("meshgrid"), sharded="gathers")
 def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, ...]:
     """Expand vectors to a grid, sharded as they are. Not collective, unless two share a mesh dim: one is gathered."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):

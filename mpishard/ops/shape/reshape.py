@@ -147,7 +147,7 @@ def _moved(x: ShardTensor, plan: Reshape) -> ShardTensor:
     return out
 
 
-@implements(torch.reshape, torch.Tensor.reshape)
+@implements(torch.reshape, torch.Tensor.reshape, sharded="moves")
 def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     """Split and merge dims. Not collective where a sharded dim leads those that it is merged with or split into.
 
@@ -162,7 +162,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out, steps=steps)
 
 
-@implements(torch.Tensor.view)
+@implements(torch.Tensor.view, sharded="moves")
 def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | None = None) -> ShardTensor:
     """Split and merge dims without a copy, or read the bytes as another dtype. As `reshape`."""
     if dtype is not None or (len(given) == 1 and isinstance(given[0], torch.dtype)):
@@ -218,19 +218,19 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     return viewed(x, local, layout)
 
 
-@implements(torch.Tensor.view_as)
+@implements(torch.Tensor.view_as, sharded="moves")
 def view_as(self: Any, other: Tensor) -> Any:
     """View in the shape of another tensor. As `reshape`."""
     return self.view(tuple(other.shape))
 
 
-@implements(torch.Tensor.reshape_as)
+@implements(torch.Tensor.reshape_as, sharded="moves")
 def reshape_as(self: Any, other: Tensor) -> Any:
     """Reshape to the shape of another tensor. As `reshape`."""
     return self.reshape(tuple(other.shape))
 
 
-@implements(torch.flatten, torch.Tensor.flatten)
+@implements(torch.flatten, torch.Tensor.flatten, sharded="moves")
 def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Merge neighbouring dims. As `reshape`."""
     shape = input._layout.shape
@@ -242,7 +242,7 @@ def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardT
     return input if a == b else reshape(input, *shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :])
 
 
-@implements(torch.unflatten, torch.Tensor.unflatten)
+@implements(torch.unflatten, torch.Tensor.unflatten, sharded="moves")
 def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
     """Split a dim. As `reshape`."""
     shape = input._layout.shape
@@ -250,7 +250,7 @@ def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor
     return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
 
 
-@implements(torch.ravel, torch.Tensor.ravel)
+@implements(torch.ravel, torch.Tensor.ravel, sharded="moves")
 def ravel(input: ShardTensor) -> ShardTensor:
     """Merge all dims. As `reshape`."""
     return reshape(input, -1)

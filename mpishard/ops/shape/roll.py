@@ -42,7 +42,7 @@ def _reordered(x: Tensor, mesh: CartMesh, key: Any, build: Any) -> Tensor:
     return apply(mesh.plan(key, build) if op is None else op, x)
 
 
-@implements(torch.roll, torch.Tensor.roll)
+@implements(torch.roll, torch.Tensor.roll, sharded="halo")
 def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
     """Move cells along dims, around the end. Neighborwise collective where a dim is sharded.
 
@@ -73,7 +73,7 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
     return wrap(local, layout, mesh)
 
 
-@implements(torch.flip, torch.Tensor.flip)
+@implements(torch.flip, torch.Tensor.flip, sharded="halo")
 def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reverse dims. Neighborwise collective where one is sharded.
 
@@ -94,7 +94,7 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     return wrap(local, layout, mesh)
 
 
-@implements(torch.fliplr, torch.Tensor.fliplr)
+@implements(torch.fliplr, torch.Tensor.fliplr, sharded="halo")
 def fliplr(input: ShardTensor) -> ShardTensor:
     """Reverse dim 1. As `flip`."""
     if input.ndim < 2:
@@ -102,7 +102,7 @@ def fliplr(input: ShardTensor) -> ShardTensor:
     return flip(input, 1)
 
 
-@implements(torch.flipud, torch.Tensor.flipud)
+@implements(torch.flipud, torch.Tensor.flipud, sharded="halo")
 def flipud(input: ShardTensor) -> ShardTensor:
     """Reverse dim 0. As `flip`."""
     if input.ndim < 1:
@@ -110,7 +110,7 @@ def flipud(input: ShardTensor) -> ShardTensor:
     return flip(input, 0)
 
 
-@implements(torch.rot90, torch.Tensor.rot90)
+@implements(torch.rot90, torch.Tensor.rot90, sharded="halo")
 def rot90(input: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardTensor:
     """Turn a plane by quarter turns. As `flip`; where the dims swap, their shards do."""
     if len(dims) != 2 or wrapped(dims[0], input.ndim) == wrapped(dims[1], input.ndim):

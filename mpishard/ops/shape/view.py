@@ -22,7 +22,7 @@ from mpishard.ops.rule.dim import (
     without,
     wrapped,
 )
-from mpishard.tensor.registry import RULES, implements, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # -- order
@@ -36,7 +36,7 @@ def _permuted(layout: Layout, dims: tuple[int, ...]) -> Layout:
     return mapped(layout, order)
 
 
-@implements(torch.permute, torch.Tensor.permute)
+@implements(torch.permute, torch.Tensor.permute, sharded="local")
 def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reorder dims. Not collective."""
     order = ints(given) if dims is None else tuple(dims)
@@ -54,20 +54,20 @@ def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
     return mapped(layout, tuple(order))
 
 
-@implements(*spellings("transpose", "swapdims"))
+@implements(*spellings("transpose", "swapdims"), sharded="local")
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
     return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1), steps=True)
 
 
-@implements(torch.swapaxes, torch.Tensor.swapaxes)
+@implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")
 def swapaxes(input: ShardTensor, axis0: int, axis1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     return transpose(input, axis0, axis1)
 
 
-@implements(torch.t, torch.Tensor.t)
+@implements(torch.t, torch.Tensor.t, sharded="local")
 def t(input: ShardTensor) -> ShardTensor:
     """Transpose a matrix; vectors and scalars stay. Not collective."""
     if input.ndim > 2:
@@ -84,7 +84,7 @@ def _moved_order(ndim: int, source: tuple[int, ...], destination: tuple[int, ...
     return tuple(src[dst.index(i)] if i in dst else next(rest) for i in range(ndim))
 
 
-@implements(*spellings("movedim", "moveaxis"))
+@implements(*spellings("movedim", "moveaxis"), sharded="local")
 def movedim(input: ShardTensor, source: Any, destination: Any) -> ShardTensor:
     """Move dims to other positions. Not collective."""
     a = (source,) if isinstance(source, int) else tuple(source)
@@ -113,11 +113,11 @@ def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     return _adjoint(self) if self.ndim else viewed(self, self._local.conj(), self._layout)
 
 
-RULES[torch.Tensor.T.__get__] = _reversed  # type: ignore[attr-defined]
-RULES[torch.Tensor.mT.__get__] = _matrix_transposed  # type: ignore[attr-defined]
-RULES[torch.Tensor.H.__get__] = _matrix_adjoint  # type: ignore[attr-defined]
-RULES[torch.Tensor.mH.__get__] = _adjoint  # type: ignore[attr-defined]
-RULES[torch.adjoint] = RULES[torch.Tensor.adjoint] = _adjoint
+implements(torch.Tensor.T.__get__, sharded="local")(_reversed)  # type: ignore[attr-defined]
+implements(torch.Tensor.mT.__get__, sharded="local")(_matrix_transposed)  # type: ignore[attr-defined]
+implements(torch.Tensor.H.__get__, sharded="local")(_matrix_adjoint)  # type: ignore[attr-defined]
+implements(torch.Tensor.mH.__get__, sharded="local")(_adjoint)  # type: ignore[attr-defined]
+implements(torch.adjoint, torch.Tensor.adjoint, sharded="local")(_adjoint)
 
 
 # -- dims of one cell
@@ -129,7 +129,7 @@ def _unsqueezed(layout: Layout, dim: int) -> Layout:
     return mapped(layout, (*range(d), -1, *range(d, layout.ndim)))
 
 
-@implements(torch.unsqueeze, torch.Tensor.unsqueeze)
+@implements(torch.unsqueeze, torch.Tensor.unsqueeze, sharded="local")
 def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dim of one cell. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
@@ -145,7 +145,7 @@ def _squeezed_dims(layout: Layout, dims: tuple[int, ...] | None) -> tuple[int, .
     return tuple(sorted({d for d in (wrapped(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
 
 
-@implements(torch.squeeze, torch.Tensor.squeeze)
+@implements(torch.squeeze, torch.Tensor.squeeze, sharded="local")
 def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(input) if input._layout.partial_dims else input
@@ -182,7 +182,7 @@ def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
     return whole, mapped(unsharded(layout, whole), (*(-1,) * new, *range(layout.ndim)), tuple(full))
 
 
-@implements(torch.Tensor.expand)
+@implements(torch.Tensor.expand, sharded="local")
 def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:
     """Broadcast dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(self) if self._layout.partial_dims else self
@@ -191,19 +191,19 @@ def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = Fa
     return viewed(x, x._local.expand(local_shape(out, x._mesh.coords)), out)
 
 
-@implements(torch.broadcast_to, torch.Tensor.broadcast_to)
+@implements(torch.broadcast_to, torch.Tensor.broadcast_to, sharded="local")
 def broadcast_to(input: ShardTensor, *size: Any, **named: Any) -> ShardTensor:
     """Broadcast to a shape. As `expand`."""
     return expand(input, *size, **named)
 
 
-@implements(torch.Tensor.expand_as)
+@implements(torch.Tensor.expand_as, sharded="local")
 def expand_as(self: Any, other: Tensor) -> Any:
     """Broadcast to the shape of another tensor. As `expand`."""
     return self.expand(tuple(other.shape))
 
 
-@implements(*spellings("broadcast_tensors"))
+@implements(*spellings("broadcast_tensors"), sharded="local")
 def broadcast_tensors(*tensors: Any) -> list[Any]:
     """Expand all tensors to their common shape. Not collective, unless a sharded dim of one cell is broadcast."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
@@ -237,15 +237,15 @@ def _grow_2d(x: ShardTensor) -> ShardTensor:
     return unsqueeze(x if x.ndim else unsqueeze(x, 0), 0)
 
 
-implements(*spellings("atleast_1d"))(_at_least(1, lambda x: unsqueeze(x, 0)))
-implements(*spellings("atleast_2d"))(_at_least(2, _grow_2d))
-implements(*spellings("atleast_3d"))(_at_least(3, _grow_3d))
+implements(*spellings("atleast_1d"), sharded="local")(_at_least(1, lambda x: unsqueeze(x, 0)))
+implements(*spellings("atleast_2d"), sharded="local")(_at_least(2, _grow_2d))
+implements(*spellings("atleast_3d"), sharded="local")(_at_least(3, _grow_3d))
 
 
 # -- complex numbers as pairs
 
 
-@implements(torch.view_as_real)
+@implements(torch.view_as_real, sharded="local")
 def view_as_real(input: ShardTensor) -> ShardTensor:
     """Add a last dim of (real, imaginary). Not collective."""
     x = settled(input)
@@ -253,7 +253,7 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
     return viewed(x, local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, 2)))
 
 
-@implements(torch.view_as_complex)
+@implements(torch.view_as_complex, sharded="local")
 def view_as_complex(input: ShardTensor) -> ShardTensor:
     """Join a last dim of (real, imaginary). Not collective."""
     x = settled(input)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _COPIED = """
@@ -43,7 +43,7 @@ def _copying(view: Callable[..., Any]) -> Callable[..., Any]:
 for _name in _COPIED:
     _twin = getattr(torch, f"{_name}_copy", None)
     if _twin is not None:
-        RULES[_twin] = _copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name))
+        implements(_twin, sharded="local")(_copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name)))
 
 
 def _in_place(name: str) -> Callable[..., Any]:
@@ -69,4 +69,4 @@ def _in_place(name: str) -> Callable[..., Any]:
 
 
 for _name in _IN_PLACE:
-    RULES[getattr(torch.Tensor, f"{_name}_")] = _in_place(_name)
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place(_name))

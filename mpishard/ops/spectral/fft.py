@@ -18,7 +18,7 @@ from mpishard.ops.rule.dim import on_domain, wrapped
 from mpishard.ops.shape.roll import roll
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.registry import RULES, no_out
+from mpishard.tensor.registry import implements, no_out
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 Transform = Callable[..., Tensor]
@@ -188,9 +188,9 @@ def _rule_nd(name: str, default: tuple[int, ...] | None) -> Any:
 
 
 for _name in _FAMILIES:
-    RULES[getattr(torch.fft, _name)] = _rule_1d(_name)
-    RULES[getattr(torch.fft, f"{_name}2")] = _rule_nd(f"{_name}2", (-2, -1))
-    RULES[getattr(torch.fft, f"{_name}n")] = _rule_nd(f"{_name}n", None)
+    implements(getattr(torch.fft, _name), sharded="moves")(_rule_1d(_name))
+    implements(getattr(torch.fft, f"{_name}2"), sharded="moves")(_rule_nd(f"{_name}2", (-2, -1)))
+    implements(getattr(torch.fft, f"{_name}n"), sharded="moves")(_rule_nd(f"{_name}n", None))
 
 
 def _shift_rule(sign: int) -> Any:
@@ -202,5 +202,5 @@ def _shift_rule(sign: int) -> Any:
     return rule
 
 
-RULES[torch.fft.fftshift] = _shift_rule(1)
-RULES[torch.fft.ifftshift] = _shift_rule(-1)
+implements(torch.fft.fftshift, sharded="moves")(_shift_rule(1))
+implements(torch.fft.ifftshift, sharded="moves")(_shift_rule(-1))

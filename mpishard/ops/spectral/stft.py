@@ -28,7 +28,7 @@ def _plain(window: Any) -> Any:
     return whole_along(resolved(window), (0,))._local if isinstance(window, ShardTensor) else window
 
 
-@implements(torch.stft, torch.Tensor.stft)
+@implements(torch.stft, torch.Tensor.stft, sharded="halo")
 def stft(
     input: ShardTensor,
     n_fft: int,
@@ -86,7 +86,7 @@ def stft(
     return out if result.is_complex() else torch.view_as_real(out)  # type: ignore[no-any-return]
 
 
-@implements(torch.istft, torch.Tensor.istft)
+@implements(torch.istft, torch.Tensor.istft, sharded="halo")
 def istft(
     input: ShardTensor,
     n_fft: int,

@@ -27,7 +27,7 @@ from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.ops.window.pool import global_indices
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -303,7 +303,7 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
 
 for _n in (1, 2, 3):
     for _func in spellings(f"adaptive_avg_pool{_n}d"):
-        RULES[_func] = _avg_rule(_n)
+        implements(_func, sharded="halo")(_avg_rule(_n))
     for _func in spellings(f"adaptive_max_pool{_n}d", f"adaptive_max_pool{_n}d_with_indices"):
         # only functional's own takes return_indices; the others always give both
-        RULES[_func] = _max_rule(_n, _func is not getattr(F, f"adaptive_max_pool{_n}d"))
+        implements(_func, sharded="halo")(_max_rule(_n, _func is not getattr(F, f"adaptive_max_pool{_n}d")))

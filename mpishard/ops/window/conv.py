@@ -24,7 +24,7 @@ from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
 from mpishard.ops.window.conv_resident import Beside, ReadBeside, plan_beside
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # for blocks of fewer cells, a copy costs less than the strips' own convolutions or another node
@@ -397,6 +397,6 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
 
 for _ndim in (1, 2, 3):
     for _func in {getattr(F, f"conv{_ndim}d"), getattr(torch, f"conv{_ndim}d")}:
-        RULES[_func] = _conv_rule(getattr(F, f"conv{_ndim}d"), _ndim)
+        implements(_func, sharded="halo")(_conv_rule(getattr(F, f"conv{_ndim}d"), _ndim))
     for _func in {getattr(F, f"conv_transpose{_ndim}d"), getattr(torch, f"conv_transpose{_ndim}d")}:
-        RULES[_func] = _transposed_rule(getattr(F, f"conv_transpose{_ndim}d"), _ndim)
+        implements(_func, sharded="halo")(_transposed_rule(getattr(F, f"conv_transpose{_ndim}d"), _ndim))

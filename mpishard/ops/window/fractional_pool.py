@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.ops.rule.align import meet
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import implements
 
 
 def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
@@ -57,5 +57,5 @@ def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
 
 
 for _n in (2, 3):
-    RULES[getattr(F, f"fractional_max_pool{_n}d")] = _rule(_n, False)
-    RULES[getattr(F, f"fractional_max_pool{_n}d_with_indices")] = _rule(_n, True)
+    implements(getattr(F, f"fractional_max_pool{_n}d"), sharded="gathers")(_rule(_n, False))
+    implements(getattr(F, f"fractional_max_pool{_n}d_with_indices"), sharded="gathers")(_rule(_n, True))

@@ -29,7 +29,7 @@ class Neighbourhood(NamedTuple):
     start: int
 
 
-@implements(torch.gradient)
+@implements(torch.gradient, sharded="halo")
 def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> tuple[ShardTensor, ...]:
     """Return derivatives along dims by central differences, one-sided at the ends of the domain.
 

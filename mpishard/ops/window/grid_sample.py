@@ -26,7 +26,7 @@ _PADDINGS = ("zeros", "border", "reflection")
 _WIDE = 0.75  # windows of more than this part of the field are no better than all of it
 
 
-@implements(F.grid_sample)
+@implements(F.grid_sample, sharded="halo")
 def grid_sample(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> ShardTensor:
@@ -150,7 +150,7 @@ def _cut_batch(input: ShardTensor, grid: ShardTensor) -> ShardTensor:
     return moved(input, layout_of(layout.mesh_shape, placements, layout.shape, sizes))
 
 
-@implements(F.affine_grid)
+@implements(F.affine_grid, sharded="gathers")
 def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None) -> ShardTensor:
     """Points of affine maps, one per cell of the batch.
 

@@ -115,7 +115,7 @@ class _Request(NamedTuple):
         return {**target, "mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
 
 
-@implements(F.interpolate)
+@implements(F.interpolate, sharded="halo")
 def interpolate(
     input: ShardTensor,
     size: Any = None,

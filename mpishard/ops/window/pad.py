@@ -26,7 +26,7 @@ class PadPlan(NamedTuple):
     out: Layout
 
 
-@implements(F.pad)
+@implements(F.pad, sharded="halo")
 def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> ShardTensor:
     """Pad (or crop, where negative) as ``torch.nn.functional.pad``, at the edges of the global tensor.
 
@@ -43,7 +43,7 @@ def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: A
     return wrap(local.clone() if local is x._local else local, plan.out, mesh)
 
 
-@implements(torch.constant_pad_nd)
+@implements(torch.constant_pad_nd, sharded="halo")
 def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> ShardTensor:
     """Pad with a constant. Neighborwise collective."""
     return pad(input, pad_, "constant", value)

@@ -17,7 +17,7 @@ from mpishard.layout.stencil import Sliding, pairs, per_dim
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.tensor.operand import resolved
-from mpishard.tensor.registry import RULES, spellings
+from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -206,9 +206,9 @@ def _lp_rule(ndim: int) -> Callable[..., ShardTensor]:
 
 for _n in (1, 2, 3):
     for _func in spellings(f"max_pool{_n}d"):
-        RULES[_func] = _max_rule(_n, False)
+        implements(_func, sharded="halo")(_max_rule(_n, False))
     for _func in spellings(f"max_pool{_n}d_with_indices"):
-        RULES[_func] = _max_rule(_n, True)
+        implements(_func, sharded="halo")(_max_rule(_n, True))
     for _func in spellings(f"avg_pool{_n}d"):
-        RULES[_func] = _avg_rule(_n)
-    RULES[getattr(F, f"lp_pool{_n}d")] = _lp_rule(_n)
+        implements(_func, sharded="halo")(_avg_rule(_n))
+    implements(getattr(F, f"lp_pool{_n}d"), sharded="halo")(_lp_rule(_n))

@@ -53,7 +53,7 @@ class FoldPlan(NamedTuple):
     out: Layout
 
 
-@implements(torch.Tensor.unfold)
+@implements(torch.Tensor.unfold, sharded="halo")
 def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
     """Return windows of ``size`` cells along a dim as a new last dim. Neighborwise collective.
 
@@ -101,7 +101,7 @@ def _of_rows(layout: Layout) -> Layout:
     return layout_of(layout.mesh_shape, placements, layout.shape, sizes)
 
 
-@implements(F.unfold)
+@implements(F.unfold, sharded="halo")
 def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> ShardTensor:
     """Return patches as columns, whose blocks are the blocks of the rows. Neighborwise collective.
 
@@ -152,7 +152,7 @@ def _plan_columns(x: ShardTensor, kernel: Any, dilation: Any, padding: Any, stri
     return UnfoldPlan(window_op(mesh, layout, x.dtype, wanted, op="unfold"), tuple(local_padding), tuple(crops), out)
 
 
-@implements(F.fold)
+@implements(F.fold, sharded="halo")
 def fold(
     input: ShardTensor,
     output_size: Any,

@@ -19,7 +19,7 @@ from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.tensor.operand import fitted, mesh_of, resolved
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -171,4 +171,4 @@ def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
 
 
 for _n in (1, 2, 3):
-    RULES[getattr(F, f"max_unpool{_n}d")] = _rule(_n)
+    implements(getattr(F, f"max_unpool{_n}d"), sharded="halo")(_rule(_n))
