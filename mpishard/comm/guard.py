@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -244,7 +244,13 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         _live[self] = (op, peers, comm)
 
     def __enter__(self) -> None:
-        pass
+        if _lookouts and (check := _lookouts.get(get_ident())) is not None:
+            _, peers, comm = _live[self]
+            try:
+                _wait_watchfully(check, peers, comm)
+            except BaseException:
+                del _live[self]
+                raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         op, peers, comm = _live.pop(self)
@@ -274,6 +280,7 @@ def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int]) -> Callabl
             return sorted(set(peers))
         return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
 
+    pending.requests = requests  # type: ignore[attr-defined]
     return pending
 
 
@@ -371,3 +378,34 @@ def _asked(question: Callable[[], Sequence[T]]) -> Sequence[T]:
     if not answer:
         raise TimeoutError("no answer from MPI")
     return answer[0]
+
+
+# waits that another rank's failure ends
+
+_lookouts: dict[int, Callable[[], None]] = {}
+
+
+@contextlib.contextmanager
+def lookout(check: Callable[[], None]) -> Iterator[None]:
+    """Call ``check`` over and over while this thread waits for other ranks; it may raise, and ends the wait.
+
+    Not collective, but all ranks that communicate in its body are in it: collective calls begin with a barrier.
+    What was under way is left under way, so the communicators in use are of no use after ``check`` has raised.
+    """
+    _lookouts[get_ident()] = check
+    try:
+        yield
+    finally:
+        del _lookouts[get_ident()]
+
+
+def _wait_watchfully(check: Callable[[], None], peers: Peers, comm: MPI.Comm | None) -> None:
+    # what is complete, the caller's own wait finds so
+    if callable(peers):
+        # by a look that leaves the statuses to the caller
+        while not all(request.Get_status() for request in peers.requests):  # type: ignore[attr-defined]
+            check()
+    elif not peers and comm is not None:
+        barrier = comm.Ibarrier()  # type: ignore[attr-defined]
+        while not barrier.Test():
+            check()

@@ -82,19 +82,22 @@ class CartMesh:
         self._holding = Holding(cart)
         self.local_rank = _local_rank(cart)
         self.device = _local_device(self.local_rank) if device is None else device
-        gpu_aware = aware.agreed(cart, self.device)
+        self._groups = self.made_groups(cart, aware.agreed(cart, self.device))
+
+    def made_groups(self, cart: MPI.Cartcomm, gpu_aware: bool) -> dict[tuple[int, ...], Group]:
+        """Return the groups of all choices of mesh dims. Collective."""
         # all sub-communicators now: making them is collective over the whole mesh, and an operation on a
         # sub-mesh must not depend on ranks outside it
-        every = tuple(range(self.ndim))
-        self._groups: dict[tuple[int, ...], Group] = {}
+        every, groups = tuple(range(self.ndim)), {}
         for k in range(1, self.ndim):
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
                 self._holding.comms.append(sub)
-                self._groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
-        self._groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+                groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
+        groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
         for comm in self._holding.comms:
             thread.own(comm, self._holding.owner)
+        return groups
 
     @classmethod
     def from_comm(

@@ -18,6 +18,7 @@ from mpishard.comm.coupling.greeting import greet, meet_peers, order_of
 from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout
 from mpishard.comm.coupling.outlet import POLICIES, Outlet
+from mpishard.comm.exit import on_finalize
 from mpishard.comm.mesh import init_mesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu import offer
@@ -108,7 +109,7 @@ class Link:
         self._closed = False
         self._error: MpishardError | None = None
         if not _open:
-            guard.on_finalize(_leave_all)
+            on_finalize(_leave_all)
         _open.add(self)
 
     def _ordered(self, field: Offer, given: Mapping[str, Any]) -> Offer:

@@ -29,12 +29,14 @@ class Strips(NamedTuple):
     recvs: tuple[Strip, ...]
 
 
-def plan_strips(sizes: Sequence[int], lo: int, hi: int, periodic: bool, index: int) -> Strips:
+def plan_strips(
+    sizes: Sequence[int], lo: int | Sequence[int], hi: int | Sequence[int], periodic: bool, index: int
+) -> Strips:
     """Plan the halo of width ``(lo, hi)`` along one dim for the rank at position ``index``.
 
-    Not collective. ``sizes`` are the interior extents of all positions; the halo may be wider than any of them.
-    Cells beyond a non-periodic edge are in no strip. Sender and receiver list the strips of a (peer, side) in
-    the same order.
+    Not collective. ``sizes`` are the interior extents of all positions, ``lo`` and ``hi`` the widths of all of
+    them, or of each; the halo may be wider than any interior. Cells beyond a non-periodic edge are in no strip.
+    Sender and receiver list the strips of a (peer, side) in the same order.
 
     Examples
     --------
@@ -42,12 +44,14 @@ def plan_strips(sizes: Sequence[int], lo: int, hi: int, periodic: bool, index: i
     Strips(local=(), sends=(), recvs=(Strip(peer=0, side=0, at=0, count=1),))
     """
     borders = (0, *accumulate(sizes))
+    los, his = ((w,) * len(sizes) if isinstance(w, int) else w for w in (lo, hi))
     local, sends, recvs = [], [], []
     for receiver, n in enumerate(sizes):
         start, stop = borders[receiver], borders[receiver + 1]
-        for side, first, last, origin in ((0, start - lo, start, 0), (1, stop, stop + hi, lo + n)):
+        below, above = los[receiver], his[receiver]
+        for side, first, last, origin in ((0, start - below, start, 0), (1, stop, stop + above, below + n)):
             for owner, cell, offset, count in _sources(borders, first, last, periodic):
-                src, dst = lo + cell, origin + offset
+                src, dst = los[owner] + cell, origin + offset
                 if owner == receiver == index:
                     local.append((src, dst, count))
                 elif receiver == index:

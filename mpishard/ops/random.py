@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.pointwise.pointwise import other_device
-from mpishard.ops.rule.dim import resized, whole_along
+from mpishard.ops.rule.dim import other_device, resized, whole_along
 from mpishard.ops.rule.reduction import normal_dim
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, layout_of
+from mpishard.tensor.resident import Widths, resident, room
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import Fill, draw_seed, filled, normal, uniform
 
 Sizes = Mapping[int, Sequence[int]]
+Ghost = Width | Mapping[int, Width]
 
 
 def asked(placements: Any, sizes: Sizes | None = None) -> tuple[Any, ...]:
@@ -53,20 +56,35 @@ def _make(
     dtype: torch.dtype | None,
     requires_grad: bool,
     make: Callable[[Layout, torch.dtype], Tensor],
+    ghost: Ghost | None = None,
 ) -> ShardTensor:
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
     dtype, extents = dtype or torch.get_default_dtype(), tuple(int(n) for n in shape)
     key = (name, extents, *asked(placements, sizes), dtype)
-    layout = mesh.plan(key, lambda: new_layout(name, mesh, placements, extents, sizes))
-    return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
+    if ghost is None:
+        layout = mesh.plan(key, lambda: new_layout(name, mesh, placements, extents, sizes))
+        return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
+
+    def with_room() -> tuple[Layout, dict[int, Widths]]:
+        layout = new_layout(name, mesh, placements, extents, sizes)
+        return layout, room(name, mesh, layout, ghost)
+
+    layout, widths = mesh.plan((*key, str(ghost)), with_room)
+    block = make(layout, dtype)
+    local_shape = list(block.shape)
+    for d, along in widths.items():
+        local_shape[d] += sum(along[layout.index(d, mesh.coords)])
+    x = resident(mesh, layout, widths, block.new_zeros(local_shape))
+    x._local.copy_(block).requires_grad_(requires_grad)
+    return x
 
 
-def _constant(name: str, value: Any, shape: Any, mesh: CartMesh, *rest: Any) -> ShardTensor:
+def _constant(name: str, value: Any, ghost: Ghost | None, shape: Any, mesh: CartMesh, *rest: Any) -> ShardTensor:
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.full(layout.local_shape(mesh.coords), value, dtype=dtype, device=mesh.device)
 
-    return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
+    return _make(name, shape, mesh, *rest, make, ghost)  # type: ignore[call-arg]
 
 
 def zeros(
@@ -76,6 +94,7 @@ def zeros(
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    ghost: Ghost | None = None,
 ) -> ShardTensor:
     """Return a tensor of zeros.
 
@@ -91,6 +110,9 @@ def zeros(
         Tensor dim -> block sizes; balanced where not given.
     dtype, requires_grad
         As of the torch function.
+    ghost
+        Width of a halo in the tensor's own storage, an int or (lo, hi) for all sharded dims, or tensor dim -> width.
+        Convolutions then refresh its strips in place and read it there: a loop over time steps copies no block.
 
     Returns
     -------
@@ -100,7 +122,7 @@ def zeros(
     --------
     >>> x = ms.zeros(1, 8, 512, 512, mesh=mesh, placements=(ms.Shard(2), ms.Shard(3)))
     """
-    return _constant("zeros", 0, shape, mesh, placements, sizes, dtype, requires_grad)
+    return _constant("zeros", 0, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
 def ones(
@@ -110,9 +132,10 @@ def ones(
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    ghost: Ghost | None = None,
 ) -> ShardTensor:
     """Return a tensor of ones; parameters as of `zeros`. Not collective."""
-    return _constant("ones", 1, shape, mesh, placements, sizes, dtype, requires_grad)
+    return _constant("ones", 1, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
 def full(
@@ -124,10 +147,11 @@ def full(
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    ghost: Ghost | None = None,
 ) -> ShardTensor:
     """Return a tensor of one value; other parameters as of `zeros`. Not collective."""
     dtype = dtype or torch.full((), fill_value).dtype
-    return _constant("full", fill_value, (tuple(shape),), mesh, placements, sizes, dtype, requires_grad)
+    return _constant("full", fill_value, ghost, (tuple(shape),), mesh, placements, sizes, dtype, requires_grad)
 
 
 def empty(
@@ -137,13 +161,14 @@ def empty(
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    ghost: Ghost | None = None,
 ) -> ShardTensor:
     """Return a tensor whose cells are not set; parameters as of `zeros`. Not collective."""
 
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.empty(layout.local_shape(mesh.coords), dtype=dtype, device=mesh.device)
 
-    return _make("empty", shape, mesh, placements, sizes, dtype, requires_grad, make)
+    return _make("empty", shape, mesh, placements, sizes, dtype, requires_grad, make, ghost)
 
 
 def _random(

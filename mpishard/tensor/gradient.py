@@ -15,6 +15,7 @@ from mpishard.autograd.bucket import bucketed
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
+from mpishard.tensor.resident import notice_writes
 from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of
 
 
@@ -32,6 +33,11 @@ def _output_gradient(x: Any, g: Any) -> Any:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(x._local)
     return local_cotangent(g, x._layout, x._mesh)
+
+
+def _notice_writes(roots: Sequence[Any]) -> None:
+    for mesh in dict.fromkeys(x._mesh for x in roots if isinstance(x, ShardTensor)):
+        notice_writes(mesh)
 
 
 def _as_list(x: Any) -> list[Any]:
@@ -65,6 +71,7 @@ def autograd_backward(
 ) -> None:
     """Differentiate the local blocks of all roots. Collective."""
     roots = _as_list(tensors)
+    _notice_writes(roots)
     given = grad_tensors if grad_tensors is not None else grad_variables
     grads = [None] * len(roots) if given is None else _as_list(given)
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
@@ -82,6 +89,7 @@ def autograd_backward(
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return gradients in the layouts of ``inputs``. Collective."""
     roots, leaves = _as_list(outputs), _as_list(inputs)
+    _notice_writes(roots)
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
     out = torch.autograd.grad(
         [_output(t) for t in roots],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
 from mpishard.tensor.out import call_into
 from mpishard.tensor.registry import BLOCKWISE, RULES, in_rule, no_rule, outline, rule_below
+
+if TYPE_CHECKING:
+    from mpishard.tensor.resident import ResidentHalo
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
@@ -52,6 +55,8 @@ class ShardTensor(Tensor):
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
     # layout, and the version of the other up to which both are the same
     _root: tuple[Tensor, Layout, int] | None = None
+    # where the block's storage has room for its halo: how wide, and whether it is fresh
+    _halo: ResidentHalo | None = None
     # what stands for `grad_fn` where a module has full backward hooks
     _hook_node: Any = None
 
@@ -155,7 +160,7 @@ class ShardTensor(Tensor):
                 )
             )
         self._local.data = value._local
-        self._layout, self._mesh = value._layout, value._mesh
+        self._layout, self._mesh, self._halo = value._layout, value._mesh, value._halo
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 
@@ -309,7 +314,7 @@ def rebind(x: ShardTensor, local: Tensor, layout: Layout) -> None:
     """Hold the cells of ``x`` in another block, made from its own by recorded operations. Not collective."""
     block, before = root_of(x)
     x._root = (block, before, local._version) if block.requires_grad else None
-    x._local, x._layout = local, layout
+    x._local, x._layout, x._halo = local, layout, None
 
 
 def global_cotangent(g: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:

@@ -109,8 +109,56 @@ class HaloExchanger:
             error = e
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
         self._number, _ = mesh.agree(everyone, error, signature)
+        sizes = _interior_sizes(mesh, everyone.allgather(self.shape), self.halo_width, self.mesh_dims)
+        self._prepare(mesh, sizes, {d: [self.halo_width[d]] * len(n) for d, n in sizes.items()}, order)
+
+    @classmethod
+    def planned(
+        cls,
+        mesh: CartMesh,
+        sizes: Mapping[int, Sequence[int]],
+        widths: Mapping[int, Sequence[tuple[int, int]]],
+        local_shape_with_halo: Sequence[int],
+        mesh_dims: Mapping[int, int],
+        dtype: Any,
+        order: str,
+    ) -> HaloExchanger:
+        """Return an exchanger of fields that all ranks know alike.
+
+        Collective.
+
+        Parameters
+        ----------
+        mesh, local_shape_with_halo, dtype, order
+            As of a `HaloExchanger`.
+        sizes, widths
+            Interior extents and halos (lo, hi) of all positions, per exchanged array dim.
+        mesh_dims
+            Mesh dim of every exchanged array dim.
+        """
+        self = object.__new__(cls)
+        self.shape = tuple(local_shape_with_halo)
+        self.mesh_dims = dict(sorted(mesh_dims.items()))
+        own = {d: widths[d][mesh.coords[m]] for d, m in self.mesh_dims.items()}
+        self.halo_width = tuple(own.get(d, (0, 0)) for d in range(len(self.shape)))
+        self.dtypes = dtype_names(dtype)
+        everyone = mesh.group(tuple(range(mesh.ndim))).comm
+        self._number, _ = mesh.agree(
+            everyone, None, f"HaloExchanger of a field, {self.dtypes}, {self.mesh_dims}, {order}"
+        )
+        self._prepare(mesh, sizes, widths, order)
+        return self
+
+    def _prepare(
+        self,
+        mesh: CartMesh,
+        sizes: Mapping[int, Sequence[int]],
+        widths: Mapping[int, Sequence[tuple[int, int]]],
+        order: str,
+    ) -> None:
         self.mesh = mesh
-        self._sizes = _interior_sizes(mesh, everyone.allgather(self.shape), self.halo_width, self.mesh_dims)
+        self._sizes = sizes
+        self._widths = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
         self._reversed = order == "F"
         self._sweeps = self._plan()
         self._channel = _channel(mesh)
@@ -131,13 +179,19 @@ class HaloExchanger:
         MpishardError
             On a rank whose field does not fit: its shape, dtype, device, memory, or it is in flight.
         """
+        self.renew(*fields)
+        for field in fields:
+            mark_written(field)
+
+    def renew(self, *fields: Any) -> None:
+        """Refresh the halos of ``fields``, of which autograd has saved the interior alone.
+
+        Neighborwise collective.
+        """
         if guard.DEBUG:
             self._check(fields)
         slot = self._channel.free_slot()
-        refresh = self._refresh(fields, slot)
-        refresh.run()
-        for field in fields:
-            mark_written(field)
+        self._refresh(fields, slot).run()
 
     def start(self, *fields: Any) -> None:
         """Start to refresh the halos of ``fields``; several may be in flight. Neighborwise collective.
@@ -203,7 +257,7 @@ class HaloExchanger:
     @cached_property
     def _at_once(self) -> Sweep:
         """The exchange along all dims at once: on a GPU, a launch and a message cost more than their bytes."""
-        return plan_at_once(self.mesh, self.mesh_dims, self._sizes, self.halo_width, self._interior())
+        return plan_at_once(self.mesh, self.mesh_dims, self._sizes, self._widths, self._interior())
 
     def _interior(self) -> list[tuple[int, int]]:
         return [(lo, n - hi) for n, (lo, hi) in zip(self.shape, self.halo_width)]
@@ -224,8 +278,8 @@ class HaloExchanger:
         sweeps = []
         slowest_last = sorted(self.mesh_dims, reverse=not self._reversed)
         for d in slowest_last:
-            if any(self.halo_width[d]):
-                sweeps.append(plan_sweep(mesh, d, self.mesh_dims[d], sizes[d], self.halo_width[d], ranges))
+            if any(map(any, self._widths[d])):
+                sweeps.append(plan_sweep(mesh, d, self.mesh_dims[d], sizes[d], self._widths[d], ranges))
             ranges[d] = filled[d]
         return [s for s in sweeps if s.local or s.sends or s.recvs]
 

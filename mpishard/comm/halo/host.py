@@ -25,6 +25,7 @@ OP = "halo_refresh"
 _ALIGN = 16  # of every part of a message: the largest item
 
 Box = tuple[tuple[int, int], ...]
+Widths = tuple[Sequence[int], Sequence[int]]
 
 
 class Message(NamedTuple):
@@ -44,11 +45,14 @@ class Sweep(NamedTuple):
 
 
 def plan_sweep(
-    mesh: CartMesh, dim: int, mesh_dim: int, sizes: Sequence[int], width: tuple[int, int], ranges: Sequence
+    mesh: CartMesh, dim: int, mesh_dim: int, sizes: Sequence[int], widths: Widths, ranges: Sequence
 ) -> Sweep:
-    """Plan the exchange along array dim ``dim``; other dims take part in ``ranges``. Not collective."""
+    """Plan the exchange along array dim ``dim``; other dims take part in ``ranges``. Not collective.
+
+    ``widths`` are those of the halo at the low and at the high side, for each position along the dim.
+    """
     coords = mesh.coords
-    lo, hi = width
+    lo, hi = widths
     strips = plan_strips(sizes, lo, hi, mesh.periodic[mesh_dim], coords[mesh_dim])
 
     def box(at: int, count: int) -> Box:
@@ -75,7 +79,7 @@ def plan_at_once(
     mesh: CartMesh,
     mesh_dims: Mapping[int, int],
     sizes: Mapping[int, Sequence[int]],
-    widths: Sequence[tuple[int, int]],
+    widths: Mapping[int, Widths],
     ranges: Sequence[tuple[int, int]],
 ) -> Sweep:
     """Plan the exchange along all dims as one sweep: every cell comes straight from the rank that owns it.
@@ -90,13 +94,17 @@ def plan_at_once(
         Mesh dim of every exchanged array dim.
     sizes
         Interior extents of all positions along these.
-    widths, ranges
-        Halo and interior of every array dim.
+    widths
+        Widths of their halos, as for `plan_sweep`.
+    ranges
+        Interior of every array dim.
     """
     ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
-    for d, (own, (lo, hi)) in enumerate(zip(ranges, widths)):
+    for d, own in enumerate(ranges):
         m = mesh_dims.get(d)
-        strips = Strips((), (), ()) if m is None else plan_strips(sizes[d], lo, hi, mesh.periodic[m], mesh.coords[m])
+        strips = (
+            Strips((), (), ()) if m is None else plan_strips(sizes[d], *widths[d], mesh.periodic[m], mesh.coords[m])
+        )
         for k, (way, found) in enumerate(zip(ways, (strips.sends, strips.recvs))):
             by_place: dict[int | None, list[tuple[int, int]]] = {None: [own]}
             by_place[None] += [(part[k], part[k] + part[2]) for part in strips.local]

@@ -73,11 +73,12 @@ def copy_views(dst: Block, src: Block) -> tuple[Any, Any]:
         Block(block.address, shape, tuple(axis[k] for axis in axes), itemsize, block.device)
         for k, block in ((1, dst), (2, src))
     ]
-    make = _host_view if host else _torch_view
+    make = host_view if host else _torch_view
     return make(views[0]), make(views[1])
 
 
-def _host_view(block: Block, dtype: str | None = None) -> np.ndarray:
+def host_view(block: Block, dtype: str | None = None) -> np.ndarray:
+    """Return the block as an array of numpy. Not collective."""
     # negative strides: the memory begins at the last cell of that dim
     reach = [(n - 1) * s for n, s in zip(block.shape, block.strides)]
     below = sum(r for r in reach if r < 0)
@@ -110,4 +111,4 @@ _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 def _torch_view(block: Block) -> torch.Tensor:
     if block.device is not None and block.device.type == "cuda":
         return torch.as_tensor(DeviceMemory(block), device=block.device)
-    return torch.from_numpy(_host_view(block, _TYPESTR[block.itemsize]))
+    return torch.from_numpy(host_view(block, _TYPESTR[block.itemsize]))

@@ -65,7 +65,8 @@ def send_recv(
     status = MPI.Status()
     if guard.DEBUG:
         _compare(group, f"{call}, {x.dtype}", to, of)
-    with guard.waiting(call, peers, comm):
+    # for nobody, it is no collective call
+    with guard.waiting(call, peers or [group.rank], comm):
         if driver is not None:
             # the pieces of messages of other lengths would wait for each other
             going, coming = array("q", (x.nbytes,)), array("q", (y.nbytes,))

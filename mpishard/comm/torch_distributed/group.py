@@ -308,7 +308,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def finish() -> None:
             statuses = [MPI.Status() for _ in cut]
-            with guard.waiting(op or way, [peer] if peer >= 0 else [], comm):
+            with guard.waiting(op or way, guard.unfinished(work.requests, [peer] * len(cut)), comm):
                 MPI.Request.Waitall(work.requests, statuses)
             if way == "send":
                 return

@@ -3,7 +3,8 @@
 A checkpoint is a folder ``step_0000000100`` of its own. It is written under a hidden name and renamed when all of
 it is on the disk, so one that has its name is complete, whatever ends the job. ``latest`` lists the names, newest
 first: its first line is the checkpoint to load, its last one a checksum. A step that is saved again gets a name of its
-own (``step_0000000100-2``) before the old one goes. One job saves into a folder at a time (see `mpishard.io.checkpoint.lock`).
+own (``step_0000000100-2``) before the old one goes. One job saves into a folder at a time (see
+`mpishard.io.file.lock`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpishard.errors import FileError, described
-from mpishard.io.checkpoint.lock import hold
+from mpishard.io.file.lock import hold
 from mpishard.io.file.trust import check_memory, fresh, read_bounded, shown
 
 TENSORS, STATE, LATEST = "tensors.h5", "state.json", "latest"

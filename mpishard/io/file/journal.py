@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mpishard.errors import FileError, described
-from mpishard.io.checkpoint.lock import locked
+from mpishard.io.file.lock import locked
 from mpishard.io.file.trust import fresh, has_name, open_own
 
 # of one length: the first becomes the second when all is kept, before the first change

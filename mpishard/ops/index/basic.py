@@ -158,7 +158,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         out = wrap(redistribute(local, x._mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x._mesh)
         out._gathered_view = True
     else:
-        out = viewed(x, local, plan.out)
+        out = viewed(x, local, plan.out, steps=True)
     if out._gathered_view:
         # as the user gave it
         out._origin = x, tuple(slice(*i) if type(i) is tuple else i for i in key)
@@ -238,7 +238,7 @@ def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     d = wrapped(dim, input.ndim)
     x = whole_along(settled(input), (d,))
     out = without(x._layout, (d,))
-    return tuple(viewed(x, part, out) for part in x._local.unbind(d))
+    return tuple(viewed(x, part, out, steps=True) for part in x._local.unbind(d))
 
 
 def _parts(x: ShardTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardTensor, ...]:

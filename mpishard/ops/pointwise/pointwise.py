@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
-from mpishard.ops.rule.dim import ints, plain, require_writable, settle, settled, viewed, written_through
+from mpishard.ops.rule.dim import ints, other_device, plain, require_writable, settle, settled, viewed, written_through
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
@@ -165,7 +164,7 @@ def _like_rule(func: Any) -> Callable[..., ShardTensor]:
 
 
 def _alias_rule(func: Any) -> Callable[..., Any]:
-    plain = _rule(func)
+    plain, detaches = _rule(func), func in (torch.detach, torch.Tensor.detach)
 
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:
@@ -176,6 +175,8 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
             return x
         if x._gathered_view:  # it may be a view
             out._gathered_view = True
+        if x._halo is not None and detaches:
+            out._halo = x._halo
         return out
 
     return rule
@@ -186,6 +187,9 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
     local = x._local.contiguous(memory_format=memory_format)
+    if x._halo is not None:
+        # a block with its halo is contiguous on a rank where it is but a row
+        return wrap(local.clone(memory_format=memory_format) if local is x._local else local, x._layout, x._mesh)
     if local is not x._local:
         return wrap(local, x._layout, x._mesh)
     if x._gathered_view:
@@ -284,18 +288,6 @@ def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **
 def type_as(self: Any, other: Any) -> Any:
     """Convert to the dtype of ``other``. Not collective."""
     return self.to(other.dtype)
-
-
-def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
-    """Return the error for a tensor on another device than its mesh's. Not collective."""
-    return UnsupportedOperationError(
-        described(
-            "moving a ShardTensor to another device",
-            expected=f"the device of its block, {x._local.device}",
-            got=device,
-            fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
-        )
-    )
 
 
 @implements(torch.Tensor.cpu, sharded="local")

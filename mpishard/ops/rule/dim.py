@@ -83,7 +83,7 @@ def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
         return x
     lost = [d for d in x._layout.shard_dims if d not in layout.shard_dims]
     if all(trivially_sharded(x._layout, d) for d in lost):
-        return viewed(x, x._local, layout)
+        return viewed(x, x._local, layout, steps=True)
     if lost:
         notice_gather(x._mesh, x._layout, layout, x._local.itemsize)
     out = moved(x, layout)
@@ -92,9 +92,14 @@ def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
     return out
 
 
-def viewed(x: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
-    """Return a view of ``x``: a view of its block in another layout. Not collective."""
+def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False) -> ShardTensor:
+    """Return a view of ``x``: a view of its block in another layout. Not collective.
+
+    ``steps`` says that cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
+    """
     out = wrap(local, layout, x._mesh)
+    if steps and x._halo is not None:
+        out._halo = x._halo
     if x._gathered_view:
         out._gathered_view = True
     return out
@@ -161,7 +166,7 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     y: Any = _fresh(x).clone()
     write(y)
     base[index] = y
-    x._local, x._layout, x._root = y._local, y._layout, None
+    x._local, x._layout, x._root, x._halo = y._local, y._layout, None, None
     return True
 
 
@@ -195,8 +200,19 @@ def settle(x: ShardTensor) -> None:
     ------
     RuntimeError
         It is a leaf, and autograd is on.
+    UnsupportedOperationError
+        It is memory of a host program that may not be written.
     """
     settled(x)
+    if x._halo is not None and not x._halo.writable:
+        raise UnsupportedOperationError(
+            described(
+                f"field {x._halo.name!r} is read-only",
+                expected="a tensor that may be written",
+                got="a field made with writable=False",
+                fix="write into a copy, u.tensor.clone()",
+            )
+        )
     if x._root is not None and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
@@ -244,3 +260,15 @@ def without(layout: Layout, dims: tuple[int, ...]) -> Layout:
 def gathered(x: Any) -> Any:
     """Return a ShardTensor whole on every rank, anything else as it is. Collective where it is sharded."""
     return whole_along(resolved(x), tuple(range(x.ndim))) if isinstance(x, ShardTensor) else x
+
+
+def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
+    """Return the error for a tensor on another device than its mesh's. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            "moving a ShardTensor to another device",
+            expected=f"the device of its block, {x._local.device}",
+            got=device,
+            fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
+        )
+    )

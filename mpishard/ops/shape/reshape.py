@@ -158,7 +158,8 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
     if plan.moves:
         return _moved(x, plan)
-    return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out)
+    steps = _more_or_less_ones(x._layout.shape, plan.out.shape)
+    return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out, steps=steps)
 
 
 @implements(torch.Tensor.view, sharded="moves")
@@ -176,7 +177,11 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     except RuntimeError:
         _joined_up(self, x)
         local = x._local.reshape(shape)
-    return viewed(x, local, out)
+    return viewed(x, local, out, steps=_more_or_less_ones(x._layout.shape, out.shape))
+
+
+def _more_or_less_ones(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return [n for n in shape if n != 1] == [n for n in other if n != 1]
 
 
 def _joined_up(self: ShardTensor, x: ShardTensor) -> None:

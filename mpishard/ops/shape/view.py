@@ -42,7 +42,7 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     order = ints(given) if dims is None else tuple(dims)
     x = settled(input) if input._layout.partial_dims else input
     out = _permuted(x._layout, order)
-    return viewed(x, x._local.permute(order), out)
+    return viewed(x, x._local.permute(order), out, steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -58,7 +58,7 @@ def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
-    return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1))
+    return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1), steps=True)
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")
@@ -133,7 +133,7 @@ def _unsqueezed(layout: Layout, dim: int) -> Layout:
 def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dim of one cell. Not collective."""
     x = settled(input) if input._layout.partial_dims else input
-    return viewed(x, x._local.unsqueeze(dim), _unsqueezed(x._layout, dim))
+    return viewed(x, x._local.unsqueeze(dim), _unsqueezed(x._layout, dim), steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -152,7 +152,7 @@ def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     dims = squeezed_dims(x._layout, tuple(dim) if isinstance(dim, (list, torch.Size)) else dim)
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
-    return viewed(x, x._local.squeeze(dims), without(x._layout, dims))
+    return viewed(x, x._local.squeeze(dims), without(x._layout, dims), steps=True)
 
 
 # -- broadcasting

@@ -49,7 +49,7 @@ for _name in _COPIED:
 
 def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
     """Make ``x`` what a view of it is."""
-    x._local, x._layout, x._root = view._local, view._layout, None
+    x._local, x._layout, x._root, x._halo = view._local, view._layout, None, None
     return x
 
 

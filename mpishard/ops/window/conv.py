@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, p
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
+from mpishard.ops.window.conv_resident import Beside, ReadBeside, plan_beside
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
@@ -117,21 +118,12 @@ def _plan_conv(
 ) -> ConvPlan:
     first = _check(x, ndim, name)
     layout, mesh = x._layout, x._mesh
-    strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
-    kernel = weight.shape[2:]
-    if padding == "same":
-        if any(s != 1 for s in strides):
-            raise RuntimeError("padding='same' is not supported for strided convolutions")
-        pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
-        lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
-    else:
-        lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
+    slides = _slides(weight.shape[2:], stride, padding, dilation)
     shape, local_padding, crops = list(layout.shape), [0] * ndim, []
     shape[first - 1] = weight.shape[0]
     wanted, borders, sharded = [], {}, {}
-    for i in range(ndim):
+    for i, g in enumerate(slides):
         dim = first + i
-        g = Sliding(kernel[i], strides[i], dilations[i], lows[i], highs[i])
         n = layout.shape[dim]
         if n + g.lo + g.hi < g.reach:
             raise _no_output(name, dim, n + g.lo + g.hi, g.reach)
@@ -157,10 +149,11 @@ def _plan_conv(
     if not reason:
 
         def local(padding: list[int]) -> tuple[Any, ...]:
-            return list(strides), padding, list(dilations), False, [0] * ndim, groups
+            return [g.stride for g in slides], padding, [g.dilation for g in slides], False, [0] * ndim, groups
 
         overlapped: Overlapped | str = "padding differs at the two ends"
-        if lows == highs:
+        lows = [g.lo for g in slides]
+        if lows == [g.hi for g in slides]:
             overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, local(lows))
         if isinstance(overlapped, str):
             form, reason = Fetched(window, local(local_padding)), overlapped
@@ -176,6 +169,32 @@ def _plan_conv(
         form,
         reason,
     )
+
+
+def _plan_beside(
+    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, plan: ConvPlan, halo: Any
+) -> Beside | str:
+    """Plan the same from the halo in the storage of ``x``, or say why not. Not collective."""
+    if x.dtype.is_complex:
+        return "complex: torch convolves real and imaginary parts"
+    first = x.ndim - ndim
+    slides = _slides(weight.shape[2:], stride, padding, dilation)
+    borders = {first + i: bounds(s) for i, s in enumerate(plan.out.sizes[first:]) if s is not None}
+    return plan_beside(x._mesh, x._layout, x.dtype, first, slides, borders, halo)
+
+
+def _slides(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> list[Sliding]:
+    """Return the geometry of every spatial dim. Not collective."""
+    ndim = len(kernel)
+    strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
+    if padding == "same":
+        if any(s != 1 for s in strides):
+            raise RuntimeError("padding='same' is not supported for strided convolutions")
+        pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
+        lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
+    else:
+        lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
+    return [Sliding(*g) for g in zip(kernel, strides, dilations, lows, highs)]
 
 
 def _plan_transposed(
@@ -312,6 +331,20 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         if plan is None:
             plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        halo = x._halo
+        if halo is not None and not in_transform():
+            beside = mesh.plans.get((key, halo.key))
+            if beside is None:
+                beside = mesh.plan(
+                    (key, halo.key),
+                    lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
+                )
+            if not isinstance(beside, str) and (halo.writable or halo.fresh(x._local)):
+                if weight.requires_grad or x._local.requires_grad:
+                    halo.watch(x._local, all_cells=True)
+                window = apply(ReadBeside(beside, halo, x._layout), x._local)
+                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
+                return wrap(cropped(y, beside.crops), plan.out, mesh)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)

@@ -34,6 +34,7 @@ def test_every_halo_cell_comes_straight_from_its_owner(problem):
     mesh_shape = [len(sizes[dims[m]]) for m in range(len(dims))]
     extents = [sum(sizes[d]) if d in sizes else 2 for d in range(ndim)]
     domain = np.arange(np.prod(extents)).reshape(extents)
+    by_position = {d: ([widths[d][0]] * len(s), [widths[d][1]] * len(s)) for d, s in sizes.items()}
     arrays, wanted, sweeps = [], [], []
     for coords in itertools.product(*map(range, mesh_shape)):
         array, interior, index, inside = [], [], [], np.ones((), bool)
@@ -56,7 +57,7 @@ def test_every_halo_cell_comes_straight_from_its_owner(problem):
             periodic=periodic,
             rank_at=lambda c: int(np.ravel_multi_index(tuple(c), mesh_shape)),
         )
-        sweeps.append(plan_at_once(mesh, mesh_dims, sizes, widths, interior))
+        sweeps.append(plan_at_once(mesh, mesh_dims, sizes, by_position, interior))
 
     def cells(rank, box):
         return arrays[rank][tuple(slice(*r) for r in box)]

@@ -23,7 +23,8 @@ from torch import nn
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
-from mpishard.io.checkpoint import checksum, lock
+from mpishard.io.checkpoint import checksum
+from mpishard.io.file import lock
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.checkpoint.snapshot import Snapshot
 from mpishard.layout import layout_of

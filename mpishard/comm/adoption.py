@@ -1,0 +1,209 @@
+"""A simulation's own communicator and decomposition, taken over as a mesh; what its ranks must agree on."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpishard.comm import guard
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import checked_names
+from mpishard.errors import MeshError, MpishardError, described
+
+Periodic = bool | Sequence[bool] | None
+
+
+def adopted_mesh(
+    comm: Any,
+    names: Sequence[str],
+    *,
+    periodic: Periodic = None,
+    grid: Sequence[int] | None = None,
+    coords: Sequence[int] | None = None,
+    handle: str = "fortran",
+    device: torch.device | str | None = None,
+) -> CartMesh:
+    """Return a mesh over the ranks of a host program's communicator, placed as the host has placed them.
+
+    Collective over ``comm``, which is duplicated and otherwise left alone.
+
+    Parameters
+    ----------
+    comm
+        A communicator, with or without Cartesian topology; its handle as an integer; or None for this process alone.
+    names
+        One per mesh dim.
+    periodic, grid, coords
+        Of the host's decomposition; ranks per dim and this rank's place are taken from a Cartesian communicator.
+        Without ``coords`` ranks lie row-major in the grid.
+    handle
+        What an integer is, as in `CartMesh.from_comm`.
+    device
+        Override of the device rule.
+
+    Raises
+    ------
+    MeshError
+        On every rank: what is given does not fit the communicator, or two ranks have the same coordinates.
+    """
+    host = _communicator(comm, handle)
+    is_cart = host.Get_topology() == MPI.CART and MPI.Cartcomm(host).Get_dim() > 0
+    with guard.waiting("adopt", (), host):
+        own = host.Dup()
+    # the host's may end the job at an error; ours raises
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    error: MpishardError | None = None
+    extents: tuple[int, ...] = ()
+    periods: tuple[bool, ...] = ()
+    place = 0
+    try:
+        if is_cart:
+            dims, cyclic, own_coords = MPI.Cartcomm(own).Get_topo()
+            extents, periods = tuple(dims), _periods(periodic, len(names), [bool(p) for p in cyclic])
+            _refuse_other("grid", grid, dims)
+            _refuse_other("coords", coords, own_coords)
+            place = own.Get_rank()
+        else:
+            extents, periods = _grid(grid, own.Get_size(), len(names)), _periods(periodic, len(names), None)
+            place = own.Get_rank() if coords is None else _place(coords, extents)
+        checked_names(names, len(extents), "adopt")
+    except MpishardError as e:
+        error = e
+    try:
+        guard.agree(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
+        with guard.waiting("adopt", (), own):
+            placed = MPI.Intracomm(own.Split(0, place))
+    finally:
+        own.Free()
+    try:
+        error = None
+        if placed.Get_rank() != place:
+            error = MeshError(
+                described(
+                    "adopt: overlapping boxes, as several ranks have the same coordinates",
+                    expected=f"a place of its own in {extents} for every rank",
+                    got=f"coords={tuple(coords or ())} more than once",
+                    fix="pass this rank's own coordinates, in the order of grid=",
+                )
+            )
+        guard.agree(placed, error)
+        with guard.waiting("adopt", (), placed):
+            cart = placed.Create_cart(extents, periods=periods, reorder=False)
+    finally:
+        placed.Free()
+    with guard.waiting("adopt", (), cart):
+        return CartMesh(cart, names, None if device is None else torch.device(device))
+
+
+def _communicator(comm: Any, handle: str) -> MPI.Intracomm:
+    if comm is None:
+        return MPI.COMM_SELF
+    if not isinstance(comm, MPI.Comm):
+        if handle not in ("fortran", "c"):
+            raise MeshError(
+                described("adopt: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
+            )
+        try:
+            number = operator.index(getattr(comm, "value", comm))  # ctypes' integers and pointers have a value
+        except TypeError:
+            raise _no_communicator(type(comm).__name__) from None
+        comm = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+    if comm == MPI.COMM_NULL or comm.Is_inter():
+        raise _no_communicator("MPI.COMM_NULL" if comm == MPI.COMM_NULL else "an inter-communicator")
+    return comm  # type: ignore[no-any-return]
+
+
+def _no_communicator(got: str) -> MeshError:
+    return MeshError(
+        described(
+            "adopt: not an intra-communicator",
+            expected="an mpi4py communicator that this rank belongs to, the integer handle of one, or None",
+            got=got,
+            fix="call adopt on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
+        )
+    )
+
+
+def _refuse_other(what: str, given: Sequence[int] | None, own: Sequence[int]) -> None:
+    if given is not None and tuple(given) != tuple(own):
+        raise MeshError(
+            described(
+                f"adopt: {what} contradicts the communicator's topology",
+                expected=tuple(own),
+                got=tuple(given),
+                fix=f"leave {what}= out, or pass a communicator without a topology",
+            )
+        )
+
+
+def _periods(given: Periodic, ndim: int, own: Sequence[bool] | None) -> tuple[bool, ...]:
+    if given is None:
+        return tuple(own) if own is not None else (False,) * ndim
+    periods = (
+        tuple(map(bool, given))
+        if isinstance(given, (Sequence, np.ndarray))
+        else (bool(given),) * (len(own or ()) or ndim)
+    )
+    if own is not None:
+        _refuse_other("periodic", periods, own)  # type: ignore[arg-type]
+    if len(periods) != ndim:
+        raise MeshError(
+            described(
+                "adopt: periodic does not fit the names", expected=f"{ndim} flags", got=periods, fix="one per dim"
+            )
+        )
+    return periods
+
+
+def _grid(given: Sequence[int] | None, size: int, ndim: int) -> tuple[int, ...]:
+    if given is None and size == 1:
+        return (1,) * ndim
+    grid = () if given is None else tuple(int(n) for n in given)
+    if not grid or min(grid) < 1 or math.prod(grid) != size:
+        raise MeshError(
+            described(
+                "adopt: a communicator without Cartesian topology needs the grid of the ranks",
+                expected=f"grid= of ranks per dim with product {size}",
+                got=given,
+                fix="pass grid= and coords= of the host's decomposition, or its MPI_Cart communicator",
+            )
+        )
+    return grid
+
+
+def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
+    place = tuple(int(c) for c in coords)
+    if len(place) != len(grid) or any(not 0 <= c < n for c, n in zip(place, grid)):
+        raise MeshError(
+            described(
+                "adopt: coordinates outside the grid",
+                expected=f"one below each of {grid}",
+                got=place,
+                fix="pass 0-based ones",
+            )
+        )
+    at = 0
+    for c, n in zip(place, grid):
+        at = at * n + c
+    return at
+
+
+def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
+    """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
+
+    Collective over ``comm``, which has the ranks of the mesh in its order. The old ones are freed with the mesh.
+    """
+    with guard.waiting("renew", (), comm):
+        cart = comm.Create_cart(mesh.shape, mesh.periodic, reorder=False)
+        mesh._holding.comms.append(cart)
+        mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
+    for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
+        plans.clear()
+    mesh._partial.clear()
+    mesh.storages, mesh._children = [], {}

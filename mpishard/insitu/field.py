@@ -1,0 +1,257 @@
+"""Field: one ghosted array of a simulation, seen as a ShardTensor on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.insitu.memory import as_tensor, described_array, differs
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+if TYPE_CHECKING:
+    from mpishard.insitu.simulation import Simulation
+
+
+class Field:
+    """An array of the host program: its owned cells are a ShardTensor, its ghost cells that tensor's halo.
+
+    Made by `Simulation.field`. The memory stays the host's: what the model writes, the solver reads, and the other
+    way round.
+
+    Attributes
+    ----------
+    name : str
+    writable : bool
+        Whether the model, and refreshes of the halo, may write.
+    tensor : ShardTensor
+        The owned cells, in the array's own index order. Of the array that `rebind` gave last.
+    array : torch.Tensor
+        The whole ghosted array of this rank.
+    halo_valid : bool
+        Whether the ghost cells are known to be fresh. True after `exchange`, and where the host says so by
+        assignment, because an exchange of its own has just filled them; until the next write that is seen: by torch,
+        by `touch`, by `rebind`, at either end of a hook. What a solver writes is seen in a sample of cells only: say
+        `touch` after writing a few cells between `exchange` and a model that is called without a hook.
+    """
+
+    def __init__(
+        self, simulation: Simulation, name: str, array: Tensor, tensor: ShardTensor, *, writable: bool
+    ) -> None:
+        assert tensor._halo is not None
+        self.name, self.writable = name, writable
+        self._simulation: Simulation | None = simulation
+        self._array, self._tensor, self._halo = array, tensor, tensor._halo
+        # shape, strides, dtype and flags of an array of numpy that has been found right
+        self._told: tuple[Any, ...] | None = None
+        self._interior = tensor._local.storage_offset() - array.storage_offset()
+
+    @property
+    def tensor(self) -> ShardTensor:
+        """The owned cells. Not collective."""
+        if self._simulation is None:
+            raise self._gone()
+        self._halo.watch(self._tensor._local, all_cells=False)
+        return self._tensor
+
+    @property
+    def array(self) -> Tensor:
+        """The whole array of this rank. Not collective."""
+        if self._simulation is None:
+            raise self._gone()
+        return self._array
+
+    @property
+    def halo_valid(self) -> bool:
+        """Whether the ghost cells are known to be fresh, as this rank sees it. Not collective."""
+        return self._halo.claimed(self.tensor._local)
+
+    @halo_valid.setter
+    def halo_valid(self, value: bool) -> None:
+        if value:
+            self._halo.claim(self.tensor._local, sampled=False)
+        else:
+            self._halo.disclaim()
+
+    def exchange(self) -> None:
+        """Refresh the ghost cells in place; those beyond a non-periodic edge stay the host's. Neighborwise collective.
+
+        Raises
+        ------
+        UnsupportedOperationError
+            The field was released, or is not writable.
+        """
+        tensor = self.tensor
+        self._require_writable("exchange")
+        self._halo.refresh(tensor._local, tensor._layout)
+        torch.autograd.graph.increment_version(self._array)
+        self._halo.claim(tensor._local, sampled=True)
+
+    def touch(self) -> None:
+        """Say that the host has written cells: the halo is stale, and what autograd saved is old. Not collective.
+
+        All ranks say so, or none.
+        """
+        self._halo.disclaim()
+        torch.autograd.graph.increment_version(self.array)
+
+    def rebind(self, array: Any) -> None:
+        """Let the field be another array of the same shape, strides and dtype: the next time level, a swapped buffer.
+
+        Collective; plans are kept. `tensor` is a new one afterwards.
+
+        Raises
+        ------
+        LayoutError
+            On every rank: on some rank the array is another one than the field's.
+        """
+        simulation, error = self._simulation, None
+        if simulation is None:
+            raise self._gone()
+        try:
+            # in a time loop it is mostly numpy's again
+            told = (array.shape, array.strides, array.dtype, array.flags.num) if type(array) is np.ndarray else None
+            if told is not None and told == self._told and not torch.is_inference_mode_enabled():
+                found = torch.from_numpy(array)
+            else:
+                found = self._checked(array)
+                self._told = told if self.writable else None
+            old = self._tensor._local
+            local = found.as_strided(old.shape, old.stride(), found.storage_offset() + self._interior)
+        except MpishardError as e:
+            error = e
+        simulation.agreement.on(error, "rebind")
+        # the host goes on to write the one before
+        torch.autograd.graph.increment_version(self._array)
+        tensor = wrap(local, self._tensor._layout, self._tensor._mesh)
+        tensor._halo = self._halo = self._halo.again()
+        self._array, self._tensor = found, tensor
+
+    def _enter(self) -> ShardTensor:
+        """Return the tensor for a model that is called now: the host has written since. Not collective."""
+        tensor, halo = self.tensor, self._halo
+        declared = halo.declared
+        torch.autograd.graph.increment_version(self._array)
+        if declared:
+            halo.claim(tensor._local, sampled=False)
+        else:
+            halo.disclaim()
+        halo.quiet = True
+        return tensor
+
+    def _prepare(self) -> None:
+        """Plan the refresh of the halo, so that `exchange` is no more than messages. Collective where it is new."""
+        if self.writable:
+            self._halo.exchanger(self._tensor._local, self._tensor._layout)
+
+    def _leave(self) -> None:
+        """Give the field back to the host, which may write. Not collective."""
+        self._halo.quiet = False
+        self._halo.disclaim()
+
+    def _write(self, result: ShardTensor) -> None:
+        """Copy a result into the owned cells. Collective where it is laid out differently."""
+        tensor = self._tensor
+        if result._layout is tensor._layout:
+            tensor._local.copy_(result._local)
+        else:
+            tensor.copy_(result)
+
+    def _checked(self, array: Any) -> Tensor:
+        what = f"field {self.name!r}: rebind"
+        with torch.inference_mode(False):
+            found = as_tensor(what, array, self._array.device, writable=self.writable)
+        if differs(self._array, found):
+            raise LayoutError(
+                described(
+                    f"{what}: another kind of array",
+                    expected=described_array(self._array),
+                    got=described_array(found),
+                    fix="pass an array of the same shape, strides, dtype and device, or make another field",
+                )
+            )
+        return found
+
+    def _require_writable(self, what: str) -> None:
+        if not self.writable:
+            raise UnsupportedOperationError(
+                described(
+                    f"field {self.name!r}: {what} would write into it",
+                    expected="a writable field",
+                    got="writable=False",
+                    fix="make the field with writable=True, if the host lets its array be written",
+                )
+            )
+
+    def _release(self) -> None:
+        """Let go of the host's memory. Not collective."""
+        if self._simulation is not None:
+            self._simulation = None
+            self._tensor.__class__ = _Released  # type: ignore[assignment]
+            del self._array
+
+    def _gone(self) -> UnsupportedOperationError:
+        return released(self.name)
+
+    def __repr__(self) -> str:
+        if self._simulation is None:
+            return f"Field({self.name!r}, released)"
+        return f"Field({self.name!r}, {self._tensor!r}, array {tuple(self._array.shape)})"
+
+
+class _Released(ShardTensor):
+    """What a field's tensor becomes when the field is released: its memory may be gone."""
+
+    __slots__ = ()
+
+    @property
+    def _local(self) -> Tensor:  # type: ignore[override]
+        assert self._halo is not None
+        raise released(self._halo.name)
+
+
+def released(name: str) -> UnsupportedOperationError:
+    """Return the error of a field that is used after its release. Not collective."""
+    return UnsupportedOperationError(
+        described(
+            f"field {name!r} was released",
+            expected="use before sim.release()",
+            got="use after it",
+            fix="copy what is needed later, or release at the end",
+        )
+    )
+
+
+def staggered_dims(location: str | Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the mesh dims along which values lie between the cells. Not collective.
+
+    Parameters
+    ----------
+    location
+        ``"cell"``; the name of a mesh dim (or ``"face_x"``), for faces normal to it; several names; or ``"node"``,
+        for all.
+    names
+        Of the mesh dims.
+    """
+    if location == "cell":
+        return ()
+    if location in ("node", "vertex", "corner"):
+        return tuple(range(len(names)))
+    if location == "face" and len(names) == 1:
+        return (0,)
+    given = (location,) if isinstance(location, str) else tuple(location)
+    found = {n.removeprefix("face_").removesuffix("_face") for n in given if isinstance(n, str)}
+    if len(found) != len(given) or not found <= set(names) or not found:
+        raise LayoutError(
+            described(
+                "field: unknown location",
+                expected=f"'cell', 'node', or one or more of {tuple(names)}: the faces normal to these dims",
+                got=location,
+                fix="name the dims in which the array has a point more than cells",
+            )
+        )
+    return tuple(m for m, n in enumerate(names) if n in found)

@@ -1,0 +1,242 @@
+"""Hook: a model called from the host's time loop, on the ranks that hold the fields."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpishard.comm.agreement import Abandoned, threads_may_communicate
+from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError, described
+from mpishard.insitu.field import Field
+from mpishard.tensor.shard_tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from mpishard.insitu.simulation import Simulation
+
+
+class _Run:
+    """One run of a model: its results or its error, whether that rose inside, and when its phases began and ended."""
+
+    __slots__ = ("error", "inside", "results", "times")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.inside = True
+        self.results: Sequence[ShardTensor] = ()
+        self.times: list[float] = []
+
+
+class Hook:
+    """A model in a simulation's time loop. Made by `Simulation.hook`; calling it is collective.
+
+    Parameters
+    ----------
+    simulation, inputs, outputs
+        The fields that the model reads, and those that its results are written into.
+    model
+        Callable on ShardTensors: a module, or a function that trains one and returns what to write.
+    pack
+        Called with the inputs' tensors; returns the model's argument, or a tuple of them.
+    unpack
+        Called with what the model returns; returns the outputs' tensors: one, a sequence, or a dict by field name.
+    every
+        Run at every so-manieth call, the first included; the others do nothing.
+    grad
+        Whether autograd records in the model: for a function that trains.
+    warm_up
+        So many runs are not counted in ``times``: the first ones build plans.
+
+    Attributes
+    ----------
+    times : dict of str to float
+        Seconds of this rank in ``"pack"``, ``"model"`` and ``"write"`` (agreement of the ranks, and outputs).
+    calls, runs : int
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        model: Callable[..., Any],
+        inputs: Sequence[Field],
+        outputs: Sequence[Field],
+        pack: Callable[..., Any] | None,
+        unpack: Callable[..., Any] | None,
+        *,
+        every: int = 1,
+        grad: bool = False,
+        warm_up: int = 1,
+    ) -> None:
+        self._simulation, self._model = simulation, model
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._pack, self._unpack, self._grad = pack, unpack, grad
+        self.every, self._warm_up = every, warm_up
+        self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
+        self.calls = self.runs = 0
+        self._flight: tuple[threading.Thread | None, _Run | None] | None = None
+
+    def __call__(self) -> bool:
+        """Run the model on the fields as they are now; return whether it was its turn. Collective.
+
+        Raises
+        ------
+        MpishardError
+            On every rank, the outputs as they were: the model raised on one of them, or its results do not fit.
+        """
+        self._require_idle()
+        if not self._turn():
+            return False
+        run = _Run()
+        try:
+            self._model_on(run, [field._enter() for field in self.inputs])
+            self._write(run)
+        finally:
+            for field in self.inputs:
+                field._leave()
+        return True
+
+    def start(self) -> bool:
+        """Start the model on the fields as they are now, in a thread of its own; return whether it is its turn.
+
+        Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
+        way, or by ``u.exchange()``) and `rebind`; other work on tensors of the simulation waits for `wait`.
+
+        Raises
+        ------
+        UnsupportedOperationError
+            On every rank: the last start was not waited for, the hook trains, or MPI was initialised for fewer
+            threads than ``MPI_THREAD_MULTIPLE``.
+        """
+        self._require_idle()
+        if self._grad or (self._simulation.mesh.size > 1 and not threads_may_communicate()):
+            raise UnsupportedOperationError(
+                described(
+                    "hook.start: the model cannot run beside the solver",
+                    expected="a model that infers, and MPI initialised with MPI_THREAD_MULTIPLE",
+                    got="grad=True" if self._grad else "a lower thread level",
+                    fix="call hook() itself; MPI_Init_thread(MPI_THREAD_MULTIPLE) in the host lets start() work",
+                )
+            )
+        if not self._turn():
+            self._flight = (None, None)
+            return False
+        for field in self._simulation.fields.values():
+            field._prepare()
+        copies = []
+        for field in self.inputs:
+            copies.append(field._enter().clone())
+            field._leave()
+        run = _Run()
+        thread = threading.Thread(target=self._model_on, args=(run, copies), name="mpishard-hook", daemon=True)
+        self._flight = (thread, run)
+        thread.start()
+        return True
+
+    def wait(self) -> bool:
+        """Wait for what `start` has started, and write its results; return whether it was its turn. Collective.
+
+        Raises
+        ------
+        MpishardError
+            As of a call; or nothing was started.
+        """
+        if self._flight is None:
+            raise UnsupportedOperationError(
+                described(
+                    "hook.wait: nothing was started",
+                    expected="start() before wait()",
+                    got="wait() alone",
+                    fix="call start()",
+                )
+            )
+        (thread, run), self._flight = self._flight, None
+        if thread is None or run is None:
+            return False
+        thread.join()
+        self._write(run)
+        return True
+
+    def _require_idle(self) -> None:
+        self._simulation._require_alive()
+        if self._flight is not None:
+            raise UnsupportedOperationError(
+                described(
+                    "hook: the last start() was not waited for",
+                    expected="one run at a time",
+                    got="a run in flight",
+                    fix="call hook.wait() first",
+                )
+            )
+
+    def _turn(self) -> bool:
+        turn = self.calls % self.every == 0
+        self.calls += 1
+        return turn
+
+    def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
+        try:
+            run.times.append(time.perf_counter())
+            with torch.set_grad_enabled(self._grad), self._simulation.agreement.lookout():
+                args = tensors if self._pack is None else self._pack(*tensors)
+                run.times.append(time.perf_counter())
+                out = self._model(*args) if isinstance(args, (tuple, list)) else self._model(args)
+                if self._unpack is not None:
+                    out = self._unpack(out)
+            run.inside = False
+            run.results = self._results(out)
+            run.times.append(time.perf_counter())
+        except (Exception, Abandoned) as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
+            run.error = e
+
+    def _write(self, run: _Run) -> None:
+        begin = time.perf_counter()
+        self._simulation.agreement.after(run.error, inside=run.inside)
+        with torch.no_grad():
+            for field, result in zip(self.outputs, run.results):
+                field._write(result)
+        self.runs += 1
+        if self.runs > self._warm_up:
+            entered, packed, done = run.times
+            self.times["pack"] += packed - entered
+            self.times["model"] += done - packed
+            self.times["write"] += time.perf_counter() - begin
+
+    def _results(self, out: Any) -> Sequence[ShardTensor]:
+        """Return the tensor of every output, all of which fit."""
+        if not self.outputs:
+            return ()
+        names = [field.name for field in self.outputs]
+        if isinstance(out, Mapping):
+            out = [out.get(name) for name in names] if set(out) == set(names) else list(out)
+        elif not isinstance(out, (tuple, list)):
+            out = [out]
+        if len(out) != len(names) or not all(isinstance(t, ShardTensor) for t in out):
+            raise _unfit(f"{len(names)} ShardTensors, for {names}", [type(t).__name__ for t in out])
+        for field, result in zip(self.outputs, out):
+            into = field.tensor
+            if result.shape != into.shape or result._mesh is not into._mesh:
+                raise _unfit(
+                    f"for {field.name!r} shape {tuple(into.shape)} on {into._mesh.outline}",
+                    f"shape {tuple(result.shape)} on {result._mesh.outline}",
+                )
+            if not torch.can_cast(result.dtype, into.dtype):
+                raise UnsupportedDtypeError(
+                    described(
+                        f"hook: output {field.name!r} cannot hold the model's result",
+                        expected=f"what {into.dtype} can hold",
+                        got=result.dtype,
+                        fix="convert it in unpack=",
+                    )
+                )
+        return out  # type: ignore[no-any-return]
+
+
+def _unfit(expected: object, got: object) -> LayoutError:
+    return LayoutError(
+        described(
+            "hook: the model's output does not fit the fields", expected=expected, got=got, fix="shape it with unpack="
+        )
+    )

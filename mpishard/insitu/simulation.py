@@ -1,0 +1,487 @@
+"""adopt: a simulation's communicator, decomposition and arrays, as they are, become a mesh and its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.comm.adoption import Periodic, adopted_mesh
+from mpishard.comm.agreement import Agreement
+from mpishard.comm.halo.exchanger import Width, width_pair
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.insitu.field import Field, staggered_dims
+from mpishard.insitu.hook import Hook
+from mpishard.insitu.memory import as_tensor
+from mpishard.layout import Replicate, Shard, layout_of
+from mpishard.tensor.resident import resident
+
+Halo = Width | Sequence[Width] | Mapping[str, Width]
+Dims = Sequence[str | int | None] | Mapping[int, str | int]
+
+
+def adopt(
+    comm: Any,
+    shape: Sequence[int] | int,
+    halo: Halo = 0,
+    names: Sequence[str] | None = None,
+    periodic: Periodic = None,
+    *,
+    grid: Sequence[int] | None = None,
+    coords: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+    handle: str = "fortran",
+    device: torch.device | str | None = None,
+) -> Simulation:
+    """Take a running simulation's decomposition as it is; the host keeps communicator, arrays and time loop.
+
+    Collective over ``comm``, which is duplicated.
+
+    Parameters
+    ----------
+    comm
+        The host's communicator: mpi4py's, Cartesian or plain; its handle as an integer; or None, for one process.
+    shape
+        Owned cells of the whole domain per mesh dim, in the index order of the arrays.
+    halo
+        Width of the ghost layers of most fields: an int, or per mesh dim an int or (lo, hi). Ranks may differ along
+        a mesh dim.
+    names
+        Of the mesh dims; ``("dim0", ...)`` if not given.
+    periodic
+        Per mesh dim or for all; that of a Cartesian communicator, else False, if not given.
+    grid, coords
+        Of a plain communicator: ranks per mesh dim, and this rank's place (row-major if not given).
+    sizes
+        Owned cells of this rank per mesh dim; those of the first field if not given.
+    offset
+        The first of them in the domain, per mesh dim, to be checked; in the order of the ranks if not given.
+    handle
+        What an integer is: ``"fortran"`` (``MPI_Comm_c2f``, ``comm%MPI_VAL``) or ``"c"`` (``MPI_Comm``).
+    device
+        Override of the rule "the GPU at this rank's position on its node, or the CPU". Fields may always lie in host
+        memory.
+
+    Returns
+    -------
+    Simulation
+
+    Raises
+    ------
+    MeshError, LayoutError
+        On every rank: the arguments do not fit the communicator, or owned boxes overlap or leave a gap.
+
+    Examples
+    --------
+    >>> sim = ms.insitu.adopt(cart, shape=(256, 192), halo=2, names=("x", "y"))
+    >>> u = sim.field("u", array)
+    >>> hook = sim.hook(model, inputs=["u"], outputs=["u"])
+    """
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = (
+        tuple(f"dim{m}" for m in range(len(extents)))
+        if names is None
+        else (names,)
+        if isinstance(names, str)
+        else names
+    )
+    mesh = adopted_mesh(comm, tuple(names), periodic=periodic, grid=grid, coords=coords, handle=handle, device=device)
+    simulation = Simulation(mesh)
+    try:
+        simulation._begin(extents, halo, sizes, offset)
+    except MpishardError:
+        mesh.free()
+        raise
+    return simulation
+
+
+class Simulation:
+    """A host program's domain: the mesh of its ranks, and the fields on it. Made by `adopt`.
+
+    Attributes
+    ----------
+    mesh : CartMesh
+        On which the fields' tensors live; row-major in the host's coordinates.
+    shape : tuple of int
+        Owned cells of the whole domain, per mesh dim.
+    halo : tuple of (int, int)
+        Width of the ghost layers of fields that say nothing else, per mesh dim, on this rank.
+    fields : dict of str to Field
+    """
+
+    def __init__(self, mesh: CartMesh) -> None:
+        self.mesh = mesh
+        self.agreement = Agreement(mesh)
+        self.fields: dict[str, Field] = {}
+        self.shape: tuple[int, ...] = ()
+        self.halo: tuple[tuple[int, int], ...] = ()
+        self._offset: tuple[int, ...] | None = None
+        # owned cells of all positions along each mesh dim, once known
+        self._sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
+        self._released = False
+
+    def _begin(
+        self, shape: tuple[int, ...], halo: Halo, sizes: Sequence[int] | None, offset: Sequence[int] | None
+    ) -> None:
+        own: dict[int, int] = {}
+
+        def check() -> None:
+            self.shape = self._per_dim("shape", shape)
+            self.halo = self._widths(halo)
+            self._offset = None if offset is None else self._per_dim("offset", offset)
+            own.update(enumerate(() if sizes is None else self._per_dim("sizes", sizes)))
+
+        self._agreed("adopt", check, lambda: f"adopt({self.shape}, {len(own)} sizes, {self._offset is None})")
+        self._place(own)
+
+    def _per_dim(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
+        numbers = tuple(int(n) for n in given)
+        if len(numbers) != self.mesh.ndim or min(numbers) < 0:
+            raise LayoutError(
+                described(
+                    f"adopt: {what} does not fit the decomposition",
+                    expected=f"a number >= 0 for each of the dims {self.mesh.mesh_dim_names}",
+                    got=numbers,
+                    fix="count owned cells along the dims that the ranks cut, in the arrays' index order",
+                )
+            )
+        return numbers
+
+    def _widths(self, halo: Halo | None, array_dims: Sequence[int | None] = ()) -> tuple[tuple[int, int], ...]:
+        """Return (lo, hi) per mesh dim; ``halo`` may be given per array dim where that cannot be misread."""
+        names = self.mesh.mesh_dim_names
+        if halo is None:
+            return self.halo
+        try:
+            if isinstance(halo, Mapping):
+                told = {self.mesh.mesh_dim(m): width_pair(w) for m, w in halo.items()}
+                pairs = [told.get(m, (0, 0)) for m in range(len(names))]
+            elif not isinstance(halo, Iterable):
+                pairs = [width_pair(halo)] * len(names)
+            elif len(halo) == len(names):
+                pairs = [width_pair(w) for w in halo]  # type: ignore[arg-type]
+            elif len(names) == 1 and len(halo) == 2:
+                pairs = [width_pair(halo)]  # type: ignore[arg-type]
+            else:
+                by_dim = dict(zip(array_dims, map(width_pair, halo), strict=True))  # type: ignore[arg-type]
+                pairs = [by_dim.get(m, (0, 0)) for m in range(len(names))]
+                if any(m is None and any(w) for m, w in by_dim.items()):
+                    pairs = []
+        except (TypeError, ValueError):
+            pairs = []
+        if len(pairs) != len(names) or any(lo < 0 or hi < 0 for lo, hi in pairs):
+            raise LayoutError(
+                described(
+                    "halo: not the widths of ghost layers",
+                    expected=f"an int >= 0, or an int or (lo, hi) for each of {names}",
+                    got=halo,
+                    fix="give widths along the dims that the ranks cut",
+                )
+            )
+        return tuple(pairs)
+
+    def _agreed(self, op: str, check: Callable[[], None], signature: Callable[[], str] = str) -> None:
+        """Run a check of this rank's arguments, and raise on every rank where it raises on one. Collective."""
+        error: Exception | None = None
+        try:
+            check()
+        except (MpishardError, TypeError, ValueError) as e:
+            error = e
+        self.agreement.on(error, op, "" if error else signature())
+
+    def _place(self, own: Mapping[int, int]) -> None:
+        """Take the owned extents along some mesh dims, and check that the boxes tile the domain. Collective."""
+        error: MpishardError | None = None
+        for m, n in own.items():
+            told = (n, self._offset[m]) if self._offset else (n,)
+            along, common = self.agreement.along(m, told)
+            sizes = self._sizes[m] = tuple(row[0] for row in along)
+            error = error or self._misplaced(m, sizes, [row[1] for row in along] if self._offset else None, common)
+        self.agreement.on(error, "adopt", str([self._sizes[m] for m in own]))
+
+    def _misplaced(
+        self, m: int, sizes: tuple[int, ...], offsets: Sequence[int] | None, common: bool
+    ) -> MpishardError | None:
+        name, extent = self.mesh.mesh_dim_names[m], self.shape[m]
+        fix = "pass shape= of the whole domain, and owned extents (arrays less their halo) that tile it"
+        at = 0
+        for i, n in enumerate(sizes):
+            start = at if offsets is None else offsets[i]
+            if start != at:
+                kind = "overlap" if start < at else "leave a gap"
+                return LayoutError(
+                    described(
+                        f"adopt: owned boxes {kind} along {name!r} before the box [{start}:{start + n})",
+                        expected=f"a box that begins at {at}, where the one before it ends",
+                        got=f"coordinate {i} of {name!r} owns [{start}:{start + n})",
+                        fix=fix,
+                    )
+                )
+            at += n
+        if at != extent:
+            what = "leave a gap" if at < extent else "overlap, or reach past the domain,"
+            last = f"[{at - sizes[-1]}:{at})"
+            return LayoutError(
+                described(
+                    f"adopt: owned boxes {what} along {name!r} at the box {last}",
+                    expected=f"boxes that end at {extent}",
+                    got=f"extents {sizes} of the boxes along {name!r}, which end at {at}",
+                    fix=fix,
+                )
+            )
+        if not common:
+            c = self.mesh.coords[m]
+            start = sum(sizes[:c])
+            return LayoutError(
+                described(
+                    f"adopt: owned boxes overlap or leave a gap along {name!r} at the box [{start}:{start + sizes[c]})",
+                    expected=f"the same interval on all ranks at coordinate {c} of {name!r}",
+                    got=f"[{start}:{start + sizes[c]}) on the rank at {self.mesh.coords}, another one beside it",
+                    fix="let an extent depend on the coordinate along its own dim only",
+                )
+            )
+        return None
+
+    # -- fields
+
+    def field(
+        self,
+        name: str,
+        array: Any,
+        halo: Halo | None = None,
+        dims: Dims | None = None,
+        location: str | Sequence[str] = "cell",
+        writable: bool = True,
+    ) -> Field:
+        """Take an array of the host as a field: its memory, no copy.
+
+        Collective.
+
+        Parameters
+        ----------
+        name
+            By which hooks, links and errors know it.
+        array
+            This rank's array with its ghost cells: of numpy, torch, cupy; an object with ``__dlpack__``, an array
+            interface, a buffer; or ``(address, dtype, shape, strides)``, strides in bytes (None: C order). The host
+            keeps it alive; of a raw address until `release`.
+        halo
+            Its ghost layers, where they are not those of the simulation: an int, per mesh dim an int or (lo, hi), or
+            ``{name: width}``.
+        dims
+            Per array dim the mesh dim that it lies on, or None (levels, components, time slots). May be left out
+            where the array has the dims of the mesh, in that order. A mesh dim that is not named holds copies.
+        location
+            ``"cell"``, or where the array has a point more than cells (staggered grids): the name of a mesh dim
+            (faces normal to it), several, or ``"node"`` for all. A face between two ranks is owned by the rank
+            above it, whose first point it is; the last rank of a dim that is not periodic owns the last face, too.
+        writable
+            Whether the model, and refreshes of the ghost cells, may write.
+
+        Returns
+        -------
+        Field
+
+        Raises
+        ------
+        MpishardError
+            On every rank: a name used twice, an array of another size than said, or one that cannot be shared.
+        """
+        self._require_alive()
+        mesh, names = self.mesh, self.mesh.mesh_dim_names
+        what = f"field {name!r}"
+        found: dict[str, Any] = {}
+
+        def check() -> None:
+            if name in self.fields:
+                raise LayoutError(
+                    described(
+                        f"{what}: a name used twice",
+                        expected="a new name",
+                        got=name,
+                        fix="u.rebind(array) swaps arrays",
+                    )
+                )
+            with torch.inference_mode(False):
+                tensor = found["array"] = as_tensor(what, array, mesh.device, writable=writable)
+            on = found["dims"] = self._dims(what, tensor, dims)
+            found["halo"] = self._widths(halo, on)
+            found["staggered"] = staggered_dims(location, names)
+
+        def signature() -> str:
+            array: Tensor = found["array"]
+            whole = [n for n, m in zip(array.shape, found["dims"]) if m is None]
+            return (
+                f"{what}: dims {found['dims']}, whole extents {whole}, between the cells of {found['staggered']}, "
+                f"{array.dtype} on {array.device.type}, writable={writable}"
+            )
+
+        self._agreed("field", check, signature)
+        array, on, staggered = found["array"], found["dims"], found["staggered"]
+        own = {m: n - sum(found["halo"][m]) - (m in staggered) for n, m in zip(array.shape, on) if m is not None}
+        new = {m: n for m, n in sorted(own.items()) if self._sizes[m] is None}
+        if new:
+            self._agreed("field", lambda: _require_room(what, array, min(new.values())))
+            self._place(new)
+        sizes: dict[int, tuple[int, ...]] = {}
+        widths: dict[int, Sequence[Any]] = {}
+        error: MpishardError | None = None
+        for d, m in enumerate(on):
+            if m is None:
+                continue
+            cells, (lo, hi) = self._sizes[m], found["halo"][m]
+            assert cells is not None
+            at, last = mesh.coords[m], len(cells) - 1
+            faces = m in staggered
+            # the last face of all is nobody's first
+            sizes[d] = cells if not faces or mesh.periodic[m] else (*cells[:-1], cells[-1] + 1)
+            room = array.shape[d] - lo - hi - sizes[d][at]
+            if room != 0 and not (faces and room == 1 and (at < last or mesh.periodic[m])):
+                error = error or LayoutError(
+                    described(
+                        f"{what}: array dim {d} has another extent than said",
+                        expected=f"{lo} + {sizes[d][at]} + {hi} cells along {names[m]!r}"
+                        + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
+                        got=array.shape[d],
+                        fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
+                    )
+                )
+            widths[d], common = self.agreement.along(m, (lo, hi + max(0, room)))
+            if not common:
+                error = error or LayoutError(
+                    described(
+                        f"{what}: ghost layers along {names[m]!r} differ between ranks at one coordinate of it",
+                        expected="widths that depend on the coordinate along their own dim only",
+                        got=f"{(lo, hi)} on the rank at {mesh.coords}",
+                        fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",
+                    )
+                )
+        self.agreement.on(error, "field")
+        strides = [s for s, n in zip(array.stride(), array.shape) if n > 1]
+        reverse = self.agreement.same(len(strides) > 1 and strides == sorted(strides))
+        placements: list[Any] = [Replicate()] * mesh.ndim
+        shape = list(array.shape)
+        for d, m in enumerate(on):
+            if m is not None:
+                placements[m], shape[d] = Shard(d), sum(sizes[d])
+        layout = layout_of(mesh.shape, placements, shape, sizes)
+        with torch.inference_mode(False):
+            tensor = resident(
+                mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name, foreign=True
+            )
+        field = self.fields[name] = Field(self, name, array, tensor, writable=writable)
+        return field
+
+    def _dims(self, what: str, array: Tensor, dims: Dims | None) -> tuple[int | None, ...]:
+        ndim, names = array.ndim, self.mesh.mesh_dim_names
+        if dims is None and ndim == len(names):
+            return tuple(range(ndim))
+        try:
+            if dims is None:
+                raise ValueError
+            if isinstance(dims, Mapping):
+                told = {int(d) % ndim: self.mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
+                found: tuple[int | None, ...] = tuple(told.get(d) for d in range(ndim))
+                count = len(dims)
+            else:
+                found = tuple(None if m is None else self.mesh.mesh_dim(m) for m in dims)
+                count = len(found) - found.count(None)
+            used = [m for m in found if m is not None]
+            if len(found) != ndim or len(set(used)) != len(used) or len(used) != count:
+                raise ValueError
+        except (MeshError, TypeError, ValueError):
+            raise LayoutError(
+                described(
+                    f"{what}: which array dims the ranks cut is not clear",
+                    expected=f"dims= with one of {names}, or None, for each of {ndim} array dims",
+                    got=dims,
+                    fix="e.g. dims=(None, 'x', 'y') for an array [level, x, y]",
+                )
+            ) from None
+        return found
+
+    # -- models
+
+    def hook(
+        self,
+        model: Callable[..., Any],
+        inputs: Sequence[str | Field],
+        outputs: Sequence[str | Field] = (),
+        pack: Callable[..., Any] | None = None,
+        unpack: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> Hook:
+        """Return a `Hook`, which runs ``model`` on fields and writes its results into fields. Collective.
+
+        Parameters as of a `Hook`, fields by name.
+        """
+        self._require_alive()
+        chosen: list[list[Field]] = []
+
+        def check() -> None:
+            told = [(g,) if isinstance(g, (str, Field)) else g for g in (inputs, outputs)]
+            chosen.extend([self._known(f) for f in given] for given in told)
+            for field in chosen[1]:
+                field._require_writable("a hook's output")
+
+        self._agreed("hook", check, lambda: f"hook({[[f.name for f in fields] for fields in chosen]})")
+        return Hook(self, model, chosen[0], chosen[1], pack, unpack, **options)
+
+    def _known(self, field: str | Field) -> Field:
+        found = self.fields.get(field) if isinstance(field, str) else field
+        if not isinstance(found, Field) or found._simulation is not self:
+            raise LayoutError(
+                described(
+                    f"hook: no field {field!r}",
+                    expected=f"one of {sorted(self.fields)}",
+                    got=field,
+                    fix="make it with sim.field(name, array) first",
+                )
+            )
+        return found
+
+    def _require_alive(self) -> None:
+        if self._released:
+            raise UnsupportedOperationError(
+                described(
+                    "the simulation was released",
+                    expected="use before sim.release()",
+                    got="use after it",
+                    fix="adopt again",
+                )
+            )
+
+    def release(self) -> None:
+        """Let go of the host's arrays and free the plans: later use of a field raises. Collective."""
+        if not self._released:
+            self._released = True
+            for field in self.fields.values():
+                field._release()
+            self.mesh.free()
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # on an error the other ranks may be elsewhere
+        if error[0] is None:
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"Simulation({self.shape}, fields {sorted(self.fields)}, {self.mesh!r})"
+
+
+def _require_room(what: str, array: Tensor, least: int) -> None:
+    if least < 0:
+        raise LayoutError(
+            described(
+                f"{what}: the array is smaller than its ghost layers",
+                expected="owned cells between the ghost layers",
+                got=tuple(array.shape),
+                fix="give the halo that the array has",
+            )
+        )

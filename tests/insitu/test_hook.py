@@ -1,0 +1,242 @@
+"""A model in the host's time loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import mpishard as ms
+from tests.insitu.hosts import WORLD, Host, cut
+
+SIZE = WORLD.size
+
+
+@pytest.fixture
+def host():
+    made = Host((SIZE, 1), [cut(12, SIZE), (8,)], [(1, 1), (1, 1)])
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def sim(host):
+    with ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y")) as made:
+        yield made
+
+
+def batched(*fields):
+    return torch.stack(fields)[None]
+
+
+def test_inference_equals_torch(host, sim):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(3, 1, 3, padding=1)
+    ).double()
+    u, v, tau = host.array(), host.array() * 2, host.array() * 0
+    for name, array in (("u", u), ("v", v), ("tau", tau)):
+        sim.field(name, array)
+    hook = sim.hook(model, ["u", "v"], ["tau"], pack=batched, unpack=lambda y: y[0, 0])
+    for step in range(3):
+        assert hook()
+        whole = torch.from_numpy(host.whole) * (1 + step)
+        with torch.no_grad():
+            expected = model(torch.stack([whole, 2 * whole])[None])[0, 0]
+        np.testing.assert_allclose(tau[host.interior], expected[host.box], rtol=1e-12)
+        # the solver goes on
+        u[host.interior] += host.whole[host.box]
+        v[host.interior] += 2 * host.whole[host.box]
+    assert hook.runs == 3
+    assert all(t > 0 for t in hook.times.values())
+
+
+def test_every(host, sim):
+    sim.field("u", host.array())
+    seen = []
+    hook = sim.hook(lambda u: seen.append(1), ["u"], every=3)
+    assert [hook() for _ in range(7)] == [True, False, False, True, False, False, True]
+    assert len(seen) == 3
+
+
+def test_names_of_outputs(host, sim):
+    u, v = host.array(), host.array()
+    sim.field("u", u)
+    sim.field("v", v)
+    sim.hook(lambda a, b: {"v": a + b, "u": a - b}, ["u", "v"], ["u", "v"])()
+    np.testing.assert_array_equal(u[host.interior], 0 * host.whole[host.box])
+    np.testing.assert_array_equal(v[host.interior], 2 * host.whole[host.box])
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda u: u[1:], "does not fit"),
+        (lambda u: (u, u), "does not fit"),
+        (lambda u: u.to_local(), "does not fit"),
+        (lambda u: u.to(torch.complex128), "cannot hold"),
+    ],
+)
+def test_outputs_that_do_not_fit(host, sim, model, text):
+    array = host.array()
+    before = array.copy()
+    sim.field("u", array)
+    with pytest.raises(ms.MpishardError, match=text):
+        sim.hook(model, ["u"], ["u"])()
+    np.testing.assert_array_equal(array, before)
+
+
+def test_a_model_that_raises_on_one_rank(host, sim):
+    array = host.array()
+    before = array.copy()
+    sim.field("u", array)
+
+    def model(u):
+        if WORLD.rank == SIZE - 1:
+            raise ValueError("no such regime")
+        return u + 1
+
+    hook = sim.hook(model, ["u"], ["u"])
+    for _ in range(2):
+        with pytest.raises(ms.MpishardError, match="no such regime") as caught:
+            hook()
+        assert isinstance(caught.value.__cause__, ValueError) == (WORLD.rank == SIZE - 1)
+        np.testing.assert_array_equal(array, before)
+    sim.hook(lambda u: u + 1, ["u"], ["u"])()
+    np.testing.assert_array_equal(array[host.interior], before[host.interior] + 1)
+
+
+def test_beside_the_solver(host, sim):
+    """Between start and wait the solver writes and exchanges; the model sees the fields of the start."""
+    u, tau = host.array(), host.array() * 0
+    field = sim.field("u", u)
+    sim.field("tau", tau)
+    weight = torch.full((1, 1, 3, 3), 0.25, dtype=torch.float64)
+    hook = sim.hook(
+        lambda x: torch.nn.functional.conv2d(x[None, None], weight, padding=1)[0, 0], ["u"], ["tau"], every=2
+    )
+    for step in range(4):
+        expected = torch.nn.functional.conv2d(field.tensor.full_tensor()[None, None], weight, padding=1)[0, 0]
+        before = tau.copy()
+        assert hook.start() == (step % 2 == 0)
+        with pytest.raises(ms.UnsupportedOperationError, match="not waited for"):
+            hook()
+        for _ in range(3):
+            u[host.interior] += 1
+            field.exchange()
+        np.testing.assert_array_equal(tau, before)
+        if hook.wait():
+            np.testing.assert_allclose(tau[host.interior], expected[host.box])
+    assert hook.runs == 2
+    with pytest.raises(ms.UnsupportedOperationError, match="nothing was started"):
+        hook.wait()
+
+
+def test_errors_beside_the_solver(host, sim, monkeypatch):
+    sim.field("u", host.array())
+
+    def model(u):
+        raise KeyError("lost")
+
+    hook = sim.hook(model, ["u"])
+    hook.start()
+    with pytest.raises(ms.MpishardError, match="lost"):
+        hook.wait()
+    with pytest.raises(ms.UnsupportedOperationError, match="grad=True"):
+        sim.hook(model, ["u"], grad=True).start()
+    monkeypatch.setattr("mpishard.insitu.hook.threads_may_communicate", lambda: False)
+    if SIZE > 1:
+        with pytest.raises(ms.UnsupportedOperationError, match="THREAD_MULTIPLE"):
+            hook.start()
+
+
+def test_training_and_inference_restart_from_a_checkpoint(host, sim, tmp_path_factory):
+    """One closure is trained in the loop and used in it; stopped and continued, the run is the same."""
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("run")) if WORLD.rank == 0 else None)
+
+    class Run:
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model = torch.nn.Conv2d(1, 1, 3, padding=1).double()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-5, momentum=0.9)
+            self.u = host.array()
+            names = f"u{len(sim.fields)}"
+            self.field = sim.field(names, self.u)
+            self.train = sim.hook(self.learn, [names], grad=True)
+            self.infer = sim.hook(self.model, [names], [names], lambda u: u[None, None], lambda y: y[0, 0], every=2)
+            self.losses = []
+
+        def learn(self, u):
+            self.optimizer.zero_grad()
+            loss = (self.model(u[None, None])[0, 0] - 2 * u).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+
+        def steps(self, n):
+            for _ in range(n):
+                self.u[host.interior] += host.whole[host.box]
+                self.train()
+                self.infer()
+
+    whole = Run()
+    whole.steps(4)
+    first = Run()
+    first.steps(2)
+    ms.io.save_checkpoint(
+        folder, 2, model=first.model, optimizer=first.optimizer, tensors={"u": first.field.tensor}, mesh=sim.mesh
+    )
+    second = Run()
+    found = ms.io.load_checkpoint(
+        folder, model=second.model, optimizer=second.optimizer, tensors={"u": second.field.tensor}, mesh=sim.mesh
+    )
+    second.field.tensor.copy_(found.tensors["u"])
+    second.steps(2)
+    np.testing.assert_array_equal(second.u[host.interior], whole.u[host.interior])
+    assert first.losses + second.losses == whole.losses
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("beside", [False, True])
+def test_others_wait_inside_the_model_for_one_that_raised(host, sim, when, beside):
+    """In a plan's agreement, in an exchange, in a reduction: every rank comes back, and the next call is right."""
+    array = host.array()
+    u = sim.field("u", array)
+    torch.manual_seed(0)
+    weight = torch.randn(1, 1, 3, 3, dtype=torch.float64)
+    kinds = {
+        "conv": lambda x: torch.nn.functional.conv2d(x[None, None], weight, padding=1)[0, 0],
+        "clone": lambda x: torch.nn.functional.conv2d(x.clone()[None, None], weight, padding=1)[0, 0],
+        "sum": lambda x: x * x.sum(),
+        "moved": lambda x: x.redistribute(placements=(ms.Replicate(), ms.Shard(1))) + 1,
+    }
+    for kind, work in kinds.items():
+        calls = 0
+
+        def model(x, work=work):
+            nonlocal calls
+            calls += 1
+            if calls == when + 1 and WORLD.rank == 0:
+                raise ValueError(f"unstable at call {calls}")
+            return work(x)
+
+        hook = sim.hook(model, ["u"], ["u"])
+
+        def call(hook=hook):
+            if beside:
+                hook.start()
+                hook.wait()
+            else:
+                hook()
+
+        for _ in range(when):
+            array[host.interior] = host.whole[host.box]
+            call()
+        array[host.interior] = host.whole[host.box]
+        with pytest.raises(ms.MpishardError, match="unstable"):
+            call()
+        np.testing.assert_array_equal(array[host.interior], host.whole[host.box], err_msg=kind)
+        whole = u.tensor.full_tensor()
+        call()
+        expected = work(whole) if kind != "moved" else whole + 1
+        np.testing.assert_allclose(array[host.interior], expected[host.box], rtol=1e-10, err_msg=kind)

@@ -1,0 +1,243 @@
+"""What a host may get wrong: an error on every rank, and everything as before."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpishard as ms
+from tests.insitu.hosts import WORLD, Host, cut
+
+SIZE = WORLD.size
+LAST = WORLD.rank == SIZE - 1
+
+
+@pytest.fixture
+def host():
+    made = Host((SIZE, 1), [cut(14, SIZE), (8,)], [(1, 1), (1, 1)])
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def sim(host):
+    with ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=host.own) as made:
+        yield made
+
+
+def strided(array):
+    roomy = np.zeros((array.shape[0], 2 * array.shape[1]))
+    roomy[:, ::2] = array
+    return roomy[:, ::2]
+
+
+BUFFERS = {
+    "size": lambda a: np.zeros((a.shape[0] + 1, a.shape[1])),
+    "dims": lambda a: np.zeros((*a.shape, 2)),
+    "dtype": lambda a: a.astype("float32"),
+    "stride": strided,
+    "order": np.asfortranarray,
+    "reversed": lambda a: a[::-1],
+    "broadcast": lambda a: np.broadcast_to(a[:1], a.shape),
+    "list": lambda a: a.tolist(),
+    "masked": np.ma.masked_array,
+    "objects": lambda a: a.astype(object),
+    "byte order": lambda a: a.astype(">f8"),
+    "read-only": lambda a: np.frombuffer(a.tobytes()).reshape(a.shape),
+    "requires grad": lambda a: torch.from_numpy(a).requires_grad_(),
+    "null": lambda a: (0, "f8", a.shape, None),
+    "unaligned": lambda a: (a.ctypes.data + 1, "f8", a.shape, None),
+    "negative stride": lambda a: (a.ctypes.data, "f8", a.shape, (-8, 8)),
+    "description": lambda a: (a.ctypes.data, "f8"),
+    "device": lambda a: type(
+        "Cupy", (), {"__cuda_array_interface__": {"data": (1, False), "shape": a.shape, "typestr": "<f8", "version": 3}}
+    )(),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers(host, sim, kind):
+    """One rank's buffer is not what was said, at first or later: an error on all."""
+    array = host.array()
+    wrong = BUFFERS[kind](array)
+    if kind not in ("dtype", "stride", "order") or (kind == "dtype" and SIZE > 1):
+        with pytest.raises(ms.MpishardError, match=r"'u'|different calls"):
+            sim.field("u", wrong if LAST else array)
+    u = sim.field("u", array)
+    before = u.tensor
+    with pytest.raises(ms.MpishardError, match="'u'"):
+        u.rebind(wrong if LAST else array)
+    # the field is what it was
+    assert u.tensor is before
+    u.exchange()
+    np.testing.assert_array_equal(u.tensor.full_tensor().numpy(), host.whole)
+
+
+def test_names(host, sim):
+    sim.field("u", host.array())
+    with pytest.raises(ms.LayoutError, match="used twice"):
+        sim.field("u", host.array())
+    if SIZE > 1:
+        with pytest.raises(ms.DesyncError):
+            sim.field("v" if LAST else "w", host.array())
+    with pytest.raises(ms.LayoutError, match="no field 'w'"):
+        sim.hook(len, ["w"])
+
+
+def test_released(host, sim):
+    u = sim.field("u", host.array())
+    v = sim.field("v", host.array())
+    kept = u.tensor
+    hook = sim.hook(lambda x: x, ["u"], ["v"])
+    sim.release()
+    for use in (
+        lambda: u.tensor,
+        lambda: u.array,
+        u.exchange,
+        u.touch,
+        lambda: u.rebind(host.array()),
+        lambda: u.halo_valid,
+        lambda: kept + 1,
+        lambda: kept.add_(1),
+        kept.full_tensor,
+        kept.to_local,
+    ):
+        with pytest.raises(ms.UnsupportedOperationError, match="'u' was released"):
+            use()
+    assert "released" in repr(v)
+    for use in (hook, hook.start, lambda: sim.field("w", host.array()), lambda: sim.hook(len, [])):
+        with pytest.raises(ms.UnsupportedOperationError, match="released"):
+            use()
+    sim.release()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (lambda own: (own[0] + LAST, own[1]), "overlap, or reach past the domain, along 'x' at the box"),
+        (lambda own: (own[0] - LAST, own[1]), "gap along 'x' at the box"),
+        (lambda own: (own[0], own[1] + 1), "along 'y' at the box \\[0:9\\)"),
+        (lambda own: (own[0], -1), "sizes does not fit"),
+        (lambda own: own[:1], "sizes does not fit"),
+    ],
+)
+def test_boxes(host, sizes, text):
+    with pytest.raises(ms.LayoutError, match=text):
+        ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=sizes(host.own))
+
+
+@pytest.mark.parametrize(("shift", "text"), [(1, "leave a gap"), (-1, "overlap")])
+def test_offsets(host, shift, text):
+    offset = (host.starts[0] + (shift if LAST else 0), 0)
+    if SIZE > 1 or shift > 0:
+        with pytest.raises(ms.LayoutError, match=f"{text} along 'x' before the box"):
+            ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=host.own, offset=offset)
+    ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=host.own, offset=host.starts).release()
+
+
+@pytest.mark.ranks(4)
+def test_boxes_that_differ_beside_each_other():
+    host = Host((2, 2), [(6, 6), (4, 4)], [(1, 1)] * 2)
+    own = (host.own[0], host.own[1] + (1 if WORLD.rank == 2 else -1 if WORLD.rank == 3 else 0))
+    with pytest.raises(ms.LayoutError, match="along 'y' at the box"):
+        ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=own)
+    with ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), sizes=host.own) as sim:
+        array = np.zeros((8, 6 + (WORLD.rank == 1)))
+        with pytest.raises(ms.LayoutError, match="differ between ranks"):
+            sim.field("u", array, halo=(1, (1, 1 + (WORLD.rank == 1))))
+    host.free()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"comm": "world"},
+        {"comm": MPI.COMM_NULL},
+        {"comm": 3.5},
+        {"handle": "rust", "comm": 0},
+        {"grid": (SIZE + 1, 1)},
+        {"grid": (SIZE,)},
+        {"names": ("x",)},
+        {"names": ("x", "x")},
+        {"periodic": (True, False, True)},
+        {"coords": (SIZE, 0)},
+        {"coords": (0,)},
+        {"shape": (12,)},
+        {"shape": (12, -8)},
+        {"halo": -1},
+        {"halo": (1, 1, 1)},
+        {"halo": "wide"},
+        {"halo": {"z": 1}},
+    ],
+    ids=",".join,
+)
+def test_arguments_of_adopt(wrong):
+    given = {"comm": WORLD, "shape": (12, 8), "halo": 1, "names": ("x", "y"), "grid": (SIZE, 1)} | wrong
+    with pytest.raises(ms.MpishardError):
+        ms.insitu.adopt(**given)
+
+
+def test_a_topology_that_is_contradicted(host):
+    for wrong in ({"periodic": True}, {"grid": (1, SIZE + 1)}, {"coords": (SIZE, 0)}):
+        with pytest.raises(ms.MeshError, match="contradicts"):
+            ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y"), **wrong)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_coordinates_of_several_ranks():
+    with pytest.raises(ms.MeshError, match="overlapping boxes"):
+        ms.insitu.adopt(WORLD, (12,), 1, ("x",), grid=(SIZE,), coords=(0,))
+    with pytest.raises(ms.MeshError, match="needs the grid"):
+        ms.insitu.adopt(WORLD, (12,), 1, ("x",))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dims": ("x", "z")},
+        {"dims": ("x", "x")},
+        {"dims": ("x",)},
+        {"dims": {5: "x"}},
+        {"halo": 2},
+        {"halo": (1, 2)},
+        {"location": "edge"},
+        {"location": "x"},
+        {"location": ("x", "x")},
+    ],
+    ids=str,
+)
+def test_arguments_of_a_field(host, sim, wrong):
+    with pytest.raises(ms.LayoutError):
+        sim.field("u", host.array(), **wrong)
+    sim.field("u", host.array())
+
+
+def test_the_host_is_as_before(host, sim):
+    """Error handlers, signal handlers, hooks and the floating-point environment stay the host's."""
+    handlers = {s: signal.getsignal(s) for s in signal.valid_signals()}
+    excepthook = sys.excepthook
+    host.cart.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+    world = WORLD.Get_errhandler()
+    u = sim.field("u", host.array())
+    weight = torch.ones(1, 1, 3, 3, dtype=torch.float64)
+    hook = sim.hook(lambda x: torch.nn.functional.conv2d(x[None, None], weight, padding=1)[0, 0], ["u"], ["u"])
+    with ms.insitu.adopt(host.cart, host.shape, 1) as other:
+        other.field("u", host.array()).exchange()
+    hook()
+    hook.start()
+    hook.wait()
+    u.exchange()
+    assert {s: signal.getsignal(s) for s in signal.valid_signals()} == handlers
+    assert sys.excepthook is excepthook
+    assert host.cart.Get_errhandler() == MPI.ERRORS_ARE_FATAL
+    assert WORLD.Get_errhandler() == world
+    assert host.cart.Get_topology() == MPI.CART
+    assert np.float64(5e-324) / 1 != 0  # denormal numbers are not flushed
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        np.float64(1) / np.float64(0)
+    assert torch.is_grad_enabled()
