@@ -146,16 +146,16 @@ def compare(due: _Due) -> None:
     meshes = list({id(mesh): mesh for replica, _ in due for mesh in replica.meshes()}.values())
     error: MpishardError | None = None
     for mesh in meshes:
-        error = _found(lambda mesh=mesh: _compare_on(mesh, [d for d in due if mesh in d[0].meshes()])) or error
+        error = _found(partial(_compare_on, mesh, [d for d in due if mesh in d[0].meshes()])) or error
     # the ranks of one mesh may agree where those of another do not
     for mesh in meshes:
         comm = mesh.group(tuple(range(mesh.ndim))).comm
-        error = _found(lambda comm=comm, error=error: guard.agree(comm, error, "replicated parameters"))
+        error = _found(partial(guard.agree, comm, error, "replicated parameters"))
     if error is not None:
         raise error
 
 
-def _found(check: Callable[[], None]) -> MpishardError | None:
+def _found(check: Callable[[], object]) -> MpishardError | None:
     try:
         check()
     except MpishardError as error:

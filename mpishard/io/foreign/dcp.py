@@ -159,7 +159,7 @@ class _Stored:
         if problem is not None:
             raise _refused(self.path, f"{name!r} of shape {shape} with {problem}", "check that it is complete")
         sharded = isinstance(like, ShardTensor) and not like.sharding.partial_dims
-        layout: Any = like.sharding if sharded else None
+        layout: Any = like.sharding if sharded else None  # type: ignore[attr-defined]
         box = layout.box(like.mesh.coords) if sharded else [(0, n) for n in shape]  # type: ignore[attr-defined]
         local = [hi - lo for lo, hi in box]
         check_memory(math.prod(local) * dtype.itemsize, f"import_dcp: {name!r}")

@@ -24,9 +24,9 @@ import mpishard as ms
 from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.checkpoint import checksum
-from mpishard.io.file import lock
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.checkpoint.snapshot import Snapshot
+from mpishard.io.file import lock
 from mpishard.layout import layout_of
 from tests.compare import layouts, mesh_of, mesh_shapes
 
