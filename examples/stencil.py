@@ -22,7 +22,7 @@ args = parser.parse_args()
 # which cells are mine: a mesh as square as the number of ranks allows
 mesh = ms.init_mesh((-1, -1), ("y", "x"), periodic=(False, True))
 placements = (ms.Shard(0), ms.Shard(1))
-layout = ms.zeros(args.cells, args.cells, mesh=mesh, placements=placements).layout
+layout = ms.zeros(args.cells, args.cells, mesh=mesh, placements=placements).sharding
 y, x = (slice(start, start + n) for start, n in zip(layout.offset(mesh.coords), layout.local_shape(mesh.coords)))
 
 plate = (np.indices((args.cells, args.cells)) + 0.5) / args.cells

@@ -194,15 +194,25 @@ def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
     return at
 
 
+_left: list[MPI.Comm] = []
+
+
 def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
 
-    Collective over ``comm``, which has the ranks of the mesh in its order. The old ones are freed with the mesh.
+    Collective over ``comm``, which has the ranks of the mesh in its order. The old ones are never freed: MPI would
+    give their numbers to new ones, whose messages would meet those that are still under way.
     """
+    left = [group.comm for group in mesh._groups.values()]
+    _left.extend(left)
+    comms = mesh._holding.comms
+    others = [c for c in comms if not any(c is old for old in left)]
+    comms.clear()
     with guard.waiting("renew", (), comm):
         cart = comm.Create_cart(mesh.shape, mesh.periodic, reorder=False)
-        mesh._holding.comms.append(cart)
+        comms.append(cart)
         mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
+    comms += others
     for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
         plans.clear()
     mesh._partial.clear()

@@ -94,6 +94,7 @@ class Agreement:
         # an error that ranks have agreed on leaves nothing under way
         unsettled = inside and "_told_by_rank_0" not in error.__dict__
         self._ends[:] = error is not None, unsettled
+        told = 0
         with guard.waiting("hook", (), self.comm):
             request = self.comm.Iallreduce(self._ends, self._any_end, MPI.MAX)
             if inside and not isinstance(error, Abandoned):
@@ -102,10 +103,12 @@ class Agreement:
                     pass
                 if not done:
                     self._tell()
+                    told = 1
             request.Wait()
         failed, renews = self._any_end
         if not failed:
             return
+        self._hear(told)
         try:
             self.on(None if isinstance(error, Abandoned) else error, "hook", "")
         finally:
@@ -120,6 +123,13 @@ class Agreement:
         nothing = bytearray()
         others = [rank for rank in range(self.comm.Get_size()) if rank != self.comm.Get_rank()]
         MPI.Request.Waitall([self.comm.Isend([nothing, MPI.BYTE], rank, _FAILED) for rank in others])
+
+    def _hear(self, told: int) -> None:
+        """Receive what was told: nothing may be under way on a communicator that ends."""
+        nothing = bytearray()
+        with guard.waiting("hook", (), self.comm):
+            for _ in range(self.comm.allreduce(told) - told):
+                self.comm.Recv([nothing, MPI.BYTE], MPI.ANY_SOURCE, _FAILED)
 
     def along(self, mesh_dim: int, own: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Return what each position along a mesh dim has, and whether this rank has what others at its position do.

@@ -142,9 +142,12 @@ class Flight:
         instead.
     sends
         Per message that goes, its peer and request.
+    exact
+        Whether the requests take their own tags alone, which say all that both ends must have in common: nothing is
+        left to look at, and a wait costs less.
     """
 
-    __slots__ = ("_comm", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
+    __slots__ = ("_comm", "_exact", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
 
     def __init__(
         self,
@@ -152,8 +155,10 @@ class Flight:
         op: str,
         recvs: Sequence[tuple[int, Any, int, int]],
         sends: Sequence[tuple[int, Any]],
+        *,
+        exact: bool = False,
     ) -> None:
-        self._comm, self._op = comm, op
+        self._comm, self._op, self._exact = comm, op, exact
         self.requests: list[Any] = [request for _, request, _, _ in recvs] + [request for _, request in sends]
         self._peers = [peer for peer, *_ in (*recvs, *sends)]
         self._statuses = [MPI.Status() for _ in self.requests]
@@ -185,13 +190,17 @@ class Flight:
         DesyncError
             Another message came than the one that must come.
         """
-        if self.requests:
-            with guard.waiting(self._op, self._pending, self._comm):
-                try:
-                    MPI.Request.Waitall(self.requests, self._statuses)
-                except MPI.Exception as e:
-                    raise self._crossed(self._expected, e) from None
-            self._check()
+        if not self.requests:
+            return
+        with guard.waiting(self._op, self._pending, self._comm):
+            if self._exact:
+                MPI.Request.Waitall(self.requests)
+                return
+            try:
+                MPI.Request.Waitall(self.requests, self._statuses)
+            except MPI.Exception as e:
+                raise self._crossed(self._expected, e) from None
+        self._check()
 
     def each(self) -> Iterator[int]:
         """Wait, and yield the number of each message as it is through; those that come are the first.

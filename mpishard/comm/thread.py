@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpishard.errors import UnsupportedOperationError, described
@@ -31,6 +32,8 @@ class Owner:
                     fix="let children compute or read only, and communicate where the mesh was made",
                 )
             )
+        if threading.get_ident() in _guests:
+            return
         threads = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
         mine = threads.get(threading.get_ident())
         if mine is None:
@@ -61,6 +64,22 @@ def disown(comms: Iterable[Any]) -> None:
     """Forget communicators that end. Not collective."""
     for comm in comms:
         _owners.pop(id(comm), None)
+
+
+_guests: set[int] = set()
+
+
+@contextlib.contextmanager
+def guest() -> Iterator[None]:
+    """Let this thread communicate beside the owner of a mesh, for the time of a ``with`` block. Not collective.
+
+    For who knows that both use different communicators meanwhile.
+    """
+    _guests.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _guests.discard(threading.get_ident())
 
 
 def _forked() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpishard.comm.agreement import Abandoned, threads_may_communicate
+from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -179,7 +180,7 @@ class Hook:
     def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
         try:
             run.times.append(time.perf_counter())
-            with torch.set_grad_enabled(self._grad), self._simulation.agreement.lookout():
+            with torch.set_grad_enabled(self._grad), self._simulation.agreement.lookout(), guest():
                 args = tensors if self._pack is None else self._pack(*tensors)
                 run.times.append(time.perf_counter())
                 out = self._model(*args) if isinstance(args, (tuple, list)) else self._model(args)

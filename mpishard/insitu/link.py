@@ -325,7 +325,7 @@ def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
             layout, dtype, ranks = x, "", math.prod(x.mesh_shape)
         else:
             tensor = _tensor(x, name)
-            layout, dtype, ranks = tensor.layout, offer.name_of(tensor.dtype), tensor.mesh.size
+            layout, dtype, ranks = tensor.sharding, offer.name_of(tensor.dtype), tensor.mesh.size
         if layout.partial_dims:
             raise LayoutError(
                 described(

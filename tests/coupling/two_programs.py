@@ -272,7 +272,7 @@ class Field:
 
 def fields_and_layouts(me):
     u = fields_of(me).double()
-    link = me.connect(OTHER, **side({"u": Field(u) if SOLVER else u.layout}))
+    link = me.connect(OTHER, **side({"u": Field(u) if SOLVER else u.sharding}))
     if SOLVER:
         strided = torch.zeros(6, 2, dtype=torch.float64)[: u.to_local().shape[0], 0]
         # another array of the same shape, as time levels are
@@ -292,7 +292,7 @@ def reordered_mesh(me):
     mesh = ms.init_mesh((-1,), ("x",), comm=comm if SOLVER else me.comm)
     u = ms.zeros(7, mesh=mesh, placements=(ms.Shard(0),))
     link = me.connect(OTHER, **side({"u": u}))
-    lo, hi = u.layout.interval(0, mesh.coords)
+    lo, hi = u.sharding.interval(0, mesh.coords)
     expected = torch.arange(float(lo), float(hi))
     if SOLVER:
         u.to_local().copy_(expected)

@@ -47,7 +47,7 @@ def check(u, host, kernel, **options):
         assert y.requires_grad
         scale = torch.arange(float(y.numel()), dtype=torch.float64).reshape(y.shape).sin()
         if isinstance(y, ms.ShardTensor):
-            sizes = {d: s for d, s in enumerate(y.layout.sizes) if s is not None}
+            sizes = {d: s for d, s in enumerate(y.sharding.sizes) if s is not None}
             (y * ms.distribute_tensor(scale, y.mesh, y.placements, sizes=sizes)).sum().backward()
             results.append([y.detach().full_tensor(), x.grad.full_tensor(), w.grad])
         else:

@@ -93,7 +93,8 @@ def test_differences_that_have_no_size():
         compared("shape")
     with pytest.raises(AssertionError, match="what has a gradient"):
         compared("no gradient")
-    with pytest.raises(AssertionError, match="shapes of outputs"):
+    # found in one process, and before on several, whose gradients differ
+    with pytest.raises((AssertionError, ms.DesyncError), match=r"shapes of outputs|differs between ranks"):
         compared("shape of the last")
 
 
@@ -105,9 +106,9 @@ class Unruled(nn.Module):
     """Calls what has no rule, and is right in one process."""
 
     def forward(self, x):
-        return torch.as_strided(x, (2,), (1,))
+        return torch.hash_tensor(x)
 
 
 def test_a_function_without_a_rule_is_named():
-    with pytest.raises(ms.NoShardingRule, match="as_strided"):
+    with pytest.raises(ms.NoShardingRule, match="hash_tensor"):
         ms.compare_module(Unruled(), INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])

@@ -62,6 +62,11 @@ def shifted(x):
     return F.grid_sample(x, grid + torch.tensor([0, 1 / ROWS]), align_corners=False)
 
 
+def low_rank(x):
+    """A few singular values of a tall matrix."""
+    return torch.svd_lowrank(x.detach().permute(2, 0, 1, 3).reshape(ROWS, 48), 2)[1]
+
+
 def written(x):
     """A row written by its owner."""
     y = x.clone()
@@ -194,6 +199,9 @@ FAMILIES = {
     "pointwise/special": (lambda x: torch.special.bessel_j0(x.detach()), NOTHING, NOTHING),
     "pointwise, in place": (lambda x: x.clone().exp_(), NOTHING, NOTHING),
     "shape/view_copy": (lambda x: torch.permute_copy(x, (0, 2, 1, 3)), NOTHING, NOTHING),
+    "shape/as_strided": (lambda x: x.as_strided(SHAPE, (24 * ROWS, 6 * ROWS, 6, 1)), NOTHING, NOTHING),
+    "native": (lambda x: torch.native_layer_norm(x, (6,), None, None, 1e-5)[0], NOTHING, NOTHING),
+    "linear/low_rank": (low_rank, NOTHING, NOTHING),
     "shape/view": (lambda x: x.permute(2, 0, 1, 3).unsqueeze(1), NOTHING, NOTHING),
 }
 # these have a test of their own traffic beside their other tests

@@ -55,7 +55,7 @@ def _(x, y):
 
 def rows(x):
     """The layout of a result with one number per row."""
-    return x.detach().sum(1).layout
+    return x.detach().sum(1).sharding
 
 
 def layouts():

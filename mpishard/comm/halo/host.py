@@ -257,7 +257,7 @@ class Refresh:
             self._messages += 1
             self._nbytes += sum(part.nbytes for part in parts)
         step.local = [copy_views(field.box(dst), field.box(src)) for field in self._fields for src, dst in sweep.local]
-        step.flight = Flight(comm, self._op, recvs, sends)
+        step.flight = Flight(comm, self._op, recvs, sends, exact=True)
         return step
 
     def _parts(self, message: Message, copies: list[tuple[Any, Any]], *, sending: bool) -> list[MPI.buffer]:

@@ -112,7 +112,8 @@ def test_dims_scales_and_attributes(mesh, folder):
         variable_attrs={"t": {"units": "K", "by": WORLD.rank}},
     )
     assert seen["t"][3] == [("lat", ["/lat"]), ("lon", ["/lon"])]
-    assert seen["u"][3] == [("", []), ("", [])]
+    # in a file of named dims, those of all datasets have names
+    assert seen["u"][3] == [("dim0_4", ["/dim0_4"]), ("dim1_6", ["/dim1_6"])]
     assert np.frombuffer(seen["lat"][2]).tolist() == lat.tolist()
     with h5py.File(folder / "root.h5", "r") as f:
         assert f.attrs["title"] == "from rank 0"

@@ -37,6 +37,7 @@ ARGUMENTS = {
     **{key: [(P + 1,)] for key in "acosh arccosh".split()},
     **{key: [(P,)] for key in "log log10 log1p log2 lgamma digamma gammaln psi rsqrt sqrt".split()},
     **{key: [(X,)] for key in "log_ndtr ndtr i0 i0e i1 i1e erfcx logsigmoid sinc".split()},
+    "fill": [(X, 2.0)],
     "logit": [(U.abs(),)],
     "ndtri": [(U.abs(),)],
     **{
