@@ -201,7 +201,12 @@ FAMILIES = {
     "shape/view_copy": (lambda x: torch.permute_copy(x, (0, 2, 1, 3)), NOTHING, NOTHING),
     "shape/as_strided": (lambda x: x.as_strided(SHAPE, (24 * ROWS, 6 * ROWS, 6, 1)), NOTHING, NOTHING),
     "native": (lambda x: torch.native_layer_norm(x, (6,), None, None, 1e-5)[0], NOTHING, NOTHING),
-    "linear/low_rank": (low_rank, NOTHING, NOTHING),
+    # two random columns, three thin orthogonalisations and their products
+    "linear/low_rank": (
+        low_rank,
+        {"broadcast": (P, 128 * P)} | each("all_gather", 384, 3) | each("all_reduce", 2304, 3),
+        NOTHING,
+    ),
     "shape/view": (lambda x: x.permute(2, 0, 1, 3).unsqueeze(1), NOTHING, NOTHING),
 }
 # these have a test of their own traffic beside their other tests
