@@ -39,7 +39,8 @@ guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
 
-test test-cluster: export LIMIT_S SAMPLE
+export LIMIT_S SAMPLE
+
 test: export MPIEXEC = $(CURDIR)/.venv/bin/mpiexec
 test: .venv/.ready
 	tests/run.sh .venv/bin/python "$(RANKS)" $(TESTS) $(PYTEST_ARGS)

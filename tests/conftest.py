@@ -43,8 +43,8 @@ SIZES = (1, 2, 3, 4)
 GPU, REHEARSAL_SIZE = "gpu", 2
 # What another MPI or HDF5 library may change: everything that sends, waits, reads or writes, and the models.
 STACK = (
-    *("autograd", "cluster", "comm", "failure", "insitu", "io", "models", "nn", "testing"),
-    *("test_conv", "test_overlap", "test_reduction", "test_traffic"),
+    *("autograd", "cluster", "comm", "coupling", "failure", "insitu", "io", "models", "nn", "testing"),
+    *("test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
 # Where every test runs, and what may depend on messages or files too; other sizes may take a sample.
 FULL_SIZES, FULL_STACK_SIZES = {2}, {2, 4}
