@@ -14,6 +14,7 @@ from mpishard.comm import guard, thread
 from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
+from mpishard.comm.mesh_device import as_device, local_device, local_rank
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError, described
@@ -80,8 +81,8 @@ class CartMesh:
         self._freed = False
         self._children: dict[tuple[int, ...], CartMesh] = {}
         self._holding = Holding(cart)
-        self.local_rank = _local_rank(cart)
-        self.device = _local_device(self.local_rank) if device is None else device
+        self.local_rank = local_rank(cart)
+        self.device = local_device(self.local_rank) if device is None else device
         self._groups = self.made_groups(cart, aware.agreed(cart, self.device))
 
     def made_groups(self, cart: MPI.Cartcomm, gpu_aware: bool) -> dict[tuple[int, ...], Group]:
@@ -157,7 +158,7 @@ class CartMesh:
             )
         cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        return made("from_comm", cart, lambda: cls(cart, names, _as_device(device)))
+        return made("from_comm", cart, lambda: cls(cart, names, as_device(device)))
 
     @property
     def freed(self) -> bool:
@@ -452,7 +453,7 @@ def init_mesh(
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
-    wanted = _as_device(device)
+    wanted = as_device(device)
     return made(
         "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
@@ -483,20 +484,3 @@ def two_meshes(one: CartMesh, other: CartMesh) -> MeshError:
             fix="make every tensor of an operation on the same CartMesh object",
         )
     )
-
-
-def _as_device(device: torch.device | str | None) -> torch.device | None:
-    return None if device is None else torch.device(device)
-
-
-def _local_rank(comm: MPI.Intracomm) -> int:
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    rank = node.Get_rank()
-    node.Free()
-    return rank
-
-
-def _local_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())

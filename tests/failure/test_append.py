@@ -36,8 +36,8 @@ def append(step):
 # at points of the code that a random moment seldom meets
 ARMED = """
 import h5py, signal
-import mpishard.io.root as root
-from mpishard.io.journal import Journal
+import mpishard.io.backend.root as root
+from mpishard.io.file.journal import Journal
 
 POINTS = ["grown", "journal", "closed", "flushed"]
 

@@ -8,7 +8,6 @@ once (`mpishard.comm.halo.host`) and kept.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.device.driver import driver_of
+from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
@@ -161,7 +161,7 @@ class HaloExchanger:
         self._widths = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
         self._reversed = order == "F"
         self._sweeps = self._plan()
-        self._channel = _channel(mesh)
+        self._channel = channel_of(mesh)
         self._channel.exchangers.add(self)
         self._kept: OrderedDict[Any, Refresh] = OrderedDict()
         self._flying: list[tuple[int, Refresh, tuple[Any, ...]]] = []
@@ -355,52 +355,6 @@ class HaloExchanger:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
         what = f"HaloExchanger {self._number} of {len(fields)} fields, halo {self.halo_width} along {self.mesh_dims}"
         guard.check(self.mesh.comm, what, None, self.dtypes)
-
-
-class _Channel:
-    """What the exchangers of one mesh share: a communicator of their own, and the slots of exchanges in flight.
-
-    Every exchange in flight has tags of its own by its slot: the lowest free one, the same on all ranks that
-    start and finish in the same order.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
-        self.exchangers: weakref.WeakSet[HaloExchanger] = weakref.WeakSet()
-        # the exchanger itself too: dropped in flight, it must live on
-        self.flying: dict[int, tuple[HaloExchanger, frozenset[int]]] = {}
-
-    def free_slot(self) -> int:
-        slot = 0
-        while slot in self.flying:
-            slot += 1
-        return slot
-
-    def refuse_busy(self, addresses: frozenset[int]) -> None:
-        if any(addresses & busy for _, busy in self.flying.values()):
-            raise UnsupportedOperationError(
-                described(
-                    "HaloExchanger: a field is already in flight",
-                    expected="one exchange of a field at a time",
-                    got="a field between start() and finish()",
-                    fix="call finish() first",
-                )
-            )
-
-    def free(self) -> None:
-        for exchanger in list(self.exchangers):
-            exchanger.free()
-
-
-def _channel(mesh: CartMesh) -> _Channel:
-    """Return the mesh's channel. Collective on the first call."""
-    # not among the plans, which may go: its communicator is made and freed by all ranks together
-    links = mesh.group(tuple(range(mesh.ndim))).links
-    channel = links.get("halo")
-    if channel is None:
-        channel = links["halo"] = _Channel(mesh.duplicate())
-        mesh.own(channel.free)
-    return channel  # type: ignore[no-any-return]
 
 
 def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, per_dim: bool) -> dict[int, int]:

@@ -28,8 +28,8 @@ _NOTE_NBYTES = 1 << 12
 _STALE_S = 600.0
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
-# the folder's real path -> its lock, held as long as it is open
-_held: dict[str, IO[bytes]] = {}
+# the folder's real path -> descriptor of its lock, held as long as that is open: to the end of the process
+_held: dict[str, int] = {}
 
 
 def locked(file: IO[bytes], how: int = fcntl.LOCK_EX) -> bool:
@@ -59,18 +59,21 @@ def hold(folder: Path) -> None:
         The lock cannot be made.
     """
     key, path = os.path.realpath(folder), folder / LOCK
-    file = _held.get(key)
-    if file is not None and has_name(file, path):
-        os.utime(file.fileno())
+    held = _held.get(key)
+    if held is not None and has_name(held, path):
+        os.utime(held)
         return
-    while file is None or not has_name(file, path):
-        if file is not None:
-            file.close()
+    if held is not None:
+        os.close(_held.pop(key))
+    file = _taken(path, folder)
+    while not has_name(file, path):
+        file.close()
         file = _taken(path, folder)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as note:
         note.truncate()
         note.write(json.dumps(_me()).encode() + b"\n")
-    _held[key] = file
+    _held[key] = os.dup(file.fileno())
+    file.close()
 
 
 def _taken(path: Path, folder: Path) -> IO[bytes]:
@@ -154,8 +157,8 @@ def _told(note: dict[str, Any]) -> str:
 
 def _forget() -> None:
     # a forked child's copies would hold the locks after the end of the process that took them
-    for file in _held.values():
-        file.close()
+    for held in _held.values():
+        os.close(held)
     _held.clear()
 
 

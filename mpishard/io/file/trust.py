@@ -103,10 +103,10 @@ def fresh(path: Path, *, replace: bool = True) -> IO[bytes]:
     return os.fdopen(os.open(path, flags, 0o666), "w+b")
 
 
-def has_name(file: IO[bytes], path: Path) -> bool:
-    """Tell whether an open file still has its name. Not collective."""
+def has_name(file: IO[bytes] | int, path: Path) -> bool:
+    """Tell whether an open file, or its descriptor, still has its name. Not collective."""
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+        return os.path.samestat(os.fstat(file if isinstance(file, int) else file.fileno()), os.lstat(path))
     return False
 
 

@@ -179,5 +179,5 @@ def _scattered(values: Tensor, indices: Tensor, plan: UnpoolPlan) -> Tensor:
 for _n in (1, 2, 3):
     implements(getattr(F, f"max_unpool{_n}d"), sharded="halo")(_rule(_n))
 for _n in (2, 3):
-    for _func in spellings(f"max_unpool{_n}d"):
-        RULES.setdefault(_func, _anywhere_rule(_func, _n))
+    for _func in set(spellings(f"max_unpool{_n}d")) - RULES.keys():
+        implements(_func, sharded="moves")(_anywhere_rule(_func, _n))

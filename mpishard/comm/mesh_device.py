@@ -1,0 +1,26 @@
+"""Which device a rank of a mesh computes on."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+
+
+def as_device(device: torch.device | str | None) -> torch.device | None:
+    """Return a device that a user names. Not collective."""
+    return None if device is None else torch.device(device)
+
+
+def local_rank(comm: MPI.Intracomm) -> int:
+    """Return this rank's position among the ranks on its node. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = node.Get_rank()
+    node.Free()
+    return rank
+
+
+def local_device(position: int) -> torch.device:
+    """Return the GPU at a position on this node, or the CPU. Not collective."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", position % torch.cuda.device_count())
