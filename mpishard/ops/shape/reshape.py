@@ -159,7 +159,23 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     if plan.moves:
         return _moved(x, plan)
     steps = _more_or_less_ones(x._layout.shape, plan.out.shape)
-    return viewed(x, x._local.reshape(local_shape(plan.out, x._mesh.coords)), plan.out, steps=steps)
+    local = x._local.reshape(local_shape(plan.out, x._mesh.coords))
+    if 1 in x._local.shape and local.data_ptr() == x._local.data_ptr() and _copied_elsewhere(x, plan.out):
+        local = local.clone()
+    return viewed(x, local, plan.out, steps=steps)
+
+
+def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
+    """Tell whether ranks with more cells copy in this reshape: a block of one row is dense in every order."""
+    before, after = (
+        [n if sizes is None else max(sizes) for n, sizes in zip(layout.shape, layout.sizes)]
+        for layout in (x._layout, out)
+    )
+    try:
+        torch.empty_strided(before, x._local.stride(), device="meta").view(after)
+    except RuntimeError:
+        return True
+    return False
 
 
 @implements(torch.Tensor.view, sharded="moves")
