@@ -9,24 +9,24 @@ set -uo pipefail
 python=$1 sizes=$2
 shift 2
 read -ra launcher <<<"$MPIEXEC"
-log=$(mktemp)
+logs=$(mktemp --directory)
 declare -A codes
 
 # in the group of whoever guards make itself, so that its signal arrives here
 guarded() { timeout --foreground --kill-after=20 "$LIMIT_S" "$@"; }
 
-guarded "$python" -m pytest "$@" >"$log" 2>&1 &
+guarded "$python" -m pytest "$@" >"$logs/serial" 2>&1 &
 serial=$!
 for size in $sizes; do
     echo "== $size ranks"
     codes[$size]=0
-    guarded "${launcher[@]}" -n "$size" "$python" -m pytest --ranks "$size" --sample "${SAMPLE:-1}" "$@" || codes[$size]=$?
+    guarded "${launcher[@]}" -n "$size" "$python" -m pytest --ranks "$size" --sample "${SAMPLE:-1}" "$@" 2>&1 |
+        tee "$logs/$size" || codes[$size]=$?
 done
 codes[serial]=0
 wait "$serial" || codes[serial]=$?
 echo "== serial"
-cat "$log"
-rm "$log"
+cat "$logs/serial"
 
 # 5 is "no test selected": no failure where another part has some
 status=5
@@ -34,7 +34,12 @@ for part in serial $sizes; do
     case ${codes[$part]} in
         0) [ "$status" -ne 5 ] || status=0 ;;
         5) ;;
-        *) echo "== failed (${codes[$part]}): $part" >&2; status=1 ;;
+        *)
+            echo "== failed (${codes[$part]}): $part"
+            grep -aE '^.{0,9}(FAILED|ERROR)|^seed of order' "$logs/$part"
+            status=1
+            ;;
     esac
 done
+rm -r "$logs"
 exit "$status"

@@ -48,14 +48,14 @@ class Field:
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
         # shape, strides, dtype and flags of an array of numpy that has been found right
         self._told: tuple[Any, ...] | None = None
-        self._interior = tensor._local.storage_offset() - array.storage_offset()
+        self._interior = tensor.block.storage_offset() - array.storage_offset()
 
     @property
     def tensor(self) -> ShardTensor:
         """The owned cells. Not collective."""
         if self._simulation is None:
             raise self._gone()
-        self._halo.watch(self._tensor._local, all_cells=False)
+        self._halo.watch(self._tensor.block, all_cells=False)
         return self._tensor
 
     @property
@@ -68,12 +68,12 @@ class Field:
     @property
     def halo_valid(self) -> bool:
         """Whether the ghost cells are known to be fresh, as this rank sees it. Not collective."""
-        return self._halo.claimed(self.tensor._local)
+        return self._halo.claimed(self.tensor.block)
 
     @halo_valid.setter
     def halo_valid(self, value: bool) -> None:
         if value:
-            self._halo.claim(self.tensor._local, sampled=False)
+            self._halo.claim(self.tensor.block, sampled=False)
         else:
             self._halo.disclaim()
 
@@ -87,9 +87,9 @@ class Field:
         """
         tensor = self.tensor
         self._require_writable("exchange")
-        self._halo.refresh(tensor._local, tensor._layout)
+        self._halo.refresh(tensor.block, tensor.sharding)
         torch.autograd.graph.increment_version(self._array)
-        self._halo.claim(tensor._local, sampled=True)
+        self._halo.claim(tensor.block, sampled=True)
 
     def touch(self) -> None:
         """Say that the host has written cells: the halo is stale, and what autograd saved is old. Not collective.
@@ -120,14 +120,14 @@ class Field:
             else:
                 found = self._checked(array)
                 self._told = told if self.writable else None
-            old = self._tensor._local
+            old = self._tensor.block
             local = found.as_strided(old.shape, old.stride(), found.storage_offset() + self._interior)
         except MpishardError as e:
             error = e
         simulation.agreement.on(error, "rebind")
         # the host goes on to write the one before
         torch.autograd.graph.increment_version(self._array)
-        tensor = wrap(local, self._tensor._layout, self._tensor._mesh)
+        tensor = wrap(local, self._tensor.sharding, self._tensor.mesh)
         tensor._halo = self._halo = self._halo.again()
         self._array, self._tensor = found, tensor
 
@@ -137,7 +137,7 @@ class Field:
         declared = halo.declared
         torch.autograd.graph.increment_version(self._array)
         if declared:
-            halo.claim(tensor._local, sampled=False)
+            halo.claim(tensor.block, sampled=False)
         else:
             halo.disclaim()
         halo.quiet = True
@@ -146,7 +146,7 @@ class Field:
     def _prepare(self) -> None:
         """Plan the refresh of the halo, so that `exchange` is no more than messages. Collective where it is new."""
         if self.writable:
-            self._halo.exchanger(self._tensor._local, self._tensor._layout)
+            self._halo.exchanger(self._tensor.block, self._tensor.sharding)
 
     def _leave(self) -> None:
         """Give the field back to the host, which may write. Not collective."""
@@ -156,8 +156,8 @@ class Field:
     def _write(self, result: ShardTensor) -> None:
         """Copy a result into the owned cells. Collective where it is laid out differently."""
         tensor = self._tensor
-        if result._layout is tensor._layout:
-            tensor._local.copy_(result._local)
+        if result.sharding is tensor.sharding:
+            tensor.block.copy_(result.block)
         else:
             tensor.copy_(result)
 
@@ -209,7 +209,7 @@ class _Released(ShardTensor):
     __slots__ = ()
 
     @property
-    def _local(self) -> Tensor:  # type: ignore[override]
+    def block(self) -> Tensor:  # type: ignore[override]
         assert self._halo is not None
         raise released(self._halo.name)
 

@@ -218,10 +218,10 @@ class Hook:
             raise _unfit(f"{len(names)} ShardTensors, for {names}", [type(t).__name__ for t in out])
         for field, result in zip(self.outputs, out):
             into = field.tensor
-            if result.shape != into.shape or result._mesh is not into._mesh:
+            if result.shape != into.shape or result.mesh is not into.mesh:
                 raise _unfit(
-                    f"for {field.name!r} shape {tuple(into.shape)} on {into._mesh.outline}",
-                    f"shape {tuple(result.shape)} on {result._mesh.outline}",
+                    f"for {field.name!r} shape {tuple(into.shape)} on {into.mesh.outline}",
+                    f"shape {tuple(result.shape)} on {result.mesh.outline}",
                 )
             if not torch.can_cast(result.dtype, into.dtype):
                 raise UnsupportedDtypeError(

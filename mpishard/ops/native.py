@@ -190,7 +190,7 @@ def _max_pool_backward(pool: Any) -> Any:
         again = torch.is_grad_enabled() and grad_output.requires_grad
         out: Any = torch.autograd.grad(y, x, grad_output, create_graph=again)[0]
         # of the input it depends as a step does: with a gradient of zeros
-        return wrap(out._local + own._local[:0].sum(), out._layout, out._mesh)
+        return wrap(out.block + own.block[:0].sum(), out.sharding, out.mesh)
 
     return rule
 

@@ -33,9 +33,9 @@ def _drawn(
     x: ShardTensor, dtype: torch.dtype, fill: Fill, generator: Any = None, layout: Layout | None = None
 ) -> Tensor:
     """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective."""
-    layout, mesh = layout or x._layout, x._mesh
+    layout, mesh = layout or x.sharding, x.mesh
     local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
-    return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x._local.device)
+    return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x.block.device)
 
 
 # -- dropout
@@ -63,9 +63,9 @@ def _dropped(
     if not training or p == 0 or not math.prod(input.shape):
         return input
     x = resolved(input)
-    layout = x._layout if leading is None else _features(x._layout, leading)
+    layout = x.sharding if leading is None else _features(x.sharding, leading)
     kept = _drawn(x, torch.bool, chosen(1 - p), layout=layout)
-    local = x._local
+    local = x.block
     if alpha:
         limit = 1.7580993408473766  # minus the value that SELU tends to
         a = 0.0 if p == 1 else 1 / math.sqrt((limit * limit * p + 1) * (1 - p))
@@ -73,13 +73,13 @@ def _dropped(
         shift = (noise - 1).mul_(limit * a).add_(limit * a * p)
         noise.mul_(a)
         if inplace:
-            return input.mul_(wrap(noise, layout, x._mesh)).add_(wrap(shift, layout, x._mesh))
-        return wrap(local * noise + shift, x._layout, x._mesh)
+            return input.mul_(wrap(noise, layout, x.mesh)).add_(wrap(shift, layout, x.mesh))
+        return wrap(local * noise + shift, x.sharding, x.mesh)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     # the boolean mask alone is kept for backward
     if inplace:
-        return input.mul_(wrap(kept, layout, x._mesh)).mul_(scale)
-    return wrap((local * kept).mul_(scale), x._layout, x._mesh)
+        return input.mul_(wrap(kept, layout, x.mesh)).mul_(scale)
+    return wrap((local * kept).mul_(scale), x.sharding, x.mesh)
 
 
 @implements(F.dropout, sharded="local")
@@ -176,10 +176,10 @@ def rrelu(
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace)  # type: ignore[return-value]
     x = resolved(input)
-    slopes = _drawn(x, x._local.dtype, uniform(x._local.dtype)).mul_(upper - lower).add_(lower)
+    slopes = _drawn(x, x.block.dtype, uniform(x.block.dtype)).mul_(upper - lower).add_(lower)
     if inplace:
-        return input.mul_(wrap(slopes.masked_fill_(x._local.detach() >= 0, 1), x._layout, x._mesh))
-    return wrap(torch.where(x._local >= 0, x._local, x._local * slopes), x._layout, x._mesh)
+        return input.mul_(wrap(slopes.masked_fill_(x.block.detach() >= 0, 1), x.sharding, x.mesh))
+    return wrap(torch.where(x.block >= 0, x.block, x.block * slopes), x.sharding, x.mesh)
 
 
 # -- tensors like another
@@ -188,17 +188,17 @@ def rrelu(
 def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, options: dict[str, Any]) -> ShardTensor:
     x = resolved(x)
     # torch's word on what else is asked for
-    device = torch.empty_like(x._local.new_empty((0,) * x.ndim), **options).device
-    if device != x._local.device:
+    device = torch.empty_like(x.block.new_empty((0,) * x.ndim), **options).device
+    if device != x.block.device:
         raise other_device(x, device)
-    dtype = dtype or x._local.dtype
+    dtype = dtype or x.block.dtype
     if dtype.is_complex:
         parts = [_drawn(x, dtype.to_real(), fill(dtype.to_real()), generator) for _ in range(2)]
         # the parts of a standard normal number have half its variance
         local = torch.complex(*parts) * (0.5**0.5 if fill is normal else 1)
     else:
         local = _drawn(x, dtype, fill(dtype), generator)
-    return wrap(local.requires_grad_(requires_grad), x._layout, x._mesh)
+    return wrap(local.requires_grad_(requires_grad), x.sharding, x.mesh)
 
 
 @implements(torch.rand_like, sharded="local")
@@ -241,7 +241,7 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
         if not 0 <= p <= 1:
             raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
         return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
-    local = fitted(resolved(p) if isinstance(p, ShardTensor) else p, x._mesh, x._layout).detach()
+    local = fitted(resolved(p) if isinstance(p, ShardTensor) else p, x.mesh, x.sharding).detach()
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
@@ -252,9 +252,9 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
     p = x if p is None else p
     if p is x and not bool(((x >= 0) & (x <= 1)).all()):
         raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
-    drawn = _probabilities(x, p, x._local.dtype, generator)
+    drawn = _probabilities(x, p, x.block.dtype, generator)
     # of probabilities, a zero gradient, as in torch
-    return wrap(drawn + 0 * x._local if p is x else drawn, x._layout, x._mesh)
+    return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)
 
 
 @implements(torch.normal, sharded="local")
@@ -283,15 +283,15 @@ def poisson(input: Any, generator: Any = None) -> ShardTensor:
     x = resolved(input)
     if not bool((x >= 0).all()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
-    rate, below = x._local.detach().double(), _uniform_of(x, generator)
+    rate, below = x.block.detach().double(), _uniform_of(x, generator)
     # the smallest count whose distribution function is above the number, by bisection
     low, high = torch.zeros_like(rate), (rate + 40 * rate.sqrt() + 60).floor()
     for _ in range(int(high.max()).bit_length() if high.numel() else 0):
         middle = ((low + high) / 2).floor()
         above = (torch.special.gammaincc(middle + 1, rate) > below) | (rate == 0)
         low, high = torch.where(above, low, middle + 1), torch.where(above, middle, high)
-    drawn = low.to(x._local.dtype)
-    return wrap(drawn + 0 * x._local if x.requires_grad else drawn, x._layout, x._mesh)
+    drawn = low.to(x.block.dtype)
+    return wrap(drawn + 0 * x.block if x.requires_grad else drawn, x.sharding, x.mesh)
 
 
 @implements(torch.multinomial, torch.Tensor.multinomial, sharded="gathers")
@@ -304,17 +304,17 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     _check_weights(x, num_samples, replacement)
     last = x.ndim - 1
     if not replacement:  # the first arrivals of processes with these rates
-        arrival = wrap(_drawn(x, torch.float64, exponential(1.0), generator), x._layout, x._mesh)
+        arrival = wrap(_drawn(x, torch.float64, exponential(1.0), generator), x.sharding, x.mesh)
         return (x.double() / arrival).topk(num_samples, last).indices
     x = whole_along(x, (last,))
-    layout = resized(x._layout, last, num_samples, x._layout.sizes[last] and (num_samples,))
-    local = torch.empty(layout.local_shape(x._mesh.coords), dtype=torch.float64)
-    seed = draw_seed(x._mesh, generator)
-    below = filled(local, layout, x._mesh.coords, seed, uniform(torch.float64)).to(x._local.device)
-    up_to = x._local.double().cumsum(last)
+    layout = resized(x.sharding, last, num_samples, x.sharding.sizes[last] and (num_samples,))
+    local = torch.empty(layout.local_shape(x.mesh.coords), dtype=torch.float64)
+    seed = draw_seed(x.mesh, generator)
+    below = filled(local, layout, x.mesh.coords, seed, uniform(torch.float64)).to(x.block.device)
+    up_to = x.block.double().cumsum(last)
     # never a category without weight: the last one that has any ends the search
     found = torch.searchsorted(up_to, below * up_to[..., -1:], right=True)
-    return wrap(torch.minimum(found, (up_to < up_to[..., -1:]).sum(last, keepdim=True)), layout, x._mesh)
+    return wrap(torch.minimum(found, (up_to < up_to[..., -1:]).sum(last, keepdim=True)), layout, x.mesh)
 
 
 def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
@@ -336,7 +336,7 @@ def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
 
 
 def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
-    return self.copy_(wrap(values, cotangent_layout(self._layout), self._mesh))
+    return self.copy_(wrap(values, cotangent_layout(self.sharding), self.mesh))
 
 
 @implements(torch.Tensor.uniform_, sharded="local")
@@ -344,7 +344,7 @@ def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
     """Fill with uniform numbers in [a, b). Collective."""
     if a > b:
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={a} > to={b}")
-    dtype = self._local.dtype
+    dtype = self.block.dtype
     return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
 
 
@@ -353,19 +353,19 @@ def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = 
     """Fill with normal numbers. Collective."""
     if std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    return _write(self, _drawn(self, self._local.dtype, normal(self._local.dtype), generator).mul_(std).add_(mean))
+    return _write(self, _drawn(self, self.block.dtype, normal(self.block.dtype), generator).mul_(std).add_(mean))
 
 
 @implements(torch.Tensor.bernoulli_, sharded="local")
 def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor:
     """Fill with zeros and ones. Collective."""
-    return _write(self, _probabilities(resolved(self), p, self._local.dtype, generator))
+    return _write(self, _probabilities(resolved(self), p, self.block.dtype, generator))
 
 
 @implements(torch.Tensor.exponential_, sharded="local")
 def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with exponentially distributed numbers. Collective."""
-    return _write(self, _drawn(self, self._local.dtype, exponential(lambd), generator))
+    return _write(self, _drawn(self, self.block.dtype, exponential(lambd), generator))
 
 
 @implements(torch.Tensor.cauchy_, sharded="local")
@@ -401,7 +401,7 @@ def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> Sha
         high = bounds[0]
     elif bounds:
         low, high = bounds
-    dtype = self._local.dtype
+    dtype = self.block.dtype
     if high is None:
         digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
         high = 2 ** digits[dtype] + 1 if dtype in digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -414,11 +414,11 @@ def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float =
     if eps != 1e-10:
         warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
     x = resolved(logits)
-    noise = wrap(-_drawn(x, x._local.dtype, exponential(1.0)).log(), x._layout, x._mesh)
+    noise = wrap(-_drawn(x, x.block.dtype, exponential(1.0)).log(), x.sharding, x.mesh)
     soft = ((x + noise) / tau).softmax(dim)
     if not hard:
         return soft
     own = normal_dim(dim, x.ndim)
-    position = torch.arange(x.shape[own], device=x._local.device).view(-1, *[1] * (x.ndim - 1 - own))
+    position = torch.arange(x.shape[own], device=x.block.device).view(-1, *[1] * (x.ndim - 1 - own))
     one_hot = (soft.detach().argmax(own, keepdim=True) == position).to(soft.dtype)
     return one_hot - soft.detach() + soft  # straight through

@@ -154,8 +154,8 @@ def distribute_tensor(
     >>> x = ms.distribute_tensor(full, mesh, (ms.Shard(2), ms.Shard(3)))
     """
     if isinstance(tensor, ShardTensor):
-        if tensor._mesh is not mesh:
-            raise two_meshes(tensor._mesh, mesh)
+        if tensor.mesh is not mesh:
+            raise two_meshes(tensor.mesh, mesh)
         if sizes is None and multiple == 1:
             return redistribute(tensor, placements)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
@@ -298,13 +298,13 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     >>> nearest = torch.cdist(x.to_local(), y.full_tensor(grad_placements=[ms.Partial()])).amin(1)
     """
     x = resolved(x)
-    shown = replicated_layout(x._mesh, x._layout.shape)
+    shown = replicated_layout(x.mesh, x.sharding.shape)
     given = None
     if grad_placements is not None:
-        given = given_layout("full_tensor", shown, as_placements(grad_placements, x._mesh.ndim, x.ndim))
-    if x._local.requires_grad and torch.is_grad_enabled():
-        return taken(x._local, x._mesh, x._layout, shown, given)
-    return moved(x, shown)._local
+        given = given_layout("full_tensor", shown, as_placements(grad_placements, x.mesh.ndim, x.ndim))
+    if x.block.requires_grad and torch.is_grad_enabled():
+        return taken(x.block, x.mesh, x.sharding, shown, given)
+    return moved(x, shown).block
 
 
 def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
@@ -327,9 +327,9 @@ def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
     --------
     >>> y = x.redistribute(placements=(ms.Shard(1), ms.Replicate()))
     """
-    layout = x._layout
+    layout = x.sharding
     key = ("placements", layout, *asked(placements))
-    return moved(x, x._mesh.plan(key, lambda: layout.with_placements(placements)))
+    return moved(x, x.mesh.plan(key, lambda: layout.with_placements(placements)))
 
 
 def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
@@ -353,13 +353,13 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
     --------
     >>> y = x.rebalance({2: [1.0, 2.0]})  # the second rank along dim 2 takes two thirds
     """
-    layout, given = x._layout, weights_or_sizes
+    layout, given = x.sharding, weights_or_sizes
     if isinstance(given, Mapping):
         given = {d: _numbers(v) for d, v in given.items()}
     elif given is not None:
         given = _numbers(given)
     key = tuple(given.items()) if isinstance(given, dict) else given
-    return moved(x, x._mesh.plan(("rebalance", layout, key), lambda: _rebalanced(layout, given)))
+    return moved(x, x.mesh.plan(("rebalance", layout, key), lambda: _rebalanced(layout, given)))
 
 
 def _numbers(values: Any) -> tuple[Any, ...]:
@@ -432,7 +432,7 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None 
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
     x = resolved(x)
-    return window.halo_exchange(x._local, x._mesh, x._layout, widths, mode)
+    return window.halo_exchange(x.block, x.mesh, x.sharding, widths, mode)
 
 
 ShardTensor.from_local = staticmethod(from_local)

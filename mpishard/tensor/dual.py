@@ -36,14 +36,14 @@ def make_dual(tensor: Any, tangent: Any, level: int) -> ShardTensor:
         )
     mesh = mesh_of((tensor, tangent))
     primal = on_mesh(tensor, mesh)
-    local = fitted(resolved(tangent) if isinstance(tangent, ShardTensor) else tangent, mesh, primal._layout)
-    dual = torch._VF._make_dual(primal._local, local, level=level)  # type: ignore[attr-defined]
-    return wrap(dual, primal._layout, mesh)
+    local = fitted(resolved(tangent) if isinstance(tangent, ShardTensor) else tangent, mesh, primal.sharding)
+    dual = torch._VF._make_dual(primal.block, local, level=level)  # type: ignore[attr-defined]
+    return wrap(dual, primal.sharding, mesh)
 
 
 @implements(torch._VF._unpack_dual, sharded="local")  # type: ignore[attr-defined]
 def unpack_dual(dual: ShardTensor, level: int) -> tuple[ShardTensor, ShardTensor | None]:
     """Return the tensor and its tangent (None: it has none), in one layout. Not collective."""
-    primal, tangent = torch._VF._unpack_dual(dual._local, level=level)  # type: ignore[attr-defined]
-    layout, mesh = dual._layout, dual._mesh
+    primal, tangent = torch._VF._unpack_dual(dual.block, level=level)  # type: ignore[attr-defined]
+    layout, mesh = dual.sharding, dual.mesh
     return wrap(primal, layout, mesh), None if tangent is None else wrap(tangent, layout, mesh)

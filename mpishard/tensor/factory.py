@@ -76,7 +76,7 @@ def _make(
     for d, along in widths.items():
         local_shape[d] += sum(along[layout.index(d, mesh.coords)])
     x = resident(mesh, layout, widths, block.new_zeros(local_shape))
-    x._local.copy_(block).requires_grad_(requires_grad)
+    x.block.copy_(block).requires_grad_(requires_grad)
     return x
 
 

@@ -21,7 +21,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of
 
 def _output(x: Any) -> Any:
     """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on."""
-    return x._local if isinstance(x, ShardTensor) else x
+    return x.block if isinstance(x, ShardTensor) else x
 
 
 def _output_gradient(x: Any, g: Any) -> Any:
@@ -31,12 +31,12 @@ def _output_gradient(x: Any, g: Any) -> Any:
     if g is None:
         if x.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return torch.ones_like(x._local)
-    return local_cotangent(g, x._layout, x._mesh)
+        return torch.ones_like(x.block)
+    return local_cotangent(g, x.sharding, x.mesh)
 
 
 def _notice_writes(roots: Sequence[Any]) -> None:
-    for mesh in dict.fromkeys(x._mesh for x in roots if isinstance(x, ShardTensor)):
+    for mesh in dict.fromkeys(x.mesh for x in roots if isinstance(x, ShardTensor)):
         notice_writes(mesh)
 
 
@@ -99,7 +99,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
         **kwargs,
     )
     return tuple(
-        global_cotangent(g, root_of(i)[1], i._mesh) if isinstance(i, ShardTensor) and g is not None else g
+        global_cotangent(g, root_of(i)[1], i.mesh) if isinstance(i, ShardTensor) and g is not None else g
         for i, g in zip(leaves, out)
     )
 
@@ -115,14 +115,14 @@ def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor
     """Set whether autograd records operations on this tensor. Not collective."""
     root_of(self)[0].requires_grad_(requires_grad)
     if not requires_grad and self._root is not None:
-        self._local, self._root = self._local.detach(), None
+        self.block, self._root = self.block.detach(), None
     return self
 
 
 @implements(torch.Tensor.detach_, sharded="local")
 def detach_(self: ShardTensor) -> ShardTensor:
     """Cut this tensor from its graph. Not collective."""
-    self._local.detach_()
+    self.block.detach_()
     self._root = None
     return self
 

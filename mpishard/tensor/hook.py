@@ -26,7 +26,7 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
     if g is None:
         return None
     whole = cotangent_layout(layout)
-    local = moved(g, whole)._local if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
+    local = moved(g, whole).block if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
     # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
     return use(local, mesh, layout.partial_dims)
 
@@ -34,7 +34,7 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
 @implements(torch.Tensor.register_hook, sharded="local")
 def register_hook(self: ShardTensor, hook: Any) -> Any:
     """Give the hook ShardTensors. Not collective."""
-    (block, layout), mesh = root_of(self), self._mesh
+    (block, layout), mesh = root_of(self), self.mesh
     return block.register_hook(lambda g: local_cotangent(hook(global_cotangent(g, layout, mesh)), layout, mesh))
 
 
@@ -90,12 +90,12 @@ def apply_backward_hook(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         wrap(t, replicated_layout(mesh, t.shape), mesh) if not isinstance(t, ShardTensor) and t.requires_grad else t
         for t in tensors
     ]
-    locals_ = BackwardHookFunction.apply(*[p._local if isinstance(p, ShardTensor) else p for p in parts])
-    layouts = [p._layout if isinstance(p, ShardTensor) else None for p in parts]
+    locals_ = BackwardHookFunction.apply(*[p.block if isinstance(p, ShardTensor) else p for p in parts])
+    layouts = [p.sharding if isinstance(p, ShardTensor) else None for p in parts]
     out: list[Tensor] = []
     for part, local in zip(parts, locals_):
         if isinstance(part, ShardTensor):
-            y = wrap(local, part._layout, mesh)
+            y = wrap(local, part.sharding, mesh)
             if local.grad_fn is not None:
                 y._hook_node = HookNode(local.grad_fn, layouts, mesh)
             out.append(y)
@@ -109,6 +109,6 @@ def apply_on_blocks(apply: Callable[..., Any], args: Sequence[Any]) -> tuple[Any
 
     Not collective.
     """
-    found = apply(*[a._local if isinstance(a, ShardTensor) else a for a in args])
+    found = apply(*[a.block if isinstance(a, ShardTensor) else a for a in args])
     tensors = [a for a in args if isinstance(a, Tensor)]
-    return tuple(wrap(y, t._layout, t._mesh) if isinstance(t, ShardTensor) else y for y, t in zip(found, tensors))
+    return tuple(wrap(y, t.sharding, t.mesh) if isinstance(t, ShardTensor) else y for y, t in zip(found, tensors))

@@ -25,42 +25,42 @@ _METHODS_OF_LOCAL = (
 for _name in _OF_LOCAL:
     _descriptor = getattr(torch.Tensor, _name, None)
     if _descriptor is not None and hasattr(_descriptor, "__get__"):
-        implements(_descriptor.__get__, sharded="local")(lambda self, _name=_name: getattr(self._local, _name))
+        implements(_descriptor.__get__, sharded="local")(lambda self, _name=_name: getattr(self.block, _name))
 for _name in _METHODS_OF_LOCAL:
     for _function in spellings(_name):
         implements(_function, sharded="local")(
-            lambda self, *args, _name=_name, **kwargs: getattr(self._local, _name)(*args, **kwargs)
+            lambda self, *args, _name=_name, **kwargs: getattr(self.block, _name)(*args, **kwargs)
         )
 
 
 @implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")
 def dim(self: ShardTensor) -> int:
     """Return the number of dims. Not collective."""
-    return len(self._layout.shape)
+    return len(self.sharding.shape)
 
 
 @implements(torch.Tensor.size, sharded="local")
 def size(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the global shape, or one extent of it. Not collective."""
-    return self.shape if dim is None else self._layout.shape[dim]
+    return self.shape if dim is None else self.sharding.shape[dim]
 
 
 @implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement, sharded="local")
 def numel(self: ShardTensor) -> int:
     """Return the number of cells of the global tensor. Not collective."""
-    return math.prod(self._layout.shape)
+    return math.prod(self.sharding.shape)
 
 
 @implements(torch.Tensor.nbytes.__get__, sharded="local")  # type: ignore[attr-defined]
 def nbytes(self: ShardTensor) -> int:
     """Return the bytes of the global tensor. Not collective."""
-    return math.prod(self._layout.shape) * self._local.itemsize
+    return math.prod(self.sharding.shape) * self.block.itemsize
 
 
 @implements(torch.Tensor.stride, sharded="local")
 def stride(self: ShardTensor, dim: int | None = None) -> Any:
     """Return the strides that the gathered tensor has. Not collective."""
-    shape = self._layout.shape
+    shape = self.sharding.shape
     strides = tuple(reversed([*accumulate((max(1, n) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)]))
     strides = strides if shape else ()
     return strides if dim is None else strides[dim]
@@ -69,7 +69,7 @@ def stride(self: ShardTensor, dim: int | None = None) -> Any:
 @implements(torch.Tensor.is_contiguous, sharded="local")
 def is_contiguous(self: ShardTensor, memory_format: Any = torch.contiguous_format) -> bool:
     """Tell whether the local block is contiguous. Not collective."""
-    return self._local.is_contiguous(memory_format=memory_format)
+    return self.block.is_contiguous(memory_format=memory_format)
 
 
 @implements(torch.Tensor.storage_offset, sharded="local")
@@ -81,7 +81,7 @@ def storage_offset(_self: ShardTensor) -> int:
 @implements(torch.result_type, sharded="local")
 def result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     """Return the dtype that an operation on both gives. Not collective."""
-    return torch.result_type(*(t._local if isinstance(t, ShardTensor) else t for t in (tensor1, tensor2)))
+    return torch.result_type(*(t.block if isinstance(t, ShardTensor) else t for t in (tensor1, tensor2)))
 
 
 @implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")
@@ -101,7 +101,7 @@ def whole_value(x: ShardTensor) -> torch.Tensor:
     if numel(x) != 1:
         raise RuntimeError(f"a Tensor with {numel(x)} elements cannot be converted to Scalar")
     x = resolved(x)
-    return x._local.detach() if x._layout.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
+    return x.block.detach() if x.sharding.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
 
 
 implements(torch.Tensor.__bool__, sharded="local")(lambda self: bool(whole_value(self)))

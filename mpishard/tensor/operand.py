@@ -29,19 +29,19 @@ def mesh_of(operands: Iterable[Any]) -> CartMesh:
     for x in operands:
         if isinstance(x, ShardTensor):
             if mesh is None:
-                mesh = x._mesh
-            elif x._mesh is not mesh:
-                raise two_meshes(mesh, x._mesh)
+                mesh = x.mesh
+            elif x.mesh is not mesh:
+                raise two_meshes(mesh, x.mesh)
     assert mesh is not None
     return mesh
 
 
 def resolved(x: ShardTensor) -> ShardTensor:
     """Return ``x`` with its Partial dims summed. Collective over them."""
-    dims = x._layout.partial_dims
+    dims = x.sharding.partial_dims
     if not dims:
         return x
-    layout = x._layout
+    layout = x.sharding
     target = layout_of(
         layout.mesh_shape,
         [Replicate() if type(p) is Partial else p for p in layout.placements],
@@ -53,9 +53,9 @@ def resolved(x: ShardTensor) -> ShardTensor:
 
 def moved(x: ShardTensor, target: Layout) -> ShardTensor:
     """Return ``x`` in the layout ``target``. Collective where it differs."""
-    if x._layout is target:
+    if x.sharding is target:
         return x
-    return wrap(autograd.redistribute(x._local, x._mesh, x._layout, target), target, x._mesh)
+    return wrap(autograd.redistribute(x.block, x.mesh, x.sharding, target), target, x.mesh)
 
 
 def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
@@ -80,22 +80,22 @@ def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in operands if isinstance(x, Tensor)])
     placements: list[Placement] = [Replicate() for _ in mesh.shape]
     # what is laid out differently moves: rather the smaller one
-    operands = sorted((x for x in operands if isinstance(x, ShardTensor)), key=lambda x: -math.prod(x._layout.shape))
+    operands = sorted((x for x in operands if isinstance(x, ShardTensor)), key=lambda x: -math.prod(x.sharding.shape))
     for x in operands:
         shift = len(shape) - x.ndim
-        for m, p in enumerate(x._layout.placements):
+        for m, p in enumerate(x.sharding.placements):
             if type(p) is not Shard or type(placements[m]) is Shard:
                 continue
             # one cell that is broadcast is gathered instead
-            if x._layout.shape[p.dim] == shape[p.dim + shift]:
+            if x.sharding.shape[p.dim] == shape[p.dim + shift]:
                 placements[m] = Shard(p.dim + shift)
     probe = layout_of(mesh.shape, placements, shape)
     sizes = list(probe.sizes)
     for dim, mesh_dims in probe.shard_dims.items():
         for x in operands:
             own = dim - (len(shape) - x.ndim)
-            if own >= 0 and x._layout.shard_dims.get(own) == mesh_dims and x._layout.shape[own] == shape[dim]:
-                sizes[dim] = x._layout.sizes[own]
+            if own >= 0 and x.sharding.shard_dims.get(own) == mesh_dims and x.sharding.shape[own] == shape[dim]:
+                sizes[dim] = x.sharding.sizes[own]
                 break
     return layout_of(mesh.shape, placements, shape, sizes)
 
@@ -108,7 +108,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
     """
     held: Layout | torch.Size
     if isinstance(x, ShardTensor):
-        held, local = x._layout, x._local
+        held, local = x.sharding, x.block
         if held is out:
             return local
     elif isinstance(x, Tensor):
@@ -156,7 +156,7 @@ _broadcasts: dict[tuple[Any, ...], Layout] = {}
 def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
     """Return the mesh and the result layout of a pointwise operation, cached. Not collective."""
     mesh = mesh_of(operands)
-    key = tuple(x._layout if isinstance(x, ShardTensor) else x.shape for x in operands if isinstance(x, Tensor))
+    key = tuple(x.sharding if isinstance(x, ShardTensor) else x.shape for x in operands if isinstance(x, Tensor))
     layout = _broadcasts.get(key)
     if layout is None:
         if len(_broadcasts) > 65536:

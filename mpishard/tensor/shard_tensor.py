@@ -40,14 +40,17 @@ class ShardTensor(Tensor):
     placements : tuple of Placement
         How each mesh dim holds the tensor.
     mesh : CartMesh
+        The mesh that holds it.
     sharding : Layout
         Mesh shape, placements, global shape and block sizes: frozen and hashable.
+    block : Tensor
+        What this rank holds, where autograd runs: for rules. `to_local` is for all others.
     """
 
-    __slots__ = ("_layout", "_local", "_mesh")
-    _local: Tensor
-    _layout: Layout
-    _mesh: CartMesh
+    __slots__ = ("block", "mesh", "sharding")
+    block: Tensor
+    sharding: Layout
+    mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
     # of a gathered view: the tensor it was taken from, and the basic index
@@ -73,9 +76,9 @@ class ShardTensor(Tensor):
         """Run the sharding rule of ``func``."""
         if func in BLOCKWISE and len(args) == 1 and not kwargs:
             x = args[0]
-            layout = x._layout
+            layout = x.sharding
             if not layout.partial_dims:
-                return wrap(func(x._local), layout, x._mesh)
+                return wrap(func(x.block), layout, x.mesh)
         rule = RULES.get(func) or rule_below(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
@@ -90,22 +93,20 @@ class ShardTensor(Tensor):
 
     # -- what it is: Python properties, 0.1 us instead of a dispatch through torch's descriptors
 
-    shape = property(lambda self: torch.Size(self._layout.shape), doc="Global shape.")  # type: ignore[assignment]
-    ndim = property(lambda self: len(self._layout.shape), doc="Number of dims.")  # type: ignore[assignment]
-    dtype = property(lambda self: self._local.dtype, doc="Dtype of the elements.")  # type: ignore[assignment]
-    device = property(lambda self: self._local.device, doc="Device of the local block.")  # type: ignore[assignment]
-    layout = property(lambda self: self._local.layout, doc="As of any tensor: torch.strided.")  # type: ignore[assignment]
-    _base = property(lambda self: self._local._base)  # type: ignore[assignment]
-    mesh = property(lambda self: self._mesh, doc="The mesh that holds it.")
-    sharding = property(lambda self: self._layout, doc="Placements and block sizes.")
-    placements = property(lambda self: self._layout.placements, doc="One placement per mesh dim.")
+    shape = property(lambda self: torch.Size(self.sharding.shape), doc="Global shape.")  # type: ignore[assignment]
+    ndim = property(lambda self: len(self.sharding.shape), doc="Number of dims.")  # type: ignore[assignment]
+    dtype = property(lambda self: self.block.dtype, doc="Dtype of the elements.")  # type: ignore[assignment]
+    device = property(lambda self: self.block.device, doc="Device of the local block.")  # type: ignore[assignment]
+    layout = property(lambda self: self.block.layout, doc="As of any tensor: torch.strided.")  # type: ignore[assignment]
+    _base = property(lambda self: self.block._base)  # type: ignore[assignment]
+    placements = property(lambda self: self.sharding.placements, doc="One placement per mesh dim.")
 
     # -- autograd lives on the local block
 
     is_leaf = property(lambda self: root_of(self)[0].is_leaf, doc="As of any tensor.")  # type: ignore[assignment]
     retains_grad = property(lambda self: root_of(self)[0].retains_grad, doc="As of any tensor.")  # type: ignore[assignment]
     output_nr = property(lambda self: root_of(self)[0].output_nr, doc="As of any tensor.")  # type: ignore[assignment]
-    _version = property(lambda self: self._local._version, doc="As of any tensor.")  # type: ignore[assignment]
+    _version = property(lambda self: self.block._version, doc="As of any tensor.")  # type: ignore[assignment]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -127,26 +128,26 @@ class ShardTensor(Tensor):
     def grad(self) -> ShardTensor | None:  # type: ignore[override]
         """Gradient, in the layout of the tensor (Replicate where that is Partial)."""
         block, layout = root_of(self)
-        return None if block.grad is None else global_cotangent(block.grad, layout, self._mesh)
+        return None if block.grad is None else global_cotangent(block.grad, layout, self.mesh)
 
     @grad.setter
     def grad(self, value: ShardTensor | None) -> None:
-        layout = cotangent_layout(self._layout)
-        if value is not None and (not isinstance(value, ShardTensor) or value._layout != layout):
+        layout = cotangent_layout(self.sharding)
+        if value is not None and (not isinstance(value, ShardTensor) or value.sharding != layout):
             raise UnsupportedOperationError(
                 described(
                     "ShardTensor.grad: assignment of a gradient that is laid out differently",
                     expected=f"None or a ShardTensor with {layout}",
-                    got=repr(value._layout) if isinstance(value, ShardTensor) else type(value).__name__,
+                    got=repr(value.sharding) if isinstance(value, ShardTensor) else type(value).__name__,
                     fix="redistribute it first",
                 )
             )
-        root_of(self)[0].grad = None if value is None else value._local
+        root_of(self)[0].grad = None if value is None else value.block
 
     @property  # type: ignore[override]
     def data(self) -> ShardTensor:  # type: ignore[override]
         """The same cells outside autograd."""
-        return self._twin(self._local.data)
+        return self._twin(self.block.data)
 
     @data.setter
     def data(self, value: ShardTensor) -> None:
@@ -159,8 +160,8 @@ class ShardTensor(Tensor):
                     fix="shard it first, with distribute_tensor or ShardTensor.from_local",
                 )
             )
-        self._local.data = value._local
-        self._layout, self._mesh, self._halo = value._layout, value._mesh, value._halo
+        self.block.data = value.block
+        self.sharding, self.mesh, self._halo = value.sharding, value.mesh, value._halo
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 
@@ -198,30 +199,30 @@ class ShardTensor(Tensor):
         what was computed, it is a sum over the ranks where the result becomes a ShardTensor that is sharded there, or
         is reduced with `all_reduce` and its kin; else it is compared in the backward pass.
         """
-        local = self._local
+        local = self.block
         if not local.requires_grad or not torch.is_grad_enabled():
             return local
-        held = cotangent_layout(self._layout)
+        held = cotangent_layout(self.sharding)
         if grad_placements is not None:
-            given = given_layout("to_local", held, as_placements(grad_placements, self._mesh.ndim, self.ndim))
-            return taken(local, self._mesh, held, held, given)
-        if len(self._layout.sharded_mesh_dims) == self._mesh.ndim or not (
+            given = given_layout("to_local", held, as_placements(grad_placements, self.mesh.ndim, self.ndim))
+            return taken(local, self.mesh, held, held, given)
+        if len(self.sharding.sharded_mesh_dims) == self.mesh.ndim or not (
             in_rule() or (local.grad_fn is not None and local.numel() > 1)
         ):
             return local
-        return taken(local, self._mesh, held, held)
+        return taken(local, self.mesh, held, held)
 
     # -- Python's protocols
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ""
-        if self._local.grad_fn is not None:
-            grad = f", grad_fn=<{type(self._local.grad_fn).__name__}>"
-        elif self._local.requires_grad:
+        if self.block.grad_fn is not None:
+            grad = f", grad_fn=<{type(self.block.grad_fn).__name__}>"
+        elif self.block.requires_grad:
             grad = ", requires_grad=True"
         return (
-            f"ShardTensor(shape={tuple(self._layout.shape)}, placements={list(self._layout.placements)}, "
-            f"local_shape={tuple(self._local.shape)}, dtype={self._local.dtype}, mesh={self._mesh}{grad})"
+            f"ShardTensor(shape={tuple(self.sharding.shape)}, placements={list(self.sharding.placements)}, "
+            f"local_shape={tuple(self.block.shape)}, dtype={self.block.dtype}, mesh={self.mesh}{grad})"
         )
 
     __str__ = __repr__
@@ -232,7 +233,7 @@ class ShardTensor(Tensor):
     def __len__(self) -> int:
         if self.ndim == 0:
             raise TypeError("len() of a 0-d tensor")
-        return self._layout.shape[0]
+        return self.sharding.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         if self.ndim == 0:
@@ -245,17 +246,17 @@ class ShardTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        out = wrap(copy.deepcopy(self._local, memo), self._layout, self._mesh)
+        out = wrap(copy.deepcopy(self.block, memo), self.sharding, self.mesh)
         memo[id(self)] = out
         return out
 
     def __copy__(self) -> ShardTensor:
-        return self._twin(self._local)
+        return self._twin(self.block)
 
     def _twin(self, local: Tensor) -> ShardTensor:
         """Return another tensor of the same cells; a Partial is for reading: writing sums it, here alone."""
-        out = wrap(local, self._layout, self._mesh)
-        if self._gathered_view or self._layout.partial_dims:
+        out = wrap(local, self.sharding, self.mesh)
+        if self._gathered_view or self.sharding.partial_dims:
             out._gathered_view = True
         return out
 
@@ -294,9 +295,9 @@ def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     """
     # by position: the same call with keywords takes a third longer
     self: ShardTensor = _subclass(ShardTensor, layout.shape, None, None, None, local.dtype, _strided, local.device)
-    self._local = local
-    self._layout = layout
-    self._mesh = mesh
+    self.block = local
+    self.sharding = layout
+    self.mesh = mesh
     return self
 
 
@@ -305,16 +306,16 @@ def root_of(x: ShardTensor) -> tuple[Tensor, Layout]:
     if x._root is not None:
         block, layout, version = x._root
         # what is written into is another value; a leaf stays one
-        if block.is_leaf or x._local._version == version:
+        if block.is_leaf or x.block._version == version:
             return block, layout
-    return x._local, x._layout
+    return x.block, x.sharding
 
 
 def rebind(x: ShardTensor, local: Tensor, layout: Layout) -> None:
     """Hold the cells of ``x`` in another block, made from its own by recorded operations. Not collective."""
     block, before = root_of(x)
     x._root = (block, before, local._version) if block.requires_grad else None
-    x._local, x._layout, x._halo = local, layout, None
+    x.block, x.sharding, x._halo = local, layout, None
 
 
 def global_cotangent(g: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:

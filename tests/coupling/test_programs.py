@@ -68,7 +68,7 @@ JOINS = """
 import os
 import mpishard as ms
 try:
-    ms.insitu.join({name!r}, timeout=4)
+    ms.insitu.join({name!r}, timeout={timeout})
 except ms.MpishardError as e:
     os.write(1, f"TOLD {{e}}\\n".encode())
 """
@@ -77,9 +77,9 @@ except ms.MpishardError as e:
 def test_names_that_are_not_right(programs):
     # two programs of one name; then a name that is none, on one of them
     text = (
-        JOINS.format(name="one")
+        JOINS.format(name="one", timeout=100)
         + "\n"
-        + JOINS.replace("{name!r}", "{name}").format(name="'a' if '1.py' in __file__ else ''")
+        + JOINS.replace("{name!r}", "{name}").format(name="'a' if '1.py' in __file__ else ''", timeout=100)
     )
     done = programs((1, text), (1, text + "# another program"))
     ended_well(done)
@@ -88,7 +88,7 @@ def test_names_that_are_not_right(programs):
 
 
 def test_program_that_never_joins(programs):
-    done = programs((2, JOINS.format(name="solver")), (1, "from mpi4py import MPI\nimport time\ntime.sleep(12)"))
+    done = programs((2, JOINS.format(name="solver", timeout=4)), (1, "from mpi4py import MPI\nimport time\ntime.sleep(12)"))
     ended_well(done)
     assert done.stdout.count("TOLD join: rank 2 of MPI_COMM_WORLD did not come") == 2, done.stdout
     assert "'solver' (2)" in done.stdout
@@ -97,6 +97,7 @@ def test_program_that_never_joins(programs):
 LATE = """
 import os, signal, time
 import mpishard as ms
+from mpi4py import MPI
 me = ms.insitu.join("{name}")
 mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
 u = ms.zeros(4, mesh=mesh, placements=(ms.Shard(0),))
@@ -110,6 +111,7 @@ def told(call):
 """
 SOLVER = """
 told(lambda: me.connect("model", out={"u": u}, timeout=1))
+MPI.COMM_WORLD.Barrier()
 link = me.connect("model", out={"u": u}, into={"v": u}, timeout=3)
 link.put()
 told(link.get)
@@ -118,7 +120,7 @@ told(link.get)
 link.close()
 """
 MODEL = """
-time.sleep(2.5)
+MPI.COMM_WORLD.Barrier()
 told(lambda: me.connect("solver", into={"u": u}))
 link = me.connect("solver", into={"u": u}, out={"v": u}, timeout=3)
 link.get()
@@ -130,7 +132,7 @@ told(link.get)
 STOPPED = """
 def die():
     if os.fork() == 0:
-        time.sleep(9)
+        time.sleep(15)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)

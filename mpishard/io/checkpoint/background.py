@@ -183,12 +183,12 @@ def in_background(taken: Snapshot) -> Saving:
     """Copy the blocks that this rank gives, and start writing them. Not collective."""
     tensors = {}
     for name, x in taken.tensors.items():
-        local = x._local
-        if gives(x._layout, taken.mesh.coords):
+        local = x.block
+        if gives(x.sharding, taken.mesh.coords):
             local = dense(local.detach().to("cpu", copy=True))
         else:
             local = local.new_empty(0, device="cpu")
-        tensors[name] = wrap(local, x._layout, taken.mesh)
+        tensors[name] = wrap(local, x.sharding, taken.mesh)
     return Saving(taken._replace(tensors=tensors))
 
 
@@ -219,11 +219,11 @@ def _write_part(taken: Snapshot, rank: int, pace: _Pace) -> None:
     """Write this rank's blocks and then its note, which holds the error if there is one."""
     try:
         sharded = {n: x for n, x in taken.tensors.items() if taken.info[n]["sharded"] is not None}
-        own = {n: x._local for n, x in sharded.items() if gives(x._layout, taken.mesh.coords) and x._local.numel()}
+        own = {n: x.block for n, x in sharded.items() if gives(x.sharding, taken.mesh.coords) and x.block.numel()}
         if own:
             _write_blocks(taken.partial / f"part-{rank}.h5", own, None, pace)
         if rank == 0 and taken.tensors:
-            whole = {n: x._local for n, x in taken.tensors.items() if n not in sharded}
+            whole = {n: x.block for n, x in taken.tensors.items() if n not in sharded}
             _write_blocks(taken.partial / TENSORS, whole, taken, pace)
         told: dict[str, Any] = {"shares": taken.shares(pace).tolist()}
     except (OSError, RuntimeError, TypeError, ValueError) as e:
@@ -290,13 +290,13 @@ def _room(path: Path, nbytes: int, count: int) -> Iterator[None]:
 
 def _show_whole(file: Any, name: str, x: Any, taken: Snapshot) -> None:
     h5py = import_h5py()
-    layout, dtype = x._layout, NUMPY[x.dtype]
+    layout, dtype = x.sharding, NUMPY[x.dtype]
     if not all(layout.shape):
         file.create_dataset(name, shape=layout.shape, dtype=dtype)
         return
     if not layout.shape:
         if taken.mesh.rank == 0:
-            file.create_dataset(name, data=x._local.numpy())
+            file.create_dataset(name, data=x.block.numpy())
         return
     whole = h5py.VirtualLayout(layout.shape, dtype)
     for coords in product(*map(range, layout.mesh_shape)):

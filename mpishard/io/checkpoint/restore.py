@@ -371,11 +371,11 @@ def _sharded(path: Path, name: str, info: _Info, layout: Layout, mesh: CartMesh,
         error = damaged(path, f"{TENSORS}: {name!r} {got}")
     guard.agree(group.comm, error)
     # every copy of the whole is checked by the ranks that hold it together
-    sums = tile_sums(x._local, layout, mesh.coords)
+    sums = tile_sums(x.block, layout, mesh.coords)
     if layout.sharded_mesh_dims:
         sums = blocking.all_reduce(sums, mesh.group(layout.sharded_mesh_dims))
     guard.agree(group.comm, _wrong(path, name, info, sums))
-    return wrap(x._local.view(info.dtype), layout, mesh)
+    return wrap(x.block.view(info.dtype), layout, mesh)
 
 
 def _wrong(path: Path, name: str, info: _Info, sums: Tensor) -> MpishardError | None:
@@ -446,7 +446,7 @@ def _is_like(value: Any, own: Any) -> bool:
 
 
 def _own_row(x: Any) -> Tensor:
-    row: Tensor = (x._local if isinstance(x, ShardTensor) else x)[0].cpu()
+    row: Tensor = (x.block if isinstance(x, ShardTensor) else x)[0].cpu()
     return row
 
 

@@ -68,8 +68,8 @@ class Snapshot(NamedTuple):
     def shares(self, pause: Callable[[], object] = lambda: None) -> Tensor:
         """Return this rank's shares of all checksums, one after the other. Not collective."""
         parts = [
-            tile_sums(x._local, x._layout, self.mesh.coords, pause)
-            if gives(x._layout, self.mesh.coords)
+            tile_sums(x.block, x.sharding, self.mesh.coords, pause)
+            if gives(x.sharding, self.mesh.coords)
             else torch.zeros(len_of(x), dtype=torch.int64)
             for x in self.tensors.values()
         ]
@@ -122,7 +122,7 @@ def snapshot(
         if x.layout is not torch.strided:
             raise _unstorable(name, x.layout)
         sharded = isinstance(x, ShardTensor)
-        dims = [p.dim if isinstance(p, Shard) else None for p in x._layout.placements] if sharded else None
+        dims = [p.dim if isinstance(p, Shard) else None for p in x.sharding.placements] if sharded else None
         dtype = str(x.dtype).removeprefix("torch.")
         info[name] = {"shape": list(x.shape), "dtype": dtype, "sharded": dims}
         tensors[name] = x if sharded else wrap(x.detach(), replicated_layout(mesh, x.shape), mesh)
@@ -135,9 +135,9 @@ def storable(taken: Snapshot) -> Snapshot:
     with torch.no_grad():
         for name, x in taken.tensors.items():
             x = resolved(x)
-            local = x._local.detach()
+            local = x.block.detach()
             local = (local.resolve_conj() if local.is_complex() else local).resolve_neg()
-            tensors[name] = wrap(local.view(stored_dtype(local.dtype)), x._layout, taken.mesh)
+            tensors[name] = wrap(local.view(stored_dtype(local.dtype)), x.sharding, taken.mesh)
     return taken._replace(tensors=tensors)
 
 

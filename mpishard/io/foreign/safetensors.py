@@ -109,10 +109,10 @@ def export_safetensors(
         for name, x in state.items():
             with torch.no_grad():
                 whole = on_mesh(x, mesh)
-                local = whole._local.detach().resolve_conj().resolve_neg().view(stored_dtype(x.dtype))
+                local = whole.block.detach().resolve_conj().resolve_neg().view(stored_dtype(x.dtype))
             consume = None if target is None else target.putter(name, tuple(x.shape), local.dtype)
-            boxes = _given(whole._layout, local.dtype)
-            funnel(local, whole._layout.offset(mesh.coords), boxes, group, consume, op="export")  # type: ignore[arg-type]
+            boxes = _given(whole.sharding, local.dtype)
+            funnel(local, whole.sharding.offset(mesh.coords), boxes, group, consume, op="export")  # type: ignore[arg-type]
         guard.agree(group.comm, None if target is None else target.close())
     finally:
         if target is not None:

@@ -235,15 +235,15 @@ def neighborhood_attention(
         return _attend(Neighbours(dims, whole, whole), scale, query, key, value)
     mesh = mesh_of(operands)
     held = [whole_along(on_mesh(x, mesh), (x.ndim - 1,)) for x in operands]
-    first = next((x._layout for x in held if x._layout.shard_dims), held[0]._layout)
+    first = next((x.sharding for x in held if x.sharding.shard_dims), held[0].sharding)
     q, k, v = (moved(x, layout_of(mesh.shape, first.placements, x.shape, first.sizes)) for x in held)
-    name = ("neighborhood_attention", k._layout, v._layout, k.dtype, tuple(dims))
+    name = ("neighborhood_attention", k.sharding, v.sharding, k.dtype, tuple(dims))
     plan: Plan | None = mesh.plans.get(name)
     if plan is None:
-        plan = mesh.plan(name, lambda: _plan(mesh, k._layout, v._layout, k.dtype, dims))
-    keys, values = (x if op is None else apply(op, x) for op, x in ((plan.keys, k._local), (plan.values, v._local)))
-    y = _attend(plan.neighbours, scale, q._local, keys, values)
-    return wrap(y, v._layout, mesh)
+        plan = mesh.plan(name, lambda: _plan(mesh, k.sharding, v.sharding, k.dtype, dims))
+    keys, values = (x if op is None else apply(op, x) for op, x in ((plan.keys, k.block), (plan.values, v.block)))
+    y = _attend(plan.neighbours, scale, q.block, keys, values)
+    return wrap(y, v.sharding, mesh)
 
 
 def _plan(mesh: CartMesh, keys: Layout, values: Layout, dtype: torch.dtype, dims: Sequence[Along]) -> Plan:

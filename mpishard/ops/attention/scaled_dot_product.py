@@ -146,8 +146,8 @@ def attend(
     operands = [_cast(x) for x in (query, key, value, *masks)]
     mesh = mesh_of(operands)
     operands = [resolved(x) if isinstance(x, ShardTensor) else x for x in operands]
-    locals_ = [x._local if isinstance(x, ShardTensor) else x for x in operands]
-    layouts = tuple(x._layout if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape) for x in operands)
+    locals_ = [x.block if isinstance(x, ShardTensor) else x for x in operands]
+    layouts = tuple(x.sharding if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape) for x in operands)
     dtypes = tuple(x.dtype for x in locals_)
     method = _method.get()
     dropped = dropout_p > 0
@@ -210,7 +210,7 @@ def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal
     if is_causal:
         (row, last), (column, end) = (s.sharding.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
         after = torch.arange(column, end) > torch.arange(row, last).unsqueeze(1)
-        s = wrap(s._local.masked_fill(after.to(s.device), -torch.inf), s._layout, s._mesh)
+        s = wrap(s.block.masked_fill(after.to(s.device), -torch.inf), s.sharding, s.mesh)
     if masks:
         hidden = (s == -torch.inf).all(-1, keepdim=True)
         p = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
@@ -226,9 +226,9 @@ def _repeated(x: ShardTensor, heads: int) -> ShardTensor:
     group = 1 if x.ndim < 3 or x.shape[-3] in (0, 1, heads) else heads // x.shape[-3]
     if group == 1:
         return x
-    dim, cut = x.ndim - 3, x._layout.sizes[-3]
-    layout = resized(x._layout, dim, heads, None if cut is None else tuple(n * group for n in cut))
-    return wrap(x._local.repeat_interleave(group, dim), layout, x._mesh)
+    dim, cut = x.ndim - 3, x.sharding.sizes[-3]
+    layout = resized(x.sharding, dim, heads, None if cut is None else tuple(n * group for n in cut))
+    return wrap(x.block.repeat_interleave(group, dim), layout, x.mesh)
 
 
 def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:

@@ -127,8 +127,8 @@ def _points(layout: Layout, per_dim: Sequence[Any]) -> Points:
             item = found[id(mask)][k]
         elif item.is_floating_point() or item.is_complex():
             raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
-        elif isinstance(item, ShardTensor) and item._layout.is_replicated:
-            item = item._local
+        elif isinstance(item, ShardTensor) and item.sharding.is_replicated:
+            item = item.block
         dims.append(d)
         indices.append(item)
     adjacent = dims[-1] - dims[0] == len(dims) - 1
@@ -176,7 +176,7 @@ def picked(x: Any, index: Any) -> ShardTensor:
     if _is_boolean(alone := _sole(index)):
         return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
     if not isinstance(x, ShardTensor):
-        mesh = next(i._mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
+        mesh = next(i.mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
         x = on_mesh(x, mesh)
     x = settled(x)
     if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
@@ -184,7 +184,7 @@ def picked(x: Any, index: Any) -> ShardTensor:
     basic, per_dim = _split(x, index)
 
     y = indexed(x, basic)
-    return _pick(y, _points(y._layout, per_dim))
+    return _pick(y, _points(y.sharding, per_dim))
 
 
 def _everywhere(index: Any) -> Tensor:
@@ -192,19 +192,19 @@ def _everywhere(index: Any) -> Tensor:
 
 
 def _pick(x: ShardTensor, points: Points) -> ShardTensor:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     sharded = [d for d in points.dims if len(layout.sizes[d] or ()) > 1]
     if any(isinstance(i, ShardTensor) for i in points.indices):
         _, own = broadcast_of(list(points.indices))
         if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
             indices = [fitted(i, mesh, own) for i in points.indices]
-            local, out = use(x._local, mesh, own.sharded_mesh_dims), _result(layout, points, own)
+            local, out = use(x.block, mesh, own.sharded_mesh_dims), _result(layout, points, own)
             return wrap(agreed(lambda: local[_at(x.ndim, points.dims, indices)], mesh, (out,)), out, mesh)
     # who owns which point, every rank must know
     indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
     if not sharded:
         out = _result(layout, points, replicated_layout(mesh, indices[0].shape))
-        return wrap(_whole_dims(layout, mesh, lambda: x._local[_at(x.ndim, points.dims, indices)]), out, mesh)
+        return wrap(_whole_dims(layout, mesh, lambda: x.block[_at(x.ndim, points.dims, indices)]), out, mesh)
     return _fetch(x, points, indices)
 
 
@@ -243,7 +243,7 @@ class Owned(NamedTuple):
 
 
 def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Owned:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     mesh_dims = tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ())))
     coords: dict[int, Tensor] = {}
     flat = []
@@ -269,7 +269,7 @@ def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Ow
 
 
 def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTensor:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     owned = _owned(x, points.dims, indices)
     group, shape = mesh.group(owned.mesh_dims), tuple(indices[0].shape)
     rows = balanced(shape[0], group.size)
@@ -283,7 +283,7 @@ def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTe
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     # one dim for all points, where the result has those of the index
-    own = x._local[_at(x.ndim, points.dims, owned.local)]
+    own = x.block[_at(x.ndim, points.dims, owned.local)]
     came = _travelled(own, mesh, owned.mesh_dims, points.at, sends, recvs, math.prod(shape))
     local = came.index_select(points.at, place)
     local = local.reshape(*local.shape[: points.at], rows[group.rank], *shape[1:], *local.shape[points.at + 1 :])
@@ -318,20 +318,20 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
             write_at(x, (Ellipsis,), value)
         return
     settle(x)
-    mesh = x._mesh
+    mesh = x.mesh
     basic, per_dim = _split(x, index)
-    plan = plan_index(x._layout, basic, mesh.coords)
+    plan = plan_index(x.sharding, basic, mesh.coords)
     if plan.drop:  # its owner broadcasts the one cell of a sharded dim
         y: Any = indexed(x, basic).clone()
         _put_at(y, per_dim, value, accumulate)
         write_at(x, basic, y)
     else:
-        _put_at(viewed(x, x._local[plan.local], plan.out), per_dim, value, accumulate)
+        _put_at(viewed(x, x.block[plan.local], plan.out), per_dim, value, accumulate)
 
 
 def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:
     """Write at the tensors of an index. Collective where the value must travel."""
-    mesh = y._mesh
+    mesh = y.mesh
     masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
     if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
         mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
@@ -340,13 +340,13 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
             mask = mask.bool().reshape(*mask.shape, *(1,) * after)
             y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
             return
-    points = _points(y._layout, per_dim)
+    points = _points(y.sharding, per_dim)
     indices: Sequence[Tensor] = torch.broadcast_tensors(*map(_everywhere, points.indices))
     shape = indices[0].shape
-    sharded = any(len(y._layout.sizes[d] or ()) > 1 for d in points.dims)
+    sharded = any(len(y.sharding.sizes[d] or ()) > 1 for d in points.dims)
     owned = _owned(y, points.dims, indices) if sharded else None
     if isinstance(value, Tensor):
-        out = _result(y._layout, points, replicated_layout(mesh, shape), y._layout.sharded_mesh_dims)
+        out = _result(y.sharding, points, replicated_layout(mesh, shape), y.sharding.sharded_mesh_dims)
         value = fitted_shape(resolved(value) if isinstance(value, ShardTensor) else value, out.shape)
         if owned is not None:
             value = value.expand(out.shape)
@@ -361,7 +361,7 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     items: list[Tensor | None] = [None] * y.ndim
     for d, i in zip(points.dims, indices if owned is None else owned.local):
         items[d] = i
-    _whole_dims(y._layout, mesh, lambda: torch.ops.aten.index_put_(y._local, items, value, accumulate))
+    _whole_dims(y.sharding, mesh, lambda: torch.ops.aten.index_put_(y.block, items, value, accumulate))
 
 
 def _along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
@@ -450,7 +450,7 @@ def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumula
 def _out_of_place(in_place: Any) -> Any:
     def rule(input: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         if not isinstance(input, ShardTensor):
-            mesh = next(a._mesh for a in [*args, *kwargs.values()] if isinstance(a, ShardTensor))
+            mesh = next(a.mesh for a in [*args, *kwargs.values()] if isinstance(a, ShardTensor))
             input = on_mesh(input, mesh)
         return in_place(input.clone(), *args, **kwargs)  # type: ignore[no-any-return]
 

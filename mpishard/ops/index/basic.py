@@ -151,11 +151,11 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
 
 def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     """Return ``x`` at a basic index. Not collective, unless it selects one cell of a sharded dim."""
-    x = settled(x) if x._layout.partial_dims else x
-    plan = plan_index(x._layout, key, x._mesh.coords)
-    local = x._local[plan.local]
+    x = settled(x) if x.sharding.partial_dims else x
+    plan = plan_index(x.sharding, key, x.mesh.coords)
+    local = x.block[plan.local]
     if plan.drop:
-        out = wrap(redistribute(local, x._mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x._mesh)
+        out = wrap(redistribute(local, x.mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x.mesh)
         out._gathered_view = True
     else:
         out = viewed(x, local, plan.out, steps=True)
@@ -171,10 +171,10 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
         return
     require_writable(self, "x[index] = value")
     settle(self)
-    plan = plan_index(self._layout, key, self._mesh.coords)
+    plan = plan_index(self.sharding, key, self.mesh.coords)
     if isinstance(value, Tensor):
-        value = fitted(_value(value, plan), self._mesh, plan.kept)
-    self._local[plan.local] = value
+        value = fitted(_value(value, plan), self.mesh, plan.kept)
+    self.block[plan.local] = value
 
 
 def _value(value: Any, plan: Basic) -> Any:
@@ -219,7 +219,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     if not isinstance(input, ShardTensor):
         return torch.narrow(input, dim, start, length)
     d = wrapped(dim, input.ndim)
-    n = input._layout.shape[d]
+    n = input.sharding.shape[d]
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:
         raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({n}).")
@@ -237,8 +237,8 @@ def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     """Return all cells of a dim one by one. Not collective, unless the dim is sharded: then it is gathered."""
     d = wrapped(dim, input.ndim)
     x = whole_along(settled(input), (d,))
-    out = without(x._layout, (d,))
-    return tuple(viewed(x, part, out, steps=True) for part in x._local.unbind(d))
+    out = without(x.sharding, (d,))
+    return tuple(viewed(x, part, out, steps=True) for part in x.block.unbind(d))
 
 
 def _parts(x: ShardTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardTensor, ...]:
@@ -259,7 +259,7 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
     given = split_size_or_sections if split_size is None else split_size
     d = wrapped(dim, tensor.ndim)
-    n = tensor._layout.shape[d]
+    n = tensor.sharding.shape[d]
     sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(
@@ -287,7 +287,7 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     d = wrapped(dim, input.ndim)
-    n = input._layout.shape[d]
+    n = input.sharding.shape[d]
     sizes = _equal_parts(n, -(-n // chunks)) if n else [0] * chunks
     return _parts(settled(input), d, sizes)
 
@@ -308,7 +308,7 @@ def tensor_split(
     if not isinstance(input, ShardTensor):
         return torch.tensor_split(input, given, dim)
     d = wrapped(dim, input.ndim)
-    n = input._layout.shape[d]
+    n = input.sharding.shape[d]
     x = settled(input)
     if isinstance(given, int):
         if given <= 0:
@@ -323,8 +323,8 @@ def _axis_split(dim_of: Any) -> Any:
     def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
         given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
         d = dim_of(input.ndim)
-        if isinstance(given, int) and (given <= 0 or input._layout.shape[d] % given):
-            raise RuntimeError(f"the size of dim {d}, {input._layout.shape[d]}, is not divisible by {given}")
+        if isinstance(given, int) and (given <= 0 or input.sharding.shape[d] % given):
+            raise RuntimeError(f"the size of dim {d}, {input.sharding.shape[d]}, is not divisible by {given}")
         return tensor_split(input, given, d)
 
     return rule

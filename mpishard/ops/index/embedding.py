@@ -44,9 +44,9 @@ def _with_options(
         raise _refuse("max_norm", "a sharded weight, whose rows it would scale in place")
     if isinstance(input, ShardTensor):
         x = resolved(input)
-        counts = agreed(lambda: _counted(x._local, weight.shape[0]), x._mesh, (x._layout,))
-        if x._layout.sharded_mesh_dims:
-            counts = blocking.all_reduce(counts, x._mesh.group(x._layout.sharded_mesh_dims))
+        counts = agreed(lambda: _counted(x.block, weight.shape[0]), x.mesh, (x.sharding,))
+        if x.sharding.sharded_mesh_dims:
+            counts = blocking.all_reduce(counts, x.mesh.group(x.sharding.sharded_mesh_dims))
     else:
         counts = _counted(input, weight.shape[0])
     if max_norm is not None:
@@ -82,17 +82,17 @@ def embedding(
     are counted.
     """
     weight = _with_options(weight, input, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if isinstance(weight, ShardTensor) and 0 in weight._layout.shard_dims:
+    if isinstance(weight, ShardTensor) and 0 in weight.sharding.shard_dims:
         weight = whole_along(resolved(weight), (0,))
     if isinstance(input, ShardTensor) and not isinstance(weight, ShardTensor):
         x = resolved(input)
-        layout = mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, weight.shape[1]))
-        rows = use(weight, x._mesh, layout.sharded_mesh_dims)
-        found = agreed(lambda: _looked_up(x._local, rows, padding_idx), x._mesh, (layout,))
-        return wrap(found, layout, x._mesh)
+        layout = mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, weight.shape[1]))
+        rows = use(weight, x.mesh, layout.sharded_mesh_dims)
+        found = agreed(lambda: _looked_up(x.block, rows, padding_idx), x.mesh, (layout,))
+        return wrap(found, layout, x.mesh)
     labels = tuple(range(input.ndim))
     mesh = mesh_of((input, weight))
-    layouts = [t._layout for t in (input, weight) if isinstance(t, ShardTensor)]
+    layouts = [t.sharding for t in (input, weight) if isinstance(t, ShardTensor)]
     return contract(
         "embedding",
         lambda i, w: agreed(lambda: _looked_up(i, w, padding_idx), mesh, layouts),
@@ -157,10 +157,10 @@ def one_hot(input: ShardTensor, num_classes: int = -1) -> ShardTensor:
     x = resolved(input)
     if num_classes == -1:
         num_classes = int(torch.amax(x)) + 1
-    local = x._local
+    local = x.block
 
     def encoded() -> Tensor:
         return F.one_hot(local, num_classes) if local.numel() else local.new_empty((*local.shape, num_classes))
 
-    hot = agreed(encoded, x._mesh, (x._layout,))
-    return wrap(hot, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, num_classes)), x._mesh)
+    hot = agreed(encoded, x.mesh, (x.sharding,))
+    return wrap(hot, mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, num_classes)), x.mesh)

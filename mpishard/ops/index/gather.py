@@ -78,7 +78,7 @@ def as_vector(x: Any) -> Any:
 
 
 def _block(x: Any, mesh: Any, layout: Layout) -> Tensor:
-    return moved(on_mesh(x, mesh), layout)._local
+    return moved(on_mesh(x, mesh), layout).block
 
 
 @implements(torch.gather, torch.Tensor.gather, sharded="gathers")
@@ -92,14 +92,14 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Sh
     d = wrapped(dim, input.ndim)
     if not index.numel():  # of any shape; its result keeps the graph
         where = on_mesh(index, mesh)
-        none = torch.gather(on_mesh(input, mesh)._local.reshape(-1), 0, where._local.reshape(-1).long())
-        return wrap(none.reshape(where._local.shape), where._layout, mesh)
+        none = torch.gather(on_mesh(input, mesh).block.reshape(-1), 0, where.block.reshape(-1).long())
+        return wrap(none.reshape(where.block.shape), where.sharding, mesh)
     if not input.ndim or not index.ndim:
         found: Any = gather(as_vector(input), d, as_vector(index))
         return found if index.ndim else found.reshape(())
     x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
-    plan = _plan(x._layout, where._layout, d)
-    local, cells = use(moved(x, plan.source)._local, mesh, plan.used), moved(where, plan.index)._local
+    plan = _plan(x.sharding, where.sharding, d)
+    local, cells = use(moved(x, plan.source).block, mesh, plan.used), moved(where, plan.index).block
     layouts = (plan.source, plan.index)
     y = agreed(lambda: torch.gather(local, d, cells, sparse_grad=sparse_grad), mesh, layouts)
     return wrap(y, plan.index, mesh)
@@ -154,7 +154,7 @@ def _scatter_rule(name: str) -> Any:
             rule(as_vector(self), d, as_vector(index), *map(_as_source, args), **named)
             return self
         x = whole_along(self, (d,))
-        target = _beside(x._layout, tuple(index.shape), d)
+        target = _beside(x.sharding, tuple(index.shape), d)
         cells = _block(index, mesh, target)
 
         def block(a: Any) -> Any:
@@ -163,9 +163,9 @@ def _scatter_rule(name: str) -> Any:
             return _block(_first(a, index.shape), mesh, target)
 
         own, named = tuple(map(block, args)), {k: block(a) for k, a in kwargs.items()}
-        agreed(lambda: in_place(x._local, d, cells, *own, **named), mesh, (x._layout, target))
-        if x._local is not self._local:
-            self._local.copy_(moved(x, self._layout)._local)
+        agreed(lambda: in_place(x.block, d, cells, *own, **named), mesh, (x.sharding, target))
+        if x.block is not self.block:
+            self.block.copy_(moved(x, self.sharding).block)
         return self
 
     return rule
@@ -173,13 +173,13 @@ def _scatter_rule(name: str) -> Any:
 
 def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
     """Return a tensor that every rank holds whole in the layout of an index, but for ``dim``. Not collective."""
-    layout, whole = index._layout, wrapped(dim, x.ndim)
+    layout, whole = index.sharding, wrapped(dim, x.ndim)
     if layout.ndim != x.ndim:
         return x
-    dims = [d for d in layout.shard_dims if d != whole and layout.shape[d] == x._layout.shape[d]]
+    dims = [d for d in layout.shard_dims if d != whole and layout.shape[d] == x.sharding.shape[d]]
     placements = [p if type(p) is Shard and p.dim in dims else Replicate() for p in layout.placements]
     sizes = [s if d in dims else None for d, s in enumerate(layout.sizes)]
-    return moved(x, layout_of(layout.mesh_shape, placements, x._layout.shape, sizes))
+    return moved(x, layout_of(layout.mesh_shape, placements, x.sharding.shape, sizes))
 
 
 def _out_of_place(name: str, in_place: Any) -> Any:

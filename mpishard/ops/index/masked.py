@@ -49,11 +49,11 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
         )
     mesh = mesh_of((x, mask))
     x, mask = on_mesh(x, mesh), on_mesh(mask, mesh)
-    placements, cut = _rows([x._layout, mask._layout])
+    placements, cut = _rows([x.sharding, mask.sharding])
     blocks = [
-        moved(t, layout_of(mesh.shape, placements, t._layout.shape, [cut, *[None] * (t.ndim - 1)])) for t in (x, mask)
+        moved(t, layout_of(mesh.shape, placements, t.sharding.shape, [cut, *[None] * (t.ndim - 1)])) for t in (x, mask)
     ]
-    return _found(blocks[0]._local[blocks[1]._local.bool()], blocks[1]._layout, mesh)
+    return _found(blocks[0].block[blocks[1].block.bool()], blocks[1].sharding, mesh)
 
 
 @implements(*spellings("masked_select"), sharded="moves")
@@ -68,13 +68,13 @@ def masked_select(input: Any, mask: Any) -> ShardTensor:
 @implements(*spellings("nonzero"), sharded="moves")
 def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
-    x, mesh = resolved(input), input._mesh
-    placements, cut = _rows([x._layout])
-    x = moved(x, layout_of(mesh.shape, placements, x._layout.shape, [cut, *[None] * (x.ndim - 1)] if x.ndim else []))
-    local = x._local.nonzero()
+    x, mesh = resolved(input), input.mesh
+    placements, cut = _rows([x.sharding])
+    x = moved(x, layout_of(mesh.shape, placements, x.sharding.shape, [cut, *[None] * (x.ndim - 1)] if x.ndim else []))
+    local = x.block.nonzero()
     if x.ndim:
-        local[:, 0] += x._layout.offset(mesh.coords)[0]
-    found = _found(local, x._layout, mesh)
+        local[:, 0] += x.sharding.offset(mesh.coords)[0]
+    found = _found(local, x.sharding, mesh)
     return found.unbind(1) if as_tuple else found
 
 

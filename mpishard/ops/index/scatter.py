@@ -62,7 +62,7 @@ def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: An
 def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
     y = _own(input, src)
-    layout = y._layout
+    layout = y.sharding
     whole = whole_along(y, tuple(wrapped(d, y.ndim) for d in (dim1, dim2)))
     out = _own(whole)
     diagonal = torch.diagonal(out, offset, dim1, dim2)
@@ -75,14 +75,14 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> ShardTensor:
     """Fill the diagonal from the first cell, in place. Not collective."""
     require_writable(self, "fill_diagonal_")
-    shape = self._layout.shape
+    shape = self.sharding.shape
     if len(shape) < 2:
         raise RuntimeError("dimensions must larger than 1")
     if len(shape) > 2 and len(set(shape)) > 1:
         raise RuntimeError("all dimensions of input must be of equal length")
     settle(self)
     cells = []
-    for d, (lo, hi) in enumerate(self._layout.box(self._mesh.coords)):
+    for d, (lo, hi) in enumerate(self.sharding.box(self.mesh.coords)):
         cells.append(torch.arange(lo, hi, device=self.device).view(-1, *(1,) * (self.ndim - 1 - d)))
     if wrap and len(shape) == 2:
         mask = (cells[0] * shape[1] + cells[1]) % (shape[1] + 1) == 0
@@ -90,7 +90,7 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
         mask = torch.ones((), dtype=torch.bool, device=self.device)
         for c in cells[1:]:
             mask = mask & (c == cells[0])
-    self._local.masked_fill_(mask, fill_value)
+    self.block.masked_fill_(mask, fill_value)
     return self
 
 
@@ -110,7 +110,7 @@ def take(input: Any, index: Any) -> Any:
 @into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
-    index, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
+    index, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
     if index.numel() != source.numel():
         raise RuntimeError(
             f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
@@ -144,15 +144,15 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
         )
     require_writable(self, "masked_scatter_")
     settle(self)
-    mask, source = (a._local if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
-    mask = mask.expand(self._layout.shape)
+    mask, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
+    mask = mask.expand(self.sharding.shape)
     if int(mask.sum()) > source.numel():
         raise RuntimeError("Number of elements of source < number of ones in mask")
     position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
-    block = tuple(slice(lo, hi) for lo, hi in self._layout.box(self._mesh.coords))
-    values = use(source, self._mesh, self._layout.sharded_mesh_dims).reshape(-1)
+    block = tuple(slice(lo, hi) for lo, hi in self.sharding.box(self.mesh.coords))
+    values = use(source, self.mesh, self.sharding.sharded_mesh_dims).reshape(-1)
     if source.numel():
-        self._local.copy_(torch.where(mask[block], values[position[block]].to(self.dtype), self._local))
+        self.block.copy_(torch.where(mask[block], values[position[block]].to(self.dtype), self.block))
     return self
 
 
@@ -167,19 +167,19 @@ def index_reduce(
         cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
         return cells.reshape(())  # type: ignore[return-value]
     index = gathered(index)
-    index = index._local if isinstance(index, ShardTensor) else index
+    index = index.block if isinstance(index, ShardTensor) else index
     # torch does not look where a block has no cells
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
         raise IndexError("index out of range in self")
     source = resolved(source) if isinstance(source, ShardTensor) else source
-    shape = list(x._layout.shape)
+    shape = list(x.sharding.shape)
     shape[d] = index.numel()
     if list(source.shape) != shape:
         raise RuntimeError(f"index_reduce(): expected source of shape {shape}, but got {list(source.shape)}")
     whole = whole_along(x, (d,))
-    cells = fitted(source, x._mesh, resized(whole._layout, d, index.numel()))
-    local = whole._local.index_reduce(d, index, cells, reduce, include_self=include_self)
-    return moved(wrap(local, whole._layout, x._mesh), x._layout)
+    cells = fitted(source, x.mesh, resized(whole.sharding, d, index.numel()))
+    local = whole.block.index_reduce(d, index, cells, reduce, include_self=include_self)
+    return moved(wrap(local, whole.sharding, x.mesh), x.sharding)
 
 
 implements(torch.Tensor.index_reduce_, sharded="gathers")(

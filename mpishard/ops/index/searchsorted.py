@@ -20,12 +20,12 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
     """Tell which elements are among others. Collective where ``test_elements`` is sharded: it is gathered."""
     mesh = mesh_of((elements, test_elements))
     others = gathered(test_elements)
-    others = others._local if isinstance(others, ShardTensor) else others
+    others = others.block if isinstance(others, ShardTensor) else others
     if not isinstance(elements, ShardTensor):
         local = torch.isin(elements, others, assume_unique=assume_unique, invert=invert)
         return wrap(local, replicated_layout(mesh, local.shape), mesh)
     x = resolved(elements)
-    return wrap(torch.isin(x._local, others, assume_unique=assume_unique, invert=invert), x._layout, mesh)
+    return wrap(torch.isin(x.block, others, assume_unique=assume_unique, invert=invert), x.sharding, mesh)
 
 
 @implements(torch.bucketize, sharded="gathers")

@@ -39,7 +39,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     if bias.dtype != y.dtype:  # autocast casts it; torch refuses it otherwise
         F.linear(_tiny(input, 2), _tiny(weight, 2), _tiny(bias, 1))
     y = resolved(y)
-    return wrap(y._local + fitted(bias, y._mesh, y._layout).to(y.dtype), y._layout, y._mesh)
+    return wrap(y.block + fitted(bias, y.mesh, y.sharding).to(y.dtype), y.sharding, y.mesh)
 
 
 def _tiny(x: Tensor, ndim: int) -> Tensor:
@@ -310,7 +310,7 @@ def einsum(*args: Any) -> ShardTensor:
 
 def _on_diagonals(x: Any, labels: Labels) -> bool:
     """Tell whether a dim is sharded whose label the operand has twice."""
-    return isinstance(x, ShardTensor) and any(labels.count(labels[d]) > 1 for d in x._layout.shard_dims)
+    return isinstance(x, ShardTensor) and any(labels.count(labels[d]) > 1 for d in x.sharding.shard_dims)
 
 
 def _of_diagonals(operands: Sequence[Any], labels: Sequence[Labels], out: Labels) -> ShardTensor:

@@ -66,11 +66,11 @@ def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
     n = x.shape[-1] if N is None else N
     if n <= 1:
         raise RuntimeError(f"N must be greater than 1, but got {n}.")
-    rows = x._local.unsqueeze(-1).expand(*x._local.shape, n - 1)
+    rows = x.block.unsqueeze(-1).expand(*x.block.shape, n - 1)
     local = torch.cat([torch.ones_like(rows[..., :1]), rows.cumprod(-1)], -1)
-    layout = x._layout
+    layout = x.sharding
     out = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, n), (*layout.sizes, None))
-    return wrap(local, out, x._mesh)
+    return wrap(local, out, x.mesh)
 
 
 @implements(torch.dist, torch.Tensor.dist, sharded="reduction")
@@ -221,7 +221,7 @@ def _of_whole(func: Callable[..., Tensor], operands: Any) -> ShardTensor:
     """Return ``func`` of whole operands, in no batches, on every rank. Collective."""
     mesh = mesh_of(operands)
     whole = [gathered(x) for x in operands]
-    local = func(*[x._local if isinstance(x, ShardTensor) else x for x in whole])
+    local = func(*[x.block if isinstance(x, ShardTensor) else x for x in whole])
     return wrap(local, replicated_layout(mesh, local.shape), mesh)
 
 

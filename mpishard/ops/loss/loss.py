@@ -179,11 +179,11 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
         shift = 1 if x.ndim > 1 else 0
         if tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):
             kept = target.unsqueeze(shift) if x.ndim > 1 else target
-            placements = kept._layout.placements
-            layout = kept._layout.with_placements(placements)
+            placements = kept.sharding.placements
+            layout = kept.sharding.with_placements(placements)
             sizes = [s if d != shift else None for d, s in enumerate(layout.sizes)]
             from_target = x.redistribute(placements) if x.ndim > 1 else x
-            x = from_target if from_target._layout.sizes == tuple(sizes) else x
+            x = from_target if from_target.sharding.sizes == tuple(sizes) else x
     if x.ndim == 0:
         raise ValueError(f"{name}: expected at least 1 dim of classes")
     return whole_along(resolved(x), (min(1, x.ndim - 1),)), mesh
@@ -198,17 +198,17 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         x, mesh = _class_input(name, named)
         target, weight, ignore = named["target"], named["weight"], named["ignore_index"]
         dim = 1 if x.ndim > 1 else 0
-        out = reduced(x._layout, dim).out
+        out = reduced(x.sharding, dim).out
         shares = tuple(target.shape) == tuple(x.shape) and target.is_floating_point()
         expected = tuple(x.shape) if shares else out.shape
         if tuple(target.shape) != expected:
             raise ValueError(f"{name}: expected target of size {list(expected)}, got {list(target.shape)}")
-        labels = fitted(target, mesh, x._layout if shares else out)
+        labels = fitted(target, mesh, x.sharding if shares else out)
         if isinstance(weight, ShardTensor):
             weight = weight.full_tensor()
-        w = weight if weight is None else use(weight, mesh, x._layout.sharded_mesh_dims)
+        w = weight if weight is None else use(weight, mesh, x.sharding.sharded_mesh_dims)
         extra = {"label_smoothing": named["label_smoothing"]} if "label_smoothing" in named else {}
-        local = x._local
+        local = x.block
 
         def call(how: str) -> Tensor:
             return func(local, labels, w, ignore_index=ignore, reduction=how, **extra)
@@ -253,18 +253,18 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             one_each = func is F.multilabel_margin_loss
             named |= {k: named[k].reshape(1) for k in ("input", "target") if k == "input" or one_each}
         x, mesh = _class_input(name, named)
-        out = reduced(x._layout, x.ndim - 1).out
+        out = reduced(x.sharding, x.ndim - 1).out
         target, weight = named.pop("target"), named.get("weight")
-        labels = fitted(target, mesh, x._layout if target.ndim == x.ndim and func is F.multilabel_margin_loss else out)
+        labels = fitted(target, mesh, x.sharding if target.ndim == x.ndim and func is F.multilabel_margin_loss else out)
         if weight is not None:
             weight = weight.full_tensor() if isinstance(weight, ShardTensor) else weight
-            named["weight"] = use(weight, mesh, x._layout.sharded_mesh_dims)
-        named["input"] = x._local
+            named["weight"] = use(weight, mesh, x.sharding.sharded_mesh_dims)
+        named["input"] = x.block
         if x.ndim == 1:
             return _scalar(func(**named, target=labels, reduction=reduction), mesh)
-        empty = not len(x._local)
+        empty = not len(x.block)
         if empty:  # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
-            named["input"] = x._local.new_zeros(1, *x._local.shape[1:]) + x._local.sum()
+            named["input"] = x.block.new_zeros(1, *x.block.shape[1:]) + x.block.sum()
             labels = labels.new_zeros(1, *labels.shape[1:])
         loss = agreed(lambda: func(**named, target=labels, reduction="none"), mesh, (out,))
         return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 def _plan_rows(x: ShardTensor, groups: int) -> Rows:
     """Return the rows of a block of shape (N, C, ...); ``groups`` 0: statistics per channel over all samples."""
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     shape = layout.shape
     if len(shape) < 2:
         raise ValueError(f"expected at least 2 dims, samples and channels (got shape {tuple(shape)})")
@@ -50,10 +50,10 @@ def _plan_rows(x: ShardTensor, groups: int) -> Rows:
 
 
 def _rows_of(x: ShardTensor, groups: int) -> Rows:
-    key = ("normalise", x._layout, groups)
-    rows = x._mesh.plans.get(key)
+    key = ("normalise", x.sharding, groups)
+    rows = x.mesh.plans.get(key)
     if rows is None:
-        rows = x._mesh.plan(key, lambda: _plan_rows(x, groups))
+        rows = x.mesh.plan(key, lambda: _plan_rows(x, groups))
     return rows  # type: ignore[no-any-return]
 
 
@@ -63,7 +63,7 @@ def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
         return None
     if isinstance(t, ShardTensor):
         t = t.full_tensor()
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     t = use(t, mesh, rows.used)
     if layout.sizes[1] is None:
         return t  # type: ignore[no-any-return]
@@ -73,11 +73,11 @@ def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
 
 def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
     """Return ``x`` in the dtype in which autocast would run the operation, as ``probe`` of a tiny tensor tells."""
-    if not torch.is_autocast_enabled(x._local.device.type):
+    if not torch.is_autocast_enabled(x.block.device.type):
         return x
     with torch.no_grad():
-        dtype = probe(x._local.new_zeros((1, x.shape[1], 2))).dtype
-    return x if dtype == x._local.dtype else wrap(x._local.to(dtype), x._layout, x._mesh)
+        dtype = probe(x.block.new_zeros((1, x.shape[1], 2))).dtype
+    return x if dtype == x.block.dtype else wrap(x.block.to(dtype), x.sharding, x.mesh)
 
 
 @implements(F.group_norm, torch.group_norm, sharded="gathers")
@@ -95,7 +95,7 @@ def group_norm(
     """
     mesh = mesh_of((input, weight, bias))
     x = on_mesh(input, mesh)
-    before = x._layout
+    before = x.sharding
     sizes = before.sizes[1] if x.ndim > 1 else None
     if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
         x = whole_along(x, (1,))
@@ -104,12 +104,12 @@ def group_norm(
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if rows.over:
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
-        y = normalised(x._local, weight, bias, rows, mesh, eps)[0]
+        y = normalised(x.block, weight, bias, rows, mesh, eps)[0]
     else:
         # as many channels as a group of none is given
-        y = torch.group_norm(_spread(x._local), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
-        y = cropped(y, x._local.shape)
-    return moved(wrap(y, x._layout, mesh), before)
+        y = torch.group_norm(_spread(x.block), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
+        y = cropped(y, x.block.shape)
+    return moved(wrap(y, x.sharding, mesh), before)
 
 
 def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> None:
@@ -117,11 +117,11 @@ def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> Non
     if running is None:
         return
     value = value.detach()
-    if x._layout.sizes[1] is not None:
-        value = _whole_channels(value, x._layout, x._mesh)
+    if x.sharding.sizes[1] is not None:
+        value = _whole_channels(value, x.sharding, x.mesh)
     value = value.to(running.dtype)
     if isinstance(running, ShardTensor):
-        value = wrap(value, replicated_layout(x._mesh, value.shape), x._mesh)
+        value = wrap(value, replicated_layout(x.mesh, value.shape), x.mesh)
     running.mul_(1 - momentum).add_(value, alpha=momentum)
 
 
@@ -171,17 +171,17 @@ def batch_norm(
         if rows.count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
-        y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
+        y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
         _update(running_mean, mean, momentum, x)
         _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
-        return wrap(y, x._layout, mesh)
-    lo, hi = x._layout.interval(1, mesh.coords)
+        return wrap(y, x.sharding, mesh)
+    lo, hi = x.sharding.interval(1, mesh.coords)
     weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
-    block = filled(x._local)
+    block = filled(x.block)
     y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
     if y.requires_grad:
         y.register_hook(_in_format_of(block))
-    return wrap(cropped(y, x._local.shape), x._layout, mesh)
+    return wrap(cropped(y, x.block.shape), x.sharding, mesh)
 
 
 def _of_no_cells(x: ShardTensor, weight: Any, bias: Any) -> ShardTensor:
@@ -254,20 +254,20 @@ def instance_norm(
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
-        y = torch.instance_norm(_spread(x._local), weight, bias, None, None, True, 0.0, eps, False)
-        return wrap(cropped(y, x._local.shape), x._layout, mesh)
+        y = torch.instance_norm(_spread(x.block), weight, bias, None, None, True, 0.0, eps, False)
+        return wrap(cropped(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
-    y, mean, var = normalised(x._local, weight, bias, rows, mesh, eps)
+    y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
     _update(running_mean, _over_samples(mean, x, rows), momentum, x)
     _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
-    return wrap(y, x._layout, mesh)
+    return wrap(y, x.sharding, mesh)
 
 
 def _over_samples(value: Tensor, x: ShardTensor, rows: Rows) -> Tensor:
     """Return the mean over the samples of all ranks of a number per sample and channel."""
     total = value.view(rows.n, rows.c).sum(0)
-    over = reduced(x._layout, 0).over
-    return (blocking.all_reduce(total, x._mesh.group(over)) if over else total) / x.shape[0]
+    over = reduced(x.sharding, 0).over
+    return (blocking.all_reduce(total, x.mesh.group(over)) if over else total) / x.shape[0]
 
 
 # -- norms over the last dims
@@ -287,13 +287,13 @@ def _used(t: Any, x: ShardTensor) -> Any:
     """Return a weight that every rank uses whole."""
     if t is None:
         return None
-    return use(t.full_tensor() if isinstance(t, ShardTensor) else t, x._mesh, x._layout.sharded_mesh_dims)
+    return use(t.full_tensor() if isinstance(t, ShardTensor) else t, x.mesh, x.sharding.sharded_mesh_dims)
 
 
 def _plan_last(x: ShardTensor, dims: tuple[int, ...], over: tuple[int, ...]) -> Rows:
-    local = x._layout.local_shape(x._mesh.coords)
-    counts = counts_over(x._mesh, x._layout, dims, over)
-    return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x._layout, dims).count, counts, over, ())
+    local = x.sharding.local_shape(x.mesh.coords)
+    counts = counts_over(x.mesh, x.sharding, dims, over)
+    return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x.sharding, dims).count, counts, over, ())
 
 
 @implements(F.layer_norm, torch.layer_norm, sharded="reduction")
@@ -309,17 +309,17 @@ def layer_norm(
     mesh = mesh_of((input, weight, bias))
     x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
-    over = reduced(x._layout, dims).over
+    over = reduced(x.sharding, dims).over
     if not over:
-        y = torch.layer_norm(x._local, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)
-        return wrap(y, x._layout, mesh)
-    key = ("layer_norm", x._layout, dims)
+        y = torch.layer_norm(x.block, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)
+        return wrap(y, x.sharding, mesh)
+    key = ("layer_norm", x.sharding, dims)
     rows = mesh.plans.get(key) or mesh.plan(key, lambda: _plan_last(x, dims, over))
     x = _in_autocast(x, lambda t: torch.layer_norm(t, (2,)))
     # rows of one channel: what is normalised comes after the samples
-    flat = x._local.reshape(rows.n, 1, math.prod(x._local.shape[dims[0] :]))
-    y = normalised(flat, None, None, rows, mesh, eps)[0].view(x._local.shape)
-    out = wrap(y, x._layout, mesh)
+    flat = x.block.reshape(rows.n, 1, math.prod(x.block.shape[dims[0] :]))
+    y = normalised(flat, None, None, rows, mesh, eps)[0].view(x.block.shape)
+    out = wrap(y, x.sharding, mesh)
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
     return out.to(y.dtype)
@@ -331,16 +331,16 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
     mesh = mesh_of((input, weight))
     x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape)
-    plan = reduced(x._layout, dims, True)
+    plan = reduced(x.sharding, dims, True)
     if not plan.over:
-        return wrap(torch.rms_norm(x._local, tuple(normalized_shape), _used(weight, x), eps), x._layout, mesh)
+        return wrap(torch.rms_norm(x.block, tuple(normalized_shape), _used(weight, x), eps), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.rms_norm(t, (2,)))
-    wide = x._local.float() if x._local.dtype in HALVES else x._local
+    wide = x.block.float() if x.block.dtype in HALVES else x.block
     square = sum_partial((wide * wide).sum(dims, keepdim=True), mesh, plan.over) / plan.count
     scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-    out = wrap((wide * use(scale, mesh, plan.over)).to(x._local.dtype), x._layout, mesh)
+    out = wrap((wide * use(scale, mesh, plan.over)).to(x.block.dtype), x.sharding, mesh)
     out = out if weight is None else out * weight
-    return out.to(x._local.dtype)
+    return out.to(x.block.dtype)
 
 
 # -- local response
@@ -350,28 +350,28 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
 def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> ShardTensor:
     """Divide by the squares of nearby channels. Neighborwise collective where the channels are sharded."""
     x = resolved(input)
-    mesh, layout = x._mesh, x._layout
+    mesh, layout = x.mesh, x.sharding
     if x.ndim < 3:
         raise ValueError(f"Expected 3D or higher dimensionality input (got {x.ndim} dimensions)")
     integers = not (x.is_floating_point() or x.is_complex())
     if integers or x.is_complex():  # torch's word on those, on every rank alike
-        F.local_response_norm(x._local.new_zeros((1,) * x.ndim), 1)
-    squares = x._local * x._local
+        F.local_response_norm(x.block.new_zeros((1,) * x.ndim), 1)
+    squares = x.block * x.block
     if reduced(layout, 1).over:
-        key = ("local_response_norm", layout, x._local.dtype, size)
+        key = ("local_response_norm", layout, x.block.dtype, size)
         squares = apply(mesh.plan(key, lambda: _plan_response(x, size)), squares)
     else:
         squares = F.pad(squares, (*[0] * (2 * (x.ndim - 2)), size // 2, (size - 1) // 2))
-    if not x._local.shape[1]:
+    if not x.block.shape[1]:
         means = squares.narrow(1, 0, 0)
     else:
         windows = squares.unfold(1, size, 1)
         means = windows.sum(-1) // size if integers else windows.mean(-1)  # as torch's pooling divides
-    return wrap(x._local / (means * alpha + k).pow(beta), layout, mesh)
+    return wrap(x.block / (means * alpha + k).pow(beta), layout, mesh)
 
 
 def _plan_response(x: ShardTensor, size: int) -> WindowOp:
-    layout = x._layout
+    layout = x.sharding
     n, b = layout.shape[1], bounds(layout.sizes[1] or (layout.shape[1],))
     windows = [(b[i] - size // 2, b[i + 1] + (size - 1) // 2) for i in range(len(b) - 1)]
-    return window_op(x._mesh, layout, x._local.dtype, [intervals_wanted(n, 1, windows)], op="local_response_norm")
+    return window_op(x.mesh, layout, x.block.dtype, [intervals_wanted(n, 1, windows)], op="local_response_norm")

@@ -27,8 +27,8 @@ def foreach_norm(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> l
     for i, t in enumerate(tensors):
         if isinstance(t, ShardTensor):
             t = resolved(t)
-            kinds.setdefault((t._mesh, reduced(t._layout, None).over), []).append(i)
-            out[i] = _local_norm(t._local, float(ord), dtype)
+            kinds.setdefault((t.mesh, reduced(t.sharding, None).over), []).append(i)
+            out[i] = _local_norm(t.block, float(ord), dtype)
         else:
             out[i] = torch.linalg.vector_norm(t, ord, dtype=dtype)
     for (mesh, over), which in kinds.items():
@@ -106,7 +106,7 @@ def _fused(func: Callable[..., Any]) -> Callable[..., None]:
 def _blocks(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [_blocks(t) for t in x]
-    return x._local if isinstance(x, ShardTensor) else x
+    return x.block if isinstance(x, ShardTensor) else x
 
 
 for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):

@@ -70,12 +70,12 @@ def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
     settle(out)
-    layout = out._layout
+    layout = out.sharding
 
     def block(a: Any) -> Any:
         return fitted(resolved(a) if isinstance(a, ShardTensor) else a, mesh, layout)
 
-    func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out._local)
+    func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out.block)
     return out
 
 
@@ -83,21 +83,21 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
     def rule(x: Any = None, /, *rest: Any, **kwargs: Any) -> ShardTensor:
         # the usual cases first: this is what every operation pays
         if type(x) is ShardTensor:
-            layout = x._layout
+            layout = x.sharding
             if not layout.partial_dims:
                 if not kwargs:
                     if not rest:
-                        return wrap(func(x._local), layout, x._mesh)
+                        return wrap(func(x.block), layout, x.mesh)
                     if len(rest) == 1:
                         y = rest[0]
                         kind = type(y)
                         if kind is ShardTensor:
-                            if y._layout is layout and y._mesh is x._mesh:
-                                return wrap(func(x._local, y._local), layout, x._mesh)
+                            if y.sharding is layout and y.mesh is x.mesh:
+                                return wrap(func(x.block, y.block), layout, x.mesh)
                         elif kind is float or kind is int:
-                            return wrap(func(x._local, y), layout, x._mesh)
+                            return wrap(func(x.block, y), layout, x.mesh)
                 if not any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
-                    return wrap(func(x._local, *rest, **kwargs), layout, x._mesh)
+                    return wrap(func(x.block, *rest, **kwargs), layout, x.mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 
     rule.into = partial(_into, func)  # type: ignore[attr-defined]
@@ -119,14 +119,14 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
         operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]
         mesh_of(operands)
         shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])
-        if shape != x._layout.shape:
+        if shape != x.sharding.shape:
             raise RuntimeError(
-                f"output with shape {list(x._layout.shape)} doesn't match the broadcast shape {list(shape)}"
+                f"output with shape {list(x.sharding.shape)} doesn't match the broadcast shape {list(shape)}"
             )
         func(
-            x._local,
-            *[fitted(a, x._mesh, x._layout) for a in others],
-            **{k: fitted(a, x._mesh, x._layout) for k, a in named.items()},
+            x.block,
+            *[fitted(a, x.mesh, x.sharding) for a in others],
+            **{k: fitted(a, x.mesh, x.sharding) for k, a in named.items()},
         )
         return x
 
@@ -158,7 +158,7 @@ def in_place(*functions: Any) -> None:
 def _like_rule(func: Any) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         """Make a tensor laid out as ``input``; a Partial is not summed, as its values do not count. Not collective."""
-        return _made(input, func(input._local, *args, **kwargs), cotangent_layout(input._layout))
+        return _made(input, func(input.block, *args, **kwargs), cotangent_layout(input.sharding))
 
     return rule
 
@@ -171,7 +171,7 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
             return plain(x, *rest, **kwargs)
         x = settled(x)
         out = plain(x, *rest, **kwargs)
-        if out._local is x._local:
+        if out.block is x.block:
             return x
         if x._gathered_view:  # it may be a view
             out._gathered_view = True
@@ -186,18 +186,18 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
 def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format) -> ShardTensor:
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
-    local = x._local.contiguous(memory_format=memory_format)
+    local = x.block.contiguous(memory_format=memory_format)
     if x._halo is not None:
         # a block with its halo is contiguous on a rank where it is but a row
-        return wrap(local.clone(memory_format=memory_format) if local is x._local else local, x._layout, x._mesh)
-    if local is not x._local:
-        return wrap(local, x._layout, x._mesh)
+        return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
+    if local is not x.block:
+        return wrap(local, x.sharding, x.mesh)
     if x._gathered_view:
-        return viewed(x, local, x._layout)  # whether torch would copy depends on the tensor that it was taken from
+        return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
     row_major = memory_format is torch.contiguous_format
     if row_major and 1 in local.shape and local.stride() != torch.empty(local.shape, device="meta").stride():
         # contiguous only as a dim has one cell here: on other ranks this is a copy
-        return wrap(local.clone(memory_format=memory_format), x._layout, x._mesh)
+        return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
     return x
 
 
@@ -264,23 +264,23 @@ for _attribute in ("real", "imag"):
 @implements(torch.Tensor.to, sharded="local")
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the blocks; a ShardTensor argument stands for its dtype and device. Not collective."""
-    args = tuple(a._local if isinstance(a, ShardTensor) else a for a in args)
-    kwargs = {k: a._local if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    args = tuple(a.block if isinstance(a, ShardTensor) else a for a in args)
+    kwargs = {k: a.block if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
     if not isinstance(self, ShardTensor):
         return self.to(*args, **kwargs)
     self = resolved(self)
-    local = self._local.to(*args, **kwargs)
-    if local.device != self._local.device:
+    local = self.block.to(*args, **kwargs)
+    if local.device != self.block.device:
         raise other_device(self, local.device)
-    return self if local is self._local else wrap(local, self._layout, self._mesh)
+    return self if local is self.block else wrap(local, self.sharding, self.mesh)
 
 
 @implements(torch.Tensor.type, sharded="local")
 def type_of(self: ShardTensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
     """Convert the blocks, or return the name of their type. Not collective."""
     if dtype is None:
-        return self._local.type()
-    like = self._local.new_empty(0).type(dtype)  # names of types, as "torch.FloatTensor", have no other reader
+        return self.block.type()
+    like = self.block.new_empty(0).type(dtype)  # names of types, as "torch.FloatTensor", have no other reader
     return to(self, like)
 
 
@@ -293,7 +293,7 @@ def type_as(self: Any, other: Any) -> Any:
 @implements(torch.Tensor.cpu, sharded="local")
 def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on the CPU, else refuse: the mesh says where tensors live. Not collective."""
-    if self._local.is_cpu:
+    if self.block.is_cpu:
         return self
     raise other_device(self, "cpu")
 
@@ -301,7 +301,7 @@ def cpu(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
 @implements(torch.Tensor.cuda, sharded="local")
 def cuda(self: ShardTensor, *_args: Any, **_kwargs: Any) -> ShardTensor:
     """Return the tensor where it lies on a GPU, else refuse: the mesh says where tensors live. Not collective."""
-    if self._local.is_cuda:
+    if self.block.is_cuda:
         return self
     raise other_device(self, "cuda")
 
@@ -328,9 +328,9 @@ def _new_rule(name: str) -> Callable[..., Any]:
         if name == "new_full" and not value and len(given) + (size is not None) > 1:
             given, value = given[:-1], given[-1:]
         shape = ints(given) if size is None else tuple(size)
-        same = shape == tuple(self._layout.shape)
-        layout = cotangent_layout(self._layout) if same else replicated_layout(self._mesh, shape)
-        return _made(self, getattr(self._local, name)(layout.local_shape(self._mesh.coords), *value, **kwargs), layout)
+        same = shape == tuple(self.sharding.shape)
+        layout = cotangent_layout(self.sharding) if same else replicated_layout(self.mesh, shape)
+        return _made(self, getattr(self.block, name)(layout.local_shape(self.mesh.coords), *value, **kwargs), layout)
 
     return rule
 
@@ -342,11 +342,11 @@ for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
 @implements(torch.Tensor.new_tensor, sharded="local")
 def new_tensor(self: ShardTensor, data: Any, **kwargs: Any) -> ShardTensor:
     """Make a Replicate tensor of data that is the same on every rank. Not collective."""
-    local = self._local.new_tensor(data, **kwargs)
-    return _made(self, local, replicated_layout(self._mesh, local.shape))
+    local = self.block.new_tensor(data, **kwargs)
+    return _made(self, local, replicated_layout(self.mesh, local.shape))
 
 
 def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
-    if local.device != like._local.device:
+    if local.device != like.block.device:
         raise other_device(like, local.device)
-    return wrap(local, layout, like._mesh)
+    return wrap(local, layout, like.mesh)

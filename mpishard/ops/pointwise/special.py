@@ -30,14 +30,14 @@ in_place(*spellings("gcd_", "lcm_"))
 def frexp(input: ShardTensor) -> Any:
     """Split into mantissa and exponent. Not collective."""
     x = resolved(input)
-    return torch.return_types.frexp([wrap(t, x._layout, x._mesh) for t in torch.frexp(x._local)])
+    return torch.return_types.frexp([wrap(t, x.sharding, x.mesh) for t in torch.frexp(x.block)])
 
 
 @implements(torch.unravel_index, sharded="local")
 def unravel_index(indices: ShardTensor, shape: Any) -> tuple[ShardTensor, ...]:
     """Turn flat indices into one index per dim. Not collective."""
     x = resolved(indices)
-    return tuple(wrap(t, x._layout, x._mesh) for t in torch.unravel_index(x._local, shape))
+    return tuple(wrap(t, x.sharding, x.mesh) for t in torch.unravel_index(x.block, shape))
 
 
 @implements(F.glu, *spellings("glu"), sharded="moves")

@@ -20,20 +20,20 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 def count_nonzero(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Count cells that are not zero. Collective where a reduced dim is sharded."""
     x = resolved(input)
-    plan = reduced(x._layout, dim)
-    local = torch.count_nonzero(x._local, plan.dims)
-    return wrap(sum_partial(local, x._mesh, plan.over), plan.out, x._mesh)
+    plan = reduced(x.sharding, dim)
+    local = torch.count_nonzero(x.block, plan.dims)
+    return wrap(sum_partial(local, x.mesh, plan.over), plan.out, x.mesh)
 
 
 def _truth_rule(func: Callable[..., Tensor], op: str) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         x = resolved(input)
-        plan = reduced(x._layout, dim, keepdim)
-        local = func(x._local, plan.dims, keepdim) if plan.dims else func(x._local)
+        plan = reduced(x.sharding, dim, keepdim)
+        local = func(x.block, plan.dims, keepdim) if plan.dims else func(x.block)
         if plan.over:
-            local = blocking.all_reduce(local, x._mesh.group(plan.over), op)
-        return wrap(local, plan.out, x._mesh)
+            local = blocking.all_reduce(local, x.mesh.group(plan.over), op)
+        return wrap(local, plan.out, x.mesh)
 
     return rule
 
@@ -44,11 +44,11 @@ implements(torch.all, torch.Tensor.all, sharded="reduction")(_truth_rule(torch.a
 
 def _agreed(local: bool, x: ShardTensor) -> bool:
     """Whether it holds on every rank that holds other cells. Collective over them."""
-    over = tuple(m for m in x._layout.sharded_mesh_dims if x._mesh.shape[m] > 1)
+    over = tuple(m for m in x.sharding.sharded_mesh_dims if x.mesh.shape[m] > 1)
     if not over:
         return local
     flag = torch.tensor(local)
-    return bool(blocking.all_reduce(flag, x._mesh.group(over), "min"))
+    return bool(blocking.all_reduce(flag, x.mesh.group(over), "min"))
 
 
 @implements(torch.equal, torch.Tensor.equal, sharded="reduction")
@@ -60,11 +60,11 @@ def equal(input: Any, other: Any) -> bool:
     x = resolved(input if isinstance(input, ShardTensor) else other)
     y = other if isinstance(input, ShardTensor) else input
     y = resolved(y) if isinstance(y, ShardTensor) else y
-    return _agreed(torch.equal(x._local, fitted(y, mesh, x._layout)), x)
+    return _agreed(torch.equal(x.block, fitted(y, mesh, x.sharding)), x)
 
 
 @implements(torch.allclose, torch.Tensor.allclose, sharded="reduction")
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Tell whether all cells are close. Collective."""
     x = torch.isclose(input, other, rtol, atol, equal_nan)
-    return _agreed(bool(x._local.all()), x)
+    return _agreed(bool(x.block.all()), x)

@@ -30,8 +30,8 @@ def _before(total: Tensor, x: ShardTensor, over: tuple[int, ...]) -> Tensor:
     -----
     Adjoint: a rank's total gathers the cotangents of the ranks behind it.
     """
-    every = use(stacked(total, x._mesh, over), x._mesh, over)
-    return every[: x._mesh.group(over).rank]
+    every = use(stacked(total, x.mesh, over), x.mesh, over)
+    return every[: x.mesh.group(over).rank]
 
 
 def _scan_rule(
@@ -48,19 +48,19 @@ def _scan_rule(
     def rule(input: ShardTensor, dim: int, *, dtype: Any = None) -> ShardTensor:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
-        over = reduced(x._layout, dim).over
-        extra, shape = {} if dtype is None else {"dtype": dtype}, x._layout.shape
+        over = reduced(x.sharding, dim).over
+        extra, shape = {} if dtype is None else {"dtype": dtype}, x.sharding.shape
         if not over:
-            return wrap(_scanned(func, x._local, dim, extra, shape), x._layout, x._mesh)
-        if func is torch.logcumsumexp and differentiated(x._local):
+            return wrap(_scanned(func, x.block, dim, extra, shape), x.sharding, x.mesh)
+        if func is torch.logcumsumexp and differentiated(x.block):
             # its graph differs between the first rank and the others: gradients of gradients, and tangents, would
             # not meet, so the dim is gathered
             whole = whole_along(x, (dim,))
-            return moved(wrap(_scanned(func, whole._local, dim, extra, shape), whole._layout, x._mesh), x._layout)
-        result = func(x._local.new_zeros(1), 0, **extra).dtype
-        wide = x._local.to(torch.float32 if result in HALVES else result)
+            return moved(wrap(_scanned(func, whole.block, dim, extra, shape), whole.sharding, x.mesh), x.sharding)
+        result = func(x.block.new_zeros(1), 0, **extra).dtype
+        wide = x.block.to(torch.float32 if result in HALVES else result)
         before = _before(total_of(wide, dim), x, over)
-        return wrap(join(_scanned(func, wide, dim, {}, shape), before).to(result), x._layout, x._mesh)
+        return wrap(join(_scanned(func, wide, dim, {}, shape), before).to(result), x.sharding, x.mesh)
 
     return rule
 
@@ -97,16 +97,16 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
     def rule(input: ShardTensor, dim: int) -> Any:
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
-        over = reduced(x._layout, dim).over
+        over = reduced(x.sharding, dim).over
         # of no cells, torch's gradient is the argument itself, which requires one
-        block = filled(x._local) if math.prod(x.shape) else x._local
-        values, index = (cropped(t, x._local.shape) for t in func(block, dim))
+        block = filled(x.block) if math.prod(x.shape) else x.block
+        values, index = (cropped(t, x.block.shape) for t in func(block, dim))
         if over:
-            lo, hi = x._layout.interval(dim, x._mesh.coords)
+            lo, hi = x.sharding.interval(dim, x.mesh.coords)
             if hi > lo:
                 total, at = values.narrow(dim, hi - lo - 1, 1), index.narrow(dim, hi - lo - 1, 1) + lo
             else:  # keeps a graph, so that all ranks take part in backward
-                total = x._local.sum(dim, keepdim=True).to(values.dtype) + worst(values.dtype, largest)
+                total = x.block.sum(dim, keepdim=True).to(values.dtype) + worst(values.dtype, largest)
                 at = torch.zeros(total.shape, dtype=torch.int64, device=total.device)
             totals = _before(total, x, over)
             positions = _before(at, x, over)
@@ -121,7 +121,7 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
             else:
                 # the graph of the other ranks, and the dtype: a sum of integers is wider
                 values = values + totals.sum(0).to(values.dtype)
-        return kind((wrap(values, x._layout, x._mesh), wrap(index, x._layout, x._mesh)))
+        return kind((wrap(values, x.sharding, x.mesh), wrap(index, x.sharding, x.mesh)))
 
     return rule
 
@@ -138,21 +138,21 @@ def _neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[Tensor, int, Layo
 
     Neighborwise collective.
     """
-    key = ("neighbours", x._layout, x._local.dtype, dim, cells)
-    plan = x._mesh.plans.get(key)
+    key = ("neighbours", x.sharding, x.block.dtype, dim, cells)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan_neighbours(x, dim, cells))
+        plan = x.mesh.plan(key, lambda: _plan_neighbours(x, dim, cells))
     op, own, out = plan
-    return apply(op, x._local), own, out
+    return apply(op, x.block), own, out
 
 
 def _plan_neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[WindowOp, int, Layout]:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     slide = Sliding(cells + 1, 1, 1, 0, 0)
     n = layout.shape[dim]
     borders = slide.follow(layout.sizes[dim], n - cells)
     windows = [slide.window(a, b) for a, b in pairs(borders)]
-    op = window_op(mesh, layout, x._local.dtype, [intervals_wanted(n, dim, windows)], op="neighbours")
+    op = window_op(mesh, layout, x.block.dtype, [intervals_wanted(n, dim, windows)], op="neighbours")
     shape, sizes = list(layout.shape), list(layout.sizes)
     shape[dim], sizes[dim] = n - cells, sizes_of(borders)
     own = sizes[dim][layout.index(dim, mesh.coords)]
@@ -162,16 +162,16 @@ def _plan_neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[WindowOp, in
 def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], Tensor]) -> ShardTensor:
     """Return what ``local`` makes of every ``cells + 1`` neighbours along ``dim``. Neighborwise collective."""
     n = x.shape[dim]
-    if reduced(x._layout, dim).over and n > cells:
+    if reduced(x.sharding, dim).over and n > cells:
         window, own, out = _neighbours(x, dim, cells)
-        return wrap(local(window).narrow(dim, 0, own), out, x._mesh)
-    layout, kept = x._layout, max(n - cells, 0)
+        return wrap(local(window).narrow(dim, 0, own), out, x.mesh)
+    layout, kept = x.sharding, max(n - cells, 0)
     shape, sizes = list(layout.shape), list(layout.sizes)
     shape[dim] = kept
     if sizes[dim] is not None:
         sizes[dim] = tuple(kept if s == n else 0 for s in sizes[dim]) if kept else (0,) * len(sizes[dim])
-    y = local(x._local) if kept else x._local.narrow(dim, 0, 0)
-    return wrap(y, layout_of(layout.mesh_shape, layout.placements, shape, sizes), x._mesh)
+    y = local(x.block) if kept else x.block.narrow(dim, 0, 0)
+    return wrap(y, layout_of(layout.mesh_shape, layout.placements, shape, sizes), x.mesh)
 
 
 @implements(torch.diff, torch.Tensor.diff, sharded="halo")

@@ -15,21 +15,21 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 def _whole(x: ShardTensor, local: Tensor) -> ShardTensor:
-    return wrap(local, replicated_layout(x._mesh, local.shape), x._mesh)
+    return wrap(local, replicated_layout(x.mesh, local.shape), x.mesh)
 
 
 def _over(x: ShardTensor) -> tuple[int, ...]:
-    return tuple(m for m in x._layout.sharded_mesh_dims if x._mesh.shape[m] > 1)
+    return tuple(m for m in x.sharding.sharded_mesh_dims if x.mesh.shape[m] > 1)
 
 
 def _summed(x: ShardTensor, local: Tensor) -> ShardTensor:
     """Return the sum over the ranks that hold other cells of ``x``. Collective."""
     over = _over(x)
-    return _whole(x, blocking.all_reduce(local, x._mesh.group(over)) if over else local)
+    return _whole(x, blocking.all_reduce(local, x.mesh.group(over)) if over else local)
 
 
 def _range(x: ShardTensor) -> tuple[Any, Any]:
-    return tuple(t._local.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
+    return tuple(t.block.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
 
 
 @implements(torch.histc, torch.Tensor.histc, sharded="reduction")
@@ -40,7 +40,7 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Sh
         min, max = _range(x)
         if min == max:
             min, max = min - 1, max + 1
-    return _summed(x, torch.histc(x._local, bins, min, max))
+    return _summed(x, torch.histc(x.block, bins, min, max))
 
 
 @implements(torch.histogram, torch.Tensor.histogram, sharded="reduction")
@@ -50,14 +50,14 @@ def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any =
     options: dict[str, Any] = {}
     if weight is not None:
         weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
-        options["weight"] = fitted(weight, x._mesh, x._layout)
+        options["weight"] = fitted(weight, x.mesh, x.sharding)
     if isinstance(bins, Tensor):
         bins = gathered(bins)
-        bins = bins._local if isinstance(bins, ShardTensor) else bins
+        bins = bins.block if isinstance(bins, ShardTensor) else bins
     else:
         options["range"] = _range(x) if range is None else range
-    counts, edges = torch.histogram(x._local, bins, **options)
-    total = _summed(x, counts)._local
+    counts, edges = torch.histogram(x.block, bins, **options)
+    total = _summed(x, counts).block
     if density:
         total = total / total.sum() / edges.diff()
     return torch.return_types.histogram((_whole(x, total), _whole(x, edges)))
@@ -73,15 +73,15 @@ def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> Sha
     if minlength < 0:
         raise RuntimeError("minlength should be >= 0")
     if weights is None:
-        count = torch.bincount(x._local, minlength=max(minlength, hi + 1 if x.numel() else 0))
+        count = torch.bincount(x.block, minlength=max(minlength, hi + 1 if x.numel() else 0))
         return _summed(x, count)
     if tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
     own = resolved(weights) if isinstance(weights, ShardTensor) else weights
-    cells = fitted(own.detach(), x._mesh, x._layout)
+    cells = fitted(own.detach(), x.mesh, x.sharding)
     n = max(minlength, hi + 1 if x.numel() else 0)
-    result = torch.bincount(x._local.new_zeros(1), cells.new_zeros(1)).dtype
-    return _summed(x, torch.bincount(x._local, cells, n).to(result))
+    result = torch.bincount(x.block.new_zeros(1), cells.new_zeros(1)).dtype
+    return _summed(x, torch.bincount(x.block, cells, n).to(result))
 
 
 def _joined(x: ShardTensor, local: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _joined(x: ShardTensor, local: Tensor) -> Tensor:
     over = _over(x)
     if not over:
         return local
-    group = x._mesh.group(over)
+    group = x.mesh.group(over)
     counts = blocking.all_gather(torch.tensor([local.shape[0]]), group, 0, (1,) * group.size)
     return blocking.all_gather(local.contiguous(), group, 0, tuple(counts.tolist()))
 
@@ -104,12 +104,12 @@ def unique(
     x = resolved(input).detach()
     if dim is not None:
         return _unique_slices(torch.unique, x, dim, return_inverse, return_counts, sorted=sorted)
-    own, counts = torch.unique(x._local, return_counts=True)
+    own, counts = torch.unique(x.block, return_counts=True)
     every = _joined(x, own)
     values, place = torch.unique(every, return_inverse=True)
     found: list[Any] = [_whole(x, values)]
     if return_inverse:
-        found.append(wrap(_positions(values, x._local), x._layout, x._mesh))
+        found.append(wrap(_positions(values, x.block), x.sharding, x.mesh))
     if return_counts:
         total = torch.zeros(values.shape, dtype=counts.dtype, device=counts.device)
         found.append(_whole(x, total.index_add(0, place, _joined(x, counts))))
@@ -124,11 +124,11 @@ def _positions(values: Tensor, cells: Tensor) -> Tensor:
 
 
 def _unique_slices(func: Any, x: ShardTensor, dim: Any, inverse: bool, counts: bool, **options: Any) -> Any:
-    whole = gathered(x)._local
+    whole = gathered(x).block
     found = func(whole, return_inverse=inverse, return_counts=counts, dim=dim, **options)
     parts = [_whole(x, t) for t in (found if isinstance(found, tuple) else (found,))]
     if inverse and dim is None:
-        parts[1] = moved(parts[1], x._layout)
+        parts[1] = moved(parts[1], x.sharding)
     return tuple(parts) if len(parts) > 1 else parts[0]
 
 
@@ -156,18 +156,18 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     x = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ())))).detach()
     x = whole_along(x, (x.ndim - 1,))
     if isinstance(edges, list):
-        edges = [b._local if isinstance(b, ShardTensor) else b for b in edges]
+        edges = [b.block if isinstance(b, ShardTensor) else b for b in edges]
     options: dict[str, Any] = {}
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape[:-1]):
             torch.histogramdd(torch.zeros(x.shape), edges, weight=torch.zeros(weight.shape))
         weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
-        points = without(x._layout, (x.ndim - 1,))
-        options["weight"] = fitted(weight.detach(), x._mesh, points)
+        points = without(x.sharding, (x.ndim - 1,))
+        options["weight"] = fitted(weight.detach(), x.mesh, points)
     if not (isinstance(edges, list) and isinstance(edges[0], Tensor)):
         options["range"] = _ranges(x) if range is None else range
-    counts, found = torch.histogramdd(x._local, edges, **options)
-    total = _summed(x, counts)._local
+    counts, found = torch.histogramdd(x.block, edges, **options)
+    total = _summed(x, counts).block
     if density:
         total = total / total.sum()
         for d, own in enumerate(found):
@@ -180,5 +180,5 @@ def _ranges(x: ShardTensor) -> list[float]:
     if not x.numel():
         return [0.0] * (2 * x.shape[-1])
     lead = tuple(range(x.ndim - 1))
-    low, high = (t._local.tolist() for t in (x.amin(lead), x.amax(lead)))
+    low, high = (t.block.tolist() for t in (x.amin(lead), x.amax(lead)))
     return [float(v) for pair in zip(low, high) for v in pair]

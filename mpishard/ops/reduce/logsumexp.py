@@ -22,11 +22,11 @@ def logsumexp(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
 
 def log_of_sum(x: ShardTensor, dim: Any, keepdim: bool) -> ShardTensor:
     """Return the log-sum-exp. Collective where a reduced dim is sharded."""
-    plan = reduced(x._layout, dim, keepdim)
+    plan = reduced(x.sharding, dim, keepdim)
     if not plan.over:
-        return wrap(torch.logsumexp(x._local, plan.dims, keepdim), plan.out, x._mesh)
-    y = in_parts(wrap(wide_of(x._local), x._layout, x._mesh), plan, keepdim, _log_of_block, torch.logsumexp)
-    return wrap(y.to(x._local.dtype) if x._local.dtype in HALVES else y, plan.out, x._mesh)
+        return wrap(torch.logsumexp(x.block, plan.dims, keepdim), plan.out, x.mesh)
+    y = in_parts(wrap(wide_of(x.block), x.sharding, x.mesh), plan, keepdim, _log_of_block, torch.logsumexp)
+    return wrap(y.to(x.block.dtype) if x.block.dtype in HALVES else y, plan.out, x.mesh)
 
 
 def _log_of_block(t: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

@@ -41,15 +41,15 @@ class _Found:
 def _operand(input: ShardTensor, func: Callable[..., Any]) -> ShardTensor:
     """Return the operand of a search; torch's error for a dtype without order, also from a block without cells."""
     x = resolved(input)
-    if x._local.is_complex():
-        func(x._local.new_zeros(1), 0)
+    if x.block.is_complex():
+        func(x.block.new_zeros(1), 0)
     return x
 
 
 def _check_cells(x: ShardTensor, dims: tuple[int, ...], func: Callable[..., Any]) -> None:
     name = func.__name__
     if x.ndim > _MAX_NDIM:  # torch refuses those, on a rank with cells
-        func(x._local.new_zeros((1,) * x.ndim), dims[0])
+        func(x.block.new_zeros((1,) * x.ndim), dims[0])
     if any(x.shape[d] == 0 for d in dims):
         raise IndexError(f"{name}(): Expected reduction dim to have non-zero size.")
 
@@ -71,7 +71,7 @@ def _local_extreme(local: Tensor, dims: tuple[int, ...], largest: bool) -> Tenso
 
 def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> ShardTensor:
     """Return the extreme over a sharded dim. Collective over ``plan.over``."""
-    mesh, local = x._mesh, x._local
+    mesh, local = x.mesh, x.block
     group, wanted = mesh.group(plan.over), differentiated(local)
     weight: Tensor
 
@@ -99,9 +99,9 @@ def _amax_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shar
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         x = _operand(input, func)
-        plan = reduced(x._layout, dim, keepdim)
+        plan = reduced(x.sharding, dim, keepdim)
         if not plan.over:
-            return wrap(func(x._local, plan.dims, keepdim), plan.out, x._mesh)
+            return wrap(func(x.block, plan.dims, keepdim), plan.out, x.mesh)
         _check_cells(x, plan.dims, func)
         return _extreme(x, plan, keepdim, largest)
 
@@ -133,8 +133,8 @@ def first_of(
 
 
 def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
-    mesh, shape = x._mesh, x._local.shape
-    lo, hi = x._layout.interval(dim, mesh.coords)
+    mesh, shape = x.mesh, x.block.shape
+    lo, hi = x.sharding.interval(dim, mesh.coords)
     index: Tensor
 
     def find(t: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest:
         found = t.gather(dim, (index - lo).clamp(0, hi - lo - 1)) if hi > lo else t.sum(dim, keepdim=True)
         return blocking.all_reduce(own(found), mesh.group(plan.over))
 
-    values = apply(_Found(find, spread, collect), x._local)
+    values = apply(_Found(find, spread, collect), x.block)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
@@ -175,19 +175,19 @@ def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: boo
         x = _operand(input, func)
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         if dim is None:
-            plan = reduced(x._layout, None)
+            plan = reduced(x.sharding, None)
             if not plan.over:
-                return wrap(func(x._local), plan.out, x._mesh)
+                return wrap(func(x.block), plan.out, x.mesh)
             _check_cells(x, plan.dims, func)
             return _extreme(x, plan, False, largest)
         dim = normal_dim(dim, x.ndim)
-        plan = reduced(x._layout, dim, keepdim)
+        plan = reduced(x.sharding, dim, keepdim)
         if not plan.over:
-            pairs = func(x._local, dim, keepdim)
+            pairs = func(x.block, dim, keepdim)
         else:
             _check_cells(x, plan.dims, func)
             pairs = _with_index(x, dim, plan, keepdim, largest)
-        return kind(tuple(wrap(t, plan.out, x._mesh) for t in pairs))
+        return kind(tuple(wrap(t, plan.out, x.mesh) for t in pairs))
 
     return rule
 
@@ -198,7 +198,7 @@ implements(torch.min, torch.Tensor.min, sharded="reduction")(_max_rule(torch.min
 
 def _flat_position(x: ShardTensor, index: Tensor) -> Tensor:
     """Return the position in the flattened global tensor of a position in the flattened block."""
-    local, box = x._local.shape, x._layout.box(x._mesh.coords)
+    local, box = x.block.shape, x.sharding.box(x.mesh.coords)
     out, step = torch.zeros_like(index), 1
     for d in reversed(range(len(local))):
         out = out + (index % local[d] + box[d][0]) * step
@@ -211,14 +211,14 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         x = _operand(input, func)
-        x = wrap(x._local.detach(), x._layout, x._mesh)
-        plan = reduced(x._layout, dim, keepdim)
+        x = wrap(x.block.detach(), x.sharding, x.mesh)
+        plan = reduced(x.sharding, dim, keepdim)
         if not plan.over:
-            return wrap(func(x._local, dim, keepdim), plan.out, x._mesh)
+            return wrap(func(x.block, dim, keepdim), plan.out, x.mesh)
         _check_cells(x, plan.dims, func)
         if dim is not None:
             dim = normal_dim(dim, x.ndim)
-            return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x._mesh)
+            return wrap(_with_index(x, dim, plan, keepdim, largest)[1], plan.out, x.mesh)
 
         def find(t: Tensor) -> Tensor:
             if t.numel():
@@ -227,10 +227,10 @@ def _arg_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shard
             else:
                 value = t.new_full((), worst(t.dtype, largest))
                 index = torch.full((), _NOWHERE, device=value.device)
-            return first_of(value, index, x._mesh, plan.over, largest)[1]
+            return first_of(value, index, x.mesh, plan.over, largest)[1]
 
-        index = apply(Step(find), x._local)
-        return wrap(index.reshape(plan.out.shape), plan.out, x._mesh)
+        index = apply(Step(find), x.block)
+        return wrap(index.reshape(plan.out.shape), plan.out, x.mesh)
 
     return rule
 

@@ -21,47 +21,47 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTensor:
     """Vector norm over dims. Collective where one of them is sharded."""
     x = resolved(x)
-    plan, local = reduced(x._layout, dim, keepdim), x._local
+    plan, local = reduced(x.sharding, dim, keepdim), x.block
     p = float(p)
     if not plan.over and (local.numel() or (p >= 0 and p != math.inf) or not math.prod(x.shape)):
-        return wrap(torch.linalg.vector_norm(local, p, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+        return wrap(torch.linalg.vector_norm(local, p, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
     result = torch.linalg.vector_norm(local.new_zeros(1), p, dtype=dtype).dtype
     if dtype is not None:
         x = x.to(dtype)
-    x = wrap(wide_of(x._local), x._layout, x._mesh)
+    x = wrap(wide_of(x.block), x.sharding, x.mesh)
     if abs(p) == math.inf:
         extreme = torch.amax if p > 0 else torch.amin
         return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
     if p == 0:
         count = (x != 0).to(result).sum(plan.dims, keepdim)
-        if differentiated(x._local):  # a zero gradient, as in torch, also of what is not finite
-            cells = x._local.real if x._local.is_complex() else x._local
-            none = wrap(cells.masked_fill(torch.ones_like(cells, dtype=torch.bool), 0), x._layout, x._mesh)
+        if differentiated(x.block):  # a zero gradient, as in torch, also of what is not finite
+            cells = x.block.real if x.block.is_complex() else x.block
+            none = wrap(cells.masked_fill(torch.ones_like(cells, dtype=torch.bool), 0), x.sharding, x.mesh)
             count = count + none.sum(plan.dims, keepdim, dtype=result)  # type: ignore[call-overload]
         return count  # type: ignore[no-any-return]
 
-    if differentiated(x._local):
-        return wrap(_differentiable_norm(x, p, plan, keepdim).to(result), plan.out, x._mesh)
+    if differentiated(x.block):
+        return wrap(_differentiable_norm(x, p, plan, keepdim).to(result), plan.out, x.mesh)
 
     def part(t: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
         if p < 0 and any(t.shape[d] == 0 for d in dims):  # torch refuses, the norm of nothing is infinite
             return t.abs().sum(dims, keep) + math.inf
         return torch.linalg.vector_norm(t, p, dims, keep)
 
-    return wrap(in_parts(x, plan, keepdim, part, part).to(result), plan.out, x._mesh)
+    return wrap(in_parts(x, plan, keepdim, part, part).to(result), plan.out, x.mesh)
 
 
 def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool) -> Tensor:
     """Return the norm through the sum of powers, whose derivatives exist where a rank holds only zeros."""
-    size = x._local.abs()
+    size = x.block.abs()
     if p == 1:
         powers = size
     elif p == 2:
-        powers = (x._local * x._local.conj()).real if x._local.is_complex() else x._local * x._local
+        powers = (x.block * x.block.conj()).real if x.block.is_complex() else x.block * x.block
     else:
         zero = size == 0
         powers = torch.where(zero, size if p > 0 else torch.inf, torch.where(zero, 1, size) ** p)
-    total = sum_partial(powers.sum(plan.dims, keepdim), x._mesh, plan.over)
+    total = sum_partial(powers.sum(plan.dims, keepdim), x.mesh, plan.over)
     if p == 1:
         return total
     # at zero torch's gradient is zero, that of the root is infinite
@@ -95,10 +95,10 @@ def matrix_norm(
     """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
     x = resolved(A)
     rows, columns = (normal_dim(d, x.ndim) for d in dim)
-    plan = reduced(x._layout, (rows, columns), keepdim)
+    plan = reduced(x.sharding, (rows, columns), keepdim)
     if not plan.over:
-        local = torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim, dtype=dtype)
-        return wrap(local, plan.out, x._mesh)
+        local = torch.linalg.matrix_norm(x.block, ord, (rows, columns), keepdim, dtype=dtype)
+        return wrap(local, plan.out, x.mesh)
     if dtype is not None:
         x = x.to(dtype)
     if ord == "fro":
@@ -109,7 +109,7 @@ def matrix_norm(
         y = (torch.amax if ord > 0 else torch.amin)(sums, (inner, outer), True)
         return y if keepdim else y.sum((inner, outer))  # type: ignore[no-any-return]
     x = whole_along(x, (rows, columns))
-    return wrap(torch.linalg.matrix_norm(x._local, ord, (rows, columns), keepdim), plan.out, x._mesh)
+    return wrap(torch.linalg.matrix_norm(x.block, ord, (rows, columns), keepdim), plan.out, x.mesh)
 
 
 @implements(torch.frobenius_norm, sharded="reduction")
@@ -151,4 +151,4 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 def _like(t: Tensor, other: ShardTensor, mesh: Any) -> ShardTensor:
     other = resolved(other)
-    return wrap(fitted(t, mesh, other._layout), other._layout, mesh)
+    return wrap(fitted(t, mesh, other.sharding), other.sharding, mesh)

@@ -26,10 +26,10 @@ def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Sh
     """Multiply over one dim, or all. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.prod)
     x = resolved(input)
-    plan, local = reduced(x._layout, dim, keepdim), x._local
+    plan, local = reduced(x.sharding, dim, keepdim), x.block
     if not plan.over:
-        return wrap(_product(local, plan.dims, keepdim, dtype), plan.out, x._mesh)
+        return wrap(_product(local, plan.dims, keepdim, dtype), plan.out, x.mesh)
     result = torch.prod(local.new_ones(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
-    parts = stacked(_product(local, plan.dims, keepdim, wide), x._mesh, plan.over)
-    return wrap(torch.prod(parts, 0).to(result), plan.out, x._mesh)
+    parts = stacked(_product(local, plan.dims, keepdim, wide), x.mesh, plan.over)
+    return wrap(torch.prod(parts, 0).to(result), plan.out, x.mesh)

@@ -61,11 +61,11 @@ class Softmax(Function):
 
 def soft(x: ShardTensor, dim: int, log: bool) -> ShardTensor:
     """Return the softmax along a sharded dim, or its logarithm. Collective."""
-    plan, mesh = reduced(x._layout, dim, True), x._mesh
+    plan, mesh = reduced(x.sharding, dim, True), x.mesh
     if in_transform():
         y = x - log_of_sum(x, dim, True)
         return y if log else y.exp()
-    return wrap(Softmax.apply(x._local, mesh, plan, log), x._layout, mesh)  # type: ignore[no-untyped-call]
+    return wrap(Softmax.apply(x.block, mesh, plan, log), x.sharding, mesh)  # type: ignore[no-untyped-call]
 
 
 def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
@@ -74,12 +74,12 @@ def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
         if dim is None:
             dim = F._get_softmax_dim(func.__name__, x.ndim, _stacklevel + 1)
         dim = normal_dim(dim, x.ndim)
-        local = x._local
-        if not reduced(x._layout, dim).over:
-            return wrap(func(local, dim, dtype=dtype), x._layout, x._mesh)
+        local = x.block
+        if not reduced(x.sharding, dim).over:
+            return wrap(func(local, dim, dtype=dtype), x.sharding, x.mesh)
         # torch's own dtype, also under autocast, and its own error for integers
         result = func(local.new_zeros(1), 0, dtype=dtype).dtype
-        return soft(wrap(local.to(result), x._layout, x._mesh), dim, log)
+        return soft(wrap(local.to(result), x.sharding, x.mesh), dim, log)
 
     return rule
 

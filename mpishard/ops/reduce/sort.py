@@ -22,7 +22,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 def _whole(x: ShardTensor, dim: int | None) -> tuple[ShardTensor, int | None]:
     """Return ``x`` with ``dim`` (None: all) whole, and ``dim`` counted from the front. Collective where it is cut."""
     own = None if dim is None else normal_dim(dim, x.ndim)
-    if reduced(x._layout, own).over:
+    if reduced(x.sharding, own).over:
         x = whole_along(x, tuple(range(x.ndim)) if own is None else (own,))
     return x, own
 
@@ -50,14 +50,14 @@ def _rule(
         """Order cells along a dim. Collective where it is cut: it is gathered."""
         x = resolved(input)
         given = kwargs.get("dim", args[position] if len(args) > position else default)
-        before = x._layout
+        before = x.sharding
         x, dim = _whole(x, given)
         args = tuple(a.full_tensor() if isinstance(a, ShardTensor) else a for a in args)
-        found = func(x._local, *args, **kwargs)
+        found = func(x.block, *args, **kwargs)
 
         def result(t: Tensor) -> ShardTensor:
-            y = wrap(t, layout_after(x._layout, dim, t), x._mesh)
-            return moved(y, before) if y._layout.shape == before.shape else y
+            y = wrap(t, layout_after(x.sharding, dim, t), x.mesh)
+            return moved(y, before) if y.sharding.shape == before.shape else y
 
         return result(found) if isinstance(found, Tensor) else type(found)([result(t) for t in found])
 
@@ -80,20 +80,20 @@ def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted
     """Return the largest cells along a dim. Collective where it is cut: the largest of each block are gathered."""
     x = resolved(input)
     d = normal_dim(dim, x.ndim)
-    if not reduced(x._layout, d).over:
+    if not reduced(x.sharding, d).over:
         return _topk(x, k, d, largest, sorted)
-    sizes = x._layout.sizes[d] or ()
-    lo, hi = x._layout.interval(d, x._mesh.coords)
-    values, index = x._local.topk(min(max(k, 0), hi - lo), d, largest, False)
+    sizes = x.sharding.sizes[d] or ()
+    lo, hi = x.sharding.interval(d, x.mesh.coords)
+    values, index = x.block.topk(min(max(k, 0), hi - lo), d, largest, False)
     counts = tuple(min(max(k, 0), n) for n in sizes)
     layout = layout_of(
-        x._layout.mesh_shape,
-        x._layout.placements,
-        [sum(counts) if e == d else n for e, n in enumerate(x._layout.shape)],
-        [counts if e == d else own for e, own in enumerate(x._layout.sizes)],
+        x.sharding.mesh_shape,
+        x.sharding.placements,
+        [sum(counts) if e == d else n for e, n in enumerate(x.sharding.shape)],
+        [counts if e == d else own for e, own in enumerate(x.sharding.sizes)],
     )
-    candidates = whole_along(wrap(values, layout, x._mesh), (d,))
-    places = whole_along(wrap(index + lo, layout, x._mesh), (d,))
+    candidates = whole_along(wrap(values, layout, x.mesh), (d,))
+    places = whole_along(wrap(index + lo, layout, x.mesh), (d,))
     best = _topk(candidates, k, d, largest, sorted)
     return type(best)([best.values, torch.gather(places, d, best.indices)])
 
@@ -109,15 +109,15 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         x, own = _whole(on_mesh(input, mesh_of((input, q))), dim)
         if isinstance(q, Tensor):
             q = q.full_tensor() if isinstance(q, ShardTensor) else q
-            q = use(q, x._mesh, x._layout.sharded_mesh_dims)
-        out = reduced(x._layout, own, keepdim).out
+            q = use(q, x.mesh, x.sharding.sharded_mesh_dims)
+        out = reduced(x.sharding, own, keepdim).out
         if isinstance(q, Tensor) and q.ndim == 1:  # one result after the other, along a new dim 0
             placements = [Shard(p.dim + 1) if type(p) is Shard else p for p in out.placements]
             out = layout_of(out.mesh_shape, placements, (len(q), *out.shape), (None, *out.sizes))
         # torch refuses blocks without rows; where q's graph goes on depends on the interpolation
-        block = filled(x._local) if math.prod(x.shape) else x._local
+        block = filled(x.block) if math.prod(x.shape) else x.block
         local = func(block, q, own, keepdim, **kwargs)
-        return wrap(cropped(local, out.local_shape(x._mesh.coords)), out, x._mesh)
+        return wrap(cropped(local, out.local_shape(x.mesh.coords)), out, x.mesh)
 
     return quantile
 

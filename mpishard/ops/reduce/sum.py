@@ -18,20 +18,18 @@ def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: An
     """Sum over dims. Collective where a reduced dim is sharded."""
     if named:
         dim, keepdim = _by_name(dim, keepdim, named, torch.sum)
-    x = resolved(input) if input._layout.partial_dims else input
-    plan, local = reduced(x._layout, dim, keepdim), x._local
+    x = resolved(input) if input.sharding.partial_dims else input
+    plan, local = reduced(x.sharding, dim, keepdim), x.block
     if not plan.over:
         # without dtype=, torch parses its arguments several microseconds faster
         if dtype is None:
-            return wrap(local.sum(plan.dims, keepdim), plan.out, x._mesh)
-        return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+            return wrap(local.sum(plan.dims, keepdim), plan.out, x.mesh)
+        return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
     if (dtype or local.dtype) not in HALVES:
-        return wrap(
-            sum_partial(torch.sum(local, plan.dims, keepdim, dtype=dtype), x._mesh, plan.over), plan.out, x._mesh
-        )
+        return wrap(sum_partial(torch.sum(local, plan.dims, keepdim, dtype=dtype), x.mesh, plan.over), plan.out, x.mesh)
     dtype = dtype or torch.sum(local.new_zeros(())).dtype
-    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=torch.float32), x._mesh, plan.over)
-    return wrap(total.to(dtype), plan.out, x._mesh)
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=torch.float32), x.mesh, plan.over)
+    return wrap(total.to(dtype), plan.out, x.mesh)
 
 
 @implements(torch.mean, torch.Tensor.mean, sharded="reduction")
@@ -39,19 +37,19 @@ def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: A
     """Sum over dims by the global count. Collective where a reduced dim is sharded."""
     if named:
         dim, keepdim = _by_name(dim, keepdim, named, torch.mean)
-    x = resolved(input) if input._layout.partial_dims else input
-    plan, local = reduced(x._layout, dim, keepdim), x._local
+    x = resolved(input) if input.sharding.partial_dims else input
+    plan, local = reduced(x.sharding, dim, keepdim), x.block
     if not plan.over:
         if dtype is None:
-            return wrap(local.mean(plan.dims, keepdim), plan.out, x._mesh)
-        return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
+            return wrap(local.mean(plan.dims, keepdim), plan.out, x.mesh)
+        return wrap(torch.mean(local, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
     result = dtype or local.dtype
     if result in HALVES or not (result.is_floating_point or result.is_complex):
         # torch's word on its dtype, also under autocast, or on why there is none
         result = torch.mean(local.new_zeros(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
-    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x._mesh, plan.over)
-    return wrap((total / plan.count).to(result), plan.out, x._mesh)
+    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x.mesh, plan.over)
+    return wrap((total / plan.count).to(result), plan.out, x.mesh)
 
 
 def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple[Any, bool]:
@@ -63,13 +61,13 @@ def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> 
     """Sum what is not NaN. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.nansum)
     x = resolved(input)
-    plan = reduced(x._layout, dim, keepdim)
+    plan = reduced(x.sharding, dim, keepdim)
     if not plan.over:
-        return wrap(torch.nansum(x._local, plan.dims, keepdim, dtype=dtype), plan.out, x._mesh)
-    result = torch.nansum(x._local.new_zeros(1), dtype=dtype).dtype
+        return wrap(torch.nansum(x.block, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
+    result = torch.nansum(x.block.new_zeros(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
-    local = torch.nansum(x._local, plan.dims, keepdim, dtype=wide)
-    return wrap(sum_partial(local, x._mesh, plan.over).to(result), plan.out, x._mesh)
+    local = torch.nansum(x.block, plan.dims, keepdim, dtype=wide)
+    return wrap(sum_partial(local, x.mesh, plan.over).to(result), plan.out, x.mesh)
 
 
 @implements(torch.nanmean, torch.Tensor.nanmean, sharded="reduction")

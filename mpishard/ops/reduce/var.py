@@ -22,7 +22,7 @@ def _double(x: Tensor) -> Tensor:
 
 def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Return variance and mean over ranks, by Chan's combination of the ranks' own. Collective."""
-    plan, local = reduced(x._layout, dim, keepdim), x._local
+    plan, local = reduced(x.sharding, dim, keepdim), x.block
     wide = wide_of(local)
     if wide.numel():
         var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
@@ -34,9 +34,9 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
         var = mean.abs()
     mean = _double(mean)
     counts = torch.tensor(
-        counts_over(x._mesh, x._layout, plan.dims, plan.over), dtype=mean.real.dtype, device=mean.device
+        counts_over(x.mesh, x.sharding, plan.dims, plan.over), dtype=mean.real.dtype, device=mean.device
     ).view(-1, *[1] * mean.ndim)
-    means, variances = stacked(torch.stack([mean, var.to(mean.dtype)]), x._mesh, plan.over).movedim(1, 0)
+    means, variances = stacked(torch.stack([mean, var.to(mean.dtype)]), x.mesh, plan.over).movedim(1, 0)
     live = counts > 0
     # relative to a number near the mean: weighted sums of large numbers would round
     shift = torch.where(live, means.detach(), 0).sum(0) / live.sum(0)
@@ -71,17 +71,17 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         dim, correction, keepdim = _dim_and_correction(args, kwargs, func)
         x = resolved(input)
-        plan, mesh = reduced(x._layout, dim, keepdim), x._mesh
+        plan, mesh = reduced(x.sharding, dim, keepdim), x.mesh
         if plan.over:
-            torch.var(x._local.new_zeros(2))  # torch's own error for integers
+            torch.var(x.block.new_zeros(2))  # torch's own error for integers
             var, mean = _variance(x, dim, correction, keepdim)
-            real = x._local.real.dtype if x._local.is_complex() else x._local.dtype
-            found = pick(var.to(real), mean.to(x._local.dtype))
-        elif x._local.numel() or not math.prod(x.shape):
-            found = func(x._local, plan.dims, correction=correction, keepdim=keepdim)
+            real = x.block.real.dtype if x.block.is_complex() else x.block.dtype
+            found = pick(var.to(real), mean.to(x.block.dtype))
+        elif x.block.numel() or not math.prod(x.shape):
+            found = func(x.block, plan.dims, correction=correction, keepdim=keepdim)
         else:  # a result without cells, of which torch would say that it has too few
-            squares = (x._local * x._local.conj()).real.sum(plan.dims, keepdim)
-            found = pick(squares, x._local.sum(plan.dims, keepdim))
+            squares = (x.block * x.block.conj()).real.sum(plan.dims, keepdim)
+            found = pick(squares, x.block.sum(plan.dims, keepdim))
         if isinstance(found, tuple):
             return tuple(wrap(t, plan.out, mesh) for t in found)
         return wrap(found, plan.out, mesh)

@@ -131,8 +131,8 @@ def meet(operands: Sequence[Any], labels: Sequence[Labels]) -> Met:
         if isinstance(x, ShardTensor):
             x = resolved(x)
             x = whole_along(x, tuple(d for d, label in enumerate(labels[i]) if label is None))
-            ready.append(x._local)
-            layouts.append(x._layout)
+            ready.append(x.block)
+            layouts.append(x.sharding)
         else:
             ready.append(x)
             layouts.append(replicated_layout(mesh, x.shape))

@@ -176,8 +176,8 @@ def contract(
     for x in operands:
         if isinstance(x, ShardTensor):
             x = resolved(x)
-            locals_.append(x._local)
-            layouts.append(x._layout)
+            locals_.append(x.block)
+            layouts.append(x.sharding)
         else:
             if x.layout is not torch.strided:
                 require_sparse_gradient(name, x)

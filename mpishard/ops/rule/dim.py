@@ -74,20 +74,20 @@ def local_shape(layout: Layout, coords: tuple[int, ...]) -> tuple[int, ...]:
 
 def whole_along(x: ShardTensor, dims: tuple[int, ...]) -> ShardTensor:
     """Return ``x`` with ``dims`` whole on every rank. Collective over the mesh dims that shard them."""
-    return base_in(x, unsharded(x._layout, dims)) if any(d in x._layout.shard_dims for d in dims) else x
+    return base_in(x, unsharded(x.sharding, dims)) if any(d in x.sharding.shard_dims for d in dims) else x
 
 
 def base_in(x: ShardTensor, layout: Layout) -> ShardTensor:
     """Return ``x`` in ``layout``, to take a view of. Collective where it differs."""
-    if layout is x._layout:
+    if layout is x.sharding:
         return x
-    lost = [d for d in x._layout.shard_dims if d not in layout.shard_dims]
-    if all(trivially_sharded(x._layout, d) for d in lost):
-        return viewed(x, x._local, layout, steps=True)
+    lost = [d for d in x.sharding.shard_dims if d not in layout.shard_dims]
+    if all(trivially_sharded(x.sharding, d) for d in lost):
+        return viewed(x, x.block, layout, steps=True)
     if lost:
-        notice_gather(x._mesh, x._layout, layout, x._local.itemsize)
+        notice_gather(x.mesh, x.sharding, layout, x.block.itemsize)
     out = moved(x, layout)
-    if out._local is not x._local:
+    if out.block is not x.block:
         out._gathered_view = True
     return out
 
@@ -97,7 +97,7 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False
 
     ``steps`` says that cells which are neighbours along a whole dim stay as far apart in memory, on all ranks.
     """
-    out = wrap(local, layout, x._mesh)
+    out = wrap(local, layout, x.mesh)
     if steps and x._halo is not None:
         out._halo = x._halo
     if x._gathered_view:
@@ -108,7 +108,7 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False
 def plain(x: Any) -> Any:
     """Return an argument with whole plain tensors in place of ShardTensors. Collective where they are sharded."""
     if isinstance(x, ShardTensor):
-        return whole_along(resolved(x), tuple(range(x.ndim)))._local
+        return whole_along(resolved(x), tuple(range(x.ndim))).block
     return type(x)(map(plain, x)) if isinstance(x, (tuple, list)) else x
 
 
@@ -166,7 +166,7 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     y: Any = _fresh(x).clone()
     write(y)
     base[index] = y
-    x._local, x._layout, x._root, x._halo = y._local, y._layout, None, None
+    x.block, x.sharding, x._root, x._halo = y.block, y.sharding, None, None
     return True
 
 
@@ -183,13 +183,13 @@ def settled(x: ShardTensor) -> ShardTensor:
 
     Collective over the Partial dims.
     """
-    if x._layout.partial_dims:
+    if x.sharding.partial_dims:
         # under no_grad too: what x holds from now on must keep its graph
         with torch.enable_grad():
             total = resolved(x)
-        if x._local.retains_grad and not x._local.is_leaf:  # also of what may be written into it
-            total._local.retain_grad()
-        rebind(x, total._local, total._layout)
+        if x.block.retains_grad and not x.block.is_leaf:  # also of what may be written into it
+            total.block.retain_grad()
+        rebind(x, total.block, total.sharding)
     return x
 
 
@@ -267,7 +267,7 @@ def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
     return UnsupportedOperationError(
         described(
             "moving a ShardTensor to another device",
-            expected=f"the device of its block, {x._local.device}",
+            expected=f"the device of its block, {x.block.device}",
             got=device,
             fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
         )

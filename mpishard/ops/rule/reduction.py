@@ -163,5 +163,5 @@ def in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine:
 
     Collective over ``plan.over``.
     """
-    parts = stacked(part(x._local, plan.dims, keepdim), x._mesh, plan.over)
+    parts = stacked(part(x.block, plan.dims, keepdim), x.mesh, plan.over)
     return combine(parts, (0,), False)

@@ -115,7 +115,7 @@ def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int |
     size, stride, offset = _checked(input, size, stride, storage_offset)
     x = settled(input)
     if 0 not in size:
-        if (walk := plan_walk(x._layout.shape, size, stride, offset)) is not None:
+        if (walk := plan_walk(x.sharding.shape, size, stride, offset)) is not None:
             return _walked(x, walk, size)
         if (walk := plan_walk((x.numel(),), size, stride, offset)) is not None:
             return _walked(x.reshape(-1), walk, size)
@@ -167,14 +167,14 @@ def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardT
     shape = ints(sizes)
     if self.requires_grad:
         raise RuntimeError("cannot resize variables that require grad")
-    if shape == tuple(self._layout.shape):
+    if shape == tuple(self.sharding.shape):
         return self
     require_writable(self, "resize_")
     flat: Any = settled(self).reshape(-1)
     n, own = math.prod(shape), self.numel()
     cells = flat[:n] if n <= own else torch.cat([flat, flat.new_zeros(n - own)])
     found = cells.reshape(shape).clone()
-    self._local, self._layout, self._root = found._local, found._layout, None
+    self.block, self.sharding, self._root = found.block, found.sharding, None
     return self
 
 

@@ -97,16 +97,16 @@ def plan_stack(operands: Sequence[Layout], dim: int) -> Join:
 def _aligned(tensors: Sequence[Any], dim: int, plan: Any) -> tuple[list[Tensor], Layout, CartMesh]:
     mesh = mesh_of(tensors)
     tensors = [resolved(t) if isinstance(t, ShardTensor) else t for t in tensors]
-    key = (plan, dim, *[t._layout if isinstance(t, ShardTensor) else t.shape for t in tensors])
+    key = (plan, dim, *[t.sharding if isinstance(t, ShardTensor) else t.shape for t in tensors])
     join = _joins.get(key)
     if join is None:
         # layouts of ShardTensors first: a plain tensor has none to follow
-        layouts = [t._layout if isinstance(t, ShardTensor) else replicated_layout(mesh, t.shape) for t in tensors]
+        layouts = [t.sharding if isinstance(t, ShardTensor) else replicated_layout(mesh, t.shape) for t in tensors]
         if len(_joins) > 65536:
             _joins.clear()
         join = _joins[key] = plan(layouts, dim)
     blocks = [
-        redistribute(t._local, mesh, t._layout, target)
+        redistribute(t.block, mesh, t.sharding, target)
         if isinstance(t, ShardTensor)
         else redistribute(t, mesh, replicated_layout(mesh, t.shape), target)
         for t, target in zip(tensors, join.operands)

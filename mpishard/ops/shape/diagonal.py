@@ -18,8 +18,8 @@ def _triangle_rule(func: Any) -> Any:
         x = settled(input)
         if x.ndim < 2:
             raise RuntimeError(f"{func.__name__}: input tensor must have at least 2 dimensions")
-        (row, _), (column, _) = (x._layout.interval(d, x._mesh.coords) for d in (x.ndim - 2, x.ndim - 1))
-        return wrap(func(x._local, diagonal + row - column), x._layout, x._mesh)
+        (row, _), (column, _) = (x.sharding.interval(d, x.mesh.coords) for d in (x.ndim - 2, x.ndim - 1))
+        return wrap(func(x.block, diagonal + row - column), x.sharding, x.mesh)
 
     return rule
 
@@ -42,10 +42,10 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
     a, b = wrapped(dim1, input.ndim), wrapped(dim2, input.ndim)
     x = whole_along(settled(input), (a, b))
-    local = x._local.diagonal(offset, a, b)
+    local = x.block.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
-    shape = (*(x._layout.shape[d] for d in rest), local.shape[-1])
-    return viewed(x, local, mapped(x._layout, (*rest, -1), shape))
+    shape = (*(x.sharding.shape[d] for d in rest), local.shape[-1])
+    return viewed(x, local, mapped(x.sharding, (*rest, -1), shape))
 
 
 @implements(torch.linalg.diagonal, sharded="gathers")
@@ -59,12 +59,12 @@ def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = 
     """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
     x = whole_along(settled(input), (input.ndim - 1,))
     a, b = wrapped(dim1, x.ndim + 1), wrapped(dim2, x.ndim + 1)
-    local = torch.diag_embed(x._local, offset, a, b)
+    local = torch.diag_embed(x.block, offset, a, b)
     rest = iter(range(x.ndim - 1))
     sources = tuple(-1 if d in (a, b) else next(rest) for d in range(x.ndim + 1))
     n = local.shape[a]
-    shape = tuple(n if s < 0 else x._layout.shape[s] for s in sources)
-    return wrap(local, mapped(x._layout, sources, shape), x._mesh)
+    shape = tuple(n if s < 0 else x.sharding.shape[s] for s in sources)
+    return wrap(local, mapped(x.sharding, sources, shape), x.mesh)
 
 
 @implements(torch.diag, torch.Tensor.diag, sharded="gathers")
@@ -82,15 +82,15 @@ def trace(input: ShardTensor) -> ShardTensor:
     if input.ndim != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.ndim}")
     x = settled(input)
-    (row, stop), (column, end) = x._layout.box(x._mesh.coords)
+    (row, stop), (column, end) = x.sharding.box(x.mesh.coords)
     first = max(row, column)
     n = max(0, min(stop, end) - first)
     # the part of the diagonal that lies in the block
-    block = x._local[first - row : first - row + n, first - column : first - column + n]
+    block = x.block[first - row : first - row + n, first - column : first - column + n]
     return partial_sum(x, block.diagonal().sum())
 
 
 def partial_sum(x: ShardTensor, local: torch.Tensor) -> ShardTensor:
     """Return the sum of a number per block of ``x``. Collective over the mesh dims that shard it."""
-    placements = [Partial() if type(p) is Shard else p for p in x._layout.placements]
-    return resolved(wrap(local, layout_of(x._layout.mesh_shape, placements, ()), x._mesh))
+    placements = [Partial() if type(p) is Shard else p for p in x.sharding.placements]
+    return resolved(wrap(local, layout_of(x.sharding.mesh_shape, placements, ()), x.mesh))

@@ -18,7 +18,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 def _sized(x: ShardTensor, shape: Any, sizes: list[Any]) -> Layout:
-    return layout_of(x._layout.mesh_shape, x._layout.placements, shape, sizes)
+    return layout_of(x.sharding.mesh_shape, x.sharding.placements, shape, sizes)
 
 
 def _shuffled(x: ShardTensor, factor: int) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def _unshuffled(x: ShardTensor, factor: int) -> tuple[int, ...]:
 
 def _of_one_cell(x: ShardTensor) -> Tensor:
     # not a tensor without data: for those torch does not check these arguments
-    return x._local.new_zeros(()).expand(x.shape)
+    return x.block.new_zeros(()).expand(x.shape)
 
 
 def _grouped(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None:
@@ -52,7 +52,7 @@ def _times(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None
 
 
 def _plan_shuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
-    layout, channel = x._layout, x.ndim - 3
+    layout, channel = x.sharding, x.ndim - 3
     shape = _shuffled(x, factor)
     before, after = list(layout.sizes), list(layout.sizes)
     after[channel] = _grouped(layout.sizes[channel], factor**2)
@@ -63,7 +63,7 @@ def _plan_shuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
 
 
 def _plan_unshuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
-    layout, channel = x._layout, x.ndim - 3
+    layout, channel = x.sharding, x.ndim - 3
     shape = _unshuffled(x, factor)
     before, after = list(layout.sizes), list(layout.sizes)
     after[channel] = _times(layout.sizes[channel], factor**2)
@@ -75,12 +75,12 @@ def _plan_unshuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
 
 def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) -> ShardTensor:
     x = resolved(input)
-    key = (name, x._layout, factor)
-    before, out = x._mesh.plans.get(key) or x._mesh.plan(key, lambda: plan_of(x, factor))
-    local = moved(x, before)._local
+    key = (name, x.sharding, factor)
+    before, out = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: plan_of(x, factor))
+    local = moved(x, before).block
     # torch gives the result, or its gradient, the operand's shape where there are no cells
-    y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x._mesh.coords))
-    return wrap(y, out, x._mesh)
+    y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x.mesh.coords))
+    return wrap(y, out, x.mesh)
 
 
 @implements(*spellings("pixel_shuffle"), sharded="moves")
@@ -100,4 +100,4 @@ def channel_shuffle(input: ShardTensor, groups: int) -> ShardTensor:
     """Interleave groups of channels. Collective where the channels are sharded: they are gathered and cut again."""
     x = resolved(input)
     whole = whole_along(x, (1,))
-    return moved(wrap(torch.channel_shuffle(whole._local, groups), whole._layout, x._mesh), x._layout)
+    return moved(wrap(torch.channel_shuffle(whole.block, groups), whole.sharding, x.mesh), x.sharding)

@@ -25,11 +25,11 @@ def repeat(self: ShardTensor, *given: Any, repeats: Any = None) -> ShardTensor:
     x = resolved(self)
     for _ in range(len(counts) - x.ndim):
         x = x.unsqueeze(0)
-    whole = [1 if x._layout.sizes[d] is not None else n for d, n in enumerate(counts)]
-    layout = x._layout
+    whole = [1 if x.sharding.sizes[d] is not None else n for d, n in enumerate(counts)]
+    layout = x.sharding
     for d, n in enumerate(whole):
         layout = resized(layout, d, layout.shape[d] * n, layout.sizes[d])
-    x = wrap(x._local.repeat(whole), layout, x._mesh)
+    x = wrap(x.block.repeat(whole), layout, x.mesh)
     for d, n in enumerate(counts):
         if n != whole[d]:
             x = cat([x] * n, d) if n else x.narrow(d, 0, 0)
@@ -61,7 +61,7 @@ def repeat_interleave(
     if dim is None:
         x, dim = x.reshape(-1), 0
     d = wrapped(dim, x.ndim)
-    layout = x._layout
+    layout = x.sharding
     n = layout.shape[d]
     counts = torch.as_tensor(repeats).reshape(-1)
     if counts.numel() not in (1, n):
@@ -72,10 +72,10 @@ def repeat_interleave(
     cut = layout.sizes[d]
     if output_size not in (None, ends[-1]):
         raise RuntimeError(f"repeat_interleave: output_size {output_size} is not the sum of the repeats, {ends[-1]}")
-    lo, hi = layout.interval(d, x._mesh.coords)
+    lo, hi = layout.interval(d, x.mesh.coords)
     mine = counts.expand(n)[lo:hi].to(x.device)
     sizes = None if cut is None else tuple(ends[b] - ends[a] for a, b in zip(bounds(cut)[:-1], bounds(cut)[1:]))
-    return wrap(x._local.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x._mesh)
+    return wrap(x.block.repeat_interleave(mine, d), resized(layout, d, ends[-1], sizes), x.mesh)
 
 
 @implements(*spellings("meshgrid"), sharded="gathers")
@@ -91,15 +91,15 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, .
         order[:2] = [1, 0]  # the first two dims of the grid are swapped
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for k, v in enumerate(vectors):
-        mesh_dims = v._layout.sharded_mesh_dims
+        mesh_dims = v.sharding.sharded_mesh_dims
         if any(type(placements[m]) is Shard for m in mesh_dims):
             vectors[k] = whole_along(v, (0,))  # a mesh dim can shard one of them only
             continue
         for m in mesh_dims:
             placements[m] = Shard(order.index(k))
-    shape = [vectors[k]._layout.shape[0] for k in order]
-    sizes = [vectors[k]._layout.sizes[0] for k in order]
+    shape = [vectors[k].sharding.shape[0] for k in order]
+    sizes = [vectors[k].sharding.sizes[0] for k in order]
     layout = layout_of(mesh.shape, placements, shape, sizes)
     others = layout.sharded_mesh_dims
-    blocks = [use(v._local, mesh, tuple(m for m in others if m not in v._layout.sharded_mesh_dims)) for v in vectors]
+    blocks = [use(v.block, mesh, tuple(m for m in others if m not in v.sharding.sharded_mesh_dims)) for v in vectors]
     return tuple(wrap(g, layout, mesh) for g in torch.meshgrid(*blocks, indexing=indexing or "ij"))

@@ -136,13 +136,13 @@ def _ranks_along(layout: Layout, mesh_dims: Sequence[int]) -> int:
 
 
 def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
-    x = settled(x) if x._layout.partial_dims else x
-    plan = plan_reshape(x._layout, shape)
+    x = settled(x) if x.sharding.partial_dims else x
+    plan = plan_reshape(x.sharding, shape)
     return base_in(x, plan.before), plan
 
 
 def _moved(x: ShardTensor, plan: Reshape) -> ShardTensor:
-    out = wrap(regrouped(x._local, x._mesh, plan.before, plan.out, plan.groups), plan.out, x._mesh)
+    out = wrap(regrouped(x.block, x.mesh, plan.before, plan.out, plan.groups), plan.out, x.mesh)
     out._gathered_view = True
     return out
 
@@ -158,9 +158,9 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
     if plan.moves:
         return _moved(x, plan)
-    steps = _more_or_less_ones(x._layout.shape, plan.out.shape)
-    local = x._local.reshape(local_shape(plan.out, x._mesh.coords))
-    if 1 in x._local.shape and local.data_ptr() == x._local.data_ptr() and _copied_elsewhere(x, plan.out):
+    steps = _more_or_less_ones(x.sharding.shape, plan.out.shape)
+    local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
+    if 1 in x.block.shape and local.data_ptr() == x.block.data_ptr() and _copied_elsewhere(x, plan.out):
         local = local.clone()
     return viewed(x, local, plan.out, steps=steps)
 
@@ -169,10 +169,10 @@ def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
     """Tell whether ranks with more cells copy in this reshape: a block of one row is dense in every order."""
     before, after = (
         [n if sizes is None else max(sizes) for n, sizes in zip(layout.shape, layout.sizes)]
-        for layout in (x._layout, out)
+        for layout in (x.sharding, out)
     )
     try:
-        torch.empty_strided(before, x._local.stride(), device="meta").view(after)
+        torch.empty_strided(before, x.block.stride(), device="meta").view(after)
     except RuntimeError:
         return True
     return False
@@ -187,13 +187,13 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     if plan.moves:
         return _moved(x, plan)
     out = plan.out
-    shape = local_shape(out, x._mesh.coords)
+    shape = local_shape(out, x.mesh.coords)
     try:
-        local = x._local.view(shape)
+        local = x.block.view(shape)
     except RuntimeError:
         _joined_up(self, x)
-        local = x._local.reshape(shape)
-    return viewed(x, local, out, steps=_more_or_less_ones(x._layout.shape, out.shape))
+        local = x.block.reshape(shape)
+    return viewed(x, local, out, steps=_more_or_less_ones(x.sharding.shape, out.shape))
 
 
 def _more_or_less_ones(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -205,32 +205,32 @@ def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
 
     It is cut out of a larger array, where torch's own tensor would be contiguous. Not collective.
     """
-    if not (x._local.is_leaf and x._local.requires_grad):
+    if not (x.block.is_leaf and x.block.requires_grad):
         with torch.enable_grad():
-            block = x._local.contiguous()
-        if self is not x and self._local is x._local:
-            rebind(self, block, self._layout)
-        rebind(x, block, x._layout)
+            block = x.block.contiguous()
+        if self is not x and self.block is x.block:
+            rebind(self, block, self.sharding)
+        rebind(x, block, x.sharding)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     """Read the bytes as another dtype. Collective where the last dim is sharded and its blocks do not fit: gathered."""
     x, last = settled(self), self.ndim - 1
     old, new = x.dtype.itemsize, dtype.itemsize
-    sizes = x._layout.sizes[last] if x.ndim else None
+    sizes = x.sharding.sizes[last] if x.ndim else None
     if sizes is not None and any(n * old % new for n in sizes):
         x, sizes = whole_along(x, (last,)), None
     if not x.ndim:
-        return viewed(x, x._local.view(dtype), x._layout)
-    layout = x._layout
+        return viewed(x, x.block.view(dtype), x.sharding)
+    layout = x.sharding
     if old != new:
         _joined_up(self, x)
         n = layout.shape[last] * old // new
         layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))
-    if x._local.numel() or not self.numel():
-        local = x._local.view(dtype)
+    if x.block.numel() or not self.numel():
+        local = x.block.view(dtype)
     else:  # torch finds fault with the strides of no cells
-        local = x._local.new_empty(layout.local_shape(x._mesh.coords), dtype=dtype)
+        local = x.block.new_empty(layout.local_shape(x.mesh.coords), dtype=dtype)
     return viewed(x, local, layout)
 
 
@@ -249,7 +249,7 @@ def reshape_as(self: Any, other: Tensor) -> Any:
 @implements(torch.flatten, torch.Tensor.flatten, sharded="moves")
 def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Merge neighbouring dims. As `reshape`."""
-    shape = input._layout.shape
+    shape = input.sharding.shape
     if not shape:
         return reshape(input, 1)
     a, b = wrapped(start_dim, len(shape)), wrapped(end_dim, len(shape))
@@ -261,7 +261,7 @@ def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardT
 @implements(torch.unflatten, torch.Tensor.unflatten, sharded="moves")
 def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
     """Split a dim. As `reshape`."""
-    shape = input._layout.shape
+    shape = input.sharding.shape
     d = wrapped(dim, len(shape))
     return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
 

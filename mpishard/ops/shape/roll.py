@@ -57,7 +57,7 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
     if len(shifts) != len(dims):
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
     x = resolved(input)
-    layout, mesh, local = x._layout, x._mesh, x._local
+    layout, mesh, local = x.sharding, x.mesh, x.block
     whole: list[tuple[int, int]] = []
     for shift, dim in zip(shifts, dims):
         d = wrapped(dim, x.ndim)
@@ -68,7 +68,7 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
         s = shift % n
         key = ("roll", layout, x.dtype, d, s)
         local = _reordered(local, mesh, key, lambda d=d, s=s: _roll_op(mesh, layout, x.dtype, d, s))
-    if whole or local is x._local:
+    if whole or local is x.block:
         local = local.roll([s for s, _ in whole], [d for _, d in whole]) if whole else local.clone()
     return wrap(local, layout, mesh)
 
@@ -80,7 +80,7 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     The result has the layout of the argument.
     """
     x = resolved(input)
-    layout, mesh, local = x._layout, x._mesh, x._local
+    layout, mesh, local = x.sharding, x.mesh, x.block
     wanted = [wrapped(d, x.ndim) for d in (ints(given) if dims is None else tuple(dims))]
     if len(set(wanted)) != len(wanted):
         raise RuntimeError(f"dim {wanted[0]} appears multiple times in the list of dims")
@@ -89,7 +89,7 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
             key = ("flip", layout, x.dtype, d)
             local = _reordered(local, mesh, key, lambda d=d: _flip_op(mesh, layout, x.dtype, d))
     whole = [d for d in wanted if layout.sizes[d] is None]
-    if whole or local is x._local:
+    if whole or local is x.block:
         local = local.flip(whole)
     return wrap(local, layout, mesh)
 

@@ -40,9 +40,9 @@ def _permuted(layout: Layout, dims: tuple[int, ...]) -> Layout:
 def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reorder dims. Not collective."""
     order = ints(given) if dims is None else tuple(dims)
-    x = settled(input) if input._layout.partial_dims else input
-    out = _permuted(x._layout, order)
-    return viewed(x, x._local.permute(order), out, steps=True)
+    x = settled(input) if input.sharding.partial_dims else input
+    out = _permuted(x.sharding, order)
+    return viewed(x, x.block.permute(order), out, steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -57,8 +57,8 @@ def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
 @implements(*spellings("transpose", "swapdims"), sharded="local")
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
-    x = settled(input) if input._layout.partial_dims else input
-    return viewed(x, x._local.transpose(dim0, dim1), _swapped(x._layout, dim0, dim1), steps=True)
+    x = settled(input) if input.sharding.partial_dims else input
+    return viewed(x, x.block.transpose(dim0, dim1), _swapped(x.sharding, dim0, dim1), steps=True)
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")
@@ -104,13 +104,13 @@ def _matrix_transposed(self: ShardTensor) -> ShardTensor:
 
 def _adjoint(self: ShardTensor) -> ShardTensor:
     swapped = _matrix_transposed(self)
-    return viewed(swapped, swapped._local.conj(), swapped._layout)
+    return viewed(swapped, swapped.block.conj(), swapped.sharding)
 
 
 def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     if self.ndim not in (0, 2):
         raise RuntimeError(f"tensor.H is only supported on matrices (2-D tensors). Got {self.ndim}-D tensor.")
-    return _adjoint(self) if self.ndim else viewed(self, self._local.conj(), self._layout)
+    return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding)
 
 
 implements(torch.Tensor.T.__get__, sharded="local")(_reversed)  # type: ignore[attr-defined]
@@ -132,8 +132,8 @@ def _unsqueezed(layout: Layout, dim: int) -> Layout:
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze, sharded="local")
 def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dim of one cell. Not collective."""
-    x = settled(input) if input._layout.partial_dims else input
-    return viewed(x, x._local.unsqueeze(dim), _unsqueezed(x._layout, dim), steps=True)
+    x = settled(input) if input.sharding.partial_dims else input
+    return viewed(x, x.block.unsqueeze(dim), _unsqueezed(x.sharding, dim), steps=True)
 
 
 @lru_cache(maxsize=CACHED)
@@ -148,11 +148,11 @@ def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
 @implements(torch.squeeze, torch.Tensor.squeeze, sharded="local")
 def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
-    x = settled(input) if input._layout.partial_dims else input
-    dims = squeezed_dims(x._layout, tuple(dim) if isinstance(dim, (list, torch.Size)) else dim)
+    x = settled(input) if input.sharding.partial_dims else input
+    dims = squeezed_dims(x.sharding, tuple(dim) if isinstance(dim, (list, torch.Size)) else dim)
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
-    return viewed(x, x._local.squeeze(dims), without(x._layout, dims), steps=True)
+    return viewed(x, x.block.squeeze(dims), without(x.sharding, dims), steps=True)
 
 
 # -- broadcasting
@@ -185,10 +185,10 @@ def _expanded(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
 @implements(torch.Tensor.expand, sharded="local")
 def expand(self: ShardTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> ShardTensor:
     """Broadcast dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
-    x = settled(self) if self._layout.partial_dims else self
-    whole, out = _expanded(x._layout, ints(sizes) if size is None else tuple(size))
+    x = settled(self) if self.sharding.partial_dims else self
+    whole, out = _expanded(x.sharding, ints(sizes) if size is None else tuple(size))
     x = whole_along(x, whole)
-    return viewed(x, x._local.expand(local_shape(out, x._mesh.coords)), out)
+    return viewed(x, x.block.expand(local_shape(out, x.mesh.coords)), out)
 
 
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to, sharded="local")
@@ -249,8 +249,8 @@ implements(*spellings("atleast_3d"), sharded="local")(_at_least(3, _grow_3d))
 def view_as_real(input: ShardTensor) -> ShardTensor:
     """Add a last dim of (real, imaginary). Not collective."""
     x = settled(input)
-    local = torch.view_as_real(x._local)
-    return viewed(x, local, mapped(x._layout, (*range(x.ndim), -1), (*x._layout.shape, 2)))
+    local = torch.view_as_real(x.block)
+    return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, 2)))
 
 
 @implements(torch.view_as_complex, sharded="local")
@@ -258,6 +258,6 @@ def view_as_complex(input: ShardTensor) -> ShardTensor:
     """Join a last dim of (real, imaginary). Not collective."""
     x = settled(input)
     last = x.ndim - 1
-    if last in x._layout.shard_dims:
+    if last in x.sharding.shard_dims:
         x = whole_along(x, (last,))
-    return viewed(x, torch.view_as_complex(x._local), without(x._layout, (last,)))
+    return viewed(x, torch.view_as_complex(x.block), without(x.sharding, (last,)))

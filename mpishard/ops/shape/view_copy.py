@@ -49,7 +49,7 @@ for _name in _COPIED:
 
 def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
     """Make ``x`` what a view of it is."""
-    x._local, x._layout, x._root, x._halo = view._local, view._layout, None, None
+    x.block, x.sharding, x._root, x._halo = view.block, view.sharding, None, None
     return x
 
 
@@ -62,11 +62,11 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     if self.requires_grad and self.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     x = settled(self)
-    dims = squeezed_dims(x._layout, dim)
-    if not any(d in x._layout.shard_dims and not trivially_sharded(x._layout, d) for d in dims):
+    dims = squeezed_dims(x.sharding, dim)
+    if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
         return _become(self, torch.squeeze(x, dims))
     # an index: of its result it is known what it was taken from
-    out = x._twin(x._local)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
+    out = x._twin(x.block)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
     self._gathered_view, self._origin = True, out._origin
     return _become(self, out)
 

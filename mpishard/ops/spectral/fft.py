@@ -88,15 +88,15 @@ def _frozen(value: Any) -> Any:
 def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> ShardTensor:
     """Transform ``x``. Collective where a dim to transform is sharded."""
     x = resolved(x)
-    mesh = x._mesh
-    key = (name, x._layout, x.dtype, _frozen(extents), _frozen(dims), norm, torch.get_default_dtype())
+    mesh = x.mesh
+    key = (name, x.sharding, x.dtype, _frozen(extents), _frozen(dims), norm, torch.get_default_dtype())
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(name, func, x, *key[3:6]))
     for step in plan.passes:
         if step.gathers:
-            notice_gather(mesh, x._layout, step.before, x._local.itemsize)
-        local = moved(x, step.before)._local
+            notice_gather(mesh, x.sharding, step.before, x.block.itemsize)
+        local = moved(x, step.before).block
         shape = step.after.local_shape(mesh.coords)
         if 0 in shape:
             local = _of_no_cells(local, shape, step.dtype)
@@ -112,12 +112,12 @@ def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 
 
 def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> FourierPlan:
-    layout = x._layout
+    layout = x.sharding
     if x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
         # refused on some devices only; an empty block would not meet the error
-        torch.fft.ifft(x._local.new_zeros(2))
+        torch.fft.ifft(x.block.new_zeros(2))
     # errors, shape and dtype are torch's own
-    result = func(on_domain(layout.shape, x._local), extents, dims, norm)
+    result = func(on_domain(layout.shape, x.block), extents, dims, norm)
     wanted = [extents] if isinstance(extents, int) else extents
     if dims is None:
         own = range(x.ndim) if wanted is None else range(x.ndim - len(wanted), x.ndim)

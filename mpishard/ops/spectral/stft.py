@@ -25,7 +25,7 @@ def _taper(window: Any, n_fft: int, length: int, like: ShardTensor) -> Tensor:
 
 
 def _plain(window: Any) -> Any:
-    return whole_along(resolved(window), (0,))._local if isinstance(window, ShardTensor) else window
+    return whole_along(resolved(window), (0,)).block if isinstance(window, ShardTensor) else window
 
 
 @implements(torch.stft, torch.Tensor.stft, sharded="halo")
@@ -61,7 +61,7 @@ def stft(
         )
     # errors and dtype are torch's own
     result = torch.stft(
-        on_domain(x.shape, x._local),
+        on_domain(x.shape, x.block),
         n_fft,
         hop_length,
         win_length,

@@ -88,7 +88,7 @@ class AdaptivePlan(NamedTuple):
 
 
 def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> AdaptivePlan:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     first = x.ndim - ndim
     placements, sizes = list(layout.placements), list(layout.sizes)
     wanted, crops, reduced, intervals, outputs, regular = [], [], [], [], [], True
@@ -248,14 +248,14 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
     def adaptive_avg_pool(input: ShardTensor, output_size: Any) -> ShardTensor:
         x = resolved(input)
         plan = _planned(x, func, name, ndim, frozen(output_size))
-        window = apply(plan.window, x._local)
+        window = apply(plan.window, x.block)
         if plan.local is not None:
             y = on_planes(lambda w: func(w, plan.local), window, ndim)
         else:
             dtype = _result_dtype(name, ndim, window)
             wide = torch.float32 if window.dtype in (torch.float16, torch.bfloat16) else window.dtype
-            y = _average(window.to(wide), plan, ndim, x._mesh).to(dtype)
-        return wrap(cropped(y, plan.crops), plan.out, x._mesh)
+            y = _average(window.to(wide), plan, ndim, x.mesh).to(dtype)
+        return wrap(cropped(y, plan.crops), plan.out, x.mesh)
 
     return adaptive_avg_pool
 
@@ -267,38 +267,38 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
     def adaptive_max_pool(input: ShardTensor, output_size: Any, return_indices: bool = False) -> Any:
         x = resolved(input)
         plan = _planned(x, func, name, ndim, frozen(output_size))
-        window = apply(plan.window, x._local)
+        window = apply(plan.window, x.block)
         if plan.local is not None:
             values, at = on_planes(lambda w: func(w, plan.local, return_indices=True), window, ndim)
             at = global_indices(at, window.shape[-ndim:], plan.offsets, plan.extents)
         else:
             dtype = _result_dtype(name, ndim, window)
-            values, at = _maximum(window.to(dtype), plan, ndim, x._mesh)
+            values, at = _maximum(window.to(dtype), plan, ndim, x.mesh)
         values, at = cropped(values, plan.crops), cropped(at, plan.crops)
-        y = wrap(values, plan.out, x._mesh)
-        return (y, wrap(at, plan.out, x._mesh)) if always_indices or return_indices else y
+        y = wrap(values, plan.out, x.mesh)
+        return (y, wrap(at, plan.out, x.mesh)) if always_indices or return_indices else y
 
     return adaptive_max_pool
 
 
 def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, output_size: Any) -> AdaptivePlan:
-    key = (name, x._layout, x.dtype, output_size)
+    key = (name, x.sharding, x.dtype, output_size)
 
     def build() -> AdaptivePlan:
-        shape = func(on_domain(x._layout.shape, x._local), output_size).shape
-        if 0 in shape[-ndim:] or 0 in x._layout.shape[-ndim:]:
+        shape = func(on_domain(x.sharding.shape, x.block), output_size).shape
+        if 0 in shape[-ndim:] or 0 in x.sharding.shape[-ndim:]:
             raise LayoutError(
                 described(
                     f"{name}: no cells to pool",
                     expected="at least one cell in, and one out, along every dim",
-                    got=f"{tuple(x._layout.shape)} to {tuple(shape)}",
+                    got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
                     fix="ask for another output size",
                 )
             )
         return _plan(x, ndim, tuple(shape), name)
 
-    plan: AdaptivePlan | None = x._mesh.plans.get(key)
-    return x._mesh.plan(key, build) if plan is None else plan
+    plan: AdaptivePlan | None = x.mesh.plans.get(key)
+    return x.mesh.plan(key, build) if plan is None else plan
 
 
 for _n in (1, 2, 3):

@@ -73,14 +73,14 @@ def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, Shard
     if isinstance(input, ShardTensor):
         x = resolved(input)
         channel = x.ndim - ndim - 1
-        if channel in x._layout.shard_dims and channel in (0, 1):
+        if channel in x.sharding.shard_dims and channel in (0, 1):
             x = whole_along(x, (channel,))
     else:
         x = on_mesh(input, mesh)
-    (local,) = _autocast(x._local)
-    if local is not x._local:
+    (local,) = _autocast(x.block)
+    if local is not x.block:
         # before anything is planned: what travels is of this dtype
-        x = wrap(local, x._layout, mesh)
+        x = wrap(local, x.sharding, mesh)
     return mesh, x, plain(weight), plain(bias)
 
 
@@ -97,7 +97,7 @@ def _check(x: ShardTensor, ndim: int, name: str) -> int:
 
 
 def _out_layout(x: ShardTensor, shape: list[int], borders: dict[int, tuple[int, ...]]) -> Layout:
-    layout = x._layout
+    layout = x.sharding
     sizes = [sizes_of(borders[d]) if d in borders and s is not None else s for d, s in enumerate(layout.sizes)]
     return layout_of(layout.mesh_shape, layout.placements, shape, sizes)
 
@@ -117,7 +117,7 @@ def _plan_conv(
     x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
 ) -> ConvPlan:
     first = _check(x, ndim, name)
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     slides = _slides(weight.shape[2:], stride, padding, dilation)
     shape, local_padding, crops = list(layout.shape), [0] * ndim, []
     shape[first - 1] = weight.shape[0]
@@ -180,7 +180,7 @@ def _plan_beside(
     first = x.ndim - ndim
     slides = _slides(weight.shape[2:], stride, padding, dilation)
     borders = {first + i: bounds(s) for i, s in enumerate(plan.out.sizes[first:]) if s is not None}
-    return plan_beside(x._mesh, x._layout, x.dtype, first, slides, borders, halo)
+    return plan_beside(x.mesh, x.sharding, x.dtype, first, slides, borders, halo)
 
 
 def _slides(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> list[Sliding]:
@@ -209,7 +209,7 @@ def _plan_transposed(
     name: str,
 ) -> ConvPlan:
     first = _check(x, ndim, name)
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
     extras, dilations = per_dim(output_padding, ndim), per_dim(dilation, ndim)
     shape, local_padding, local_extra, crops = list(layout.shape), list(pads), list(extras), []
@@ -278,7 +278,7 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
         return "empty"
     if x.dtype.is_complex:
         return "complex: torch convolves real and imaginary parts"
-    if math.prod(x.shape) // x._mesh.size < LARGE_CELLS:
+    if math.prod(x.shape) // x.mesh.size < LARGE_CELLS:
         return "small: a copy costs less"
     return ""
 
@@ -326,7 +326,7 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
     ) -> ShardTensor:
         mesh, x, weight, bias = _operands(input, weight, bias, ndim)
         stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
-        key = (name, x._layout, x.dtype, weight.shape, stride, padding, dilation, groups)
+        key = (name, x.sharding, x.dtype, weight.shape, stride, padding, dilation, groups)
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
@@ -339,17 +339,17 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
                     (key, halo.key),
                     lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
                 )
-            if not isinstance(beside, str) and (halo.writable or halo.fresh(x._local)):
-                if weight.requires_grad or x._local.requires_grad:
-                    halo.watch(x._local, all_cells=True)
-                window = apply(ReadBeside(beside, halo, x._layout), x._local)
+            if not isinstance(beside, str) and (halo.writable or halo.fresh(x.block)):
+                if weight.requires_grad or x.block.requires_grad:
+                    halo.watch(x.block, all_cells=True)
+                window = apply(ReadBeside(beside, halo, x.sharding), x.block)
                 y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
                 return wrap(cropped(y, beside.crops), plan.out, mesh)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
 
-        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
+        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
 
     return conv
 
@@ -372,7 +372,7 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         output_padding = _hashable(output_padding)
         key = (
             name,
-            x._layout,
+            x.sharding,
             x.dtype,
             weight.shape,
             stride,
@@ -392,7 +392,7 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return func(apply(plan.window, local), weight, bias, stride, plan.padding, plan.extra, groups, dilation)
 
-        return wrap(_convolved(plan, windowed, x._local, weight, bias), plan.out, mesh)
+        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
 
     return conv_transpose
 

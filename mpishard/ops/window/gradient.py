@@ -68,13 +68,13 @@ def _check(x: ShardTensor, dims: list[int], spacings: Sequence[Any], given: Any,
 
 
 def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTensor:
-    key = ("gradient", x._layout, x.dtype, dim, edge_order)
-    plan = x._mesh.plans.get(key)
+    key = ("gradient", x.sharding, x.dtype, dim, edge_order)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan(x, dim, edge_order))
-    cells = apply(plan.window, x._local)
+        plan = x.mesh.plan(key, lambda: _plan(x, dim, edge_order))
+    cells = apply(plan.window, x.block)
     if isinstance(spacing, Tensor) and spacing.ndim:
-        spacing = use(spacing, x._mesh, x._layout.sharded_mesh_dims)
+        spacing = use(spacing, x.mesh, x.sharding.sharded_mesh_dims)
         spacing = spacing[plan.first : plan.first + cells.shape[dim]]
     if 0 in cells.shape:
         # no cells, but made of the coordinates: their gradient is summed over all ranks
@@ -82,18 +82,18 @@ def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTens
     else:
         (every,) = torch.gradient(cells, spacing=[spacing], dim=[dim], edge_order=edge_order)
         local = every.narrow(dim, plan.start, plan.cells)
-    return wrap(local, x._layout, x._mesh)
+    return wrap(local, x.sharding, x.mesh)
 
 
 def _plan(x: ShardTensor, dim: int, edge_order: int) -> Neighbourhood:
-    layout, n = x._layout, x.shape[dim]
+    layout, n = x.sharding, x.shape[dim]
     windows = []
     for a, b in pairwise(bounds(layout.sizes[dim] or (n,))):
         # as many cells at an end of the domain as the one-sided difference takes
         lo = max(0, min(a - 1, n - edge_order - 1 if b == n else a))
         hi = min(n, max(b + 1, edge_order + 1 if a == 0 else b))
         windows.append((lo, hi) if a < b else (a, a))
-    i = layout.index(dim, x._mesh.coords) if layout.sizes[dim] else 0
+    i = layout.index(dim, x.mesh.coords) if layout.sizes[dim] else 0
     a, b = list(pairwise(bounds(layout.sizes[dim] or (n,))))[i]
-    op = window_op(x._mesh, layout, x.dtype, [intervals_wanted(n, dim, windows)], op="gradient")
+    op = window_op(x.mesh, layout, x.dtype, [intervals_wanted(n, dim, windows)], op="gradient")
     return Neighbourhood(op, windows[i][0], b - a, a - windows[i][0])

@@ -49,7 +49,7 @@ def grid_sample(
         input = resolved(input)
         grid = whole_along(_cut_alike(grid, input), (input.ndim - 1,))
         input = _cut_batch(input, grid)
-        if any(d > 1 for d in input._layout.shard_dims) and input.dtype in (torch.float32, torch.float64):
+        if any(d > 1 for d in input.sharding.shard_dims) and input.dtype in (torch.float32, torch.float64):
             found = _from_windows(input, grid, labels, (mode, padding_mode, corners))
             if found is not None:
                 return found
@@ -72,9 +72,9 @@ def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
 
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
     """Sample windows of the field, or return None on every rank where the windows are wide. Collective."""
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     whole = tuple(range(2, x.ndim))
-    fit = plan_meeting((unsharded(layout, whole), grid._layout), labels)
+    fit = plan_meeting((unsharded(layout, whole), grid.sharding), labels)
     wanted = fit.targets[0]
     source = layout_of(
         mesh.shape,
@@ -82,7 +82,7 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
         layout.shape,
         [*wanted.sizes[:2], *layout.sizes[2:]],
     )
-    points = use(moved(grid, fit.targets[1])._local, mesh, fit.used[1])
+    points = use(moved(grid, fit.targets[1]).block, mesh, fit.used[1])
     flat = filled(points).flatten(1, -2)
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
@@ -102,7 +102,7 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
 
     field = moved(x, source)
     used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
-    cells = fetch_box(use(field._local, mesh, used), mesh, source, window, "grid_sample")
+    cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample")
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
     return Met(mesh, (cells, points), fit).wrapped(
@@ -126,33 +126,33 @@ def _fits(input: Any, grid: Any, mode: str, padding_mode: str) -> bool:
 
 def _cut_alike(grid: Any, input: ShardTensor) -> ShardTensor:
     """Return a grid that is cut along its points also where the field is cut along its cells."""
-    mesh, layout = input._mesh, input._layout
+    mesh, layout = input.mesh, input.sharding
     grid = on_mesh(grid, mesh)
     placements: list[Placement] = [
         Shard(p.dim - 1) if type(q) is Replicate and type(p) is Shard and p.dim > 1 else q
-        for p, q in zip(layout.placements, grid._layout.placements)
+        for p, q in zip(layout.placements, grid.sharding.placements)
     ]
-    probe = layout_of(mesh.shape, placements, grid._layout.shape)
+    probe = layout_of(mesh.shape, placements, grid.sharding.shape)
     sizes = list(probe.sizes)
     for d, mesh_dims in probe.shard_dims.items():
-        if grid._layout.shard_dims.get(d) == mesh_dims:
-            sizes[d] = grid._layout.sizes[d]
-        elif layout.shard_dims.get(d + 1) == mesh_dims and layout.shape[d + 1] == grid._layout.shape[d]:
+        if grid.sharding.shard_dims.get(d) == mesh_dims:
+            sizes[d] = grid.sharding.sizes[d]
+        elif layout.shard_dims.get(d + 1) == mesh_dims and layout.shape[d + 1] == grid.sharding.shape[d]:
             sizes[d] = layout.sizes[d + 1]
-    return moved(grid, layout_of(mesh.shape, placements, grid._layout.shape, sizes))
+    return moved(grid, layout_of(mesh.shape, placements, grid.sharding.shape, sizes))
 
 
 def _cut_batch(input: ShardTensor, grid: ShardTensor) -> ShardTensor:
     """Return a field that is cut along the batch where the grid is: its cells change ranks."""
-    layout: Layout = input._layout
+    layout: Layout = input.sharding
     placements = [
         q if type(p) is Shard and p.dim > 1 and q == Shard(0) else p
-        for p, q in zip(layout.placements, grid._layout.placements)
+        for p, q in zip(layout.placements, grid.sharding.placements)
     ]
     probe = layout.with_placements(placements)
     sizes = list(probe.sizes)
-    if probe.shard_dims.get(0) == grid._layout.shard_dims.get(0):
-        sizes[0] = grid._layout.sizes[0]
+    if probe.shard_dims.get(0) == grid.sharding.shard_dims.get(0):
+        sizes[0] = grid.sharding.sizes[0]
     return moved(input, layout_of(layout.mesh_shape, placements, layout.shape, sizes))
 
 

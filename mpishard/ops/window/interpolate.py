@@ -134,18 +134,18 @@ def interpolate(
     """
     x = resolved(input)
     request = _Request(frozen(size), frozen(scale_factor), mode, align_corners, recompute_scale_factor, antialias)
-    key = ("interpolate", x._layout, x.dtype, *request)
-    plan = x._mesh.plans.get(key)
+    key = ("interpolate", x.sharding, x.dtype, *request)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan(x, request))
+        plan = x.mesh.plan(key, lambda: _plan(x, request))
     if not isinstance(plan, InterpolatePlan):  # "area": the output size
         return getattr(F, f"adaptive_avg_pool{len(plan)}d")(x, plan)  # type: ignore[no-any-return]
-    y = apply(plan.window, x._local)
+    y = apply(plan.window, x.block)
     if plan.taps:
         y = _tapped(y, plan.taps)
     if plan.local is not None:
         y = on_planes(lambda t: F.interpolate(t, **plan.local), y, x.ndim - 2)
-    return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x._mesh)
+    return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x.mesh)
 
 
 def _upsample_rule(mode: str, antialias: bool) -> Any:
@@ -195,12 +195,12 @@ for _name, _mode in {
 
 
 def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...]:
-    layout, ndim = x._layout, x.ndim - 2
+    layout, ndim = x.sharding, x.ndim - 2
     extents = request.extents(layout.shape)
     if extents is None:
         extents = _refused_or_extents(x, request)
     # torch's own error for a mode, or a dtype that it does not interpolate
-    F.interpolate(x._local.new_zeros((1,) * x.ndim), **request.arguments((1,) * ndim, None))
+    F.interpolate(x.block.new_zeros((1,) * x.ndim), **request.arguments((1,) * ndim, None))
     if request.mode == "area":
         return extents
     shape = (*layout.shape[:2], *extents)
@@ -223,12 +223,12 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
 
 def _refused_or_extents(x: ShardTensor, request: _Request) -> tuple[int, ...]:
     """Return the spatial extents of an unusual request's result, or raise torch's own error."""
-    layout = x._layout
+    layout = x.sharding
     try:
-        return tuple(F.interpolate(on_domain(layout.shape, x._local), *request).shape[2:])
+        return tuple(F.interpolate(on_domain(layout.shape, x.block), *request).shape[2:])
     except Exception:
         # what is refused without data is refused with data before any work, and in other words
-        F.interpolate(x._local.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)
+        F.interpolate(x.block.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)
         raise
 
 
@@ -246,7 +246,7 @@ def _plan_shifted(
     scales: Sequence[float] | None,
 ) -> InterpolatePlan:
     """Plan torch's own interpolation of windows: what lies beyond this rank's cells is dropped."""
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     wanted, crops, sizes, local_size = [], [], list(layout.sizes), list(shape[2:])
     for dim, s in ratios.items():
         n, reach = layout.shape[dim], _SUPPORT[request.mode]
@@ -272,7 +272,7 @@ def _plan_tapped(
     x: ShardTensor, request: _Request, shape: Sequence[int], sharded: Sequence[int], scales: Sequence[float] | None
 ) -> InterpolatePlan:
     """Plan the weighted sums along the sharded dims, and torch's own interpolation along the others."""
-    layout, mesh, ndim = x._layout, x._mesh, x.ndim - 2
+    layout, mesh, ndim = x.sharding, x.mesh, x.ndim - 2
     wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
     local_size, local_scales = list(shape[2:]), list(scales or ())
     # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or

@@ -38,14 +38,14 @@ def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: A
 
 def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func: Any) -> ShardTensor:
     x = resolved(input)
-    mesh, widths, fill = x._mesh, tuple(pad), 0.0 if value is None else value
-    key = ("pad", x._layout, x.dtype, widths, mode, fill)
+    mesh, widths, fill = x.mesh, tuple(pad), 0.0 if value is None else value
+    key = ("pad", x.sharding, x.dtype, widths, mode, fill)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
-    local = apply(plan.window, x._local)
+    local = apply(plan.window, x.block)
     # torch's result is never its argument
-    return wrap(local.clone() if local is x._local else local, plan.out, mesh)
+    return wrap(local.clone() if local is x.block else local, plan.out, mesh)
 
 
 @implements(torch.constant_pad_nd, sharded="halo")
@@ -61,8 +61,8 @@ def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> 
 
 
 def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any, func: Any) -> PadPlan:
-    layout, mesh = x._layout, x._mesh
-    shape = tuple(func(on_domain(layout.shape, x._local), widths, mode, value).shape)
+    layout, mesh = x.sharding, x.mesh
+    shape = tuple(func(on_domain(layout.shape, x.block), widths, mode, value).shape)
     wanted, sizes = [], list(layout.sizes)
     for i in range(len(widths) // 2):
         dim, (lo, hi) = x.ndim - 1 - i, widths[2 * i : 2 * i + 2]

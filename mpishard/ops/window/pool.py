@@ -67,7 +67,7 @@ def clipped(g: Sliding, n: int, a: int, b: int) -> tuple[int, int, int, int]:
 def _plan(
     x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any, shape: Sequence[int], name: str
 ) -> PoolPlan:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     kernels, pads, dilations = per_dim(kernel, ndim), per_dim(padding, ndim), per_dim(dilation, ndim)
     strides = per_dim(stride, ndim) if stride not in (None, ()) else kernels
     first = x.ndim - ndim
@@ -131,20 +131,20 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         return_indices: bool = False,
     ) -> Any:
         x = resolved(input)
-        mesh = x._mesh
+        mesh = x.mesh
         arguments = tuple(map(frozen, (kernel_size, stride, padding, dilation)))
-        key = (name, x._layout, x.dtype, *arguments, ceil_mode)
+        key = (name, x.sharding, x.dtype, *arguments, ceil_mode)
         kernel, step, _, spread = arguments
 
         def build() -> PoolPlan:
-            whole = on_domain(x._layout.shape, x._local)
+            whole = on_domain(x.sharding.shape, x.block)
             shape = func(whole, *arguments[:4], ceil_mode).shape
             return _plan(x, ndim, *arguments, shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        window = apply(plan.window, x._local)
+        window = apply(plan.window, x.block)
         indices = always_indices or return_indices
         y = on_planes(
             lambda w: func(w, kernel, step, plan.padding, spread, ceil_mode, return_indices=indices), window, ndim
@@ -171,21 +171,21 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
         divisor_override: int | None = None,
     ) -> ShardTensor:
         x = resolved(input)
-        mesh = x._mesh
+        mesh = x.mesh
         arguments = tuple(map(frozen, (kernel_size, () if stride is None else stride, padding)))
         # torch's 1-D average has no divisor to override
         rest = (ceil_mode, count_include_pad) if ndim == 1 else (ceil_mode, count_include_pad, divisor_override)
-        key = (name, x._layout, x.dtype, *arguments, *rest)
+        key = (name, x.sharding, x.dtype, *arguments, *rest)
         kernel, step, _ = arguments
 
         def build() -> PoolPlan:
-            shape = func(on_domain(x._layout.shape, x._local), *arguments, *rest).shape
+            shape = func(on_domain(x.sharding.shape, x.block), *arguments, *rest).shape
             return _plan(x, ndim, *arguments, 1, shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), apply(plan.window, x._local), ndim)
+        y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), apply(plan.window, x.block), ndim)
         return wrap(cropped(y, plan.crops), plan.out, mesh)
 
     return avg_pool

@@ -65,21 +65,21 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
         if size > 1:
             raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
         return x.reshape(1)[:size]  # type: ignore[no-any-return]
-    key = ("Tensor.unfold", x._layout, x.dtype, dimension, size, step)
-    plan = x._mesh.plans.get(key)
+    key = ("Tensor.unfold", x.sharding, x.dtype, dimension, size, step)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan_dim(x, dimension, size, step))
-    window = apply(plan.window, x._local)
-    out = wrap(cropped(window.unfold(dimension, size, step), plan.crops), plan.out, x._mesh)
-    blocks = x._layout.sizes[dimension % x.ndim]
+        plan = x.mesh.plan(key, lambda: _plan_dim(x, dimension, size, step))
+    window = apply(plan.window, x.block)
+    out = wrap(cropped(window.unfold(dimension, size, step), plan.crops), plan.out, x.mesh)
+    blocks = x.sharding.sizes[dimension % x.ndim]
     if x._gathered_view or (blocks is not None and len(blocks) > 1):
         out._gathered_view = True
     return out
 
 
 def _plan_dim(x: ShardTensor, dimension: int, size: int, step: int) -> UnfoldPlan:
-    layout, mesh = x._layout, x._mesh
-    shape = tuple(on_domain(layout.shape, x._local).unfold(dimension, size, step).shape)
+    layout, mesh = x.sharding, x.mesh
+    shape = tuple(on_domain(layout.shape, x.block).unfold(dimension, size, step).shape)
     dim = dimension % x.ndim
     wanted, crops, sizes = [], [], [*layout.sizes, None]
     own = layout.sizes[dim]
@@ -113,26 +113,26 @@ def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any
     (collective).
     """
     x = resolved(input)
-    x = moved(x, _of_rows(x._layout))
+    x = moved(x, _of_rows(x.sharding))
     arguments = tuple(map(frozen, (kernel_size, dilation, padding, stride)))
-    key = ("unfold", x._layout, x.dtype, *arguments)
-    plan = x._mesh.plans.get(key)
+    key = ("unfold", x.sharding, x.dtype, *arguments)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan_columns(x, *arguments))
+        plan = x.mesh.plan(key, lambda: _plan_columns(x, *arguments))
     kernel, spread, _, step = arguments
-    window = apply(plan.window, x._local)
+    window = apply(plan.window, x.block)
     lead = window.shape[:-3]
     if 0 in window.shape[:-2]:  # torch allows no cells along the batch dim alone
         y = F.unfold(window.reshape(0, 1, *window.shape[-2:]), kernel, spread, plan.padding, step)
         y = y.reshape(*lead, window.shape[-3] * y.shape[1], y.shape[2])
     else:
         y = F.unfold(window, kernel, spread, plan.padding, step)
-    return wrap(cropped(y, plan.crops), plan.out, x._mesh)
+    return wrap(cropped(y, plan.crops), plan.out, x.mesh)
 
 
 def _plan_columns(x: ShardTensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> UnfoldPlan:
-    layout, mesh = x._layout, x._mesh
-    shape = tuple(F.unfold(on_domain(layout.shape, x._local), kernel, dilation, padding, stride).shape)
+    layout, mesh = x.sharding, x.mesh
+    shape = tuple(F.unfold(on_domain(layout.shape, x.block), kernel, dilation, padding, stride).shape)
     channel, row, column = x.ndim - 3, x.ndim - 2, x.ndim - 1
     kernels, spreads, pads, steps = (per_dim(v, 2) for v in (kernel, dilation, padding, stride))
     wanted, crops, local_padding = [], [], list(pads)
@@ -175,12 +175,12 @@ def fold(
     """
     x = resolved(input)
     arguments = tuple(map(frozen, (output_size, kernel_size, dilation, padding, stride)))
-    key = ("fold", x._layout, x.dtype, *arguments)
-    plan = x._mesh.plans.get(key)
+    key = ("fold", x.sharding, x.dtype, *arguments)
+    plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x._mesh.plan(key, lambda: _plan_fold(x, *arguments))
+        plan = x.mesh.plan(key, lambda: _plan_fold(x, *arguments))
     _, kernel, spread, _, step = arguments
-    y = moved(x, plan.columns)._local
+    y = moved(x, plan.columns).block
     if plan.spare:
         y = F.pad(y, (0, plan.spare))
     lead, cells = y.shape[:-2], int(torch.Size(per_dim(kernel, 2)).numel())
@@ -190,12 +190,12 @@ def fold(
         y = y.reshape(*lead, channels, *y.shape[-2:])
     else:
         y = F.fold(y, plan.size, kernel, spread, plan.padding, step)
-    return wrap(y if plan.window.identity else apply(plan.window.adjoint, y), plan.out, x._mesh)
+    return wrap(y if plan.window.identity else apply(plan.window.adjoint, y), plan.out, x.mesh)
 
 
 def _plan_fold(x: ShardTensor, output_size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> FoldPlan:
-    layout, mesh = x._layout, x._mesh
-    shape = tuple(F.fold(on_domain(layout.shape, x._local), output_size, kernel, dilation, padding, stride).shape)
+    layout, mesh = x.sharding, x.mesh
+    shape = tuple(F.fold(on_domain(layout.shape, x.block), output_size, kernel, dilation, padding, stride).shape)
     entry, column = x.ndim - 2, x.ndim - 1
     extents, kernels, spreads, pads, steps = (per_dim(v, 2) for v in (output_size, kernel, dilation, padding, stride))
     down = Sliding(kernels[0], steps[0], spreads[0], pads[0], pads[0])

@@ -53,7 +53,7 @@ class UnpoolPlan(NamedTuple):
 def _plan(
     x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, shape: Sequence[int], name: str
 ) -> UnpoolPlan:
-    layout, mesh = x._layout, x._mesh
+    layout, mesh = x.sharding, x.mesh
     kernels, pads = per_dim(kernel, ndim), per_dim(padding, ndim)
     strides = kernels if stride is None else per_dim(stride, ndim)
     first = x.ndim - ndim
@@ -129,23 +129,23 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
     ) -> ShardTensor:
         mesh = mesh_of((input, indices))
         x = on_mesh(input, mesh)
-        if not isinstance(input, ShardTensor) and x._layout.shape == indices._layout.shape:
-            x = moved(x, resolved(indices)._layout)
-        at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x._layout)
+        if not isinstance(input, ShardTensor) and x.sharding.shape == indices.sharding.shape:
+            x = moved(x, resolved(indices).sharding)
+        at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x.sharding)
         kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
         output_size = None if output_size is None else tuple(output_size)
-        key = (name, x._layout, x.dtype, tuple(indices.shape), kernel, stride, padding, output_size)
+        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, stride, padding, output_size)
 
         def build() -> UnpoolPlan:
             places = torch.empty(tuple(indices.shape), dtype=indices.dtype, device="meta")
-            whole = func(on_domain(x._layout.shape, x._local), places, kernel, stride, padding, output_size)
+            whole = func(on_domain(x.sharding.shape, x.block), places, kernel, stride, padding, output_size)
             return _plan(x, ndim, kernel, stride, padding, whole.shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x._layout,))
-        return wrap(_scattered(apply(plan.values, x._local), apply(plan.indices, at), plan), plan.out, mesh)
+        agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x.sharding,))
+        return wrap(_scattered(apply(plan.values, x.block), apply(plan.indices, at), plan), plan.out, mesh)
 
     return max_unpool
 
