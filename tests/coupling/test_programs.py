@@ -88,7 +88,8 @@ def test_names_that_are_not_right(programs):
 
 
 def test_program_that_never_joins(programs):
-    done = programs((2, JOINS.format(name="solver", timeout=4)), (1, "from mpi4py import MPI\nimport time\ntime.sleep(12)"))
+    absent = "from mpi4py import MPI\nimport time\ntime.sleep(12)"
+    done = programs((2, JOINS.format(name="solver", timeout=4)), (1, absent))
     ended_well(done)
     assert done.stdout.count("TOLD join: rank 2 of MPI_COMM_WORLD did not come") == 2, done.stdout
     assert "'solver' (2)" in done.stdout

@@ -176,7 +176,7 @@ def policies(me):
             told = {}  # the reader's count where the writer gives none
         link = me.connect(OTHER, **side({"u": u}, **told), timeout=100)
         if SOLVER:
-            kept = []
+            kept, start = [], 0.0
             for step in range(6):
                 u.to_local().fill_(step)
                 kept.append(link.put())
