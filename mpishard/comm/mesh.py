@@ -93,6 +93,7 @@ class CartMesh:
         for k in range(1, self.ndim):
             for mesh_dims in combinations(every, k):
                 sub = cart.Sub([m in mesh_dims for m in every])
+                sub.Set_errhandler(MPI.ERRORS_RETURN)
                 self._holding.comms.append(sub)
                 groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
         groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)

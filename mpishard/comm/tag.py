@@ -2,6 +2,10 @@
 
 A rank takes the next message of a peer whatever its tag, and looks at the tag afterwards: a message of another
 call is an error at once, not a wait for one that never comes.
+
+Plans have numbers that their ranks agreed on, and never share a tag. Messages without a plan (`hashed`) have one of
+12,288: two calls that cross meet as if they were one where both their texts have the same remainder and their messages
+the same length. ``MPISHARD_DEBUG=1`` compares the texts themselves.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
     def register(rule: R) -> R:
         for function in functions:
             RULES[function] = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
-            RULES[function] = rule
             SHARDED[function] = sharded
         return rule
 

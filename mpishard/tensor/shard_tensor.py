@@ -53,6 +53,8 @@ class ShardTensor(Tensor):
     mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
+    # a part of a sharded dim, which in torch has gaps in memory: a block that lies in the part whole does not show them
+    _gapped: bool = False
     # of a gathered view: the tensor it was taken from, and the basic index
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
@@ -258,6 +260,8 @@ class ShardTensor(Tensor):
         out = wrap(local, self.sharding, self.mesh)
         if self._gathered_view or self.sharding.partial_dims:
             out._gathered_view = True
+        if self._gapped:
+            out._gapped = True
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -64,7 +64,6 @@ REFUSED = {
         "the result is a sparse tensor": "sparse.sampled_addmm to_sparse",
         "a hash of the bits of all cells, which MPI's reductions here do not know": "hash_tensor",
         "known: torch gives the input the gradient of the cells that are written": "as_strided_scatter",
-        "known: plain operands with a sharded index, or a sharded weight": "index_put nn.functional.nll_loss",
     }.items()
 }
 

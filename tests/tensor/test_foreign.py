@@ -111,25 +111,49 @@ def test_operators_around_arrays():
         np.add(np.ones(N), x)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x, lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[1:], lambda x: x[:, 1:3]],
-)
-@pytest.mark.parametrize("flat", [lambda x: x.reshape(-1), lambda x: x.flatten(), lambda x: x.contiguous()])
+VIEWS = {
+    "whole": lambda x: x,
+    "t": lambda x: x.t(),
+    "steps": lambda x: x[:, ::2],
+    "rows": lambda x: x[1:],
+    "columns": lambda x: x[:, 1:3],
+    "columns, detached": lambda x: x[:, 1:3].detach(),
+    "columns, with a dim": lambda x: x[:, 1:3].unsqueeze(0),
+    "columns of rows": lambda x: x[1:][:, :2],
+    "t of columns": lambda x: x[:, 1:].t(),
+    "rows of t": lambda x: x.t()[1:3],
+    "a column": lambda x: x[:, 2:3],
+    "every second row": lambda x: x[::2],
+}
+FLAT = {
+    "reshape": lambda x: x.reshape(-1),
+    "flatten": lambda x: x.flatten(),
+    "ravel": lambda x: x.ravel(),
+    "contiguous": lambda x: x.contiguous(),
+    "to": lambda x: x.to(memory_format=torch.contiguous_format),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("flat", FLAT.values(), ids=FLAT)
 def test_writing_into_the_reshape_of_a_view(view, flat):
-    """It reaches the tensor where torch's does; where torch makes a copy it is one, or reaches it too; or it raises."""
-    cut = view(torch.empty(N, 4)).shape == (N, 2) and flat(torch.ones(2, 2)).ndim == 2
-    # which rank copies in contiguous() depends, where a sharded dim is sliced, on what is left of its block
-    for placement in (ms.Shard(0), *[ms.Shard(1)] * (not cut), ms.Replicate()):
-        whole = torch.arange(N * 4.0).reshape(N, 4)
-        x, through = shard(whole, mesh_1d(), [placement]), whole.clone()
-        flat(view(whole)).mul_(2)
-        view(through).mul_(2)
-        try:
-            flat(view(x)).mul_(2)
-        except ms.UnsupportedOperationError:
-            continue
-        torch.testing.assert_close(gathered(x), whole if not torch.equal(gathered(x), through) else through)
+    """On all ranks alike: it reaches the tensor, or (where torch makes a copy) nothing of it, or it raises."""
+    for placement in (ms.Shard(0), ms.Shard(1), ms.Replicate()):
+        last = {d: [*[0] * (WORLD.size - 1), (N, 4)[d]] for d in range(2) if placement == ms.Shard(d)}
+        for sizes in (None, last):
+            whole = torch.arange(N * 4.0).reshape(N, 4)
+            x, through = ms.distribute_tensor(whole, mesh_1d(), [placement], sizes=sizes), whole.clone()
+            flat(view(whole)).mul_(2)
+            view(through).mul_(2)
+            try:
+                flat(view(x)).mul_(2)
+                raised = False
+            except ms.UnsupportedOperationError:
+                raised = True
+            assert len(set(WORLD.allgather(raised))) == 1
+            if not raised:
+                found = gathered(x)
+                torch.testing.assert_close(found, through if torch.equal(found, through) else whole)
 
 
 def test_copies_and_pickles():

@@ -24,8 +24,8 @@ from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import into_plain, require_writable, settle, settled, viewed, wrapped
-from mpishard.tensor.operand import broadcast_of, fitted, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
+from mpishard.tensor.registry import implements, spellings, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _ALL = (None, None, None)
@@ -176,8 +176,7 @@ def picked(x: Any, index: Any) -> ShardTensor:
     if _is_boolean(alone := _sole(index)):
         return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
     if not isinstance(x, ShardTensor):
-        mesh = next(i.mesh for i in (index if type(index) is tuple else (index,)) if isinstance(i, ShardTensor))
-        x = on_mesh(x, mesh)
+        x = on_mesh(x, mesh_of(tensors_in([index])))
     x = settled(x)
     if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
         return picked_where(x, alone)
@@ -450,8 +449,7 @@ def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumula
 def _out_of_place(in_place: Any) -> Any:
     def rule(input: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         if not isinstance(input, ShardTensor):
-            mesh = next(a.mesh for a in [*args, *kwargs.values()] if isinstance(a, ShardTensor))
-            input = on_mesh(input, mesh)
+            input = on_mesh(input, mesh_of(tensors_in([*args, *kwargs.values()])))
         return in_place(input.clone(), *args, **kwargs)  # type: ignore[no-any-return]
 
     return rule

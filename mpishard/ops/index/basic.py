@@ -6,6 +6,7 @@ sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.i
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
@@ -59,6 +60,7 @@ class Basic(NamedTuple):
     drop: tuple[int, ...]
     whole: Layout
     out: Layout
+    gapped: bool
 
 
 def key_of(index: Any) -> Key | None:
@@ -103,7 +105,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     sizes: list[tuple[int, ...] | None] = []
     drop: list[int] = []
     selected: list[int] = []
-    dim = 0
+    dim, gapped = 0, False
     for item in items:
         if item is None:
             local.append(None)
@@ -130,6 +132,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             count = len(range(start, stop, step))
         sources.append(dim)
         shape.append(count)
+        gapped |= cut is not None and count < n and (step > 1 or math.prod(layout.shape[:dim]) > 1)
         if cut is None:
             sizes.append(None)
             local.append(slice(start, start + count * step, step))
@@ -146,7 +149,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     placements: list[Placement] = [Shard(position[p.dim]) if type(p) is Shard else p for p in base.placements]
     kept = layout_of(layout.mesh_shape, placements, shape, sizes)
     whole = unsharded(kept, tuple(drop))
-    return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)))
+    return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)), gapped)
 
 
 def indexed(x: ShardTensor, key: Key) -> ShardTensor:
@@ -159,6 +162,8 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         out._gathered_view = True
     else:
         out = viewed(x, local, plan.out, steps=True)
+        if plan.gapped:
+            out._gapped = True
     if out._gathered_view:
         # as the user gave it
         out._origin = x, tuple(slice(*i) if type(i) is tuple else i for i in key)

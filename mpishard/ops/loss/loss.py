@@ -177,7 +177,7 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
         x = on_mesh(x, mesh)
         target = named["target"]
         shift = 1 if x.ndim > 1 else 0
-        if tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):
+        if isinstance(target, ShardTensor) and tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):
             kept = target.unsqueeze(shift) if x.ndim > 1 else target
             placements = kept.sharding.placements
             layout = kept.sharding.with_placements(placements)

@@ -175,6 +175,8 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
             return x
         if x._gathered_view:  # it may be a view
             out._gathered_view = True
+        if x._gapped:
+            out._gapped = True
         if x._halo is not None and detaches:
             out._halo = x._halo
         return out
@@ -187,8 +189,8 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
     local = x.block.contiguous(memory_format=memory_format)
-    if x._halo is not None:
-        # a block with its halo is contiguous on a rank where it is but a row
+    if x._halo is not None or x._gapped:
+        # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
         return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)

@@ -102,6 +102,8 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False
         out._halo = x._halo
     if x._gathered_view:
         out._gathered_view = True
+    if x._gapped:
+        out._gapped = True
     return out
 
 

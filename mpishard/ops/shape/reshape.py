@@ -162,7 +162,10 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
     if 1 in x.block.shape and local.data_ptr() == x.block.data_ptr() and _copied_elsewhere(x, plan.out):
         local = local.clone()
-    return viewed(x, local, plan.out, steps=steps)
+    out = viewed(x, local, plan.out, steps=steps)
+    if x._gapped and not steps:
+        out._gathered_view = True  # a copy on some ranks, a view on others
+    return out
 
 
 def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
