@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.rule.align import Labels, Met, meet
+from mpishard.layout import Labels
+from mpishard.ops.rule.align import Met, meet
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -30,7 +31,7 @@ def _run(met: Met, dims: Sequence[int | None], func: Callable[..., Any], outs: S
     found = func(*operands)
     results = []
     for t, labels in zip(found if isinstance(found, tuple) else (found,), outs):
-        results.append(met.wrapped(t.narrow(labels.index("batch"), 0, 0) if empty else t, labels))
+        results.append(met.result(t.narrow(labels.index("batch"), 0, 0) if empty else t, labels))
     return tuple(results)
 
 
@@ -95,7 +96,7 @@ def pack_padded_sequence(input: ShardTensor, lengths: Any, batch_first: bool) ->
     """Pack sequences. Collective: they are gathered, since those of all ranks take turns in the packed rows."""
     met = meet((input,), ((None,) * input.ndim,))
     data, sizes = torch._pack_padded_sequence(met.locals[0], lengths, batch_first)
-    return met.wrapped(data, (None,) * data.ndim), sizes
+    return met.result(data, (None,) * data.ndim), sizes
 
 
 @implements(torch._pad_packed_sequence, sharded="local")
@@ -105,7 +106,7 @@ def pad_packed_sequence(
     """Pad packed sequences, of which every rank has all. Not collective."""
     met = meet((input,), ((None,) * input.ndim,))
     data, lengths = torch._pad_packed_sequence(met.locals[0], batch_sizes, batch_first, padding_value, total_length)
-    return met.wrapped(data, (None,) * data.ndim), lengths
+    return met.result(data, (None,) * data.ndim), lengths
 
 
 @implements(torch._C._nn.pad_sequence, sharded="halo")

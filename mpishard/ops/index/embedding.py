@@ -147,8 +147,8 @@ def embedding_bag(
             return (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]  # type: ignore[no-any-return]
         return look_up(index, factors)  # type: ignore[no-any-return]
 
-    local = agreed(joined, met.mesh, met.fit.targets)
-    return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
+    local = agreed(joined, met.mesh, met.plan.operands)
+    return met.result(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
 @implements(F.one_hot, sharded="local")

@@ -55,4 +55,4 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
         return torch.searchsorted(sequence, cells, sorter=order, **options)
 
     # torch looks whether the sorter's numbers are in range
-    return met.wrapped(search() if order is None else agreed(search, met.mesh, met.fit.targets), own)
+    return met.result(search() if order is None else agreed(search, met.mesh, met.plan.operands), own)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.rule.contraction import Label, Labels, contract
+from mpishard.layout import Labels
+from mpishard.ops.rule.contraction import Label, contract
 from mpishard.ops.rule.dim import into_plain, whole_along
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.registry import implements, spellings

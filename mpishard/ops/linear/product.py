@@ -32,7 +32,7 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1) -> ShardTensor:
         )
     labels = tuple(None if i == d else i for i in range(input.ndim))
     met = meet((input, other), (labels, labels))
-    return met.wrapped(torch.linalg.cross(*met.locals, dim=d), labels)
+    return met.result(torch.linalg.cross(*met.locals, dim=d), labels)
 
 
 @implements(torch.cross, torch.Tensor.cross, sharded="reduction")
@@ -98,7 +98,7 @@ def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_eucl
         large = x1.shape[-2] > 25 or x2.shape[-2] > 25
         compute_mode = f"{'use' if large else 'donot_use'}_mm_for_euclid_dist"
     batch = max(batches, key=len)
-    return met.wrapped(torch.cdist(a, b, p, compute_mode), (*batch, "row", "column"))
+    return met.result(torch.cdist(a, b, p, compute_mode), (*batch, "row", "column"))
 
 
 @implements(*spellings("pdist"), sharded="gathers")

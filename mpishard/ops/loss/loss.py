@@ -426,8 +426,8 @@ def ctc_loss(
         lengths = [torch.tensor([n]) for n in (len(scores), 0)]
         return F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
 
-    loss = agreed(aligned, met.mesh, met.fit.targets)
-    every = met.wrapped(loss, (batch,) if batched else ())
+    loss = agreed(aligned, met.mesh, met.plan.operands)
+    every = met.result(loss, (batch,) if batched else ())
     if reduction == "mean":
-        every = every / met.wrapped(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
+        every = every / met.result(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
     return _reduce(every, reduction)

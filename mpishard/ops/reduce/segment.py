@@ -42,7 +42,7 @@ def segment_reduce(
     else:
         name = "lengths" if offsets is None else "offsets"
         out = torch.segment_reduce(cells, reduce, **{name: own}, axis=axis, unsafe=unsafe, initial=initial)
-    return met.wrapped(out, (*lead, None, *rest))
+    return met.result(out, (*lead, None, *rest))
 
 
 def _require_borders(data: Tensor, borders: Tensor, are_offsets: bool, axis: int, unsafe: bool) -> None:

@@ -47,7 +47,7 @@ def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
         else:
             values, at = func(cells, kernel_size, output_size, output_ratio, _random_samples=samples)
         labels = (*lead, *(None,) * ndim)
-        found = met.wrapped(values, labels), met.wrapped(at, labels)
+        found = met.result(values, labels), met.result(at, labels)
         return found if with_indices or return_indices else found[0]
 
     return rule

@@ -56,7 +56,7 @@ def grid_sample(
     met = meet((input, grid), labels)
     cells, points = met.locals
     local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
-    return met.wrapped(_of_points(local, cells, points), ("batch", "channel", *spatial))
+    return met.result(_of_points(local, cells, points), ("batch", "channel", *spatial))
 
 
 @implements(*spellings("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), sharded="halo")
@@ -74,15 +74,15 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     """Sample windows of the field, or return None on every rank where the windows are wide. Collective."""
     layout, mesh = x.sharding, x.mesh
     whole = tuple(range(2, x.ndim))
-    fit = plan_meeting((unsharded(layout, whole), grid.sharding), labels)
-    wanted = fit.targets[0]
+    plan = plan_meeting((unsharded(layout, whole), grid.sharding), labels)
+    wanted = plan.operands[0]
     source = layout_of(
         mesh.shape,
         [p if type(p) is Shard and p.dim > 1 else q for p, q in zip(layout.placements, wanted.placements)],
         layout.shape,
         [*wanted.sizes[:2], *layout.sizes[2:]],
     )
-    points = use(moved(grid, fit.targets[1]).block, mesh, fit.used[1])
+    points = use(moved(grid, plan.operands[1]).block, mesh, plan.used[1])
     flat = filled(points).flatten(1, -2)
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
@@ -101,11 +101,11 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
         return tuple(box)
 
     field = moved(x, source)
-    used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
+    used = tuple(m for m in plan.used[0] if type(source.placements[m]) is Replicate)
     cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample")
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
-    return Met(mesh, (cells, points), fit).wrapped(
+    return Met(mesh, (cells, points), plan).result(
         _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
     )
 
@@ -174,4 +174,4 @@ def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None
     else:  # torch refuses an empty batch
         points = F.affine_grid(local.sum() + local.new_zeros(1, *local.shape[1:]), [1, *size[1:]], bool(align_corners))
         points = points[:0]
-    return met.wrapped(points, ("batch", *(None,) * (points.ndim - 1)))
+    return met.result(points, ("batch", *(None,) * (points.ndim - 1)))

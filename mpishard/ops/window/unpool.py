@@ -157,7 +157,7 @@ def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Shar
         met = meet((input, indices), ((*lead, *(None,) * ndim),) * 2)
         values, at = met.locals
         y = func(filled(values), filled(at), output_size, *window)
-        return met.wrapped(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
+        return met.result(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
 
     return rule
 
