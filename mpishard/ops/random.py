@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.rule.dim import other_device, resized, whole_along
-from mpishard.ops.rule.reduction import normal_dim
+from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.ops.index.advanced import picked, put
 from mpishard.ops.index.getitem import setitem
-from mpishard.ops.rule.dim import gathered, into_plain, require_writable, resized, settle, whole_along, wrapped
+from mpishard.ops.rule.dim import gathered, into_plain, normal_dim, require_writable, resized, settle, whole_along
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -40,7 +40,7 @@ def _require_shape(name: str, src: Any, shape: tuple[int, ...]) -> None:
 @implements(torch.select_scatter, torch.Tensor.select_scatter, sharded="moves")
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
     """Write one cell of a dim in a copy. Collective where the source is laid out differently."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     _require_shape("select_scatter", src, (*input.shape[:d], *input.shape[d + 1 :]))
     y = _own(input, src)
     setitem(y, _at(d, int(index)), src)
@@ -50,7 +50,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
 @implements(torch.slice_scatter, torch.Tensor.slice_scatter, sharded="moves")
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
     """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     n = len(range(*slice(start, end, step).indices(input.shape[d])))
     _require_shape("slice_scatter", src, (*input.shape[:d], n, *input.shape[d + 1 :]))
     y = _own(input, src)
@@ -63,7 +63,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
     y = _own(input, src)
     layout = y.sharding
-    whole = whole_along(y, tuple(wrapped(d, y.ndim) for d in (dim1, dim2)))
+    whole = whole_along(y, tuple(normal_dim(d, y.ndim) for d in (dim1, dim2)))
     out = _own(whole)
     diagonal = torch.diagonal(out, offset, dim1, dim2)
     _require_shape("diagonal_scatter", src, tuple(diagonal.shape))
@@ -162,7 +162,7 @@ def index_reduce(
 ) -> ShardTensor:
     """Reduce into cells along a dim. Collective where that dim, or the index, is sharded: it is gathered."""
     x = _own(input, index, source)
-    d = wrapped(dim, x.ndim)
+    d = normal_dim(dim, x.ndim)
     if not x.ndim:
         cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
         return cells.reshape(())  # type: ignore[return-value]

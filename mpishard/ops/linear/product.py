@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.layout import layout_of
 from mpishard.ops.rule.align import batchwise, meet
-from mpishard.ops.rule.dim import gathered, kept, wrapped
+from mpishard.ops.rule.dim import gathered, kept, normal_dim
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,7 +25,7 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1) -> ShardTensor:
         raise RuntimeError(
             f"linalg.cross: inputs must have the same number of dimensions, got {input.ndim} and {other.ndim}"
         )
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if input.shape[d] != 3 or other.shape[d] != 3:
         raise RuntimeError(
             f"linalg.cross: inputs dimension {dim} must have length 3. Got {input.shape[d]} and {other.shape[d]}"
@@ -234,7 +234,7 @@ def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
 @implements(torch.renorm, torch.Tensor.renorm, sharded="reduction")
 def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     """Scale slices down to a norm. Collective where other dims than ``dim`` are sharded."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if input.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {input.ndim} dimensions")
     norm = torch.linalg.vector_norm(input, p, [i for i in range(input.ndim) if i != d], True)

@@ -11,7 +11,8 @@ from torch import Tensor
 from mpishard.autograd.linear import Run, Step, apply, differentiated
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, normal_dim, reduced, worst
+from mpishard.ops.rule.dim import normal_dim
+from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, reduced, worst
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Shard, layout_of
-from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.dim import normal_dim, whole_along
 from mpishard.ops.rule.empty_block import cropped, filled
-from mpishard.ops.rule.reduction import normal_dim, reduced
+from mpishard.ops.rule.reduction import reduced
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

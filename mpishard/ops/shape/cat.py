@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.redistribute import redistribute
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Alignment, Layout, align, bounds, layout_of
-from mpishard.ops.rule.dim import CACHED, wrapped
+from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -92,14 +92,14 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Sha
     dim = dim if axis is None else axis
     if not any(isinstance(t, ShardTensor) for t in cells):
         return torch.cat(cells, dim)  # type: ignore[return-value]
-    dim = wrapped(dim, cells[0].ndim)
+    dim = normal_dim(dim, cells[0].ndim)
     return _joined(torch.cat, plan_cat, cells, dim)
 
 
 @implements(torch.stack, sharded="moves")
 def stack(tensors: Sequence[Any], dim: int = 0) -> ShardTensor:
     """Join along a new dim. Collective where operands are laid out differently."""
-    dim = wrapped(dim, tensors[0].ndim + 1)
+    dim = normal_dim(dim, tensors[0].ndim + 1)
     return _joined(torch.stack, plan_stack, tensors, dim)
 
 

@@ -55,7 +55,7 @@ def _plan(
 ) -> UnpoolPlan:
     layout, mesh = x.sharding, x.mesh
     kernels, pads = per_dim(kernel, ndim), per_dim(padding, ndim)
-    strides = kernels if stride is None else per_dim(stride, ndim)
+    strides = per_dim(stride, ndim)
     first = x.ndim - ndim
     sizes, wanted, reaches = list(layout.sizes), [], []
     for i in range(ndim):
@@ -132,14 +132,14 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         if not isinstance(input, ShardTensor) and x.sharding.shape == indices.sharding.shape:
             x = moved(x, resolved(indices).sharding)
         at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x.sharding)
-        kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
-        output_size = None if output_size is None else tuple(output_size)
-        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, stride, padding, output_size)
+        kernel, pads, size = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(output_size, ndim)
+        step = kernel if stride is None else frozen(stride, ndim)
+        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, step, pads, size)
 
         def build() -> UnpoolPlan:
             places = torch.empty(tuple(indices.shape), dtype=indices.dtype, device="meta")
-            whole = func(on_domain(x.sharding.shape, x.block), places, kernel, stride, padding, output_size)
-            return _plan(x, ndim, kernel, stride, padding, whole.shape, name)
+            whole = func(on_domain(x.sharding.shape, x.block), places, kernel_size, stride, padding, output_size)
+            return _plan(x, ndim, kernel, step, pads, whole.shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
