@@ -77,7 +77,7 @@ class Transposed(NamedTuple):
 def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
     """Tell whether windows that read the padding at one end of ``n`` cells lie beside those of the other end.
 
-    Not collective. Of such 3-D convolutions with a stride, oneDNN (in torch 2.13) writes the weight's gradient past
+    Not collective. Of such 3-D convolutions with a stride, oneDNN (docs/upstream.md) writes the weight's gradient past
     the end of its arrays. Whole fields are seldom so short; blocks may be.
     """
     return padding > g.stride > 1 and n < g.reach + g.stride

@@ -83,11 +83,11 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "flip": (lambda x: x.flip(2), lambda x: x.flip(-2), lambda x: x.flip([2])),
     "fft": (lambda x: torch.fft.fft(x, dim=2), lambda x: torch.fft.fft(x, None, -2)),
     "fft2": (
-        lambda x: torch.fft.fft2(x),
+        torch.fft.fft2,
         lambda x: torch.fft.fft2(x, dim=[2, 3]),
         lambda x: torch.fft.fft2(x, dim=(-2, 3)),
     ),
-    "fftn": (lambda x: torch.fft.fftn(x), lambda x: torch.fft.fftn(x, dim=(0, 1, -2, -1))),
+    "fftn": (torch.fft.fftn, lambda x: torch.fft.fftn(x, dim=(0, 1, -2, -1))),
     "rfftn with extents": (lambda x: torch.fft.rfftn(x, (12, 6)), lambda x: torch.fft.rfftn(x, [12, 6], [-2, -1])),
     "diff": (lambda x: torch.diff(x, dim=2), lambda x: torch.diff(x, dim=-2)),
     "gradient": (lambda x: torch.gradient(x, dim=2)[0], lambda x: torch.gradient(x, dim=(-2,))[0]),

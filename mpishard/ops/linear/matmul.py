@@ -51,7 +51,7 @@ def _tiny(x: Tensor, ndim: int) -> Tensor:
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
     if input1.numel() and input2.numel():
         return F.bilinear(input1, input2, weight)
-    # torch's own fails on empty blocks
+    # torch's own fails on empty blocks (docs/upstream.md)
     dtype = F.bilinear(_tiny(input1, 2), _tiny(input2, 2), _tiny(weight, 3)).dtype
     with torch.autocast(input1.device.type, enabled=False):
         return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
@@ -299,6 +299,7 @@ def einsum(*args: Any) -> ShardTensor:
     dtype = None
     if torch._C._is_any_autocast_enabled():
         # where one cell is summed, torch multiplies in the dtype of the operands: blocks of one cell must not decide
+        # (docs/upstream.md)
         cells = (torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands)
         dtype = torch.einsum(equation, *cells).dtype
 

@@ -207,7 +207,7 @@ def _spread(block: Tensor) -> Tensor:
 def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a hook that gives a cotangent the memory format of ``x``.
 
-    Of one sample, torch's batch_norm backward (seen in 2.13) misreads a cotangent that came through
+    Of one sample, torch's batch_norm backward (docs/upstream.md) misreads a cotangent that came through
     ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
     """
     row_major = torch.contiguous_format

@@ -111,7 +111,7 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
 
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the transform of an empty block, which torch refuses."""
+    """Return the transform of an empty block, which torch refuses (docs/upstream.md)."""
     return (x.to(dtype) if dtype.is_complex else x.to(dtype.to_complex()).real).reshape(shape)
 
 

@@ -277,7 +277,8 @@ def _plan_tapped(
     wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
     local_size, local_scales = list(shape[2:]), list(scales or ())
     # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or
-    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing.
+    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing
+    # (docs/upstream.md).
     for dim in range(2, x.ndim):
         stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
         if dim not in sharded and not stays and not request.antialias:
