@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpishard.comm.collective import blocking
 from mpishard.ops.rule.dim import gathered, whole_along, without
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -124,12 +125,11 @@ def _positions(values: Tensor, cells: Tensor) -> Tensor:
 
 
 def _unique_slices(func: Any, x: ShardTensor, dim: Any, inverse: bool, counts: bool, **options: Any) -> Any:
-    whole = gathered(x).block
-    found = func(whole, return_inverse=inverse, return_counts=counts, dim=dim, **options)
-    parts = [_whole(x, t) for t in (found if isinstance(found, tuple) else (found,))]
+    found = whole(lambda t: func(t, return_inverse=inverse, return_counts=counts, dim=dim, **options), (x,))
     if inverse and dim is None:
-        parts[1] = moved(parts[1], x.sharding)
-    return tuple(parts) if len(parts) > 1 else parts[0]
+        values, places, *rest = found
+        return values, moved(places, x.sharding), *rest
+    return found
 
 
 def unique_consecutive(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Alignment, Labels, Layout, align, extents_of
-from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import CACHED, whole_along
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
@@ -82,47 +79,3 @@ def meet(operands: Sequence[Any], labels: Sequence[Labels]) -> Met:
             notice_gather(mesh, layouts[k], plan.operands[k], ready[k].itemsize)
         out[i] = use(redistribute(ready[k], mesh, layouts[k], plan.operands[k]), mesh, plan.used[k])
     return Met(mesh, tuple(out), plan)
-
-
-def batchwise(func: Callable[..., Any], operands: Sequence[Any], cores: Sequence[int]) -> Any:
-    """Return ``func`` of operands whose last ``cores[i]`` dims are whole; the dims before them broadcast.
-
-    Collective where an operand moves: where a core dim is sharded, or the others are sharded differently. Every
-    result has the broadcast dims first.
-    """
-    labels = [(*range(c - x.ndim, 0), *(None,) * c) if isinstance(x, Tensor) else () for x, c in zip(operands, cores)]
-    met = meet(operands, labels)
-    count = max(len(own) - c for own, c in zip(labels, cores))
-    batch = tuple(range(-count, 0))
-    block = torch.broadcast_shapes(*[t.shape[: t.ndim - c] for t, c in zip(met.locals, cores) if isinstance(t, Tensor)])
-    locals_ = met.locals
-    if 0 in block:
-        locals_ = tuple(_spare(t, c, count) if isinstance(t, Tensor) else t for t, c in zip(met.locals, cores))
-
-    def grow(t: Tensor) -> ShardTensor:
-        if 0 in block:
-            t = t[:0].reshape(*block, *t.shape[count:])
-        return met.result(t, (*batch, *(None,) * (t.ndim - count)))
-
-    # a matrix that has no inverse, or factor, is one rank's; what it does with it is every rank's
-    return mapped_results(agreed(lambda: func(*locals_), met.mesh, met.plan.operands), grow)
-
-
-def _spare(x: Tensor, core: int, count: int) -> Tensor:
-    """Return a harmless matrix (or vector, or number) in place of a block without any, with its graph.
-
-    Torch refuses some empty batches, and of others the results lose their graph: this rank would not take part in
-    the communication of backward.
-    """
-    shape = (*(1,) * count, *x.shape[x.ndim - core :])
-    steps = torch.arange(1, max((1, *shape)) + 1, device=x.device).to(x.dtype)
-    if core == 2:  # with singular values and eigenvalues that differ: their gradients are finite
-        spare = torch.diag(steps)[: shape[-2], : shape[-1]].expand(shape)
-    else:
-        spare = steps[: shape[-1]].expand(shape) if core else steps[0].expand(shape)
-    return spare + 0 * x.sum() if differentiated(x) else spare
-
-
-def mapped_results(found: Any, grow: Callable[[Tensor], Any]) -> Any:
-    """Return a tensor, or the tensors of a tuple, as ``grow`` wraps them. Not collective."""
-    return grow(found) if isinstance(found, Tensor) else type(found)([grow(t) for t in found])

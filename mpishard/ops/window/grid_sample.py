@@ -13,9 +13,10 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.window import fetch_box
 from mpishard.comm.collective import blocking
 from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
-from mpishard.ops.rule.align import Met, meet, plan_meeting
+from mpishard.ops.rule.align import Met, plan_meeting
 from mpishard.ops.rule.dim import unsharded, whole_along
 from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.whole import whole
 from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -53,10 +54,12 @@ def grid_sample(
             found = _from_windows(input, grid, labels, (mode, padding_mode, corners))
             if found is not None:
                 return found
-    met = meet((input, grid), labels)
-    cells, points = met.locals
-    local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
-    return met.result(_of_points(local, cells, points), ("batch", "channel", *spatial))
+    return whole(  # type: ignore[no-any-return]
+        lambda x, points: F.grid_sample(x, points, mode, padding_mode, corners),
+        (input, grid),
+        labels,
+        ("batch", "channel", *spatial),
+    )
 
 
 @implements(*spellings("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), sharded="halo")
@@ -167,11 +170,9 @@ def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None
     x = resolved(theta)
     if x.ndim != 3 or not size or size[0] != x.shape[0]:
         F.affine_grid(torch.zeros(x.shape, dtype=x.dtype), list(size), bool(align_corners))
-    met = meet((x,), (("batch", None, None),))
-    (local,) = met.locals
-    if local.shape[0]:
-        points = F.affine_grid(local, [local.shape[0], *size[1:]], bool(align_corners))
-    else:  # torch refuses an empty batch
-        points = F.affine_grid(local.sum() + local.new_zeros(1, *local.shape[1:]), [1, *size[1:]], bool(align_corners))
-        points = points[:0]
-    return met.result(points, ("batch", *(None,) * (points.ndim - 1)))
+
+    def points(t: Tensor) -> Tensor:
+        return F.affine_grid(t, [len(t), *size[1:]], bool(align_corners))
+
+    rows = ("batch", None, None)
+    return whole(points, (x,), (rows,), ("batch", *(None,) * (len(size) - 1)))  # type: ignore[no-any-return]

@@ -17,9 +17,8 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import frozen, on_domain
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -153,11 +152,10 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
 def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
     def rule(input: Any, indices: Any, output_size: Any, *window: Any) -> ShardTensor:
         """Scatter to cells anywhere in the plane. Collective where spatial dims are sharded: they are gathered."""
-        lead = tuple(range(-input.ndim, -ndim))
-        met = meet((input, indices), ((*lead, *(None,) * ndim),) * 2)
-        values, at = met.locals
-        y = func(filled(values), filled(at), output_size, *window)
-        return met.result(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
+        labels = (*range(-input.ndim, -ndim), *(None,) * ndim)
+        return whole(  # type: ignore[no-any-return]
+            lambda x, at: func(x, at, output_size, *window), (input, indices), (labels, labels), labels
+        )
 
     return rule
 
