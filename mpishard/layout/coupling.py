@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from mpishard.layout.layout import Layout
 from mpishard.layout.partition import bounds
-
-Box = tuple[tuple[int, int], ...]
+from mpishard.layout.transfer import Box
 
 
 class Share(NamedTuple):

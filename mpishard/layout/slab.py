@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-Box = tuple[tuple[int, int], ...]
+from mpishard.layout.transfer import Box
 
 
 def slabs(box: Sequence[tuple[int, int]], cells: int) -> Iterator[Box]:

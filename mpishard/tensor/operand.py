@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -36,10 +36,17 @@ def mesh_of(operands: Iterable[Any]) -> CartMesh:
     return mesh
 
 
-def resolved(x: ShardTensor) -> ShardTensor:
-    """Return ``x`` with its Partial dims summed. Collective over them."""
-    dims = x.sharding.partial_dims
-    if not dims:
+@overload
+def resolved(x: ShardTensor) -> ShardTensor: ...
+
+
+@overload
+def resolved(x: Any) -> Any: ...
+
+
+def resolved(x: Any) -> Any:
+    """Return ``x`` with its Partial dims summed; what is no ShardTensor stays. Collective over them."""
+    if not isinstance(x, ShardTensor) or not x.sharding.partial_dims:
         return x
     layout = x.sharding
     target = layout_of(

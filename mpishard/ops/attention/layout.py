@@ -117,7 +117,7 @@ def _choice(found: Sequence[Any], labels: Sequence[Labels], here: Sequence[Label
     return ()
 
 
-class Segment(NamedTuple):
+class Stretch(NamedTuple):
     """Neighbouring cells of a sequence: where they lie in a block, how many, and their global position."""
 
     at: int
@@ -125,16 +125,16 @@ class Segment(NamedTuple):
     start: int
 
 
-Segments = tuple[Segment, ...]
+Stretches = tuple[Stretch, ...]
 
 
-def contiguous(layout: Layout, dim: int) -> tuple[Segments, ...]:
+def contiguous(layout: Layout, dim: int) -> tuple[Stretches, ...]:
     """Return the cells of every block along ``dim``, one segment each. Not collective."""
     sizes = layout.sizes[dim] or (layout.shape[dim],)
-    return tuple((Segment(0, n, lo),) if n else () for n, lo in zip(sizes, bounds(sizes)))
+    return tuple((Stretch(0, n, lo),) if n else () for n, lo in zip(sizes, bounds(sizes)))
 
 
-def mirrored(n: int, count: int) -> tuple[Segments, ...]:
+def mirrored(n: int, count: int) -> tuple[Stretches, ...]:
     """Cut ``n`` cells into ``2 count`` pieces, of which block ``i`` has the ``i``-th from both ends.
 
     Not collective. Under a causal mask every block has the same work then, in every step of the ring.
@@ -144,23 +144,23 @@ def mirrored(n: int, count: int) -> tuple[Segments, ...]:
     out = []
     for i in range(count):
         first, last = sizes[i], sizes[2 * count - 1 - i]
-        pieces = (Segment(0, first, borders[i]), Segment(first, last, borders[2 * count - 1 - i]))
+        pieces = (Stretch(0, first, borders[i]), Stretch(first, last, borders[2 * count - 1 - i]))
         out.append(tuple(s for s in pieces if s.count))
     return tuple(out)
 
 
-def sizes_in(blocks: Sequence[Segments]) -> tuple[int, ...]:
+def sizes_in(blocks: Sequence[Stretches]) -> tuple[int, ...]:
     """Return the extents of blocks. Not collective."""
     return tuple(sum(s.count for s in block) for block in blocks)
 
 
-def moved_into(blocks: Sequence[Segments], dim: int) -> Wanted:
+def moved_into(blocks: Sequence[Stretches], dim: int) -> Wanted:
     """Return the window that brings the cells of ``dim``, in order, into ``blocks``. Not collective."""
     runs = tuple(tuple(Run(s.at, s.count, s.start, 1) for s in block) for block in blocks)
     return Wanted(dim, runs, sizes_in(blocks))
 
 
-def moved_back(blocks: Sequence[Segments], dim: int, sizes: Sequence[int]) -> Wanted:
+def moved_back(blocks: Sequence[Stretches], dim: int, sizes: Sequence[int]) -> Wanted:
     """Return the window that brings ``blocks`` back into the order of ``dim``. Not collective."""
     placed = sorted(
         (s.start, s.count, first + s.at) for block, first in zip(blocks, bounds(sizes_in(blocks))) for s in block

@@ -20,7 +20,7 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
 from mpishard.ops.attention.layout import (
     Meeting,
-    Segments,
+    Stretches,
     contiguous,
     mirrored,
     moved_back,
@@ -312,7 +312,7 @@ def _plan(
     return AttentionPlan(meeting, out, ring, balance, back)
 
 
-def _cut(layout: Layout, blocks: Sequence[Segments]) -> tuple[int, ...] | None:
+def _cut(layout: Layout, blocks: Sequence[Stretches]) -> tuple[int, ...] | None:
     return None if layout.sizes[-2] is None else sizes_in(blocks)
 
 
@@ -320,8 +320,8 @@ def _reach(
     mesh: CartMesh,
     q: Layout,
     row: int,
-    rows: Sequence[Segments],
-    columns: Sequence[Segments],
+    rows: Sequence[Stretches],
+    columns: Sequence[Stretches],
     ring: tuple[int, ...],
     is_causal: bool,
 ) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bound
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import into_plain, normal_dim, require_writable, settle, settled, viewed
+from mpishard.ops.rule.dim import into_plain, normal_dim, prepare_write, require_writable, settled, viewed
 from mpishard.tensor.operand import broadcast_of, fitted, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -317,7 +317,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         if bool(alone):
             write_at(x, (Ellipsis,), value)
         return
-    settle(x)
+    prepare_write(x)
     mesh = x.mesh
     basic, per_dim = _split(x, index)
     plan = plan_index(x.sharding, basic, mesh.coords)
@@ -347,7 +347,7 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     owned = _owned(y, points.dims, indices) if sharded else None
     if isinstance(value, Tensor):
         out = _result(y.sharding, points, replicated_layout(mesh, shape), y.sharding.sharded_mesh_dims)
-        value = fitted_shape(resolved(value) if isinstance(value, ShardTensor) else value, out.shape)
+        value = fitted_shape(resolved(value), out.shape)
         if owned is not None:
             value = value.expand(out.shape)
         value = fitted(value, mesh, out).to(y.dtype)
@@ -397,7 +397,7 @@ def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tup
         raise RuntimeError(f"{name}: self and source expected to have the same dtype, got {x.dtype} and {source.dtype}")
     if x.ndim:
         return x, source
-    settle(x)
+    prepare_write(x)
     return x.view(1), source.reshape(1)
 
 

@@ -20,8 +20,8 @@ from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
 from mpishard.ops.rule.dim import (
     CACHED,
     normal_dim,
+    prepare_write,
     require_writable,
-    settle,
     settled,
     unsharded,
     viewed,
@@ -170,7 +170,7 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
     if self._gathered_view and written_through(self, lambda y: write_at(y, key, value)):
         return
     require_writable(self, "x[index] = value")
-    settle(self)
+    prepare_write(self)
     plan = plan_index(self.sharding, key, self.mesh.coords)
     if isinstance(value, Tensor):
         value = fitted(_value(value, plan), self.mesh, plan.kept)

@@ -15,7 +15,7 @@ from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.contraction import contract
 from mpishard.ops.rule.dim import mapped, whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -107,7 +107,7 @@ def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
     shape = (*index.shape, rows.shape[1])
     if 0 not in shape or not len(rows) or not rows.requires_grad:
         return F.embedding(index, rows, padding_idx)
-    return cropped(F.embedding(filled(index), filled(rows), padding_idx), shape)
+    return unfilled(F.embedding(filled(index), filled(rows), padding_idx), shape)
 
 
 @implements(F.embedding_bag, sharded="gathers")

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import CACHED, into_plain, normal_dim, plain, require_writable, settle, whole_along
+from mpishard.ops.rule.dim import CACHED, into_plain, normal_dim, plain, prepare_write, require_writable, whole_along
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -145,7 +145,7 @@ def _scatter_rule(name: str) -> Any:
         """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
         require_writable(self, f"{name}_")
         d = normal_dim(dim, self.ndim)
-        settle(self)
+        prepare_write(self)
         if not index.numel():
             return self
         mesh = mesh_of((self, index, *args, *kwargs.values()))

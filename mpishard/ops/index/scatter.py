@@ -11,7 +11,16 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.ops.index.advanced import picked, put
 from mpishard.ops.index.getitem import setitem
-from mpishard.ops.rule.dim import gathered, into_plain, normal_dim, require_writable, resized, settle, whole_along
+from mpishard.ops.rule.dim import (
+    gathered,
+    into_plain,
+    normal_dim,
+    plain,
+    prepare_write,
+    require_writable,
+    resized,
+    whole_along,
+)
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -80,7 +89,7 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
         raise RuntimeError("dimensions must larger than 1")
     if len(shape) > 2 and len(set(shape)) > 1:
         raise RuntimeError("all dimensions of input must be of equal length")
-    settle(self)
+    prepare_write(self)
     cells = []
     for d, (lo, hi) in enumerate(self.sharding.box(self.mesh.coords)):
         cells.append(torch.arange(lo, hi, device=self.device).view(-1, *(1,) * (self.ndim - 1 - d)))
@@ -110,7 +119,7 @@ def take(input: Any, index: Any) -> Any:
 @into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
-    index, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
+    index, source = plain(index), plain(source)
     if index.numel() != source.numel():
         raise RuntimeError(
             f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
@@ -124,7 +133,7 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
         put(self, torch.unravel_index(flat, tuple(self.shape)), source.reshape(-1), accumulate)
     elif len(flat):
         require_writable(self, "put_")
-        settle(self)
+        prepare_write(self)
         put(self.view(1), (flat,), source.reshape(-1), accumulate)
     return self
 
@@ -143,8 +152,8 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
             f"masked_scatter: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}"
         )
     require_writable(self, "masked_scatter_")
-    settle(self)
-    mask, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
+    prepare_write(self)
+    mask, source = plain(mask), plain(source)
     mask = mask.expand(self.sharding.shape)
     if int(mask.sum()) > source.numel():
         raise RuntimeError("Number of elements of source < number of ones in mask")
@@ -166,12 +175,11 @@ def index_reduce(
     if not x.ndim:
         cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
         return cells.reshape(())  # type: ignore[return-value]
-    index = gathered(index)
-    index = index.block if isinstance(index, ShardTensor) else index
+    index = plain(index)
     # torch does not look where a block has no cells
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
         raise IndexError("index out of range in self")
-    source = resolved(source) if isinstance(source, ShardTensor) else source
+    source = resolved(source)
     shape = list(x.sharding.shape)
     shape[d] = index.numel()
     if list(source.shape) != shape:

@@ -157,7 +157,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y
-        input = resolved(input) if isinstance(input, ShardTensor) else input
+        input = resolved(input)
         mesh, out = broadcast_of([y, input])
         other = fitted(input, mesh, out).to(dtype)
         return wrap(fitted(y, mesh, out) + (other if beta == 1 else other * beta), out, mesh)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.collective import blocking
-from mpishard.ops.rule.dim import gathered, whole_along, without
+from mpishard.ops.rule.dim import gathered, plain, whole_along, without
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -50,11 +50,10 @@ def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any =
     x = on_mesh(input, mesh_of((input, bins, weight))).detach()
     options: dict[str, Any] = {}
     if weight is not None:
-        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        weight = resolved(weight)
         options["weight"] = fitted(weight, x.mesh, x.sharding)
     if isinstance(bins, Tensor):
-        bins = gathered(bins)
-        bins = bins.block if isinstance(bins, ShardTensor) else bins
+        bins = plain(bins)
     else:
         options["range"] = _range(x) if range is None else range
     counts, edges = torch.histogram(x.block, bins, **options)
@@ -78,7 +77,7 @@ def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> Sha
         return _summed(x, count)
     if tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
-    own = resolved(weights) if isinstance(weights, ShardTensor) else weights
+    own = resolved(weights)
     cells = fitted(own.detach(), x.mesh, x.sharding)
     n = max(minlength, hi + 1 if x.numel() else 0)
     result = torch.bincount(x.block.new_zeros(1), cells.new_zeros(1)).dtype
@@ -161,7 +160,7 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape[:-1]):
             torch.histogramdd(torch.zeros(x.shape), edges, weight=torch.zeros(weight.shape))
-        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        weight = resolved(weight)
         points = without(x.sharding, (x.ndim - 1,))
         options["weight"] = fitted(weight.detach(), x.mesh, points)
     if not (isinstance(edges, list) and isinstance(edges[0], Tensor)):

@@ -194,7 +194,7 @@ def settled(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def settle(x: ShardTensor) -> None:
+def prepare_write(x: ShardTensor) -> None:
     """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
 
     Raises

@@ -24,7 +24,7 @@ from mpishard.ops.rule.dim import (
     viewed,
     whole_along,
 )
-from mpishard.ops.shape.reshape_exchange import Group, cut_near, regrouped, spread
+from mpishard.ops.shape.reshape_exchange import DimGroup, cut_near, regrouped, spread
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
@@ -34,7 +34,7 @@ class Reshape(NamedTuple):
 
     before: Layout
     out: Layout
-    groups: tuple[Group, ...] = ()
+    groups: tuple[DimGroup, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -97,7 +97,7 @@ def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
             placements[m] = Shard(dim)
         for dim, cut in cuts.items():
             sizes[dim] = cut
-        groups.append(Group(tuple(old), tuple(new), moves))
+        groups.append(DimGroup(tuple(old), tuple(new), moves))
     return Reshape(before, layout_of(layout.mesh_shape, placements, shape, sizes), tuple(groups))
 
 

@@ -15,7 +15,7 @@ from mpishard.comm.collective import blocking
 from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
 from mpishard.ops.rule.align import Met, plan_meeting
 from mpishard.ops.rule.dim import unsharded, whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.whole import whole
 from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
 from mpishard.tensor.operand import moved, on_mesh, resolved
@@ -70,7 +70,7 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
 
 def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
     """Return the values of as many points and channels as there are."""
-    return cropped(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
+    return unfilled(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
 
 
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:

@@ -130,7 +130,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         x = on_mesh(input, mesh)
         if not isinstance(input, ShardTensor) and x.sharding.shape == indices.sharding.shape:
             x = moved(x, resolved(indices).sharding)
-        at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x.sharding)
+        at = fitted(resolved(indices), mesh, x.sharding)
         kernel, pads, size = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(output_size, ndim)
         step = kernel if stride is None else frozen(stride, ndim)
         key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, step, pads, size)
