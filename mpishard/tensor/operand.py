@@ -87,7 +87,8 @@ def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[La
     blocks, layouts = [], []
     for x in operands:
         if isinstance(x, ShardTensor):
-            x = resolved(x)
+            if x.sharding.partial_dims:
+                x = resolved(x)
             blocks.append(x.block)
             layouts.append(x.sharding)
         else:

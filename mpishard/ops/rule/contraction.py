@@ -129,10 +129,10 @@ def contract(
     labels, out
         As in `plan_contraction`.
     """
-    for x in operands:
-        if not isinstance(x, ShardTensor) and x.layout is not torch.strided:
-            require_sparse_gradient(name, x)
     mesh, locals_, layouts = blocks_of(operands)
+    for x in locals_:
+        if x.layout is not torch.strided:
+            require_sparse_gradient(name, x)
     plan, result = plan_contraction(name, layouts, labels, out)
     return wrap(func(*meeting_blocks(locals_, mesh, layouts, plan)), result, mesh)
 
@@ -141,7 +141,10 @@ def meeting_blocks(
     locals_: Sequence[Tensor], mesh: CartMesh, layouts: Sequence[Layout], plan: Alignment
 ) -> list[Tensor]:
     """Return the blocks of operands that a product needs. Collective where they are laid out differently."""
-    return [_block(x, mesh, *how) for x, *how in zip(locals_, layouts, plan.operands, plan.used)]
+    return [
+        _block(x, mesh, layout, target, used)
+        for x, layout, target, used in zip(locals_, layouts, plan.operands, plan.used)
+    ]
 
 
 def _block(x: Tensor, mesh: CartMesh, layout: Layout, target: Layout, used: tuple[int, ...]) -> Tensor:

@@ -234,6 +234,10 @@ def trivially_sharded(layout: Layout, dim: int) -> bool:
 
 def frozen(value: Any, ndim: int) -> Any:
     """Return an argument as part of a key, in which a number is one per dim. Not collective."""
+    if type(value) is int:  # the usual cases first
+        return (value,) * ndim
+    if type(value) is tuple:
+        return value
     if isinstance(value, (tuple, list)):
         return tuple(value)
     return (value,) * ndim if isinstance(value, (int, float, Integral)) else value
