@@ -285,6 +285,8 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
 
 def _normal(value: Any, ndim: int) -> Any:
     """Return strides, paddings or dilations as they are part of a key: one per dim."""
+    if type(value) is tuple and len(value) == ndim:  # the usual case first
+        return value
     if isinstance(value, str):
         return (0,) * ndim if value == "valid" else value
     return per_dim(value, ndim)
