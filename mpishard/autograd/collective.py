@@ -28,8 +28,16 @@ from mpishard.autograd.plain import note_reduced
 from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.memory.reduction_type import rule_of
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import balanced
+
+
+def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
+    """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Not collective."""
+    require_plain(name, x)
+    dims = mesh_dims(mesh, mesh_dim)
+    note_reduced(x, mesh, dims)
+    return dims, mesh.group(dims)
 
 
 def all_reduce(
@@ -159,10 +167,7 @@ def all_gather(
     --------
     >>> whole = ms.all_gather(rows, mesh, "y", dim=0)
     """
-    require_plain("all_gather", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    note_reduced(x, mesh, dims)
-    group = mesh.group(dims)
+    dims, group = _called("all_gather", x, mesh, mesh_dim)
     dim = tensor_dim("all_gather", x, dim)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if sizes is None:
@@ -231,10 +236,7 @@ def reduce_scatter(
     --------
     >>> mine = ms.reduce_scatter(contributions, mesh, "y", dim=0)
     """
-    require_plain("reduce_scatter", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    note_reduced(x, mesh, dims)
-    group = mesh.group(dims)
+    dims, group = _called("reduce_scatter", x, mesh, mesh_dim)
     dim = tensor_dim("reduce_scatter", x, dim)
     sizes = balanced(x.shape[dim], group.size) if sizes is None else tuple(sizes)
     key = ("reduce_scatter", dims, dim, sizes, deterministic, x.shape, x.dtype, needs_grad(x))
@@ -299,10 +301,7 @@ def all_to_all(
     --------
     >>> columns = ms.all_to_all(rows, mesh, "y", split_dim=1, concat_dim=0)
     """
-    require_plain("all_to_all", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    note_reduced(x, mesh, dims)
-    group = mesh.group(dims)
+    dims, group = _called("all_to_all", x, mesh, mesh_dim)
     split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
     split = None if split_sizes is None else tuple(split_sizes)
     call = (split_dim, concat_dim, split, x.dtype, needs_grad(x))
@@ -375,13 +374,10 @@ def broadcast(
     --------
     >>> same = ms.broadcast(x, mesh, root=0)
     """
-    require_plain("broadcast", x)
-    dims = mesh_dims(mesh, mesh_dim)
-    note_reduced(x, mesh, dims)
+    dims, group = _called("broadcast", x, mesh, mesh_dim)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
-        group = mesh.group(dims)
         if not 0 <= root < group.size:
             raise no_rank("broadcast: no such root", root, group)
         return broadcast_step(group, root, replicated, deterministic)

@@ -30,7 +30,7 @@ class LinearOp(Protocol):
         ...
 
 
-Run = Callable[[torch.Tensor], torch.Tensor]
+LocalMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Step:
@@ -43,7 +43,7 @@ class Step:
     __slots__ = ("adjoint", "cotangent", "run")
     adjoint: Step
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LocalMap) -> None:
         self.run = run
         self.cotangent: tuple[tuple[int, bool], ...] | None = ()
 
@@ -94,7 +94,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def pair(forward: Run, backward: Run) -> Step:
+def pair(forward: LocalMap, backward: LocalMap) -> Step:
     """Return the step ``forward`` whose adjoint is ``backward``, and the reverse. Not collective."""
     a, b = Step(forward), Step(backward)
     a.adjoint, b.adjoint = b, a

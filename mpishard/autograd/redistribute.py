@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import Run, Step, apply, pair, same
+from mpishard.autograd.linear import LocalMap, Step, apply, pair, same
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.mesh import CartMesh
@@ -162,7 +162,7 @@ def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Ste
     return step
 
 
-def mover(mesh: CartMesh, source: Layout, target: Layout) -> Run:
+def mover(mesh: CartMesh, source: Layout, target: Layout) -> LocalMap:
     """Return the function block of ``source`` -> block of ``target``; neither has a Partial.
 
     Not collective; the function is collective.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from mpishard.autograd.linear import Run, Step, apply, pair, same
+from mpishard.autograd.linear import LocalMap, Step, apply, pair, same
 from mpishard.comm.collective import blocking
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import Group
@@ -149,7 +149,7 @@ class Extremum(Function):
         return apply(ctx.total, share * tangents[0])
 
 
-def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, deterministic: bool | None) -> Run:
+def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, deterministic: bool | None) -> LocalMap:
     """Return the differentiable reduction ``op``.
 
     Not collective; the function is.

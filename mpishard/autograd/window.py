@@ -152,7 +152,13 @@ def halo_exchange(
     --------
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
-    given = tuple((d, tuple(w) if isinstance(w, Iterable) else w) for d, w in widths.items())
+    given = tuple(
+        (
+            d % layout.ndim if isinstance(d, int) and -layout.ndim <= d else d,
+            tuple(w) if isinstance(w, Iterable) else (w, w),
+        )
+        for d, w in widths.items()
+    )
     key = ("halo_exchange", layout, local.dtype, given, mode)
     op = mesh.plans.get(key)
     if op is None:

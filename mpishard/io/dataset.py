@@ -17,7 +17,7 @@ from mpishard.comm import guard
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
-from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, part_of
@@ -187,7 +187,9 @@ class Dataset(data.Dataset[Any]):
             for i, t in enumerate(indices):
                 axes = (first._replace(start=t, count=1, kept=False), *rest)
                 with self._lock:
-                    for _ in Block(axes, runs, out[i], self._part.stored, self._part.decoding).read(self._dataset):
+                    for _ in BlockReader(axes, runs, out[i], self._part.stored, self._part.decoding).read(
+                        self._dataset
+                    ):
                         pass
             return _Fetched(item, out, None)
         except MpishardError as e:

@@ -18,7 +18,7 @@ from mpishard.io.backend.choice import Choice, choose_reading, tell
 from mpishard.io.backend.mpio import opened_together, read_mpio
 from mpishard.io.file.cf import Decoding, decoding_of
 from mpishard.io.file.dtype import stored_type, torch_dtype
-from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, import_h5py, opened, unreadable
 from mpishard.io.file.selection import Axis, selected
 from mpishard.io.file.trust import Path, check_memory, shown, told
@@ -214,11 +214,11 @@ class Part(NamedTuple):
             is_open |= sum(run.count for run in runs[-1]) < shape[-1]
         return Window(tuple(runs), tuple(shape), is_open, f"halo {sorted(widths.items())} {mode}")
 
-    def block(self, window: Window, out: Tensor) -> Block:
+    def block(self, window: Window, out: Tensor) -> BlockReader:
         """Return what reads a window into ``out``, whose other cells become 0. Not collective."""
         if window.open:
             out.zero_()
-        return Block(self.axes, window.runs, out, self.stored, self.decoding)
+        return BlockReader(self.axes, window.runs, out, self.stored, self.decoding)
 
 
 def part_of(
@@ -298,7 +298,7 @@ def _buffer(
     return out
 
 
-def _touched(block: Block) -> list[tuple[int, int]]:
+def _touched(block: BlockReader) -> list[tuple[int, int]]:
     """Return the box of the dataset that a block, not an empty one, reads from."""
     dims = range(len(block.pieces[0].start))
     lo = [min(p.start[d] for p in block.pieces) for d in dims]

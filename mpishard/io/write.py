@@ -23,7 +23,7 @@ from mpishard.io.backend.virtual import prune, write_virtual
 from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written, noted
-from mpishard.io.file.schema import Form, Variable, checked_dims, chunks_of, extents, named, option
+from mpishard.io.file.schema import Schema, Variable, checked_dims, chunks_of, extents, named, option
 from mpishard.io.file.trust import absolute, check_replaceable, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import write_xdmf
@@ -179,7 +179,7 @@ def write(
     return Written(choice.name, choice.reason, mode)
 
 
-def _tidy(job: Job, backend: str, companions: Sequence[Callable[[Path, Form], None]]) -> MpishardError | None:
+def _tidy(job: Job, backend: str, companions: Sequence[Callable[[Path, Schema], None]]) -> MpishardError | None:
     """Remove what earlier files of this name have left, and write the companions. One rank calls it."""
     with contextlib.suppress(OSError):
         prune(job.path, job.parts if backend == "virtual" else None)
@@ -232,7 +232,7 @@ def _form(
     dims: Any,
     scales: Mapping[str, Any] | None,
     variable_attrs: Mapping[str, Mapping[str, Any]] | None,
-) -> Form:
+) -> Schema:
     variables = []
     for name, x in tensors.items():
         dtype = numpy_dtype(x.dtype, name)
@@ -268,7 +268,7 @@ def _form(
             )
         )
     own_attrs = {dim: dict(a) for dim, a in (variable_attrs or {}).items() if dim in given and dim not in tensors}
-    form = Form(tuple(variables), dict(attrs or {}), dict(scales or {}), append, own_attrs)
+    form = Schema(tuple(variables), dict(attrs or {}), dict(scales or {}), append, own_attrs)
     everything = (("the file", form.attrs), *((v.name, v.attrs) for v in form.variables), *own_attrs.items())
     for where, attributes in everything:
         for key, value in attributes.items():

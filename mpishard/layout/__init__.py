@@ -1,5 +1,6 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
+from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_of, first_sharded, in_full
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.layout import Layout, by_dim, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
@@ -9,7 +10,9 @@ from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_s
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
+    "Alignment",
     "Box",
+    "Labels",
     "Layout",
     "Leg",
     "Partial",
@@ -23,10 +26,15 @@ __all__ = [
     "Stage",
     "Transfer",
     "Trip",
+    "align",
+    "aligned_to",
     "as_placements",
     "balanced",
     "bounds",
     "by_dim",
+    "extents_of",
+    "first_sharded",
+    "in_full",
     "interval_runs",
     "is_idle",
     "layout_of",

@@ -1,7 +1,7 @@
 """Coupling plans: which boxes travel between a rank of one program and the ranks of another. Pure arithmetic, no MPI.
 
 Ranks of the other side are found by bisection on the borders of its blocks, dim by dim: what a rank plans grows with
-its neighbours there, and with the extents of the mesh dims, never with the number of ranks.
+its neighbours there, and with the extents of the mesh dims, never with the number of ranks. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from mpishard.layout.layout import Layout
 from mpishard.layout.partition import bounds
-
-Box = tuple[tuple[int, int], ...]
+from mpishard.layout.transfer import Box
 
 
 class Share(NamedTuple):
@@ -35,8 +34,6 @@ class Share(NamedTuple):
 
 def plan_sources(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]:
     """Plan what a rank of the reading side gets, by ascending writer.
-
-    Not collective: pure arithmetic.
 
     Parameters
     ----------
@@ -68,8 +65,6 @@ def plan_sources(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]
 def plan_targets(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]:
     """Plan what a rank of the writing side gives, by ascending reader: the other end of `plan_sources`.
 
-    Not collective: pure arithmetic.
-
     Parameters
     ----------
     writer, reader
@@ -93,7 +88,7 @@ def plan_targets(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]
 
 
 def is_idle(layout: Layout, rank: int) -> bool:
-    """Whether a rank holds no cell. Not collective."""
+    """Whether a rank holds no cell."""
     return 0 in layout.local_shape(_coords(layout.mesh_shape, rank))
 
 

@@ -1,4 +1,7 @@
-"""Layout: which rank of a mesh holds which cells of a global tensor. Pure arithmetic, no MPI."""
+"""Layout: which rank of a mesh holds which cells of a global tensor. Pure arithmetic, no MPI.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -106,14 +109,14 @@ class Layout(Frozen):
         return all(type(p) is Replicate for p in self.placements)
 
     def index(self, dim: int, coords: Sequence[int]) -> int:
-        """Return the block index along tensor dim ``dim`` of the rank at ``coords``. Not collective."""
+        """Return the block index along tensor dim ``dim`` of the rank at ``coords``."""
         i = 0
         for m in self.shard_dims.get(dim, ()):
             i = i * self.mesh_shape[m] + coords[m]
         return i
 
     def interval(self, dim: int, coords: Sequence[int]) -> tuple[int, int]:
-        """Return the half-open global interval that the rank at ``coords`` holds of ``dim``. Not collective."""
+        """Return the half-open global interval that the rank at ``coords`` holds of ``dim``."""
         sizes = self.sizes[dim]
         if sizes is None:
             return 0, self.shape[dim]
@@ -121,22 +124,21 @@ class Layout(Frozen):
         return b[i], b[i + 1]
 
     def box(self, coords: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return the interval of every dim for the rank at ``coords``. Not collective."""
+        """Return the interval of every dim for the rank at ``coords``."""
         return tuple(self.interval(d, coords) for d in range(self.ndim))
 
     def local_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the block at ``coords``. Not collective."""
+        """Return the shape of the block at ``coords``."""
         return tuple(hi - lo for lo, hi in self.box(coords))
 
     def offset(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """Return the global index of the first cell of the block at ``coords``. Not collective."""
+        """Return the global index of the first cell of the block at ``coords``."""
         return tuple(lo for lo, _ in self.box(coords))
 
     def with_placements(self, placements: object) -> Layout:
         """Return the layout of the same global shape with other placements.
 
         A tensor dim that keeps its mesh dims keeps its block sizes; any other is cut by `balanced`.
-        Not collective.
         """
         new = as_placements(placements, len(self.mesh_shape), self.ndim)
         probe = layout_of(self.mesh_shape, new, self.shape)
@@ -162,8 +164,6 @@ def layout_of(
     multiple: int = 1,
 ) -> Layout:
     """Build (or find) the layout of a global shape on a mesh.
-
-    Not collective.
 
     Parameters
     ----------
@@ -234,8 +234,6 @@ def layout_of(
 def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
     """Return what is given per tensor dim with the dims counted from the front.
 
-    Not collective.
-
     Raises
     ------
     LayoutError
@@ -255,5 +253,5 @@ def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
 
 
 def numel(shape: Sequence[int]) -> int:
-    """Return the number of cells of ``shape``. Not collective."""
+    """Return the number of cells of ``shape``."""
     return math.prod(shape)

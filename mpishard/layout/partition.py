@@ -1,4 +1,7 @@
-"""The one rule by which a dim is cut, and the arithmetic on its block sizes."""
+"""The one rule by which a dim is cut, and the arithmetic on its block sizes.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ from mpishard.errors import LayoutError, described
 @lru_cache(maxsize=4096)
 def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     """Cut ``n`` cells into ``count`` blocks whose sizes differ by at most one, larger blocks first.
-
-    Not collective.
 
     Parameters
     ----------
@@ -45,8 +46,6 @@ def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
 def bounds(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ``len(sizes) + 1`` block borders.
 
-    Not collective.
-
     Examples
     --------
     >>> bounds((3, 0, 2))
@@ -56,19 +55,17 @@ def bounds(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def sizes_of(borders: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the block sizes between ``borders``: the inverse of `bounds`. Not collective."""
+    """Return the block sizes between ``borders``: the inverse of `bounds`."""
     return tuple(hi - lo for lo, hi in zip(borders[:-1], borders[1:]))
 
 
 def owner(borders: tuple[int, ...], cell: int) -> int:
-    """Return the index of the block that owns ``cell`` (never an empty block). Not collective."""
+    """Return the index of the block that owns ``cell`` (never an empty block)."""
     return bisect_right(borders, cell) - 1
 
 
 def weighted(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     """Cut ``n`` cells into blocks in proportion to ``weights`` (largest remainder, ties to the first).
-
-    Not collective.
 
     Examples
     --------

@@ -1,4 +1,7 @@
-"""Placements: how one mesh dim holds a tensor. DTensor's vocabulary, without its import cost."""
+"""Placements: how one mesh dim holds a tensor. DTensor's vocabulary, without its import cost.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +62,15 @@ class Shard(Frozen):
         return f"Shard(dim={self.dim})"
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Tell whether this is a Shard (of ``dim``, if given). Not collective."""
+        """Tell whether this is a Shard (of ``dim``, if given)."""
         return dim is None or dim == self.dim
 
     def is_replicate(self) -> bool:
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
     def is_partial(self) -> bool:
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
 
@@ -86,15 +89,15 @@ class Replicate(Frozen):
         return "Replicate()"
 
     def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
     def is_replicate(self) -> bool:
-        """Return True. Not collective."""
+        """Return True."""
         return True
 
     def is_partial(self) -> bool:
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
 
@@ -132,15 +135,15 @@ class Partial(Frozen):
         return "Partial()"
 
     def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
     def is_replicate(self) -> bool:
-        """Return False. Not collective."""
+        """Return False."""
         return False
 
     def is_partial(self) -> bool:
-        """Return True. Not collective."""
+        """Return True."""
         return True
 
 
@@ -151,8 +154,6 @@ _shard, _replicate = lru_cache(maxsize=64)(Shard), Replicate()
 
 def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """Return our own placements, one per mesh dim, with non-negative tensor dims.
-
-    Not collective.
 
     Parameters
     ----------

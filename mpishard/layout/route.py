@@ -1,4 +1,7 @@
-"""Routes: the layouts that a tensor passes through so that each of some dims is whole once. Pure arithmetic, no MPI."""
+"""Routes: the layouts that a tensor passes through so that each of some dims is whole once. Pure arithmetic, no MPI.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,6 @@ class Trip(NamedTuple):
 
 def plan_route(trip: Trip) -> tuple[Leg, ...]:
     """Plan the cheapest way there and back.
-
-    Not collective: pure arithmetic, the same on every rank.
 
     Returns
     -------

@@ -1,17 +1,20 @@
-"""How a box is cut into slabs of bounded size, in the order in which a row-major array stores them."""
+"""How a box is cut into slabs of bounded size, in the order in which a row-major array stores them.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-Box = tuple[tuple[int, int], ...]
+from mpishard.layout.transfer import Box
 
 
 def slabs(box: Sequence[tuple[int, int]], cells: int) -> Iterator[Box]:
     """Cut a box into boxes of at most ``cells`` cells, in row-major order.
 
-    Not collective. Trailing dims stay whole as long as they fit, so each slab is as few runs of memory as
+    Trailing dims stay whole as long as they fit, so each slab is as few runs of memory as
     can be. An empty box gives nothing.
 
     Parameters

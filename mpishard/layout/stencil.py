@@ -1,4 +1,7 @@
-"""Interval arithmetic of window operations along one dim: output cells -> input cells, and who owns what."""
+"""Interval arithmetic of window operations along one dim: output cells -> input cells, and who owns what.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Sliding(NamedTuple):
         return (self.kernel - 1) * self.dilation + 1
 
     def n_out(self, n: int) -> int:
-        """Return the number of output cells for ``n`` input cells. Not collective."""
+        """Return the number of output cells for ``n`` input cells."""
         return (n + self.lo + self.hi - self.reach) // self.stride + 1
 
     def window(self, a: int, b: int) -> tuple[int, int]:
@@ -34,7 +37,7 @@ class Sliding(NamedTuple):
         return a * self.stride - self.lo, (b - 1) * self.stride - self.lo + self.reach
 
     def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
-        """Return output borders such that a cell lies where the middle of its window does. Not collective."""
+        """Return output borders such that a cell lies where the middle of its window does."""
         half = (self.reach - 1) // 2
         inner = [min(max(-((half - self.lo - b) // self.stride), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
         return (0, *inner, n_out)
@@ -55,7 +58,7 @@ class Transposed(NamedTuple):
         return (self.kernel - 1) * self.dilation + 1
 
     def n_out(self, n: int) -> int:
-        """Return the number of output cells for ``n`` input cells. Not collective."""
+        """Return the number of output cells for ``n`` input cells."""
         return (n - 1) * self.stride - 2 * self.lo + self.reach + self.extra
 
     def window(self, a: int, b: int) -> tuple[int, int]:
@@ -68,7 +71,7 @@ class Transposed(NamedTuple):
         return first, max(last, first) + 1
 
     def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
-        """Return output borders such that a cell lies where the input cell in its middle does. Not collective."""
+        """Return output borders such that a cell lies where the input cell in its middle does."""
         half = (self.reach - 1) // 2
         inner = [min(max(b * self.stride - self.lo + half, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
         return (0, *inner, n_out)
@@ -77,7 +80,7 @@ class Transposed(NamedTuple):
 def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
     """Tell whether windows that read the padding at one end of ``n`` cells lie beside those of the other end.
 
-    Not collective. Of such 3-D convolutions with a stride, oneDNN (in torch 2.13) writes the weight's gradient past
+    Of such 3-D convolutions with a stride, oneDNN (docs/upstream.md) writes the weight's gradient past
     the end of its arrays. Whole fields are seldom so short; blocks may be.
     """
     return padding > g.stride > 1 and n < g.reach + g.stride
@@ -90,11 +93,11 @@ class Adaptive(NamedTuple):
     n_out: int
 
     def window(self, a: int, b: int) -> tuple[int, int]:
-        """Return the input interval of the output interval ``[a, b)``. Not collective."""
+        """Return the input interval of the output interval ``[a, b)``."""
         return a * self.n // self.n_out, -(-b * self.n // self.n_out)
 
     def follow(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return output borders such that a cell lies where the middle of its window does. Not collective."""
+        """Return output borders such that a cell lies where the middle of its window does."""
         n, n_out = self
         # middle: (2 j + 1) n / (2 n_out)
         inner = [min(max(-((n - 2 * b * n_out) // (2 * n)), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
@@ -105,7 +108,7 @@ def pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
     """Return the intervals between ``borders``, each with at least one cell.
 
     A rank without output cells still runs the local op, on the window of one cell that is dropped afterwards:
-    so its operands take part in autograd as everywhere else. Not collective.
+    so its operands take part in autograd as everywhere else.
     """
     n = borders[-1]
     out = []
@@ -115,7 +118,7 @@ def pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return one number per spatial dim. Not collective."""
+    """Return one number per spatial dim."""
     if isinstance(value, int):
         return (value,) * ndim
     value = tuple(value)
@@ -123,6 +126,6 @@ def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
 
 
 def padded(sizes: Sequence[int], lo: int, n_out: int) -> tuple[int, ...]:
-    """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only. Not collective."""
+    """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only."""
     inner = [min(max(b + lo, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
     return (0, *inner, n_out)

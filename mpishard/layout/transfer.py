@@ -1,4 +1,7 @@
-"""Transfer plans: the boxes that travel when a tensor goes from any layout to any other on the same mesh."""
+"""Transfer plans: the boxes that travel when a tensor goes from any layout to any other on the same mesh.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,12 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
 
     A cell that several ranks hold comes from the holder that agrees with the receiver in every mesh dim in
     which the source is replicated, so that no rank serves more than its share.
-
-    Not collective: pure arithmetic.
     """
     return plan_fetch(source, target.box, coords)
 
 
 def plan_fetch(source: Layout, wanted: Callable[[tuple[int, ...]], Box], coords: tuple[int, ...]) -> Transfer:
     """Plan how the rank at ``coords`` gets a box of any size, and gives others theirs.
-
-    Not collective: pure arithmetic.
 
     Parameters
     ----------

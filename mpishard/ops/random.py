@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.ops.rule.dim import other_device, resized, whole_along
-from mpishard.ops.rule.reduction import normal_dim
+from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
@@ -21,8 +20,8 @@ from mpishard.tensor.stream import (
     Fill,
     chosen,
     draw_seed,
+    drawn_into,
     exponential,
-    filled,
     integers,
     normal,
     uniform,
@@ -35,7 +34,7 @@ def _drawn(
     """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective."""
     layout, mesh = layout or x.sharding, x.mesh
     local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
-    return filled(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x.block.device)
+    return drawn_into(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x.block.device)
 
 
 # -- dropout
@@ -241,7 +240,7 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
         if not 0 <= p <= 1:
             raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
         return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
-    local = fitted(resolved(p) if isinstance(p, ShardTensor) else p, x.mesh, x.sharding).detach()
+    local = fitted(resolved(p), x.mesh, x.sharding).detach()
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
@@ -310,7 +309,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     layout = resized(x.sharding, last, num_samples, x.sharding.sizes[last] and (num_samples,))
     local = torch.empty(layout.local_shape(x.mesh.coords), dtype=torch.float64)
     seed = draw_seed(x.mesh, generator)
-    below = filled(local, layout, x.mesh.coords, seed, uniform(torch.float64)).to(x.block.device)
+    below = drawn_into(local, layout, x.mesh.coords, seed, uniform(torch.float64)).to(x.block.device)
     up_to = x.block.double().cumsum(last)
     # never a category without weight: the last one that has any ends the search
     found = torch.searchsorted(up_to, below * up_to[..., -1:], right=True)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.rule.align import Labels, Met, meet
+from mpishard.layout import Labels
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
-
-
-def _filled(t: Tensor, dim: int) -> Tensor:
-    """Return one cell along the batch in place of none, with the graph of ``t``: torch refuses empty batches."""
-    shape = list(t.shape)
-    shape[dim] = 1
-    return t.new_zeros(shape) + t.sum()
-
-
-def _run(met: Met, dims: Sequence[int | None], func: Callable[..., Any], outs: Sequence[Labels]) -> tuple[Any, ...]:
-    """Return the results of ``func`` on the local operands, whose batches are the dims ``dims``."""
-    operands = list(met.locals)
-    empty = any(d is not None and t.shape[d] == 0 for t, d in zip(operands, dims) if isinstance(t, Tensor))
-    if empty:
-        operands = [_filled(t, d) if d is not None else t for t, d in zip(operands, dims)]
-    found = func(*operands)
-    results = []
-    for t, labels in zip(found if isinstance(found, tuple) else (found,), outs):
-        results.append(met.wrapped(t.narrow(labels.index("batch"), 0, 0) if empty else t, labels))
-    return tuple(results)
 
 
 def _layer_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
@@ -56,7 +37,6 @@ def _layer_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
             sequence = ("batch", None, None) if batch_first else (None, "batch", None)
             state = (None, "batch", None)
         labels = [sequence, *(state,) * states, *((None,) * p.ndim for p in params)]
-        met = meet((input, *hidden, *params), labels)
 
         def local(x: Tensor, *rest: Tensor) -> Any:
             first = list(rest[:states]) if states > 1 else rest[0]
@@ -65,8 +45,7 @@ def _layer_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
                 return func(x, batch_sizes, first, weights, biases, layers, 0.0, train, bidirectional)
             return func(x, first, weights, biases, layers, 0.0, train, bidirectional, batch_first)
 
-        dims = [None] * len(labels) if packed else [sequence.index("batch"), *(1,) * states, *(None,) * len(params)]
-        return _run(met, dims, local, (sequence, *(state,) * states))
+        return whole(local, (input, *hidden, *params), labels, [sequence, *(state,) * states])
 
     return rule
 
@@ -93,9 +72,8 @@ def _layer_by_layer(rule: Callable[..., Any], args: Any, dropout: float, states:
 @implements(torch._pack_padded_sequence, sharded="gathers")
 def pack_padded_sequence(input: ShardTensor, lengths: Any, batch_first: bool) -> Any:
     """Pack sequences. Collective: they are gathered, since those of all ranks take turns in the packed rows."""
-    met = meet((input,), ((None,) * input.ndim,))
-    data, sizes = torch._pack_padded_sequence(met.locals[0], lengths, batch_first)
-    return met.wrapped(data, (None,) * data.ndim), sizes
+    rows: Labels = (None,) * (input.ndim - 1)
+    return whole(lambda t: torch._pack_padded_sequence(t, lengths, batch_first), (input,), None, [rows, None])
 
 
 @implements(torch._pad_packed_sequence, sharded="local")
@@ -103,9 +81,8 @@ def pad_packed_sequence(
     input: ShardTensor, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
 ) -> Any:
     """Pad packed sequences, of which every rank has all. Not collective."""
-    met = meet((input,), ((None,) * input.ndim,))
-    data, lengths = torch._pad_packed_sequence(met.locals[0], batch_sizes, batch_first, padding_value, total_length)
-    return met.wrapped(data, (None,) * data.ndim), lengths
+    how = (batch_sizes, batch_first, padding_value, total_length)
+    return whole(lambda t: torch._pad_packed_sequence(t, *how), (input,), None, [(None,) * (input.ndim + 1), None])
 
 
 @implements(torch._C._nn.pad_sequence, sharded="halo")
@@ -130,13 +107,11 @@ def _cell_rule(func: Callable[..., Any], states: int) -> Callable[..., Any]:
         hidden = list(hx) if states > 1 else [hx]
         rows: Labels = ("batch", None)
         labels = [rows, *(rows,) * states, *(() if p is None else (None,) * p.ndim for p in weights)]
-        met = meet((input, *hidden, *weights), labels)
 
         def local(x: Tensor, *rest: Any) -> Any:
             return func(x, list(rest[:states]) if states > 1 else rest[0], *rest[states:])
 
-        found = _run(met, [0, *(0,) * states, *(None,) * len(weights)], local, (rows,) * states)
-        return found if states > 1 else found[0]
+        return whole(local, (input, *hidden, *weights), labels, rows)
 
     return rule
 

@@ -36,7 +36,7 @@ def make_dual(tensor: Any, tangent: Any, level: int) -> ShardTensor:
         )
     mesh = mesh_of((tensor, tangent))
     primal = on_mesh(tensor, mesh)
-    local = fitted(resolved(tangent) if isinstance(tangent, ShardTensor) else tangent, mesh, primal.sharding)
+    local = fitted(resolved(tangent), mesh, primal.sharding)
     dual = torch._VF._make_dual(primal.block, local, level=level)  # type: ignore[attr-defined]
     return wrap(dual, primal.sharding, mesh)
 

@@ -15,7 +15,7 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, layout_of
 from mpishard.tensor.resident import Widths, resident, room
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-from mpishard.tensor.stream import Fill, draw_seed, filled, normal, uniform
+from mpishard.tensor.stream import Fill, draw_seed, drawn_into, normal, uniform
 
 Sizes = Mapping[int, Sequence[int]]
 Ghost = Width | Mapping[int, Width]
@@ -177,7 +177,7 @@ def _random(
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         drawn = fill(dtype)  # refuses a dtype, before ranks communicate
         local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
-        return filled(local, layout, mesh.coords, draw_seed(mesh, generator), drawn).to(mesh.device)
+        return drawn_into(local, layout, mesh.coords, draw_seed(mesh, generator), drawn).to(mesh.device)
 
     return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 

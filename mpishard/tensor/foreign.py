@@ -33,7 +33,7 @@ def shared(op: str, array: Any) -> Tensor:
         raise _unfit(op, type(array).__name__, "make it a tensor: torch.as_tensor(x), numpy.asarray(x)")
     strides = getattr(array, "strides", None) or ()
     if any(isinstance(s, int) and s < 0 for s in strides):
-        # torch's from_dlpack would end the process
+        # torch's from_dlpack would end the process (docs/upstream.md)
         raise _unfit(op, f"negative strides {strides}, as of x[::-1]", "copy it: numpy.ascontiguousarray(x)")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise _unfit(op, "a read-only array, which torch would write into", "copy it: x.copy()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import differentiated
 from mpishard.comm.mesh import CartMesh, two_meshes
-from mpishard.layout import Layout, Partial, Placement, Replicate, Shard, layout_of
+from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -36,10 +36,17 @@ def mesh_of(operands: Iterable[Any]) -> CartMesh:
     return mesh
 
 
-def resolved(x: ShardTensor) -> ShardTensor:
-    """Return ``x`` with its Partial dims summed. Collective over them."""
-    dims = x.sharding.partial_dims
-    if not dims:
+@overload
+def resolved(x: ShardTensor) -> ShardTensor: ...
+
+
+@overload
+def resolved(x: Any) -> Any: ...
+
+
+def resolved(x: Any) -> Any:
+    """Return ``x`` with its Partial dims summed; what is no ShardTensor stays. Collective over them."""
+    if not isinstance(x, ShardTensor) or not x.sharding.partial_dims:
         return x
     layout = x.sharding
     target = layout_of(
@@ -71,33 +78,37 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
     return resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
-def broadcast_layout(mesh: CartMesh, operands: Sequence[Any]) -> Layout:
+def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[Layout, ...]]:
+    """Return the mesh of operands, their local tensors and their layouts; a plain tensor counts as Replicate.
+
+    Collective over Partial dims: they are summed.
+    """
+    mesh = mesh_of(operands)
+    blocks, layouts = [], []
+    for x in operands:
+        if isinstance(x, ShardTensor):
+            if x.sharding.partial_dims:
+                x = resolved(x)
+            blocks.append(x.block)
+            layouts.append(x.sharding)
+        else:
+            blocks.append(x)
+            layouts.append(replicated_layout(mesh, x.shape))
+    return mesh, blocks, tuple(layouts)
+
+
+def broadcast_layout(operands: Sequence[Any]) -> Layout:
     """Return the layout of a pointwise result of ``operands`` (ShardTensors without Partial, tensors, numbers).
 
     A mesh dim shards the result as it shards the largest operand that is sharded there (the first of equals); block
     sizes are those of the first in that order with the same mesh dims on that dim. Not collective.
     """
     shape = torch.broadcast_shapes(*[tuple(x.shape) for x in operands if isinstance(x, Tensor)])
-    placements: list[Placement] = [Replicate() for _ in mesh.shape]
     # what is laid out differently moves: rather the smaller one
-    operands = sorted((x for x in operands if isinstance(x, ShardTensor)), key=lambda x: -math.prod(x.sharding.shape))
-    for x in operands:
-        shift = len(shape) - x.ndim
-        for m, p in enumerate(x.sharding.placements):
-            if type(p) is not Shard or type(placements[m]) is Shard:
-                continue
-            # one cell that is broadcast is gathered instead
-            if x.sharding.shape[p.dim] == shape[p.dim + shift]:
-                placements[m] = Shard(p.dim + shift)
-    probe = layout_of(mesh.shape, placements, shape)
-    sizes = list(probe.sizes)
-    for dim, mesh_dims in probe.shard_dims.items():
-        for x in operands:
-            own = dim - (len(shape) - x.ndim)
-            if own >= 0 and x.sharding.shard_dims.get(own) == mesh_dims and x.sharding.shape[own] == shape[dim]:
-                sizes[dim] = x.sharding.sizes[own]
-                break
-    return layout_of(mesh.shape, placements, shape, sizes)
+    layouts = [x.sharding for x in operands if isinstance(x, ShardTensor)]
+    layouts.sort(key=lambda layout: -math.prod(layout.shape))
+    of = tuple(range(-len(shape), 0))
+    return align(layouts, [of[len(of) - o.ndim :] for o in layouts], dict(zip(of, shape))).result(of, shape)
 
 
 def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
@@ -130,20 +141,7 @@ def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> tuple[Layout
     ``held`` is its layout, or the shape of a plain tensor.
     """
     source = held if isinstance(held, Layout) else replicated_layout(mesh, held)
-    shift = len(out.shape) - len(source.shape)
-    placements: list[Placement] = []
-    sizes: list[tuple[int, ...] | None] = [None] * len(source.shape)
-    used = []
-    for m, p in enumerate(out.placements):
-        own = p.dim - shift if type(p) is Shard else -1
-        if own >= 0 and source.shape[own] == out.shape[own + shift]:
-            placements.append(Shard(own))
-            sizes[own] = out.sizes[own + shift]
-        else:
-            placements.append(Replicate())
-            if type(p) is Shard:
-                used.append(m)
-    fit = source, layout_of(out.mesh_shape, placements, source.shape, sizes), tuple(used)
+    fit = source, *aligned_to(out, source)
     if len(_fits) > 65536:
         _fits.clear()
     _fits[held, out] = fit
@@ -161,5 +159,5 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
     if layout is None:
         if len(_broadcasts) > 65536:
             _broadcasts.clear()
-        layout = _broadcasts[key] = broadcast_layout(mesh, operands)
+        layout = _broadcasts[key] = broadcast_layout(operands)
     return mesh, layout

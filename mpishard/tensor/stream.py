@@ -94,7 +94,7 @@ def runs(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, Tensor,
             at += n
 
 
-def filled(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, fill: Fill) -> Tensor:
+def drawn_into(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, fill: Fill) -> Tensor:
     """Write a random block.
 
     Not collective.

@@ -11,7 +11,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.selection import selected
 from tests.io.files import BACKENDS, WORLD, block, same_on_all, sharded, store, values
 
@@ -140,7 +140,7 @@ def test_into_pinned_memory(mesh, folder, halo, backend, monkeypatch):
         address = ctypes.c_void_p(memory.data_ptr())
         assert libc.mlock(address, ctypes.c_size_t(mmap.PAGESIZE)) == 0, os.strerror(ctypes.get_errno())
         # what does not go straight passes through here
-        monkeypatch.setattr(Block, "_place", lambda *_: pytest.fail("read through another buffer"))
+        monkeypatch.setattr(BlockReader, "_place", lambda *_: pytest.fail("read through another buffer"))
         x = ms.io.read(folder / "a.h5", "a", mesh, placements, halo=halo, out=pinned, backend=backend)
         assert (x if halo else x.to_local()).data_ptr() == memory.data_ptr()
         assert torch.equal(pinned, local)

@@ -130,7 +130,9 @@ def test_the_hash_is_splitmix64():
     layout = layout_of((1,), [ms.Replicate()], (5, 70, 1000))
     seed = 123456789
     base = exact(seed, 0)
-    out = stream.filled(torch.empty(5, 70, 1000, dtype=torch.int64), layout, (0,), seed, lambda bits: bits(0)).view(-1)
+    out = stream.drawn_into(torch.empty(5, 70, 1000, dtype=torch.int64), layout, (0,), seed, lambda bits: bits(0)).view(
+        -1
+    )
     for i in (0, 1, 999, 32768, 70_001, 349_999):
         assert out[i].item() % 2**64 == exact(base, i)
 

@@ -12,15 +12,15 @@ from mpishard.comm.memory.buffer import address, dense, pieces, to_host
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, hashed
 
-Box = Sequence[tuple[int, int]]
+Intervals = Sequence[tuple[int, int]]
 
 
 def funnel(
     x: torch.Tensor,
     offset: Sequence[int],
-    slabs: Sequence[Sequence[Box]],
+    slabs: Sequence[Sequence[Intervals]],
     group: Group,
-    consume: Callable[[Box, torch.Tensor], None],
+    consume: Callable[[Intervals, torch.Tensor], None],
     *,
     op: str = "funnel",
 ) -> None:
@@ -75,7 +75,7 @@ def funnel(
             consume(box, part)
 
 
-def _slab(x: torch.Tensor, offset: Sequence[int], box: Box) -> torch.Tensor:
+def _slab(x: torch.Tensor, offset: Sequence[int], box: Intervals) -> torch.Tensor:
     for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
         x = x.narrow(dim, lo - start, hi - lo)
     return x

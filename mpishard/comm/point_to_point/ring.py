@@ -15,7 +15,7 @@ OP = "ring_attention"
 ONWARD, SUMS, HOME = "onward", "sums", "home"  # ways that cross each other: each has a tag of its own
 
 
-class Message:
+class Transit:
     """A tensor on its way to or from one rank; it must not be touched before `wait` returns it."""
 
     __slots__ = ("_flight", "_relay", "_tensor")
@@ -46,7 +46,7 @@ class Message:
         return self._tensor
 
 
-def send(x: torch.Tensor, group: Group, dest: int, way: str, label: Label) -> Message:
+def send(x: torch.Tensor, group: Group, dest: int, way: str, label: Label) -> Transit:
     """Start to send ``x``, which may not be empty. Neighborwise collective."""
     x = dense(x)
     tag, driver = hashed(OP, way, label.number), driver_at(x)
@@ -65,17 +65,17 @@ def send(x: torch.Tensor, group: Group, dest: int, way: str, label: Label) -> Me
         if group.aware:
             relay.out.tensor[: x.nbytes].copy_(byte_view(x))
         relay.start()
-        return Message(x, None, relay)
+        return Transit(x, None, relay)
     if counter.active:
         counter.record(OP, 1, x.nbytes)
     at, comm = x.data_ptr(), group.comm
     sends = [(dest, comm.Isend(address(at + a, n), dest, tag)) for a, n in pieces(x.nbytes)]
-    return Message(x, Flight(comm, said(OP, label), [], sends))
+    return Transit(x, Flight(comm, said(OP, label), [], sends))
 
 
 def receive(
     numel: int, dtype: torch.dtype, device: torch.device, group: Group, source: int, way: str, label: Label
-) -> Message:
+) -> Transit:
     """Start to receive ``numel`` numbers, at least one. Neighborwise collective."""
     x = torch.empty(numel, dtype=dtype, device=device)
     tag, driver = hashed(OP, way, label.number), driver_of(device)
@@ -93,7 +93,7 @@ def receive(
             label=label,
         )
         relay.start()
-        return Message(x, None, relay)
+        return Transit(x, None, relay)
     at, comm = x.data_ptr(), group.comm
     recvs = [(source, comm.Irecv(address(at + a, n), source, tag), tag, n) for a, n in pieces(x.nbytes)]
-    return Message(x, Flight(comm, said(OP, label), recvs, []))
+    return Transit(x, Flight(comm, said(OP, label), recvs, []))

@@ -18,7 +18,7 @@ from mpishard.comm.memory.buffer import dense, is_dense, to_host
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 from mpishard.io.file.open import not_written
-from mpishard.io.file.schema import Form
+from mpishard.io.file.schema import Schema
 from mpishard.layout import Layout
 from mpishard.layout.slab import Box, slabs
 from mpishard.tensor import ShardTensor
@@ -40,7 +40,7 @@ class Job(NamedTuple):
     path: Path
     group: Group
     tensors: Mapping[str, ShardTensor]
-    form: Form
+    form: Schema
     token: str
     exists: bool
     hints: Mapping[str, Any]

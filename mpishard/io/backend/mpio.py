@@ -20,7 +20,7 @@ from mpishard.comm import guard
 from mpishard.comm.file_hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
-from mpishard.io.file.hyperslab import Block
+from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import empty, import_h5py, no_room, not_opened
 from mpishard.io.file.schema import begun, create, grow, step_of
@@ -158,7 +158,7 @@ def opened_together(path: Path, group: Group) -> Iterator[Any]:
         _closed(file, group)
 
 
-def read_mpio(dataset: Any, group: Group, block: Block) -> tuple[str, Exception | None]:
+def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exception | None]:
     """Read every rank's part of a dataset, of a file opened together, in the same collective calls.
 
     Collective. Returns the mode in fact used, and this rank's error.

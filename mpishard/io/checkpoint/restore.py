@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 @dataclass
-class Wanted:
+class ReadRequest:
     """What to read, and where each tensor goes."""
 
     mesh: CartMesh
@@ -83,7 +83,7 @@ class Wanted:
         rng: bool,
         strict: bool,
         mesh: CartMesh | None,
-    ) -> Wanted:
+    ) -> ReadRequest:
         """Gather what the arguments say. Not collective."""
         current = {} if model is None else dict(model.state_dict())
         groups = getattr(optimizer, "param_groups", [])
@@ -249,7 +249,7 @@ def _without_partial(keys: Keys, layout: Layout) -> Layout:
     return layout
 
 
-def restored(path: Path, wanted: Wanted) -> dict[str, Any]:
+def restored(path: Path, wanted: ReadRequest) -> dict[str, Any]:
     """Read the wanted state of one checkpoint, and check that all of it can be taken. Collective.
 
     Raises
@@ -308,7 +308,7 @@ class _Info:
             raise damaged(path, f"what it says of {shown(name)} does not fit together")
 
 
-def _decoded(path: Path, text: str, file: Any, wanted: Wanted, group: Any) -> dict[str, Any]:
+def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) -> dict[str, Any]:
     state = json.loads(text)
     taken: set[str] = set()
     try:
@@ -406,7 +406,7 @@ def _files_of(path: Path, name: str, shape: tuple[int, ...], cells: tuple[int, i
     return f"{TENSORS} ({', '.join(files[:4])}{more})" if files else TENSORS
 
 
-def check_fits(path: Path, taken: dict[str, Any], wanted: Wanted) -> None:
+def check_fits(path: Path, taken: dict[str, Any], wanted: ReadRequest) -> None:
     """Look whether all that was read can be given to what it is for, before any of it is. Not collective.
 
     Raises
@@ -450,7 +450,7 @@ def _own_row(x: Any) -> Tensor:
     return row
 
 
-def apply(found: dict[str, Any], wanted: Wanted) -> None:
+def apply(found: dict[str, Any], wanted: ReadRequest) -> None:
     """Give the model, the optimizer, the scheduler and the generators their state. Collective."""
     if wanted.model is not None:
         state = OrderedDict(found["model"])

@@ -16,7 +16,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, described
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
-from mpishard.io.checkpoint.restore import Checkpoint, Wanted, apply, restored
+from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
 from mpishard.io.checkpoint.snapshot import Snapshot, snapshot, storable
 from mpishard.io.file.trust import absolute, told
 from mpishard.io.write import write
@@ -230,11 +230,11 @@ def load_checkpoint(
     >>> start = ms.io.load_checkpoint("checkpoints", model=model, optimizer=optimizer, mesh=mesh).step
     """
     error: MpishardError | None = None
-    wanted: Wanted | None = None
+    wanted: ReadRequest | None = None
     folder = Path()
     try:
         folder = absolute(path)
-        wanted = Wanted.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
+        wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
     except MpishardError as e:
         error = e
     # without one it is not known who the other ranks are

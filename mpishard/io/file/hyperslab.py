@@ -25,7 +25,7 @@ STAGED_NBYTES = 64 << 20
 DIRECT_NBYTES = 1 << 30
 
 
-class Piece(NamedTuple):
+class Hyperslab(NamedTuple):
     """A hyperslab of the file, and where its cells go: one entry per dim of the result, but for ``file``.
 
     ``runs`` keeps the direction: a step of -1 comes reversed, one of 0 is a cell that is repeated.
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     runs: tuple[Run, ...]
 
 
-def pieces_of(axes: Sequence[Axis], window: Sequence[Sequence[Run]], cells: int) -> list[Piece]:
+def pieces_of(axes: Sequence[Axis], window: Sequence[Sequence[Run]], cells: int) -> list[Hyperslab]:
     """Return the hyperslabs that fill a window of selected cells, each of at most ``cells`` cells.
 
     Not collective.
@@ -51,7 +51,7 @@ def pieces_of(axes: Sequence[Axis], window: Sequence[Sequence[Run]], cells: int)
     cells
         Largest number of cells of a piece.
     """
-    out: list[Piece] = []
+    out: list[Hyperslab] = []
     for runs in product(*window):
         counts = [(0, run.count if run.step else min(run.count, 1)) for run in runs]
         out += [
@@ -66,7 +66,7 @@ def _part(run: Run, lo: int, hi: int) -> Run:
     return Run(run.dst + lo, hi - lo, run.src + lo * run.step, run.step)
 
 
-def _piece(axes: Sequence[Axis], runs: Sequence[Run]) -> Piece:
+def _piece(axes: Sequence[Axis], runs: Sequence[Run]) -> Hyperslab:
     start, stride, counts = [], [], []
     each = iter(runs)
     for axis in axes:
@@ -78,10 +78,10 @@ def _piece(axes: Sequence[Axis], runs: Sequence[Run]) -> Piece:
         start.append(axis.start + low * axis.step)
         stride.append(axis.step)
         counts.append(count)
-    return Piece(tuple(start), tuple(stride), tuple(counts), tuple(runs))
+    return Hyperslab(tuple(start), tuple(stride), tuple(counts), tuple(runs))
 
 
-class Block:
+class BlockReader:
     """Reads the window of one rank into a tensor; knows nothing of other ranks.
 
     Parameters
@@ -135,7 +135,7 @@ class Block:
                 self._place(piece, part)
             yield
 
-    def _place(self, piece: Piece, part: np.ndarray[Any, Any]) -> None:
+    def _place(self, piece: Hyperslab, part: np.ndarray[Any, Any]) -> None:
         native = part.astype(self.stored.newbyteorder("="), copy=False)
         cells = torch.from_numpy(native).view([r.count if r.step else 1 for r in piece.runs])
         if self.decoding is not None:

@@ -33,7 +33,7 @@ class Variable(NamedTuple):
     attrs: dict[str, Any]
 
 
-class Form(NamedTuple):
+class Schema(NamedTuple):
     """All of a file but its cells; rank 0's is what counts, so that ranks cannot disagree."""
 
     variables: tuple[Variable, ...]
@@ -94,7 +94,7 @@ def named(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     )
 
 
-def extents(form: Form) -> dict[str, int]:
+def extents(form: Schema) -> dict[str, int]:
     """Return the extent of every named dim.
 
     Not collective.
@@ -136,7 +136,7 @@ def extents(form: Form) -> dict[str, int]:
     return out
 
 
-def create(file: Any, form: Form, make: Any = None) -> None:
+def create(file: Any, form: Schema, make: Any = None) -> None:
     """Make the datasets, dims and attributes in a new file; datasets that grow begin with no step.
 
     Not collective, unless the file is open on several ranks: then all of them.
@@ -176,7 +176,7 @@ def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
     return file.create_dataset(v.name, shape=shape, dtype=v.dtype, **options)
 
 
-def _add_dims(file: Any, form: Form) -> None:
+def _add_dims(file: Any, form: Schema) -> None:
     names = {v.name for v in form.variables}
     sizes = extents(form)
     if form.append is not None:
@@ -204,7 +204,7 @@ def _add_dims(file: Any, form: Form) -> None:
                 file[v.name].dims[i].label = dim
 
 
-def step_of(file: Any, form: Form, path: Any) -> int:
+def step_of(file: Any, form: Schema, path: Any) -> int:
     """Return the number of steps that a file has, after a look whether it takes one more of this form.
 
     Not collective.
@@ -260,7 +260,7 @@ def _cannot_append(path: Any, name: str, expected: str, got: str) -> FileError:
     )
 
 
-def grow(file: Any, form: Form, steps: int) -> None:
+def grow(file: Any, form: Schema, steps: int) -> None:
     """Set the number of steps. Not collective, unless the file is open on several ranks."""
     for v in form.variables:
         file[v.name].resize(steps, axis=0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.collective.gather_slabs import Box, funnel
+from mpishard.comm.collective.gather_slabs import Intervals, funnel
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.io.checkpoint.folder import flush
@@ -135,7 +135,7 @@ def _check(name: str, x: Any) -> None:
         )
 
 
-def _given(layout: Layout, dtype: torch.dtype) -> list[list[Box]]:
+def _given(layout: Layout, dtype: torch.dtype) -> list[list[Intervals]]:
     cells = _SLAB_NBYTES // dtype.itemsize
     return [
         list(slabs(layout.box(coords), cells)) if gives(layout, coords) else []
@@ -171,7 +171,7 @@ class _Target:
         return self.error
 
     def putter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        def put(box: Box, cells: Tensor) -> None:
+        def put(box: Intervals, cells: Tensor) -> None:
             if self.error is None:
                 try:
                     at = self.start + self.header[name]["data_offsets"][0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.io.file.open import import_h5py
-from mpishard.io.file.schema import Form, Variable
+from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.file.trust import fresh
 
 # of one dataset: each cell of its leading dims is one field
@@ -38,7 +38,7 @@ class Grid(NamedTuple):
             yield f"{v.name}[{','.join(map(str, index))}]" if math.prod(leading) > 1 else v.name, index
 
 
-def grids(path: Path, form: Form, takes: Callable[[str], bool]) -> list[Grid]:
+def grids(path: Path, form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
     """Return the grids of a complete file.
 
     Not collective; one rank calls it. The last two dims of a dataset of two dims, the last three of one of more,

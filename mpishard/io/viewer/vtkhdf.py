@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from mpishard.io.file.open import import_h5py
-from mpishard.io.file.schema import Form
+from mpishard.io.file.schema import Schema
 from mpishard.io.viewer.grid import Grid, grids, replaced
 
 _VERSION = (2, 0)
 
 
-def write_vtkhdf(path: Path, form: Form) -> None:
+def write_vtkhdf(path: Path, form: Schema) -> None:
     """Write ``path`` with the suffix ``.vtkhdf``; the datasets of a second shape to ``.2.vtkhdf``, and so on.
 
     Not collective; one rank calls it, on a complete file. A VTKHDF image has one grid of even spacing: that of the

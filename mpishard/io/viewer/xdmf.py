@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpishard.io.file.schema import Form, Variable
+from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.viewer.grid import Grid, grids, replaced
 
 _TYPES = {
@@ -21,7 +21,7 @@ _TYPES = {
 }
 
 
-def write_xdmf(path: Path, form: Form) -> None:
+def write_xdmf(path: Path, form: Schema) -> None:
     """Write ``path`` with the suffix ``.xdmf``.
 
     Not collective; one rank calls it, on a complete file. Fields lie at the values of the scales of their dims, or

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.attention.layout import plan_meeting
+from mpishard.ops.attention.layout import plan_attention
 from mpishard.ops.attention.scaled_dot_product import attend
 from mpishard.ops.rule.dim import on_domain, unsharded
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
@@ -163,7 +163,7 @@ def _met(q: Any, k: Any, v: Any, masks: Sequence[Any]) -> list[ShardTensor]:
     mesh = mesh_of(operands)
     operands = [on_mesh(x, mesh) for x in operands]
     shape = (*q.shape[:-1], v.shape[-1])
-    meeting = plan_meeting(tuple(x.sharding for x in operands), shape, (1, 1))
+    meeting = plan_attention(tuple(x.sharding for x in operands), shape, (1, 1))
     targets = list(meeting.operands)
     targets[1:3] = (unsharded(o, (2,)) for o in targets[1:3])
     return [moved(x, target) for x, target in zip(operands, targets)]

@@ -283,9 +283,8 @@ def _checked(query: Any, key: Any, value: Any, kernel_size: Any, dilation: Any, 
         raise refuse("dtypes differ", "one dtype", [x.dtype for x in (query, key, value)], "convert the operands")
     given = []
     for name, x in (("kernel_size", kernel_size), ("dilation", dilation), ("is_causal", is_causal)):
-        x = frozen(x)
-        x = x if isinstance(x, tuple) else (x,) * ndim
-        if len(x) != ndim:
+        x = frozen(x, ndim)
+        if not isinstance(x, tuple) or len(x) != ndim:
             raise refuse(f"{name} does not fit", f"one value, or {ndim}", x, "give one per spatial dim")
         given.append(x)
     dims = [Along(n, int(k), int(d), bool(c)) for n, k, d, c in zip(shapes[0][1:-2], *given)]

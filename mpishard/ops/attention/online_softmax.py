@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Shard, layout_of
-from mpishard.ops.attention.layout import Segments
-from mpishard.tensor.stream import chosen, filled
+from mpishard.ops.attention.layout import Stretches
+from mpishard.tensor.stream import chosen, drawn_into
 
 TILE = 1 << 20  # scores in memory at once
 FUSED = 1 << 23  # scores of one call of a fused kernel: between calls, messages make progress
@@ -42,7 +42,7 @@ class Dropout(NamedTuple):
             [(lo, hi - lo, n - hi) for (lo, hi), n in zip(box, self.shape)],
         )
         kept = torch.empty([hi - lo for lo, hi in box], dtype=torch.bool)
-        filled(kept, layout, (1,) * len(box), self.seed, chosen(1 - self.p))
+        drawn_into(kept, layout, (1,) * len(box), self.seed, chosen(1 - self.p))
         return kept.to(like.device).to(like.dtype).div_(1 - self.p).view(-1, *kept.shape[-2:])
 
 
@@ -69,7 +69,7 @@ class Tile(NamedTuple):
     fused: bool
 
 
-def tiles(rows: Segments, columns: Segments, batch: int, causal: bool, fusable: bool) -> Iterator[Tile]:
+def tiles(rows: Stretches, columns: Stretches, batch: int, causal: bool, fusable: bool) -> Iterator[Tile]:
     """Cut the scores of a block into tiles, without those that a causal mask hides. Not collective.
 
     ``fusable``: whether a kernel that keeps no scores can be used.
@@ -100,7 +100,7 @@ def tiles(rows: Segments, columns: Segments, batch: int, causal: bool, fusable: 
                     yield Tile(here, there, row, column, diagonal, fused)
 
 
-def is_needed(rows: Segments, columns: Segments, causal: bool) -> bool:
+def is_needed(rows: Stretches, columns: Stretches, causal: bool) -> bool:
     """Tell whether any of the columns is seen by any of the rows. Not collective."""
     return any(not causal or c.start <= r.start + r.count - 1 for r in rows for c in columns)
 

@@ -23,7 +23,7 @@ from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.point_to_point import ring
 from mpishard.comm.tag import Label, said
 from mpishard.layout import Layout, bounds
-from mpishard.ops.attention.layout import Segments, sizes_in
+from mpishard.ops.attention.layout import Stretches, sizes_in
 from mpishard.ops.attention.online_softmax import (
     Backward,
     Dropout,
@@ -58,8 +58,8 @@ class RingPlan(NamedTuple):
 
     mesh: CartMesh
     ring: tuple[int, ...]
-    rows: Segments
-    columns: tuple[Segments, ...]
+    rows: Stretches
+    columns: tuple[Stretches, ...]
     layouts: tuple[Layout, Layout]
     operands: tuple[Operand, Operand, Operand]
     scale: float
@@ -82,7 +82,7 @@ class RingPlan(NamedTuple):
         return self.columns[block][0].start if self.columns[block] else 0
 
 
-def reach_of(rows: Sequence[Segments], columns: Sequence[Segments], causal: bool) -> tuple[int, ...]:
+def reach_of(rows: Sequence[Stretches], columns: Sequence[Stretches], causal: bool) -> tuple[int, ...]:
     """Return how many hops every block travels: to the last rank that sees any of it. Not collective."""
     n = len(columns)
     return tuple(
@@ -123,7 +123,7 @@ class _Blocks:
         k, v = self._k, self._v
         for hop in range(self.size):
             block = (self.rank - hop) % self.size
-            on_the_way: list[ring.Message] = []
+            on_the_way: list[ring.Transit] = []
             coming = None
             if self.group is not None:
                 after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -136,7 +136,7 @@ class _Blocks:
                         flat = torch.cat((k.reshape(-1), v.reshape(-1)))
                     on_the_way.append(ring.send(flat, self.group, after, ring.ONWARD, self._plan.label))
 
-            def poke(messages: list[ring.Message] = on_the_way) -> None:
+            def poke(messages: list[ring.Transit] = on_the_way) -> None:
                 for message in messages:
                     message.poke()
 
@@ -159,25 +159,25 @@ class _Sums:
 
     def __init__(self, blocks: _Blocks, dtype: torch.dtype, device: torch.device) -> None:
         self._blocks, self._dtype, self._device = blocks, dtype, device
-        self._sent: list[ring.Message] = []
-        self._home: ring.Message | None = None
+        self._sent: list[ring.Transit] = []
+        self._home: ring.Transit | None = None
         self.own: Tensor | None = None
         group, rank, size = blocks.group, blocks.rank, blocks.size
         last = blocks._plan.reach[rank]
         if group is not None and blocks.travels(rank, last):
             self._home = self._receive((rank + last) % size, rank, ring.HOME)
 
-    def _receive(self, source: int, block: int, way: str) -> ring.Message:
+    def _receive(self, source: int, block: int, way: str) -> ring.Transit:
         n = self._blocks.numel(block)
         return ring.receive(n, self._dtype, self._device, self._blocks.group, source, way, self._blocks._plan.label)
 
-    def expect(self, block: int, hop: int) -> ring.Message | None:
+    def expect(self, block: int, hop: int) -> ring.Transit | None:
         """Start to receive what earlier ranks have added for a block."""
         if not self._blocks.travels(block, hop):
             return None
         return self._receive((self._blocks.rank - 1) % self._blocks.size, block, ring.SUMS)
 
-    def add(self, block: int, hop: int, share: Tensor, coming: ring.Message | None) -> None:
+    def add(self, block: int, hop: int, share: Tensor, coming: ring.Transit | None) -> None:
         """Add this rank's share, and send the sum on, or home."""
         blocks = self._blocks
         if coming is not None:

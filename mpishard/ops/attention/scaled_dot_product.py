@@ -20,20 +20,20 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
 from mpishard.ops.attention.layout import (
     Meeting,
-    Segments,
+    Stretches,
     contiguous,
     mirrored,
     moved_back,
     moved_into,
-    plan_meeting,
+    plan_attention,
     sizes_in,
 )
 from mpishard.ops.attention.online_softmax import Dropout, Operand
 from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
-from mpishard.ops.rule.contraction import block
+from mpishard.ops.rule.contraction import meeting_blocks
 from mpishard.ops.rule.dim import on_domain, resized
 from mpishard.ops.rule.reduction import HALVES
-from mpishard.tensor.operand import mesh_of, moved, replicated_layout, resolved
+from mpishard.tensor.operand import blocks_of, moved, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import draw_seed
@@ -144,10 +144,7 @@ def attend(
 ) -> ShardTensor:
     """Attend with any number of masks, all of which hold. As `scaled_dot_product_attention`."""
     operands = [_cast(x) for x in (query, key, value, *masks)]
-    mesh = mesh_of(operands)
-    operands = [resolved(x) if isinstance(x, ShardTensor) else x for x in operands]
-    locals_ = [x.block if isinstance(x, ShardTensor) else x for x in operands]
-    layouts = tuple(x.sharding if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape) for x in operands)
+    mesh, locals_, layouts = blocks_of(operands)
     dtypes = tuple(x.dtype for x in locals_)
     method = _method.get()
     dropped = dropout_p > 0
@@ -169,10 +166,7 @@ def attend(
         return _attend_by_keys(
             [moved(x, target) for x, target in zip(held, meeting.operands)], dropout_p, is_causal, scale
         )
-    blocks = [
-        block(x, mesh, layout, target, used)
-        for x, layout, target, used in zip(locals_, layouts, meeting.operands, meeting.used)
-    ]
+    blocks = meeting_blocks(locals_, mesh, layouts, meeting.plan)
     if plan.ring is None:
         y = _attend_locally(blocks, is_causal, scale, enable_gqa)
     else:
@@ -275,12 +269,12 @@ def _plan(
     if enable_gqa:
         groups = tuple(layouts[0].shape[-3] // o.shape[-3] for o in layouts[1:3])  # type: ignore[assignment]
     few = method == "auto" and shape[-2] * mesh.size <= layouts[1].shape[-2]
-    meeting = plan_meeting(layouts, shape, groups, few_queries=few)
+    meeting = plan_attention(layouts, shape, groups, few_queries=few)
     out = meeting.out
     if meeting.keys:
         return AttentionPlan(meeting, out, None, None, None)
     if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
-        meeting = plan_meeting(layouts, shape, groups, by_heads=True)
+        meeting = plan_attention(layouts, shape, groups, by_heads=True)
     q, k, v = meeting.operands[:3]
     row, column = q.ndim - 2, k.ndim - 2
     queries_cut = len(q.sizes[row] or ()) > 1
@@ -318,7 +312,7 @@ def _plan(
     return AttentionPlan(meeting, out, ring, balance, back)
 
 
-def _cut(layout: Layout, blocks: Sequence[Segments]) -> tuple[int, ...] | None:
+def _cut(layout: Layout, blocks: Sequence[Stretches]) -> tuple[int, ...] | None:
     return None if layout.sizes[-2] is None else sizes_in(blocks)
 
 
@@ -326,8 +320,8 @@ def _reach(
     mesh: CartMesh,
     q: Layout,
     row: int,
-    rows: Sequence[Segments],
-    columns: Sequence[Segments],
+    rows: Sequence[Stretches],
+    columns: Sequence[Stretches],
     ring: tuple[int, ...],
     is_causal: bool,
 ) -> tuple[int, ...]:

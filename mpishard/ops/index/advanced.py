@@ -23,7 +23,7 @@ from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bound
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import into_plain, require_writable, settle, settled, viewed, wrapped
+from mpishard.ops.rule.dim import into_plain, normal_dim, prepare_write, require_writable, settled, viewed
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -316,7 +316,7 @@ def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> Non
         if bool(alone):
             write_at(x, (Ellipsis,), value)
         return
-    settle(x)
+    prepare_write(x)
     mesh = x.mesh
     basic, per_dim = _split(x, index)
     plan = plan_index(x.sharding, basic, mesh.coords)
@@ -346,7 +346,7 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     owned = _owned(y, points.dims, indices) if sharded else None
     if isinstance(value, Tensor):
         out = _result(y.sharding, points, replicated_layout(mesh, shape), y.sharding.sharded_mesh_dims)
-        value = fitted_shape(resolved(value) if isinstance(value, ShardTensor) else value, out.shape)
+        value = fitted_shape(resolved(value), out.shape)
         if owned is not None:
             value = value.expand(out.shape)
         value = fitted(value, mesh, out).to(y.dtype)
@@ -371,7 +371,7 @@ def _along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
         raise RuntimeError(f"{name}(): Expected dtype int32 or int64 for index, but got {index.dtype}")
     if index.numel() and bool((index < 0).any()):
         raise IndexError("index out of range in self")
-    return (*(slice(None),) * wrapped(dim, x.ndim), index if index.ndim else index.reshape(1))
+    return (*(slice(None),) * normal_dim(dim, x.ndim), index if index.ndim else index.reshape(1))
 
 
 @implements(torch.index_select, torch.Tensor.index_select, sharded="moves")
@@ -386,7 +386,7 @@ def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
 
 def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tuple[ShardTensor, Any]:
     """Return tensors with at least one dim, slices of the second for the first; or raise, where they do not fit."""
-    shape = [index.numel() if d == wrapped(dim, x.ndim) else n for d, n in enumerate(x.shape)]
+    shape = [index.numel() if d == normal_dim(dim, x.ndim) else n for d, n in enumerate(x.shape)]
     if list(source.shape) != shape and (x.ndim or source.numel() != index.numel() or index.numel() != 1):
         raise RuntimeError(
             f"{name}: source tensor shape must match self tensor shape, excluding the specified dimension. "
@@ -396,7 +396,7 @@ def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tup
         raise RuntimeError(f"{name}: self and source expected to have the same dtype, got {x.dtype} and {source.dtype}")
     if x.ndim:
         return x, source
-    settle(x)
+    prepare_write(x)
     return x.view(1), source.reshape(1)
 
 
@@ -430,7 +430,7 @@ def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTen
         )
     if index.dtype != torch.int64:
         raise IndexError("index_fill_(): Expected dtype int64 for index.")
-    d = wrapped(dim, self.ndim)
+    d = normal_dim(dim, self.ndim)
     # a mask, because a cell that is named twice is filled once: the value's gradient counts it once
     mask = torch.zeros(self.shape[d] if self.ndim else 1, dtype=torch.bool, device=self.device)
     mask[_everywhere(index).reshape(-1)] = True

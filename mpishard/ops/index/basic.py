@@ -20,14 +20,14 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
 from mpishard.ops.rule.dim import (
     CACHED,
+    normal_dim,
+    prepare_write,
     require_writable,
-    settle,
     settled,
     unsharded,
     viewed,
     whole_along,
     without,
-    wrapped,
     written_through,
 )
 from mpishard.tensor.operand import fitted, resolved
@@ -175,7 +175,7 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
     if self._gathered_view and written_through(self, lambda y: write_at(y, key, value)):
         return
     require_writable(self, "x[index] = value")
-    settle(self)
+    prepare_write(self)
     plan = plan_index(self.sharding, key, self.mesh.coords)
     if isinstance(value, Tensor):
         value = fitted(_value(value, plan), self.mesh, plan.kept)
@@ -223,7 +223,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
         start = int(start)
     if not isinstance(input, ShardTensor):
         return torch.narrow(input, dim, start, length)
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     n = input.sharding.shape[d]
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:
@@ -234,13 +234,13 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 @implements(torch.select, torch.Tensor.select, sharded="moves")
 def select(input: ShardTensor, dim: int, index: int) -> ShardTensor:
     """Return one cell of a dim. Not collective, unless the dim is sharded: then its owner broadcasts."""
-    return indexed(input, (*(_ALL,) * wrapped(dim, input.ndim), int(index)))
+    return indexed(input, (*(_ALL,) * normal_dim(dim, input.ndim), int(index)))
 
 
 @implements(torch.unbind, torch.Tensor.unbind, sharded="gathers")
 def unbind(input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     """Return all cells of a dim one by one. Not collective, unless the dim is sharded: then it is gathered."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     x = whole_along(settled(input), (d,))
     out = without(x.sharding, (d,))
     return tuple(viewed(x, part, out, steps=True) for part in x.block.unbind(d))
@@ -263,7 +263,7 @@ def _equal_parts(n: int, length: int) -> list[int]:
 def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
     given = split_size_or_sections if split_size is None else split_size
-    d = wrapped(dim, tensor.ndim)
+    d = normal_dim(dim, tensor.ndim)
     n = tensor.sharding.shape[d]
     sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
     if sum(sizes) != n or min(sizes, default=0) < 0:
@@ -291,7 +291,7 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     n = input.sharding.shape[d]
     sizes = _equal_parts(n, -(-n // chunks)) if n else [0] * chunks
     return _parts(settled(input), d, sizes)
@@ -312,7 +312,7 @@ def tensor_split(
         given = given.tolist()
     if not isinstance(input, ShardTensor):
         return torch.tensor_split(input, given, dim)
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     n = input.sharding.shape[d]
     x = settled(input)
     if isinstance(given, int):

@@ -15,7 +15,7 @@ from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.contraction import contract
 from mpishard.ops.rule.dim import mapped, whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.tensor.operand import mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -107,7 +107,7 @@ def _looked_up(index: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
     shape = (*index.shape, rows.shape[1])
     if 0 not in shape or not len(rows) or not rows.requires_grad:
         return F.embedding(index, rows, padding_idx)
-    return cropped(F.embedding(filled(index), filled(rows), padding_idx), shape)
+    return unfilled(F.embedding(filled(index), filled(rows), padding_idx), shape)
 
 
 @implements(F.embedding_bag, sharded="gathers")
@@ -147,8 +147,8 @@ def embedding_bag(
             return (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]  # type: ignore[no-any-return]
         return look_up(index, factors)  # type: ignore[no-any-return]
 
-    local = agreed(joined, met.mesh, met.fit.targets)
-    return met.wrapped(local, ("bag", None) if input.ndim == 2 else (None, None))
+    local = agreed(joined, met.mesh, met.plan.operands)
+    return met.result(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
 @implements(F.one_hot, sharded="local")

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import CACHED, into_plain, plain, require_writable, settle, whole_along, wrapped
+from mpishard.ops.rule.dim import CACHED, into_plain, normal_dim, plain, prepare_write, require_writable, whole_along
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -89,7 +89,7 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Sh
     is then gathered. The result lies where the index does, cut as the tensor is.
     """
     mesh = mesh_of((input, index))
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if not index.numel():  # of any shape; its result keeps the graph
         where = on_mesh(index, mesh)
         none = torch.gather(on_mesh(input, mesh).block.reshape(-1), 0, where.block.reshape(-1).long())
@@ -110,7 +110,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> ShardTen
     """Pick cells along a dim; the other dims of tensor and index broadcast. As `gather`."""
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if input.ndim != indices.ndim:
         raise RuntimeError(
             f"torch.take_along_dim(): input and indices should have the same number of dimensions, but got "
@@ -144,8 +144,8 @@ def _scatter_rule(name: str) -> Any:
     def rule(self: ShardTensor, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
         """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
         require_writable(self, f"{name}_")
-        d = wrapped(dim, self.ndim)
-        settle(self)
+        d = normal_dim(dim, self.ndim)
+        prepare_write(self)
         if not index.numel():
             return self
         mesh = mesh_of((self, index, *args, *kwargs.values()))
@@ -173,7 +173,7 @@ def _scatter_rule(name: str) -> Any:
 
 def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
     """Return a tensor that every rank holds whole in the layout of an index, but for ``dim``. Not collective."""
-    layout, whole = index.sharding, wrapped(dim, x.ndim)
+    layout, whole = index.sharding, normal_dim(dim, x.ndim)
     if layout.ndim != x.ndim:
         return x
     dims = [d for d in layout.shard_dims if d != whole and layout.shape[d] == x.sharding.shape[d]]

@@ -11,7 +11,16 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.ops.index.advanced import picked, put
 from mpishard.ops.index.getitem import setitem
-from mpishard.ops.rule.dim import gathered, into_plain, require_writable, resized, settle, whole_along, wrapped
+from mpishard.ops.rule.dim import (
+    gathered,
+    into_plain,
+    normal_dim,
+    plain,
+    prepare_write,
+    require_writable,
+    resized,
+    whole_along,
+)
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -40,7 +49,7 @@ def _require_shape(name: str, src: Any, shape: tuple[int, ...]) -> None:
 @implements(torch.select_scatter, torch.Tensor.select_scatter, sharded="moves")
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
     """Write one cell of a dim in a copy. Collective where the source is laid out differently."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     _require_shape("select_scatter", src, (*input.shape[:d], *input.shape[d + 1 :]))
     y = _own(input, src)
     setitem(y, _at(d, int(index)), src)
@@ -50,7 +59,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
 @implements(torch.slice_scatter, torch.Tensor.slice_scatter, sharded="moves")
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
     """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     n = len(range(*slice(start, end, step).indices(input.shape[d])))
     _require_shape("slice_scatter", src, (*input.shape[:d], n, *input.shape[d + 1 :]))
     y = _own(input, src)
@@ -63,7 +72,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     """Write a diagonal in a copy. Collective where its plane is sharded: it is gathered, and cut again."""
     y = _own(input, src)
     layout = y.sharding
-    whole = whole_along(y, tuple(wrapped(d, y.ndim) for d in (dim1, dim2)))
+    whole = whole_along(y, tuple(normal_dim(d, y.ndim) for d in (dim1, dim2)))
     out = _own(whole)
     diagonal = torch.diagonal(out, offset, dim1, dim2)
     _require_shape("diagonal_scatter", src, tuple(diagonal.shape))
@@ -80,7 +89,7 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
         raise RuntimeError("dimensions must larger than 1")
     if len(shape) > 2 and len(set(shape)) > 1:
         raise RuntimeError("all dimensions of input must be of equal length")
-    settle(self)
+    prepare_write(self)
     cells = []
     for d, (lo, hi) in enumerate(self.sharding.box(self.mesh.coords)):
         cells.append(torch.arange(lo, hi, device=self.device).view(-1, *(1,) * (self.ndim - 1 - d)))
@@ -110,7 +119,7 @@ def take(input: Any, index: Any) -> Any:
 @into_plain(torch.Tensor.put_)
 def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -> ShardTensor:
     """Write cells of the flattened tensor, in place. Collective where index or source is sharded: it is gathered."""
-    index, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (index, source)))
+    index, source = plain(index), plain(source)
     if index.numel() != source.numel():
         raise RuntimeError(
             f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
@@ -124,7 +133,7 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
         put(self, torch.unravel_index(flat, tuple(self.shape)), source.reshape(-1), accumulate)
     elif len(flat):
         require_writable(self, "put_")
-        settle(self)
+        prepare_write(self)
         put(self.view(1), (flat,), source.reshape(-1), accumulate)
     return self
 
@@ -143,8 +152,8 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
             f"masked_scatter: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}"
         )
     require_writable(self, "masked_scatter_")
-    settle(self)
-    mask, source = (a.block if isinstance(a, ShardTensor) else a for a in map(gathered, (mask, source)))
+    prepare_write(self)
+    mask, source = plain(mask), plain(source)
     mask = mask.expand(self.sharding.shape)
     if int(mask.sum()) > source.numel():
         raise RuntimeError("Number of elements of source < number of ones in mask")
@@ -162,16 +171,15 @@ def index_reduce(
 ) -> ShardTensor:
     """Reduce into cells along a dim. Collective where that dim, or the index, is sharded: it is gathered."""
     x = _own(input, index, source)
-    d = wrapped(dim, x.ndim)
+    d = normal_dim(dim, x.ndim)
     if not x.ndim:
         cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
         return cells.reshape(())  # type: ignore[return-value]
-    index = gathered(index)
-    index = index.block if isinstance(index, ShardTensor) else index
+    index = plain(index)
     # torch does not look where a block has no cells
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
         raise IndexError("index out of range in self")
-    source = resolved(source) if isinstance(source, ShardTensor) else source
+    source = resolved(source)
     shape = list(x.sharding.shape)
     shape[d] = index.numel()
     if list(source.shape) != shape:

@@ -7,25 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.align import meet
-from mpishard.ops.rule.dim import gathered
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 @implements(torch.isin, sharded="gathers")
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     """Tell which elements are among others. Collective where ``test_elements`` is sharded: it is gathered."""
-    mesh = mesh_of((elements, test_elements))
-    others = gathered(test_elements)
-    others = others.block if isinstance(others, ShardTensor) else others
-    if not isinstance(elements, ShardTensor):
-        local = torch.isin(elements, others, assume_unique=assume_unique, invert=invert)
-        return wrap(local, replicated_layout(mesh, local.shape), mesh)
-    x = resolved(elements)
-    return wrap(torch.isin(x.block, others, assume_unique=assume_unique, invert=invert), x.sharding, mesh)
+    own = tuple(range(elements.ndim)) if isinstance(elements, Tensor) else ()
+    others = (None,) * test_elements.ndim if isinstance(test_elements, Tensor) else ()
+    return whole(
+        lambda a, b: torch.isin(a, b, assume_unique=assume_unique, invert=invert),
+        (elements, test_elements),
+        (own, others),
+        own,
+    )
 
 
 @implements(torch.bucketize, sharded="gathers")
@@ -48,11 +44,11 @@ def searchsorted(sorted_sequence: Any, input: Any = None, *, sorter: Any = None,
         own = (*lead, "value")
     else:
         own = tuple(range(values.ndim))
-    met = meet((sorted_sequence, values, sorter), ((*lead, None), own, (*lead, None)))
-    sequence, cells, order = (t.contiguous() if isinstance(t, Tensor) else t for t in met.locals)
 
-    def search() -> Tensor:
+    def search(*tensors: Any) -> Tensor:
+        sequence, cells, order = (t.contiguous() if isinstance(t, Tensor) else t for t in tensors)
         return torch.searchsorted(sequence, cells, sorter=order, **options)
 
     # torch looks whether the sorter's numbers are in range
-    return met.wrapped(search() if order is None else agreed(search, met.mesh, met.fit.targets), own)
+    labels = ((*lead, None), own, (*lead, None))
+    return whole(search, (sorted_sequence, values, sorter), labels, own, checked=sorter is not None)

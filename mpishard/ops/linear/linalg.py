@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.align import batchwise
+from mpishard.ops.rule.whole import batchwise, whole
 from mpishard.tensor.registry import implements, spellings
 
 _OF_ONE = """
@@ -110,7 +110,7 @@ def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
         """Solve on every rank. Collective: the operands are gathered, batch and all."""
         tensors = [A, *(a for a in args if isinstance(a, Tensor))]
         rest = args[len(tensors) - 1 :]
-        return batchwise(lambda *t: func(*t, *rest, **kwargs), tensors, [t.ndim for t in tensors])
+        return whole(lambda *t: func(*t, *rest, **kwargs), tensors, checked=True)
 
     return rule
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.ops.rule.contraction import Label, Labels, contract
+from mpishard.layout import Labels
+from mpishard.ops.rule.contraction import Label, contract
 from mpishard.ops.rule.dim import into_plain, whole_along
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -50,7 +51,7 @@ def _tiny(x: Tensor, ndim: int) -> Tensor:
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
     if input1.numel() and input2.numel():
         return F.bilinear(input1, input2, weight)
-    # torch's own fails on empty blocks
+    # torch's own fails on empty blocks (docs/upstream.md)
     dtype = F.bilinear(_tiny(input1, 2), _tiny(input2, 2), _tiny(weight, 3)).dtype
     with torch.autocast(input1.device.type, enabled=False):
         return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
@@ -156,7 +157,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y
-        input = resolved(input) if isinstance(input, ShardTensor) else input
+        input = resolved(input)
         mesh, out = broadcast_of([y, input])
         other = fitted(input, mesh, out).to(dtype)
         return wrap(fitted(y, mesh, out) + (other if beta == 1 else other * beta), out, mesh)
@@ -298,6 +299,7 @@ def einsum(*args: Any) -> ShardTensor:
     dtype = None
     if torch._C._is_any_autocast_enabled():
         # where one cell is summed, torch multiplies in the dtype of the operands: blocks of one cell must not decide
+        # (docs/upstream.md)
         cells = (torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands)
         dtype = torch.einsum(equation, *cells).dtype
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import layout_of
-from mpishard.ops.rule.align import batchwise, meet
-from mpishard.ops.rule.dim import gathered, kept, wrapped
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.ops.rule.dim import gathered, kept, normal_dim
+from mpishard.ops.rule.whole import whole
+from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -25,14 +24,13 @@ def linalg_cross(input: Any, other: Any, *, dim: int = -1) -> ShardTensor:
         raise RuntimeError(
             f"linalg.cross: inputs must have the same number of dimensions, got {input.ndim} and {other.ndim}"
         )
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if input.shape[d] != 3 or other.shape[d] != 3:
         raise RuntimeError(
             f"linalg.cross: inputs dimension {dim} must have length 3. Got {input.shape[d]} and {other.shape[d]}"
         )
     labels = tuple(None if i == d else i for i in range(input.ndim))
-    met = meet((input, other), (labels, labels))
-    return met.wrapped(torch.linalg.cross(*met.locals, dim=d), labels)
+    return whole(lambda a, b: torch.linalg.cross(a, b, dim=d), (input, other), (labels, labels), labels)  # type: ignore[no-any-return]
 
 
 @implements(torch.cross, torch.Tensor.cross, sharded="reduction")
@@ -91,20 +89,22 @@ def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_eucl
     if x1.shape[-1] != x2.shape[-1]:
         raise RuntimeError(f"X1 and X2 must have the same number of columns. X1: {x1.shape[-1]} X2: {x2.shape[-1]}")
     batches = [tuple(range(2 - x.ndim, 0)) for x in (x1, x2)]
-    met = meet((x1, x2), ((*batches[0], "row", None), (*batches[1], "column", None)))
-    a, b = met.locals
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
         # torch looks at the number of rows: of the whole matrices, not of the blocks
         large = x1.shape[-2] > 25 or x2.shape[-2] > 25
         compute_mode = f"{'use' if large else 'donot_use'}_mm_for_euclid_dist"
-    batch = max(batches, key=len)
-    return met.wrapped(torch.cdist(a, b, p, compute_mode), (*batch, "row", "column"))
+    return whole(  # type: ignore[no-any-return]
+        lambda a, b: torch.cdist(a, b, p, compute_mode),
+        (x1, x2),
+        ((*batches[0], "row", None), (*batches[1], "column", None)),
+        (*max(batches, key=len), "row", "column"),
+    )
 
 
 @implements(*spellings("pdist"), sharded="gathers")
 def pdist(input: ShardTensor, p: float = 2) -> ShardTensor:
     """Distances between all pairs of rows, on every rank. Collective where it is sharded: the matrix is gathered."""
-    return batchwise(lambda t: F.pdist(t, p), (input,), (input.ndim,))  # type: ignore[no-any-return]
+    return whole(lambda t: F.pdist(t, p), (input,), checked=True)  # type: ignore[no-any-return]
 
 
 @implements(torch.cov, torch.Tensor.cov, sharded="gathers")
@@ -202,39 +202,31 @@ def kron(input: Any, other: Any) -> Any:
 @implements(*spellings("block_diag"), sharded="gathers")
 def block_diag(*tensors: Any) -> Any:
     """Matrices along a diagonal, on every rank. Collective where they are sharded: they are gathered."""
-    return _of_whole(torch.block_diag, tensors)
+    return whole(torch.block_diag, tensors)  # type: ignore[no-any-return]
 
 
 @implements(*spellings("cartesian_prod"), sharded="gathers")
 def cartesian_prod(*tensors: Any) -> Any:
     """All combinations of cells of vectors, on every rank. Collective where they are sharded: they are gathered."""
-    return _of_whole(torch.cartesian_prod, tensors)
+    return whole(torch.cartesian_prod, tensors)  # type: ignore[no-any-return]
 
 
 @implements(torch.combinations, sharded="gathers")
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
     """All combinations of cells of a vector, on every rank. Collective where it is sharded: it is gathered."""
-    return _of_whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
-
-
-def _of_whole(func: Callable[..., Tensor], operands: Any) -> ShardTensor:
-    """Return ``func`` of whole operands, in no batches, on every rank. Collective."""
-    mesh = mesh_of(operands)
-    whole = [gathered(x) for x in operands]
-    local = func(*[x.block if isinstance(x, ShardTensor) else x for x in whole])
-    return wrap(local, replicated_layout(mesh, local.shape), mesh)
+    return whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
 
 
 @implements(torch.diagflat, torch.Tensor.diagflat, sharded="gathers")
 def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
     """Return the matrix with these cells on a diagonal. Collective where they are sharded: they are gathered."""
-    return _of_whole(lambda t: torch.diagflat(t, offset), (input,))
+    return whole(lambda t: torch.diagflat(t, offset), (input,))  # type: ignore[no-any-return]
 
 
 @implements(torch.renorm, torch.Tensor.renorm, sharded="reduction")
 def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     """Scale slices down to a norm. Collective where other dims than ``dim`` are sharded."""
-    d = wrapped(dim, input.ndim)
+    d = normal_dim(dim, input.ndim)
     if input.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {input.ndim} dimensions")
     norm = torch.linalg.vector_norm(input, p, [i for i in range(input.ndim) if i != d], True)

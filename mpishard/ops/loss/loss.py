@@ -30,7 +30,7 @@ def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[di
     """Return the named arguments, Partial sums resolved, and the kind of reduction."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    named = {k: resolved(v) if isinstance(v, ShardTensor) else v for k, v in bound.arguments.items()}
+    named = {k: resolved(v) for k, v in bound.arguments.items()}
     size_average, reduce = named.pop("size_average", None), named.pop("reduce", None)
     reduction = named.pop("reduction")
     if size_average is not None or reduce is not None:
@@ -426,8 +426,8 @@ def ctc_loss(
         lengths = [torch.tensor([n]) for n in (len(scores), 0)]
         return F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
 
-    loss = agreed(aligned, met.mesh, met.fit.targets)
-    every = met.wrapped(loss, (batch,) if batched else ())
+    loss = agreed(aligned, met.mesh, met.plan.operands)
+    every = met.result(loss, (batch,) if batched else ())
     if reduction == "mean":
-        every = every / met.wrapped(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
+        every = every / met.result(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
     return _reduce(every, reduction)

@@ -21,7 +21,7 @@ from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.dim import plain, whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, counts_over, reduced
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
@@ -108,7 +108,7 @@ def group_norm(
     else:
         # as many channels as a group of none is given
         y = torch.group_norm(_spread(x.block), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
-        y = cropped(y, x.block.shape)
+        y = unfilled(y, x.block.shape)
     return moved(wrap(y, x.sharding, mesh), before)
 
 
@@ -181,7 +181,7 @@ def batch_norm(
     y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
     if y.requires_grad:
         y.register_hook(_in_format_of(block))
-    return wrap(cropped(y, x.block.shape), x.sharding, mesh)
+    return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
 
 
 def _of_no_cells(x: ShardTensor, weight: Any, bias: Any) -> ShardTensor:
@@ -207,7 +207,7 @@ def _spread(block: Tensor) -> Tensor:
 def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a hook that gives a cotangent the memory format of ``x``.
 
-    Of one sample, torch's batch_norm backward (seen in 2.13) misreads a cotangent that came through
+    Of one sample, torch's batch_norm backward (docs/upstream.md) misreads a cotangent that came through
     ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
     """
     row_major = torch.contiguous_format
@@ -255,7 +255,7 @@ def instance_norm(
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
         y = torch.instance_norm(_spread(x.block), weight, bias, None, None, True, 0.0, eps, False)
-        return wrap(cropped(y, x.block.shape), x.sharding, mesh)
+        return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
     _update(running_mean, _over_samples(mean, x, rows), momentum, x)

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Layout
-from mpishard.ops.rule.dim import ints, other_device, plain, require_writable, settle, settled, viewed, written_through
+from mpishard.ops.rule.dim import (
+    ints,
+    other_device,
+    plain,
+    prepare_write,
+    require_writable,
+    settled,
+    viewed,
+    written_through,
+)
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
@@ -54,8 +63,8 @@ _IN_PLACE = ["copy_", "detach_", "fill_", "zero_", "masked_fill_"]
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
-    args = tuple(resolved(a) if isinstance(a, ShardTensor) else a for a in args)
-    kwargs = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+    args = tuple(resolved(a) for a in args)
+    kwargs = {k: resolved(a) for k, a in kwargs.items()}
     mesh, out = broadcast_of([*args, *kwargs.values()])
     local = func(*[fitted(a, mesh, out) for a in args], **{k: fitted(a, mesh, out) for k, a in kwargs.items()})
     return wrap(local, out, mesh)
@@ -69,11 +78,11 @@ def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
         raise unfit(func, f"a ShardTensor of shape {tuple(shape)}", out)
     mesh = mesh_of([out, *operands])
     require_writable(out, name_of(func))
-    settle(out)
+    prepare_write(out)
     layout = out.sharding
 
     def block(a: Any) -> Any:
-        return fitted(resolved(a) if isinstance(a, ShardTensor) else a, mesh, layout)
+        return fitted(resolved(a), mesh, layout)
 
     func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out.block)
     return out
@@ -113,9 +122,9 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
             if written_through(x, lambda y: rule(y, *args[1:], **kwargs)):
                 return x
             require_writable(x, name_of(func))
-        settle(x)
-        others = [resolved(a) if isinstance(a, ShardTensor) else a for a in args[1:]]
-        named = {k: resolved(a) if isinstance(a, ShardTensor) else a for k, a in kwargs.items()}
+        prepare_write(x)
+        others = [resolved(a) for a in args[1:]]
+        named = {k: resolved(a) for k, a in kwargs.items()}
         operands = [a for a in [x, *others, *named.values()] if isinstance(a, Tensor)]
         mesh_of(operands)
         shape = torch.broadcast_shapes(*[tuple(a.shape) for a in operands])

@@ -59,7 +59,7 @@ def equal(input: Any, other: Any) -> bool:
     mesh = mesh_of((input, other))
     x = resolved(input if isinstance(input, ShardTensor) else other)
     y = other if isinstance(input, ShardTensor) else input
-    y = resolved(y) if isinstance(y, ShardTensor) else y
+    y = resolved(y)
     return _agreed(torch.equal(x.block, fitted(y, mesh, x.sharding)), x)
 
 

@@ -15,9 +15,9 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, pairs
-from mpishard.ops.rule.dim import whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
-from mpishard.ops.rule.reduction import HALVES, normal_dim, reduced, stacked, worst
+from mpishard.ops.rule.dim import normal_dim, whole_along
+from mpishard.ops.rule.empty_block import filled, unfilled
+from mpishard.ops.rule.reduction import HALVES, reduced, stacked, worst
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -100,7 +100,7 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
         over = reduced(x.sharding, dim).over
         # of no cells, torch's gradient is the argument itself, which requires one
         block = filled(x.block) if math.prod(x.shape) else x.block
-        values, index = (cropped(t, x.block.shape) for t in func(block, dim))
+        values, index = (unfilled(t, x.block.shape) for t in func(block, dim))
         if over:
             lo, hi = x.sharding.interval(dim, x.mesh.coords)
             if hi > lo:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.collective import blocking
-from mpishard.ops.rule.dim import gathered, whole_along, without
+from mpishard.ops.rule.dim import gathered, plain, whole_along, without
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -49,11 +50,10 @@ def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any =
     x = on_mesh(input, mesh_of((input, bins, weight))).detach()
     options: dict[str, Any] = {}
     if weight is not None:
-        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        weight = resolved(weight)
         options["weight"] = fitted(weight, x.mesh, x.sharding)
     if isinstance(bins, Tensor):
-        bins = gathered(bins)
-        bins = bins.block if isinstance(bins, ShardTensor) else bins
+        bins = plain(bins)
     else:
         options["range"] = _range(x) if range is None else range
     counts, edges = torch.histogram(x.block, bins, **options)
@@ -77,7 +77,7 @@ def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> Sha
         return _summed(x, count)
     if tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
-    own = resolved(weights) if isinstance(weights, ShardTensor) else weights
+    own = resolved(weights)
     cells = fitted(own.detach(), x.mesh, x.sharding)
     n = max(minlength, hi + 1 if x.numel() else 0)
     result = torch.bincount(x.block.new_zeros(1), cells.new_zeros(1)).dtype
@@ -124,12 +124,11 @@ def _positions(values: Tensor, cells: Tensor) -> Tensor:
 
 
 def _unique_slices(func: Any, x: ShardTensor, dim: Any, inverse: bool, counts: bool, **options: Any) -> Any:
-    whole = gathered(x).block
-    found = func(whole, return_inverse=inverse, return_counts=counts, dim=dim, **options)
-    parts = [_whole(x, t) for t in (found if isinstance(found, tuple) else (found,))]
+    found = whole(lambda t: func(t, return_inverse=inverse, return_counts=counts, dim=dim, **options), (x,))
     if inverse and dim is None:
-        parts[1] = moved(parts[1], x.sharding)
-    return tuple(parts) if len(parts) > 1 else parts[0]
+        values, places, *rest = found
+        return values, moved(places, x.sharding), *rest
+    return found
 
 
 def unique_consecutive(
@@ -161,7 +160,7 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape[:-1]):
             torch.histogramdd(torch.zeros(x.shape), edges, weight=torch.zeros(weight.shape))
-        weight = resolved(weight) if isinstance(weight, ShardTensor) else weight
+        weight = resolved(weight)
         points = without(x.sharding, (x.ndim - 1,))
         options["weight"] = fitted(weight.detach(), x.mesh, points)
     if not (isinstance(edges, list) and isinstance(edges[0], Tensor)):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import Run, Step, apply, differentiated
+from mpishard.autograd.linear import LocalMap, Step, apply, differentiated
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, normal_dim, reduced, worst
+from mpishard.ops.rule.dim import normal_dim
+from mpishard.ops.rule.reduction import Reduced, dim_and_keepdim, reduced, worst
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,7 +26,7 @@ class _Found:
 
     __slots__ = ("_collect", "_run", "_spread")
 
-    def __init__(self, run: Run, spread: Run, collect: Run) -> None:
+    def __init__(self, run: LocalMap, spread: LocalMap, collect: LocalMap) -> None:
         self._run, self._spread, self._collect = run, spread, collect
 
     def __call__(self, x: Tensor) -> Tensor:

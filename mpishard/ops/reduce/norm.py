@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
-from mpishard.ops.rule.dim import whole_along
-from mpishard.ops.rule.reduction import Reduced, in_parts, normal_dim, reduced, wide_of
+from mpishard.ops.rule.dim import normal_dim, whole_along
+from mpishard.ops.rule.reduction import Reduced, in_parts, reduced, wide_of
 from mpishard.tensor.operand import fitted, mesh_of, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

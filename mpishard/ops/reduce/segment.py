@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.rule.align import meet
-from mpishard.ops.rule.dim import plain, wrapped
+from mpishard.ops.rule.dim import normal_dim, plain
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -31,7 +31,7 @@ def segment_reduce(
     borders = lengths if offsets is None else offsets
     if borders is None:
         raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
-    axis = wrapped(axis, data.ndim)
+    axis = normal_dim(axis, data.ndim)
     _require_borders(data, borders, offsets is not None, axis, unsafe)
     lead, rest = tuple(range(axis)), tuple(range(axis + 1, data.ndim))
     met = meet((data, borders), ((*lead, None, *rest), (*lead, None)))
@@ -42,7 +42,7 @@ def segment_reduce(
     else:
         name = "lengths" if offsets is None else "offsets"
         out = torch.segment_reduce(cells, reduce, **{name: own}, axis=axis, unsafe=unsafe, initial=initial)
-    return met.wrapped(out, (*lead, None, *rest))
+    return met.result(out, (*lead, None, *rest))
 
 
 def _require_borders(data: Tensor, borders: Tensor, are_offsets: bool, axis: int, unsafe: bool) -> None:

@@ -16,7 +16,8 @@ from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.reduce.logsumexp import log_of_sum
-from mpishard.ops.rule.reduction import HALVES, Reduced, normal_dim, reduced, worst
+from mpishard.ops.rule.dim import normal_dim
+from mpishard.ops.rule.reduction import HALVES, Reduced, reduced, worst
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap

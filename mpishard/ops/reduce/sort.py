@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
-from mpishard.layout import Layout, Shard, layout_of
-from mpishard.ops.rule.dim import whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
-from mpishard.ops.rule.reduction import normal_dim, reduced
-from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
+from mpishard.layout import Layout, layout_of
+from mpishard.ops.rule.dim import normal_dim, whole_along
+from mpishard.ops.rule.reduction import reduced
+from mpishard.ops.rule.whole import one_cell, whole
+from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -106,18 +105,17 @@ def _quantile_rule(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 
     def quantile(input: Any, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> ShardTensor:
         """Interpolate between ordered cells. Collective where the dim is cut: it is gathered."""
-        x, own = _whole(on_mesh(input, mesh_of((input, q))), dim)
-        if isinstance(q, Tensor):
-            q = q.full_tensor() if isinstance(q, ShardTensor) else q
-            q = use(q, x.mesh, x.sharding.sharded_mesh_dims)
-        out = reduced(x.sharding, own, keepdim).out
-        if isinstance(q, Tensor) and q.ndim == 1:  # one result after the other, along a new dim 0
-            placements = [Shard(p.dim + 1) if type(p) is Shard else p for p in out.placements]
-            out = layout_of(out.mesh_shape, placements, (len(q), *out.shape), (None, *out.sizes))
-        # torch refuses blocks without rows; where q's graph goes on depends on the interpolation
-        block = filled(x.block) if math.prod(x.shape) else x.block
-        local = func(block, q, own, keepdim, **kwargs)
-        return wrap(cropped(local, out.local_shape(x.mesh.coords)), out, x.mesh)
+        own = range(input.ndim) if dim is None else (normal_dim(dim, input.ndim),)
+        labels = [None if d in own else d for d in range(input.ndim)]
+        rest = [d for i, d in enumerate(labels) if keepdim or i not in own]
+        of_q = (None,) * q.ndim if isinstance(q, Tensor) else ()  # one result after the other, along a new dim 0
+        return whole(  # type: ignore[no-any-return]
+            lambda x, q: func(x, q, dim, keepdim, **kwargs),
+            (input, q),
+            (tuple(labels), of_q),
+            (*of_q, *rest),
+            spare=one_cell if math.prod(input.shape) else None,
+        )
 
     return quantile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ CACHED = 65536
 R = TypeVar("R", bound=Callable[..., Any])
 
 
-def wrapped(dim: int, ndim: int) -> int:
+def normal_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
     if -ndim <= dim < ndim:
         return dim % ndim
@@ -195,7 +196,7 @@ def settled(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def settle(x: ShardTensor) -> None:
+def prepare_write(x: ShardTensor) -> None:
     """Sum the Partial dims of ``x``, which is about to be written into. Collective over them.
 
     Raises
@@ -233,9 +234,15 @@ def trivially_sharded(layout: Layout, dim: int) -> bool:
     return sizes is not None and len(sizes) == 1
 
 
-def frozen(value: Any) -> Any:
-    """Return an argument as what can be part of a key. Not collective."""
-    return tuple(value) if isinstance(value, list) else value
+def frozen(value: Any, ndim: int) -> Any:
+    """Return an argument as part of a key, in which a number is one per dim. Not collective."""
+    if type(value) is int:  # the usual cases first
+        return (value,) * ndim
+    if type(value) is tuple:
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,) * ndim if isinstance(value, (int, float, Integral)) else value
 
 
 def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -16,6 +16,6 @@ def filled(x: Any, cells: int = 1) -> Any:
     return x.new_zeros([n or cells for n in x.shape]) + x.sum().to(x.dtype) if x is not None and 0 in x.shape else x
 
 
-def cropped(y: Tensor, shape: Sequence[int]) -> Tensor:
+def unfilled(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return what belongs to a block of ``shape`` that was filled. Not collective."""
     return y[tuple(slice(n) for n in shape)] if 0 in shape else y

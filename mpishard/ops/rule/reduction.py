@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from mpishard.autograd.linear import apply, pair
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
+from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.shard_tensor import ShardTensor
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -52,18 +54,21 @@ def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
     if plan is None:
         if len(_reduced) > 65536:
             _reduced.clear()
-        plan = _reduced[key] = _plan(layout, dim, keepdim)
+        plan = _reduced[key] = _plan(layout, _dims(layout.ndim, dim), keepdim)
     return plan
 
 
-def _plan(layout: Layout, dim: Any, keepdim: bool) -> Reduced:
-    ndim = layout.ndim
+def _dims(ndim: int, dim: Any) -> tuple[int, ...]:
     every = dim is None or (not isinstance(dim, int) and len(dim) == 0)
     wanted = range(ndim) if every else (dim,) if isinstance(dim, int) else dim
     dims = [normal_dim(d, ndim) for d in wanted]
     if len(set(dims)) != len(dims):
         raise RuntimeError(f"dim {dims[0]} appears multiple times in the list of dims")
-    dims = sorted(dims) if ndim else []
+    return tuple(sorted(dims)) if ndim else ()
+
+
+@lru_cache(maxsize=CACHED)
+def _plan(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Reduced:
     over = tuple(
         m for m, p in enumerate(layout.placements) if type(p) is Shard and p.dim in dims and layout.mesh_shape[m] > 1
     )
@@ -71,15 +76,7 @@ def _plan(layout: Layout, dim: Any, keepdim: bool) -> Reduced:
     for d in dims:
         count *= layout.shape[d]
     kept = _without(layout, dims, True)
-    return Reduced(tuple(dims), over, kept if keepdim else _without(layout, dims, False), count, kept)
-
-
-def normal_dim(dim: int, ndim: int) -> int:
-    """Return ``dim`` counted from the front. Not collective."""
-    if not -max(1, ndim) <= dim < max(1, ndim):
-        bound = max(1, ndim)
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
-    return dim % max(1, ndim)
+    return Reduced(dims, over, kept if keepdim else _without(layout, dims, False), count, kept)
 
 
 def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:

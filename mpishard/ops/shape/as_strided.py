@@ -152,6 +152,7 @@ def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_off
         )
     x = on_mesh(input, mesh_of((input, src)))
     at = _positions(size, stride, offset, x.device)
+    # of the gradients that torch gives, the input's is wrong (docs/upstream.md)
     return torch.index_put(x.reshape(-1), (at,), src).reshape(x.shape)
 
 

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
-from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, Placement, Replicate, Shard, bounds, layout_of
-from mpishard.ops.rule.dim import wrapped
-from mpishard.tensor.operand import mesh_of, replicated_layout, resolved
+from mpishard.layout import Alignment, Layout, align, bounds, layout_of
+from mpishard.ops.rule.dim import CACHED, normal_dim
+from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
-
-
-class Join(NamedTuple):
-    """The layouts in which operands meet, and that of the result."""
-
-    operands: tuple[Layout, ...]
-    out: Layout
-
-
-_joins: dict[Any, Join] = {}
-
-
-def _first(operands: Sequence[Layout]) -> tuple[tuple[Placement, ...], tuple[Any, ...]]:
-    """Return placements and block sizes of the result: those of the first operand that is sharded there."""
-    placements = list(operands[0].placements)
-    for layout in operands[1:]:
-        for m, p in enumerate(layout.placements):
-            if type(p) is Shard and type(placements[m]) is Replicate:
-                placements[m] = p
-    shards: dict[int, tuple[int, ...]] = {}
-    for m, p in enumerate(placements):
-        if type(p) is Shard:
-            shards[p.dim] = (*shards.get(p.dim, ()), m)
-    sizes = [
-        next((o.sizes[d] for o in operands if o.shard_dims.get(d) == shards.get(d, ())), None)
-        for d in range(operands[0].ndim)
-    ]
-    return tuple(placements), tuple(sizes)
 
 
 def _check_extents(name: str, operands: Sequence[Layout], dim: int | None) -> None:
@@ -62,56 +33,49 @@ def _check_extents(name: str, operands: Sequence[Layout], dim: int | None) -> No
             )
 
 
-def plan_cat(operands: Sequence[Layout], dim: int) -> Join:
+Join = tuple[tuple[Layout, ...], Layout]  # where the operands meet, and the layout of the result
+
+
+def _met(name: str, operands: Sequence[Layout], dim: int | None) -> Alignment:
+    """Return where operands meet whose extents are equal but along ``dim``."""
+    _check_extents(name, operands, dim)
+    labels = tuple(range(operands[0].ndim))
+    extents = {d: n for d, n in enumerate(operands[0].shape) if d != dim}
+    return align(operands, [labels] * len(operands), extents)
+
+
+@lru_cache(maxsize=CACHED)
+def plan_cat(operands: tuple[Layout, ...], dim: int) -> Join:
     """Plan the concatenation of tensors in any layouts. Not collective.
 
     Where the joined dim is sharded, the result has balanced blocks; each operand is cut where these cut it.
     """
-    _check_extents("cat", operands, dim)
-    placements, sizes = _first(operands)
-    mesh_shape = operands[0].mesh_shape
+    plan = _met("cat", operands, dim)
     ends = bounds(tuple(o.shape[dim] for o in operands))
-    shape = (*operands[0].shape[:dim], ends[-1], *operands[0].shape[dim + 1 :])
-    out = layout_of(mesh_shape, placements, shape, (*sizes[:dim], None, *sizes[dim + 1 :]))
+    out = plan.result(range(operands[0].ndim), (*operands[0].shape[:dim], ends[-1], *operands[0].shape[dim + 1 :]))
+    if out.sizes[dim] is None:
+        return plan.operands, out
+    borders = bounds(out.sizes[dim])
     targets = []
     for o, start, stop in zip(operands, ends[:-1], ends[1:]):
-        cut = None
-        if out.sizes[dim] is not None:
-            b = bounds(out.sizes[dim])
-            cut = tuple(max(0, min(hi, stop) - max(lo, start)) for lo, hi in zip(b[:-1], b[1:]))
-        targets.append(layout_of(mesh_shape, placements, o.shape, (*sizes[:dim], cut, *sizes[dim + 1 :])))
-    return Join(tuple(targets), out)
+        cut = tuple(max(0, min(hi, stop) - max(lo, start)) for lo, hi in zip(borders[:-1], borders[1:]))
+        targets.append(layout_of(out.mesh_shape, out.placements, o.shape, {**plan.sizes, dim: cut}))
+    return tuple(targets), out
 
 
-def plan_stack(operands: Sequence[Layout], dim: int) -> Join:
+@lru_cache(maxsize=CACHED)
+def plan_stack(operands: tuple[Layout, ...], dim: int) -> Join:
     """Plan the stacking of tensors in any layouts along a new dim. Not collective."""
-    _check_extents("stack", operands, None)
-    placements, sizes = _first(operands)
-    meet = layout_of(operands[0].mesh_shape, placements, operands[0].shape, sizes)
-    moved = [Shard(p.dim + (p.dim >= dim)) if type(p) is Shard else p for p in placements]
-    shape = (*meet.shape[:dim], len(operands), *meet.shape[dim:])
-    out = layout_of(meet.mesh_shape, moved, shape, (*meet.sizes[:dim], None, *meet.sizes[dim:]))
-    return Join((meet,) * len(operands), out)
+    plan = _met("stack", operands, None)
+    shape, labels = list(operands[0].shape), list(range(operands[0].ndim))
+    return plan.operands, plan.result((*labels[:dim], None, *labels[dim:]), (*shape[:dim], len(operands), *shape[dim:]))
 
 
-def _aligned(tensors: Sequence[Any], dim: int, plan: Any) -> tuple[list[Tensor], Layout, CartMesh]:
-    mesh = mesh_of(tensors)
-    tensors = [resolved(t) if isinstance(t, ShardTensor) else t for t in tensors]
-    key = (plan, dim, *[t.sharding if isinstance(t, ShardTensor) else t.shape for t in tensors])
-    join = _joins.get(key)
-    if join is None:
-        # layouts of ShardTensors first: a plain tensor has none to follow
-        layouts = [t.sharding if isinstance(t, ShardTensor) else replicated_layout(mesh, t.shape) for t in tensors]
-        if len(_joins) > 65536:
-            _joins.clear()
-        join = _joins[key] = plan(layouts, dim)
-    blocks = [
-        redistribute(t.block, mesh, t.sharding, target)
-        if isinstance(t, ShardTensor)
-        else redistribute(t, mesh, replicated_layout(mesh, t.shape), target)
-        for t, target in zip(tensors, join.operands)
-    ]
-    return blocks, join.out, mesh
+def _joined(func: Callable[..., Tensor], plan: Callable[..., Join], tensors: Sequence[Any], dim: int) -> ShardTensor:
+    mesh, blocks, layouts = blocks_of(tensors)
+    targets, out = plan(layouts, dim)
+    blocks = [redistribute(x, mesh, *how) for x, *how in zip(blocks, layouts, targets)]
+    return wrap(func(blocks, dim), out, mesh)
 
 
 @implements(torch.cat, torch.concat, torch.concatenate, sharded="moves")
@@ -128,17 +92,15 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Sha
     dim = dim if axis is None else axis
     if not any(isinstance(t, ShardTensor) for t in cells):
         return torch.cat(cells, dim)  # type: ignore[return-value]
-    dim = wrapped(dim, cells[0].ndim)
-    blocks, layout, mesh = _aligned(cells, dim, plan_cat)
-    return wrap(torch.cat(blocks, dim), layout, mesh)
+    dim = normal_dim(dim, cells[0].ndim)
+    return _joined(torch.cat, plan_cat, cells, dim)
 
 
 @implements(torch.stack, sharded="moves")
 def stack(tensors: Sequence[Any], dim: int = 0) -> ShardTensor:
     """Join along a new dim. Collective where operands are laid out differently."""
-    dim = wrapped(dim, tensors[0].ndim + 1)
-    blocks, layout, mesh = _aligned(tensors, dim, plan_stack)
-    return wrap(torch.stack(blocks, dim), layout, mesh)
+    dim = normal_dim(dim, tensors[0].ndim + 1)
+    return _joined(torch.stack, plan_stack, tensors, dim)
 
 
 def _join_rule(grow: Any, dim_of: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.rule.dim import mapped, settled, viewed, whole_along, wrapped
+from mpishard.ops.rule.dim import mapped, normal_dim, settled, viewed, whole_along
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -40,7 +40,7 @@ for _name in ("tril", "triu"):
 @implements(torch.diagonal, torch.Tensor.diagonal, sharded="gathers")
 def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """Return a diagonal of a plane as a last dim. Collective where one of its dims is sharded: it is gathered."""
-    a, b = wrapped(dim1, input.ndim), wrapped(dim2, input.ndim)
+    a, b = normal_dim(dim1, input.ndim), normal_dim(dim2, input.ndim)
     x = whole_along(settled(input), (a, b))
     local = x.block.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
@@ -58,7 +58,7 @@ def linalg_diagonal(A: ShardTensor, *, offset: int = 0, dim1: int = -2, dim2: in
 def diag_embed(input: ShardTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ShardTensor:
     """Put the last dim on the diagonal of a new plane. Collective where it is sharded: it is gathered."""
     x = whole_along(settled(input), (input.ndim - 1,))
-    a, b = wrapped(dim1, x.ndim + 1), wrapped(dim2, x.ndim + 1)
+    a, b = normal_dim(dim1, x.ndim + 1), normal_dim(dim2, x.ndim + 1)
     local = torch.diag_embed(x.block, offset, a, b)
     rest = iter(range(x.ndim - 1))
     sources = tuple(-1 if d in (a, b) else next(rest) for d in range(x.ndim + 1))

@@ -38,7 +38,7 @@ def _unshuffled(x: ShardTensor, factor: int) -> tuple[int, ...]:
 
 
 def _of_one_cell(x: ShardTensor) -> Tensor:
-    # not a tensor without data: for those torch does not check these arguments
+    # not a tensor without data: for those torch does not check these arguments (docs/upstream.md)
     return x.block.new_zeros(()).expand(x.shape)
 
 
@@ -78,7 +78,7 @@ def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) ->
     key = (name, x.sharding, factor)
     before, out = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: plan_of(x, factor))
     local = moved(x, before).block
-    # torch gives the result, or its gradient, the operand's shape where there are no cells
+    # torch gives the result, or its gradient, the operand's shape where there are no cells (docs/upstream.md)
     y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x.mesh.coords))
     return wrap(y, out, x.mesh)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
-from mpishard.ops.rule.dim import ints, plain, resized, settled, whole_along, wrapped
+from mpishard.ops.rule.dim import ints, normal_dim, plain, resized, settled, whole_along
 from mpishard.ops.shape.cat import cat
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -60,7 +60,7 @@ def repeat_interleave(
     x = settled(input) if isinstance(input, ShardTensor) else on_mesh(input, mesh)
     if dim is None:
         x, dim = x.reshape(-1), 0
-    d = wrapped(dim, x.ndim)
+    d = normal_dim(dim, x.ndim)
     layout = x.sharding
     n = layout.shape[d]
     counts = torch.as_tensor(repeats).reshape(-1)

@@ -16,15 +16,15 @@ from mpishard.ops.rule.dim import (
     base_in,
     ints,
     local_shape,
+    normal_dim,
     resized,
     settled,
     trivially_sharded,
     unsharded,
     viewed,
     whole_along,
-    wrapped,
 )
-from mpishard.ops.shape.reshape_exchange import Group, cut_near, regrouped, spread
+from mpishard.ops.shape.reshape_exchange import DimGroup, cut_near, regrouped, spread
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
@@ -34,7 +34,7 @@ class Reshape(NamedTuple):
 
     before: Layout
     out: Layout
-    groups: tuple[Group, ...] = ()
+    groups: tuple[DimGroup, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -97,7 +97,7 @@ def plan_reshape(layout: Layout, given: tuple[int, ...]) -> Reshape:
             placements[m] = Shard(dim)
         for dim, cut in cuts.items():
             sizes[dim] = cut
-        groups.append(Group(tuple(old), tuple(new), moves))
+        groups.append(DimGroup(tuple(old), tuple(new), moves))
     return Reshape(before, layout_of(layout.mesh_shape, placements, shape, sizes), tuple(groups))
 
 
@@ -255,7 +255,7 @@ def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardT
     shape = input.sharding.shape
     if not shape:
         return reshape(input, 1)
-    a, b = wrapped(start_dim, len(shape)), wrapped(end_dim, len(shape))
+    a, b = normal_dim(start_dim, len(shape)), normal_dim(end_dim, len(shape))
     if a > b:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     return input if a == b else reshape(input, *shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :])
@@ -265,7 +265,7 @@ def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardT
 def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
     """Split a dim. As `reshape`."""
     shape = input.sharding.shape
-    d = wrapped(dim, len(shape))
+    d = normal_dim(dim, len(shape))
     return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
 
 

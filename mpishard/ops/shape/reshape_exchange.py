@@ -19,14 +19,14 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, balanced, bounds, sizes_of
 
-Run = tuple[int, ...]
+Dims = tuple[int, ...]
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """A run of dims before, the run of dims of the same cells after, and whether cells change owner."""
 
-    old: Run
-    new: Run
+    old: Dims
+    new: Dims
     moves: bool
 
 
@@ -58,7 +58,7 @@ def cut_near(borders: Sequence[int], n: int) -> tuple[int, ...]:
     return balanced(n, count) if 0 in sizes and n >= count else sizes
 
 
-def regrouped(x: Tensor, mesh: CartMesh, before: Layout, out: Layout, groups: Sequence[Group]) -> Tensor:
+def regrouped(x: Tensor, mesh: CartMesh, before: Layout, out: Layout, groups: Sequence[DimGroup]) -> Tensor:
     """Return this rank's block of ``out``, given that of ``before``: the same cells in row-major order.
 
     Collective.
@@ -78,7 +78,7 @@ def regrouped(x: Tensor, mesh: CartMesh, before: Layout, out: Layout, groups: Se
     return x.reshape(out.local_shape(mesh.coords))
 
 
-def _cells(layout: Layout, dims: Run, coords: Sequence[int]) -> np.ndarray:
+def _cells(layout: Layout, dims: Dims, coords: Sequence[int]) -> np.ndarray:
     """Return the numbers, in the flat dim, of the cells that the rank at ``coords`` holds: ascending."""
     flat = np.zeros(1, np.int64)
     for d in dims:
@@ -87,7 +87,7 @@ def _cells(layout: Layout, dims: Run, coords: Sequence[int]) -> np.ndarray:
     return flat
 
 
-def _owners(layout: Layout, dims: Run, cells: np.ndarray, mesh_dims: Sequence[int]) -> np.ndarray:
+def _owners(layout: Layout, dims: Dims, cells: np.ndarray, mesh_dims: Sequence[int]) -> np.ndarray:
     """Return the rank along ``mesh_dims`` that holds each cell in ``layout``."""
     coords: dict[int, np.ndarray] = {}
     for d in reversed(dims):
@@ -122,12 +122,12 @@ def _side(owners: np.ndarray, peers: int, device: torch.device) -> _Side:
     return _Side(counts, torch.from_numpy(order).to(device), torch.from_numpy(back).to(device))
 
 
-def _step(mesh: CartMesh, before: Layout, out: Layout, group: Group, at: int) -> Step:
+def _step(mesh: CartMesh, before: Layout, out: Layout, group: DimGroup, at: int) -> Step:
     mesh_dims = tuple(sorted(m for d in group.old for m in before.shard_dims.get(d, ())))
     ranks = mesh.group(mesh_dims)
     count = math.prod(before.shape[d] for d in group.old)
 
-    def side(cells: tuple[Layout, Run], others: tuple[Layout, Run]) -> _Side:
+    def side(cells: tuple[Layout, Dims], others: tuple[Layout, Dims]) -> _Side:
         return _side(_owners(*others, _cells(*cells, mesh.coords), mesh_dims), ranks.size, mesh.device)
 
     old, new = (before, group.old), (out, group.new)

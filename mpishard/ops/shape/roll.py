@@ -13,7 +13,7 @@ from mpishard.autograd.window import Wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Run, bounds, interval_runs
-from mpishard.ops.rule.dim import ints, wrapped
+from mpishard.ops.rule.dim import ints, normal_dim
 from mpishard.ops.shape.view import transpose
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -60,7 +60,7 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
     layout, mesh, local = x.sharding, x.mesh, x.block
     whole: list[tuple[int, int]] = []
     for shift, dim in zip(shifts, dims):
-        d = wrapped(dim, x.ndim)
+        d = normal_dim(dim, x.ndim)
         n = layout.shape[d]
         if layout.sizes[d] is None or n == 0:
             whole.append((shift, d))
@@ -81,7 +81,7 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """
     x = resolved(input)
     layout, mesh, local = x.sharding, x.mesh, x.block
-    wanted = [wrapped(d, x.ndim) for d in (ints(given) if dims is None else tuple(dims))]
+    wanted = [normal_dim(d, x.ndim) for d in (ints(given) if dims is None else tuple(dims))]
     if len(set(wanted)) != len(wanted):
         raise RuntimeError(f"dim {wanted[0]} appears multiple times in the list of dims")
     for d in wanted:
@@ -113,7 +113,7 @@ def flipud(input: ShardTensor) -> ShardTensor:
 @implements(torch.rot90, torch.Tensor.rot90, sharded="halo")
 def rot90(input: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardTensor:
     """Turn a plane by quarter turns. As `flip`; where the dims swap, their shards do."""
-    if len(dims) != 2 or wrapped(dims[0], input.ndim) == wrapped(dims[1], input.ndim):
+    if len(dims) != 2 or normal_dim(dims[0], input.ndim) == normal_dim(dims[1], input.ndim):
         raise RuntimeError(f"expected total rotation dims == 2 and different, but got {list(dims)}")
     a, b = dims
     k %= 4

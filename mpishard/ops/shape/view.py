@@ -15,12 +15,12 @@ from mpishard.ops.rule.dim import (
     ints,
     local_shape,
     mapped,
+    normal_dim,
     settled,
     unsharded,
     viewed,
     whole_along,
     without,
-    wrapped,
 )
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -30,7 +30,7 @@ from mpishard.tensor.shard_tensor import ShardTensor
 
 @lru_cache(maxsize=CACHED)
 def _permuted(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    order = tuple(wrapped(d, layout.ndim) for d in dims)
+    order = tuple(normal_dim(d, layout.ndim) for d in dims)
     if sorted(order) != list(range(layout.ndim)):
         raise RuntimeError(f"permute(sparse_coo): dims {dims} are not a permutation of {layout.ndim} dims")
     return mapped(layout, order)
@@ -48,7 +48,7 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
 @lru_cache(maxsize=CACHED)
 def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
     order = list(range(layout.ndim))
-    a, b = wrapped(dim0, layout.ndim), wrapped(dim1, layout.ndim)
+    a, b = normal_dim(dim0, layout.ndim), normal_dim(dim1, layout.ndim)
     if order:
         order[a], order[b] = order[b], order[a]
     return mapped(layout, tuple(order))
@@ -77,7 +77,7 @@ def t(input: ShardTensor) -> ShardTensor:
 
 @lru_cache(maxsize=CACHED)
 def _moved_order(ndim: int, source: tuple[int, ...], destination: tuple[int, ...]) -> tuple[int, ...]:
-    src, dst = [wrapped(d, ndim) for d in source], [wrapped(d, ndim) for d in destination]
+    src, dst = [normal_dim(d, ndim) for d in source], [normal_dim(d, ndim) for d in destination]
     if len(src) != len(dst) or len(set(src)) != len(src) or len(set(dst)) != len(dst):
         raise RuntimeError(f"movedim: source {source} and destination {destination} do not fit each other")
     rest = iter(d for d in range(ndim) if d not in src)
@@ -125,7 +125,7 @@ implements(torch.adjoint, torch.Tensor.adjoint, sharded="local")(_adjoint)
 
 @lru_cache(maxsize=CACHED)
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
-    d = wrapped(dim, layout.ndim + 1)
+    d = normal_dim(dim, layout.ndim + 1)
     return mapped(layout, (*range(d), -1, *range(d, layout.ndim)))
 
 
@@ -142,7 +142,7 @@ def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
     dims = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     if layout.ndim == 0:
         return ()
-    return tuple(sorted({d for d in (wrapped(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
+    return tuple(sorted({d for d in (normal_dim(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
 
 
 @implements(torch.squeeze, torch.Tensor.squeeze, sharded="local")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Layout, Trip, layout_of, plan_route
-from mpishard.ops.rule.dim import on_domain, wrapped
+from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -79,20 +79,24 @@ class FourierPlan(NamedTuple):
     out: Layout
 
 
-def _frozen(value: Any) -> Any:
-    if value is None or isinstance(value, int):
-        return value
-    return tuple(map(operator.index, value)) if isinstance(value, (tuple, list, torch.Size)) else operator.index(value)
+def _dims(ndim: int, extents: Any, dims: Any) -> tuple[int, ...]:
+    """Return the dims to transform, from the front."""
+    if dims is not None:
+        return tuple(normal_dim(d, ndim) for d in frozen(dims, 1))
+    return tuple(range(ndim) if extents is None else range(ndim - len(extents), ndim))
 
 
 def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> ShardTensor:
     """Transform ``x``. Collective where a dim to transform is sharded."""
     x = resolved(x)
     mesh = x.mesh
-    key = (name, x.sharding, x.dtype, _frozen(extents), _frozen(dims), norm, torch.get_default_dtype())
+    wanted = None if extents is None else tuple(map(operator.index, frozen(extents, 1)))
+    # of more extents than dims, torch has a word
+    order = None if dims is None and wanted is not None and len(wanted) > x.ndim else _dims(x.ndim, wanted, dims)
+    key = (name, x.sharding, x.dtype, wanted, order, norm, torch.get_default_dtype())
     plan = mesh.plans.get(key)
     if plan is None:
-        plan = mesh.plan(key, lambda: _plan(name, func, x, *key[3:6]))
+        plan = mesh.plan(key, lambda: _plan(name, func, x, (extents, dims, norm), wanted, order))
     for step in plan.passes:
         if step.gathers:
             notice_gather(mesh, x.sharding, step.before, x.block.itemsize)
@@ -107,23 +111,20 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
 
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the transform of an empty block, which torch refuses."""
+    """Return the transform of an empty block, which torch refuses (docs/upstream.md)."""
     return (x.to(dtype) if dtype.is_complex else x.to(dtype.to_complex()).real).reshape(shape)
 
 
-def _plan(name: str, func: Transform, x: ShardTensor, extents: Any, dims: Any, norm: Any) -> FourierPlan:
+def _plan(
+    name: str, func: Transform, x: ShardTensor, given: tuple[Any, Any, Any], wanted: Any, order: Any
+) -> FourierPlan:
+    """Plan a transform; ``given`` are torch's arguments, ``wanted`` and ``order`` the extents and dims in them."""
     layout = x.sharding
     if x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
         # refused on some devices only; an empty block would not meet the error
         torch.fft.ifft(x.block.new_zeros(2))
     # errors, shape and dtype are torch's own
-    result = func(on_domain(layout.shape, x.block), extents, dims, norm)
-    wanted = [extents] if isinstance(extents, int) else extents
-    if dims is None:
-        own = range(x.ndim) if wanted is None else range(x.ndim - len(wanted), x.ndim)
-    else:
-        own = [dims] if isinstance(dims, int) else dims
-    order = tuple(wrapped(d, x.ndim) for d in own)
+    result = func(on_domain(layout.shape, x.block), *given)
     family = _FAMILIES[name.rstrip("2n")]
     shape = tuple(result.shape)
     lengths = {d: shape[d] for d in order}
@@ -189,7 +190,7 @@ for _name in _FAMILIES:
 def _shift_rule(sign: int) -> Any:
     def rule(input: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
         dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-        own = [wrapped(d, input.ndim) for d in dims]
+        own = [normal_dim(d, input.ndim) for d in dims]
         return torch.roll(input, [sign * (input.shape[d] // 2) for d in own], own)
 
     return rule

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.ops.rule.dim import on_domain, whole_along
-from mpishard.tensor.operand import mesh_of, on_mesh, resolved
+from mpishard.ops.rule.dim import on_domain, plain
+from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -22,10 +22,6 @@ def _taper(window: Any, n_fft: int, length: int, like: ShardTensor) -> Tensor:
         window = torch.ones(length, dtype=like.dtype.to_real(), device=like.device)
     left = (n_fft - length) // 2
     return F.pad(window, (left, n_fft - length - left)) if length < n_fft else window
-
-
-def _plain(window: Any) -> Any:
-    return whole_along(resolved(window), (0,)).block if isinstance(window, ShardTensor) else window
 
 
 @implements(torch.stft, torch.Tensor.stft, sharded="halo")
@@ -49,7 +45,7 @@ def stft(
     UnsupportedOperationError
         ``align_to_window=True``.
     """
-    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), plain(window)
     if align_to_window:
         raise UnsupportedOperationError(
             described(
@@ -109,7 +105,7 @@ def istft(
 
     Collective where frequencies are sharded, else neighborwise collective.
     """
-    x, window = on_mesh(input, mesh_of((input, window))), _plain(window)
+    x, window = on_mesh(input, mesh_of((input, window))), plain(window)
     hop = n_fft // 4 if hop_length is None else hop_length
     own = n_fft if win_length is None else win_length
     if onesided is None:

@@ -247,7 +247,7 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
 
     def adaptive_avg_pool(input: ShardTensor, output_size: Any) -> ShardTensor:
         x = resolved(input)
-        plan = _planned(x, func, name, ndim, frozen(output_size))
+        plan = _planned(x, func, name, ndim, output_size)
         window = apply(plan.window, x.block)
         if plan.local is not None:
             y = on_planes(lambda w: func(w, plan.local), window, ndim)
@@ -266,7 +266,7 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
 
     def adaptive_max_pool(input: ShardTensor, output_size: Any, return_indices: bool = False) -> Any:
         x = resolved(input)
-        plan = _planned(x, func, name, ndim, frozen(output_size))
+        plan = _planned(x, func, name, ndim, output_size)
         window = apply(plan.window, x.block)
         if plan.local is not None:
             values, at = on_planes(lambda w: func(w, plan.local, return_indices=True), window, ndim)
@@ -281,8 +281,16 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
     return adaptive_max_pool
 
 
+def _extents(x: ShardTensor, ndim: int, output_size: Any) -> Any:
+    """Return the extents of the result as they are part of a key; None: those of the argument."""
+    given = frozen(output_size, ndim)
+    if type(given) is tuple and len(given) == ndim < x.ndim:
+        return tuple(n if own is None else own for n, own in zip(x.sharding.shape[-ndim:], given))
+    return given
+
+
 def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, output_size: Any) -> AdaptivePlan:
-    key = (name, x.sharding, x.dtype, output_size)
+    key = (name, x.sharding, x.dtype, _extents(x, ndim, output_size))
 
     def build() -> AdaptivePlan:
         shape = func(on_domain(x.sharding.shape, x.block), output_size).shape

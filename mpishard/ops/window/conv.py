@@ -193,7 +193,7 @@ def _slides(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> 
         pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
         lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
     else:
-        lows = highs = list((0,) * ndim if padding == "valid" else per_dim(padding, ndim))
+        lows = highs = list(per_dim(padding, ndim))
     return [Sliding(*g) for g in zip(kernel, strides, dilations, lows, highs)]
 
 
@@ -283,8 +283,13 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
     return ""
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _normal(value: Any, ndim: int) -> Any:
+    """Return strides, paddings or dilations as they are part of a key: one per dim."""
+    if type(value) is tuple and len(value) == ndim:  # the usual case first
+        return value
+    if isinstance(value, str):
+        return (0,) * ndim if value == "valid" else value
+    return per_dim(value, ndim)
 
 
 def _convolved(
@@ -325,7 +330,7 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         groups: int = 1,
     ) -> ShardTensor:
         mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
+        stride, padding, dilation = _normal(stride, ndim), _normal(padding, ndim), _normal(dilation, ndim)
         key = (name, x.sharding, x.dtype, weight.shape, stride, padding, dilation, groups)
         plan = mesh.plans.get(key)
         if plan is None:
@@ -368,8 +373,8 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         dilation: Any = 1,
     ) -> ShardTensor:
         mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
-        output_padding = _hashable(output_padding)
+        stride, padding, dilation = _normal(stride, ndim), _normal(padding, ndim), _normal(dilation, ndim)
+        output_padding = _normal(output_padding, ndim)
         key = (
             name,
             x.sharding,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpishard.ops.rule.align import meet
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.registry import implements
 from mpishard.tensor.stream import drawn_once
 
@@ -35,19 +35,12 @@ def _rule(ndim: int, with_indices: bool) -> Callable[..., Any]:
             _random_samples = drawn_once(input.mesh, partial(torch.rand, shape, dtype=input.dtype, device=input.device))
         lead = ("batch", "channel")[ndim + 2 - input.ndim :]
         # samples always have a batch dim
-        met = meet((input, _random_samples), ((*lead, *(None,) * ndim), (*(None,) * (2 - len(lead)), *lead, None)))
-        cells, samples = met.locals
-        if 0 in cells.shape[: len(lead)]:
-            spare = cells.sum() + cells.new_zeros((1,) * len(lead) + tuple(cells.shape[len(lead) :]))
-            values, at = func(
-                spare, kernel_size, output_size, output_ratio, _random_samples=samples.new_zeros(1, 1, ndim)
-            )
-            shape = (*cells.shape[: len(lead)], *values.shape[len(lead) :])
-            values, at = values[:0].reshape(shape), at[:0].reshape(shape)
-        else:
-            values, at = func(cells, kernel_size, output_size, output_ratio, _random_samples=samples)
-        labels = (*lead, *(None,) * ndim)
-        found = met.wrapped(values, labels), met.wrapped(at, labels)
+        found = whole(
+            lambda x, samples: func(x, kernel_size, output_size, output_ratio, _random_samples=samples),
+            (input, _random_samples),
+            ((*lead, *(None,) * ndim), (*(None,) * (2 - len(lead)), *lead, None)),
+            (*lead, *(None,) * ndim),
+        )
         return found if with_indices or return_indices else found[0]
 
     return rule

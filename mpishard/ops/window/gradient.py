@@ -14,7 +14,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import bounds
-from mpishard.ops.rule.dim import plain, wrapped
+from mpishard.ops.rule.dim import normal_dim, plain
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -41,7 +41,7 @@ def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int =
         return torch.gradient(input, spacing=plain(spacing), dim=dim, edge_order=edge_order)
     x = resolved(input)
     given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = [wrapped(d, x.ndim) for d in given]
+    dims = [normal_dim(d, x.ndim) for d in given]
     if isinstance(spacing, Tensor) and not spacing.ndim:
         spacing = spacing.item()
     if isinstance(spacing, (int, float, complex)):

@@ -13,9 +13,10 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.window import fetch_box
 from mpishard.comm.collective import blocking
 from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
-from mpishard.ops.rule.align import Met, meet, plan_meeting
+from mpishard.ops.rule.align import Met, plan_meeting
 from mpishard.ops.rule.dim import unsharded, whole_along
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.empty_block import filled, unfilled
+from mpishard.ops.rule.whole import whole
 from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -53,10 +54,12 @@ def grid_sample(
             found = _from_windows(input, grid, labels, (mode, padding_mode, corners))
             if found is not None:
                 return found
-    met = meet((input, grid), labels)
-    cells, points = met.locals
-    local = F.grid_sample(filled(cells), filled(points), mode, padding_mode, corners)
-    return met.wrapped(_of_points(local, cells, points), ("batch", "channel", *spatial))
+    return whole(  # type: ignore[no-any-return]
+        lambda x, points: F.grid_sample(x, points, mode, padding_mode, corners),
+        (input, grid),
+        labels,
+        ("batch", "channel", *spatial),
+    )
 
 
 @implements(*spellings("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), sharded="halo")
@@ -67,22 +70,22 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
 
 def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
     """Return the values of as many points and channels as there are."""
-    return cropped(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
+    return unfilled(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
 
 
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
     """Sample windows of the field, or return None on every rank where the windows are wide. Collective."""
     layout, mesh = x.sharding, x.mesh
     whole = tuple(range(2, x.ndim))
-    fit = plan_meeting((unsharded(layout, whole), grid.sharding), labels)
-    wanted = fit.targets[0]
+    plan = plan_meeting((unsharded(layout, whole), grid.sharding), labels)
+    wanted = plan.operands[0]
     source = layout_of(
         mesh.shape,
         [p if type(p) is Shard and p.dim > 1 else q for p, q in zip(layout.placements, wanted.placements)],
         layout.shape,
         [*wanted.sizes[:2], *layout.sizes[2:]],
     )
-    points = use(moved(grid, fit.targets[1]).block, mesh, fit.used[1])
+    points = use(moved(grid, plan.operands[1]).block, mesh, plan.used[1])
     flat = filled(points).flatten(1, -2)
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
@@ -101,11 +104,11 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
         return tuple(box)
 
     field = moved(x, source)
-    used = tuple(m for m in fit.used[0] if type(source.placements[m]) is Replicate)
+    used = tuple(m for m in plan.used[0] if type(source.placements[m]) is Replicate)
     cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample")
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
-    return Met(mesh, (cells, points), fit).wrapped(
+    return Met(mesh, (cells, points), plan).result(
         _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
     )
 
@@ -167,11 +170,9 @@ def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None
     x = resolved(theta)
     if x.ndim != 3 or not size or size[0] != x.shape[0]:
         F.affine_grid(torch.zeros(x.shape, dtype=x.dtype), list(size), bool(align_corners))
-    met = meet((x,), (("batch", None, None),))
-    (local,) = met.locals
-    if local.shape[0]:
-        points = F.affine_grid(local, [local.shape[0], *size[1:]], bool(align_corners))
-    else:  # torch refuses an empty batch
-        points = F.affine_grid(local.sum() + local.new_zeros(1, *local.shape[1:]), [1, *size[1:]], bool(align_corners))
-        points = points[:0]
-    return met.wrapped(points, ("batch", *(None,) * (points.ndim - 1)))
+
+    def points(t: Tensor) -> Tensor:
+        return F.affine_grid(t, [len(t), *size[1:]], bool(align_corners))
+
+    rows = ("batch", None, None)
+    return whole(points, (x,), (rows,), ("batch", *(None,) * (len(size) - 1)))  # type: ignore[no-any-return]

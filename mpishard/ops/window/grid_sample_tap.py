@@ -18,7 +18,7 @@ from torch import Tensor
 _A = -0.75  # of the cubic convolution, as torch has it
 
 
-class Taps(NamedTuple):
+class PointTaps(NamedTuple):
     """What points read along one dim.
 
     Attributes
@@ -41,7 +41,7 @@ class Taps(NamedTuple):
         return (int(cells.min()), int(cells.max()) + 1) if cells.numel() else None
 
 
-def taps_of(grid: Tensor, n: int, ndim: int, mode: str, padding_mode: str, align_corners: bool) -> Taps:
+def taps_of(grid: Tensor, n: int, ndim: int, mode: str, padding_mode: str, align_corners: bool) -> PointTaps:
     """Return what points read along a dim of ``n`` cells.
 
     Not collective.
@@ -78,7 +78,7 @@ def taps_of(grid: Tensor, n: int, ndim: int, mode: str, padding_mode: str, align
         weight = torch.where(inside, weight, 0)
     elif mode == "bicubic" and padding_mode == "reflection":
         index = _mirrored(index, n, align_corners)
-    return Taps(index.clamp(0, n - 1), weight, inside)
+    return PointTaps(index.clamp(0, n - 1), weight, inside)
 
 
 def _place(grid: Tensor, n: int, align_corners: bool, ndim: int) -> Tensor:
@@ -156,7 +156,7 @@ def _far(x: Tensor) -> Tensor:
     return ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A
 
 
-def weighted_sum(field: Tensor, taps: Sequence[Taps], origin: Sequence[int]) -> Tensor:
+def weighted_sum(field: Tensor, taps: Sequence[PointTaps], origin: Sequence[int]) -> Tensor:
     """Return the values at points, by batch and channel.
 
     Not collective.

@@ -84,23 +84,21 @@ class _Request(NamedTuple):
     scale_factor: Any
     mode: str
     align_corners: bool | None
-    recompute_scale_factor: bool | None
+    recompute_scale_factor: bool
     antialias: bool
 
-    def scales(self, ndim: int) -> tuple[float, ...] | None:
+    def scales(self) -> tuple[float, ...] | None:
         """Return the scale per dim where torch computes coordinates from it, else None."""
         if self.scale_factor is None or self.recompute_scale_factor:
             return None
-        one = not isinstance(self.scale_factor, tuple)
-        return (float(self.scale_factor),) * ndim if one else tuple(map(float, self.scale_factor))
+        return tuple(map(float, self.scale_factor))
 
     def extents(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the spatial extents of the result, or None where torch may refuse: asking it takes long."""
         given, ndim = self.size if self.scale_factor is None else self.scale_factor, len(shape) - 2
         if (self.size is None) == (self.scale_factor is None) or (self.recompute_scale_factor and self.size):
             return None
-        given = given if isinstance(given, tuple) else (given,) * ndim
-        if len(given) != ndim or ndim not in (1, 2, 3) or 0 in shape:
+        if not isinstance(given, tuple) or len(given) != ndim or ndim not in (1, 2, 3) or 0 in shape:
             return None
         if self.scale_factor is None:
             return given if all(type(n) is int and n > 0 for n in given) else None
@@ -133,7 +131,10 @@ def interpolate(
         Integers in a mode with weights, unless every ratio along a sharded dim is a power of two.
     """
     x = resolved(input)
-    request = _Request(frozen(size), frozen(scale_factor), mode, align_corners, recompute_scale_factor, antialias)
+    ndim = x.ndim - 2
+    request = _Request(
+        frozen(size, ndim), frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
+    )
     key = ("interpolate", x.sharding, x.dtype, *request)
     plan = x.mesh.plans.get(key)
     if plan is None:
@@ -144,7 +145,7 @@ def interpolate(
     if plan.taps:
         y = _tapped(y, plan.taps)
     if plan.local is not None:
-        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, x.ndim - 2)
+        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, ndim)
     return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x.mesh)
 
 
@@ -204,7 +205,7 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
     if request.mode == "area":
         return extents
     shape = (*layout.shape[:2], *extents)
-    scales = request.scales(ndim)
+    scales = request.scales()
     sharded = [d for d in range(2, x.ndim) if layout.sizes[d] is not None]
     ratios = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in sharded}
     if not sharded or (not request.align_corners and not request.antialias and all(ratios.values())):
@@ -276,7 +277,8 @@ def _plan_tapped(
     wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
     local_size, local_scales = list(shape[2:]), list(scales or ())
     # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or
-    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing.
+    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing
+    # (docs/upstream.md).
     for dim in range(2, x.ndim):
         stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
         if dim not in sharded and not stays and not request.antialias:

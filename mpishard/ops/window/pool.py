@@ -69,7 +69,7 @@ def _plan(
 ) -> PoolPlan:
     layout, mesh = x.sharding, x.mesh
     kernels, pads, dilations = per_dim(kernel, ndim), per_dim(padding, ndim), per_dim(dilation, ndim)
-    strides = per_dim(stride, ndim) if stride not in (None, ()) else kernels
+    strides = per_dim(stride, ndim)
     first = x.ndim - ndim
     local_padding, offsets, crops, sizes, wanted = list(pads), [0] * ndim, [], list(layout.sizes), []
     for i in range(ndim):
@@ -132,14 +132,14 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
     ) -> Any:
         x = resolved(input)
         mesh = x.mesh
-        arguments = tuple(map(frozen, (kernel_size, stride, padding, dilation)))
-        key = (name, x.sharding, x.dtype, *arguments, ceil_mode)
-        kernel, step, _, spread = arguments
+        kernel, pads, spread = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(dilation, ndim)
+        step = frozen(stride, ndim) or kernel
+        key = (name, x.sharding, x.dtype, kernel, step, pads, spread, ceil_mode)
 
         def build() -> PoolPlan:
             whole = on_domain(x.sharding.shape, x.block)
-            shape = func(whole, *arguments[:4], ceil_mode).shape
-            return _plan(x, ndim, *arguments, shape, name)
+            shape = func(whole, kernel_size, stride, padding, dilation, ceil_mode).shape
+            return _plan(x, ndim, kernel, step, pads, spread, shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
@@ -172,15 +172,16 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
     ) -> ShardTensor:
         x = resolved(input)
         mesh = x.mesh
-        arguments = tuple(map(frozen, (kernel_size, () if stride is None else stride, padding)))
+        kernel, pads = frozen(kernel_size, ndim), frozen(padding, ndim)
+        step = frozen(stride, ndim) or kernel
         # torch's 1-D average has no divisor to override
         rest = (ceil_mode, count_include_pad) if ndim == 1 else (ceil_mode, count_include_pad, divisor_override)
-        key = (name, x.sharding, x.dtype, *arguments, *rest)
-        kernel, step, _ = arguments
+        key = (name, x.sharding, x.dtype, kernel, step, pads, *rest)
 
         def build() -> PoolPlan:
-            shape = func(on_domain(x.sharding.shape, x.block), *arguments, *rest).shape
-            return _plan(x, ndim, *arguments, 1, shape, name)
+            whole = on_domain(x.sharding.shape, x.block)
+            shape = func(whole, kernel_size, () if stride is None else stride, padding, *rest).shape
+            return _plan(x, ndim, kernel, step, pads, 1, shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:

@@ -12,7 +12,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, Shard, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, pairs, per_dim
-from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -65,22 +65,22 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
         if size > 1:
             raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
         return x.reshape(1)[:size]  # type: ignore[no-any-return]
-    key = ("Tensor.unfold", x.sharding, x.dtype, dimension, size, step)
+    dim = normal_dim(dimension, x.ndim)
+    key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
     plan = x.mesh.plans.get(key)
     if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan_dim(x, dimension, size, step))
+        plan = x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
     window = apply(plan.window, x.block)
-    out = wrap(cropped(window.unfold(dimension, size, step), plan.crops), plan.out, x.mesh)
-    blocks = x.sharding.sizes[dimension % x.ndim]
+    out = wrap(cropped(window.unfold(dim, size, step), plan.crops), plan.out, x.mesh)
+    blocks = x.sharding.sizes[dim]
     if x._gathered_view or (blocks is not None and len(blocks) > 1):
         out._gathered_view = True
     return out
 
 
-def _plan_dim(x: ShardTensor, dimension: int, size: int, step: int) -> UnfoldPlan:
+def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> UnfoldPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(on_domain(layout.shape, x.block).unfold(dimension, size, step).shape)
-    dim = dimension % x.ndim
+    shape = tuple(on_domain(layout.shape, x.block).unfold(dim, size, step).shape)
     wanted, crops, sizes = [], [], [*layout.sizes, None]
     own = layout.sizes[dim]
     if own is not None:
@@ -114,7 +114,7 @@ def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any
     """
     x = resolved(input)
     x = moved(x, _of_rows(x.sharding))
-    arguments = tuple(map(frozen, (kernel_size, dilation, padding, stride)))
+    arguments = tuple(frozen(v, 2) for v in (kernel_size, dilation, padding, stride))
     key = ("unfold", x.sharding, x.dtype, *arguments)
     plan = x.mesh.plans.get(key)
     if plan is None:
@@ -174,7 +174,7 @@ def fold(
     Rows that several ranks' columns touch are summed where they lie: the adjoint of the fetch of `unfold`.
     """
     x = resolved(input)
-    arguments = tuple(map(frozen, (output_size, kernel_size, dilation, padding, stride)))
+    arguments = tuple(frozen(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))
     key = ("fold", x.sharding, x.dtype, *arguments)
     plan = x.mesh.plans.get(key)
     if plan is None:

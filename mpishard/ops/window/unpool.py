@@ -17,9 +17,8 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import frozen, on_domain
-from mpishard.ops.rule.empty_block import cropped, filled
+from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -55,7 +54,7 @@ def _plan(
 ) -> UnpoolPlan:
     layout, mesh = x.sharding, x.mesh
     kernels, pads = per_dim(kernel, ndim), per_dim(padding, ndim)
-    strides = kernels if stride is None else per_dim(stride, ndim)
+    strides = per_dim(stride, ndim)
     first = x.ndim - ndim
     sizes, wanted, reaches = list(layout.sizes), [], []
     for i in range(ndim):
@@ -131,15 +130,15 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         x = on_mesh(input, mesh)
         if not isinstance(input, ShardTensor) and x.sharding.shape == indices.sharding.shape:
             x = moved(x, resolved(indices).sharding)
-        at = fitted(resolved(indices) if isinstance(indices, ShardTensor) else indices, mesh, x.sharding)
-        kernel, stride, padding = map(frozen, (kernel_size, stride, padding))
-        output_size = None if output_size is None else tuple(output_size)
-        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, stride, padding, output_size)
+        at = fitted(resolved(indices), mesh, x.sharding)
+        kernel, pads, size = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(output_size, ndim)
+        step = kernel if stride is None else frozen(stride, ndim)
+        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, step, pads, size)
 
         def build() -> UnpoolPlan:
             places = torch.empty(tuple(indices.shape), dtype=indices.dtype, device="meta")
-            whole = func(on_domain(x.sharding.shape, x.block), places, kernel, stride, padding, output_size)
-            return _plan(x, ndim, kernel, stride, padding, whole.shape, name)
+            whole = func(on_domain(x.sharding.shape, x.block), places, kernel_size, stride, padding, output_size)
+            return _plan(x, ndim, kernel, step, pads, whole.shape, name)
 
         plan = mesh.plans.get(key)
         if plan is None:
@@ -153,11 +152,10 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
 def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
     def rule(input: Any, indices: Any, output_size: Any, *window: Any) -> ShardTensor:
         """Scatter to cells anywhere in the plane. Collective where spatial dims are sharded: they are gathered."""
-        lead = tuple(range(-input.ndim, -ndim))
-        met = meet((input, indices), ((*lead, *(None,) * ndim),) * 2)
-        values, at = met.locals
-        y = func(filled(values), filled(at), output_size, *window)
-        return met.wrapped(cropped(y, (*values.shape[:-ndim], *y.shape[-ndim:])), (*lead, *(None,) * ndim))
+        labels = (*range(-input.ndim, -ndim), *(None,) * ndim)
+        return whole(  # type: ignore[no-any-return]
+            lambda x, at: func(x, at, output_size, *window), (input, indices), (labels, labels), labels
+        )
 
     return rule
 

@@ -1,0 +1,116 @@
+"""Functions that need some dims whole: these are gathered, torch is called on the blocks, the results are cut again.
+
+A rule declares per operand which dims lie together (labels) and which are gathered (None), and the same of each
+result: along its labels it is cut as the operands are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpishard.autograd.linear import differentiated
+from mpishard.layout import Labels
+from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.align import meet
+
+# of the labels of a result, None says that it stays plain: it is the same on every rank
+Results = Labels | list[Labels | None] | Callable[[Tensor], Labels]
+Spare = Callable[[Tensor, list[int], Labels], Tensor]
+
+
+def one_cell(x: Tensor, shape: list[int], labels: Labels) -> Tensor:
+    """Return what stands in for a block without cells: zeros, with its graph. Not collective."""
+    return x.new_zeros(shape) + x.sum().to(x.dtype)
+
+
+def whole(
+    func: Callable[..., Any],
+    operands: Sequence[Any],
+    labels: Sequence[Labels] | None = None,
+    results: Results | None = None,
+    *,
+    checked: bool = False,
+    spare: Spare | None = one_cell,
+) -> Any:
+    """Return ``func`` of operands some of whose dims are whole, its results cut along the others.
+
+    Collective where an operand moves: a dim that is gathered is sharded, or labels are sharded differently.
+
+    Parameters
+    ----------
+    func
+        Called with local tensors; gives a tensor or a tuple of tensors.
+    operands
+        ShardTensors, tensors (Replicate); anything else is passed on.
+    labels
+        Per operand and dim; None: a dim that is gathered. By default all are.
+    results
+        Labels of every result, or of each, in a list, or a function of it that gives them. By default all dims
+        are whole.
+    checked
+        Whether ``func`` may raise on a rank for what it finds in its cells: then it raises on all, by one reduction.
+    spare
+        What torch gets of an operand in place of no cells along a label, with one; the results are cut to none. None:
+        torch gets the block as it is.
+    """
+    labels = [(None,) * x.ndim if isinstance(x, Tensor) else () for x in operands] if labels is None else labels
+    met = meet(operands, labels)
+    held = [(x, own) for x, own in zip(met.locals, labels) if isinstance(x, Tensor)]
+    empty = {label for x, own in held for n, label in zip(x.shape, own) if n == 0} - {None} if spare else set()
+    local = met.locals
+    if empty and spare is not None:
+        local = tuple(
+            spare(x, [1 if s in empty else n for n, s in zip(x.shape, own)], own) if isinstance(x, Tensor) else x
+            for x, own in zip(local, labels)
+        )
+    found = agreed(lambda: func(*local), met.mesh, met.plan.operands) if checked else func(*local)
+
+    def cut(t: Tensor, own: Labels | None) -> Any:
+        if own is None:
+            return t
+        for d, label in enumerate(own):
+            t = t.narrow(d, 0, 0) if label in empty else t
+        return met.result(t, own)
+
+    def labels_of(i: int, t: Tensor) -> Labels | None:
+        if results is None:
+            return (None,) * t.ndim
+        return results(t) if callable(results) else results[i] if isinstance(results, list) else results
+
+    if isinstance(found, Tensor):
+        return cut(found, labels_of(0, found))
+    return type(found)([cut(t, labels_of(i, t)) for i, t in enumerate(found)])
+
+
+def batchwise(func: Callable[..., Any], operands: Sequence[Any], cores: Sequence[int]) -> Any:
+    """Return ``func`` of operands whose last ``cores[i]`` dims are whole; the dims before them broadcast.
+
+    As `whole`. Every result has the broadcast dims first. A matrix that has no inverse, or factor, is one rank's;
+    what it does with it is every rank's.
+    """
+    labels = [(*range(c - x.ndim, 0), *(None,) * c) if isinstance(x, Tensor) else () for x, c in zip(operands, cores)]
+    batch = tuple(range(-max(len(own) - c for own, c in zip(labels, cores)), 0))
+
+    def results(t: Tensor) -> Labels:
+        return (*batch, *(None,) * (t.ndim - len(batch)))
+
+    return whole(func, operands, labels, results, checked=True, spare=_harmless)
+
+
+def _harmless(x: Tensor, shape: list[int], labels: Labels) -> Tensor:
+    """Return a harmless matrix (or vector, or number) in place of a block without any, with its graph.
+
+    Torch refuses some empty batches, and of others the results lose their graph: this rank would not take part in
+    the communication of backward.
+    """
+    core = labels.count(None)
+    steps = torch.arange(1, max((1, *shape)) + 1, device=x.device).to(x.dtype)
+    if core == 2:  # with singular values and eigenvalues that differ: their gradients are finite
+        spare = torch.diag(steps)[: shape[-2], : shape[-1]].expand(shape)
+    else:
+        spare = steps[: shape[-1]].expand(shape) if core else steps[0].expand(shape)
+    return spare + 0 * x.sum() if differentiated(x) else spare

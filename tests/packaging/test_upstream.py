@@ -1,0 +1,136 @@
+"""Faults of torch that the package works around: a test here fails when torch is mended.
+
+Then the workaround can go, once no supported version of torch needs it: docs/upstream.md says where it is.
+"""
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DOCS = Path(__file__).parents[2] / "docs" / "upstream.md"
+
+ENDS_THE_PROCESS = {
+    "convolution": """
+        import torch
+        torch.manual_seed(0)
+        for n in (5, 6, 7, 8):
+            x, weight = torch.randn(1, 1, n, 5, 5), torch.randn(3, 1, 7, 7, 7, requires_grad=True)
+            exact = weight.detach().double().requires_grad_()
+            for _ in range(5):
+                junk = [torch.full((7, 7, 7), 1e30) for _ in range(40)]
+                del junk
+                g, = torch.autograd.grad(torch.conv3d(x, weight, stride=2, padding=3).square().sum(), weight)
+                e, = torch.autograd.grad(torch.conv3d(x.double(), exact, stride=2, padding=3).square().sum(), exact)
+                assert torch.allclose(g.double(), e, 1e-3, 1e-3 * float(e.abs().max()))
+    """,
+    "negative strides": """
+        import numpy, torch
+        try:
+            torch.from_dlpack(numpy.zeros((3, 4))[:, ::-1])
+        except Exception:
+            pass
+    """,
+}
+
+
+def batch_norm() -> bool:
+    x, g = torch.randn(1, 4, 3, 5, requires_grad=True), torch.randn(1, 15, 4)
+    y = F.batch_norm(x, torch.zeros(4), torch.ones(4)).flatten(2).transpose(1, 2)
+    return torch.allclose(torch.autograd.grad(y, x, g)[0].flatten(2), g.mT, atol=1e-4)
+
+
+def as_strided_scatter() -> bool:
+    x = torch.zeros(4, 6, requires_grad=True)
+    torch.as_strided_scatter(x, torch.zeros(2, 3), (2, 3), (6, 1), 7).sum().backward()
+    return float(x.grad.sum()) == 18 and not bool(x.grad[1:3, 1:4].any())
+
+
+def scale() -> bool:
+    x = torch.tensor([[[1.0, 2.0, 3.0]]])
+    return not torch.equal(F.interpolate(x, scale_factor=1.3, mode="linear", align_corners=False), x)
+
+
+def antialias() -> bool:
+    x, size = torch.arange(30.0).reshape(1, 1, 6, 5) ** 2, (3, 1)
+    one, other = (F.interpolate(t, s, mode="bilinear", antialias=True) for t, s in ((x, size), (x.mT, size[::-1])))
+    return torch.allclose(one, other.mT)
+
+
+def pixel_shuffle() -> bool:
+    x = torch.zeros(0, 4, 2, 2, requires_grad=True)
+    try:
+        return torch.autograd.grad(F.pixel_shuffle(x, 2).sum(), x)[0].shape == x.shape
+    except RuntimeError:
+        return False
+
+
+def pixel_unshuffle() -> bool:
+    return F.pixel_unshuffle(torch.zeros(0, 1, 4, 4), 2).shape == (0, 4, 2, 2)
+
+
+def pixel_shuffle_factor() -> bool:
+    try:
+        F.pixel_shuffle(torch.zeros(1, 4, 2, 2, device="meta"), 0)
+    except (RuntimeError, ZeroDivisionError) as e:
+        return "positive" in str(e)
+    return False
+
+
+def fft() -> bool:
+    try:
+        return torch.fft.fft(torch.zeros(0, 3)).shape == (0, 3)
+    except RuntimeError:
+        return False
+
+
+def bilinear() -> bool:
+    try:
+        return F.bilinear(torch.zeros(2, 0), torch.zeros(2, 3), torch.zeros(4, 0, 3)).shape == (2, 4)
+    except RuntimeError:
+        return False
+
+
+def einsum() -> bool:
+    with torch.autocast("cpu"):
+        one, two = (torch.einsum("ij,jk->ik", torch.ones(2, n), torch.ones(n, 2)).dtype for n in (1, 2))
+    return one == two
+
+
+RIGHT: dict[str, Callable[[], bool]] = {
+    "batch norm": batch_norm,
+    "as_strided_scatter": as_strided_scatter,
+    "scale": scale,
+    "antialias": antialias,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_unshuffle,
+    "pixel_shuffle factor": pixel_shuffle_factor,
+    "fft": fft,
+    "bilinear": bilinear,
+    "einsum": einsum,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_torch_is_wrong(name: str) -> None:
+    assert not RIGHT[name](), f"torch {torch.__version__} is mended: see the row {name!r} of {DOCS}"
+
+
+@pytest.mark.parametrize("name", ENDS_THE_PROCESS)
+def test_torch_ends_the_process(name: str) -> None:
+    """Or writes past the end of its arrays, of which that is the usual end."""
+    program = textwrap.dedent(ENDS_THE_PROCESS[name])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode <= 0 or "AssertionError" in done.stderr, done.stderr
+    assert done.returncode, f"torch {torch.__version__} is mended: see the row {name!r} of {DOCS}"
+
+
+def test_every_fault_is_in_the_table() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE)[2:]
+    assert sorted(rows) == sorted([*RIGHT, *ENDS_THE_PROCESS])
