@@ -262,7 +262,7 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
         if not all(type(n) is int and n > 0 for n in (per_file, per_folder)):
             raise ValueError(f"{shown(per_file)} ranks a file, {shown(per_folder)} files a folder")
         return Parts(layout, name, Plan(math.prod(layout.mesh_shape), per_file, per_folder)), base
-    except (ArithmeticError, AttributeError, LookupError, MpishardError, OSError, TypeError, ValueError) as e:
+    except (AttributeError, LookupError, MpishardError, OSError, RecursionError, TypeError, ValueError) as e:
         raise FileError(
             described(
                 f"read: the parts of {shown(dataset.name)} of {os.fspath(path)!r}",
