@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, product
@@ -286,7 +287,7 @@ def _layout(told: Any, shape: tuple[int, ...]) -> Layout:
 
 
 def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
-    """Return a dataset in memory that shows the blocks of a box only; the dataset itself where it is none in parts.
+    """Return a dataset that shows the blocks of a box only; the dataset itself where it is none in parts.
 
     Not collective. All else about a virtual dataset takes time and memory by the number of its sources.
 
@@ -310,7 +311,15 @@ def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
             dtype=dataset.dtype,
         )
         whole[tuple(slice(lo, hi) for lo, hi in block)] = source
-    return memory_file().create_virtual_dataset(name, whole)
+    # HDF5 opens the sources as this file is open: read-only, and by the same driver (that for memory takes all of them)
+    fd, at = tempfile.mkstemp(prefix="mpishard-", suffix=".h5")
+    os.close(fd)
+    try:
+        with h5py.File(at, "w", locking=False) as file:
+            file.create_virtual_dataset(name, whole)
+        return h5py.File(at, "r", locking=False)[name]
+    finally:
+        os.unlink(at)
 
 
 def memory_file() -> Any:
