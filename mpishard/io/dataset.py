@@ -19,6 +19,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
+from mpishard.io.file.parts import narrowed
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, part_of
 from mpishard.layout import Layout, Replicate, Shard, as_placements, layout_of
@@ -101,7 +102,9 @@ class Dataset(data.Dataset[Any]):
                 self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
             )
             self._window: Window = self._part.window(mesh)
-            check_sources(self._dataset, path, self._part.layout.box(mesh.coords), external=external)
+            box = self._part.layout.box(mesh.coords)
+            self._dataset = narrowed(self._dataset, path, box)
+            check_sources(self._dataset, path, box, external=external)
             check_chunks(self._dataset, name)
             self._local = self._window.shape[1:]
             signature += f" {self._part!r}"

@@ -20,6 +20,7 @@ from mpishard.io.file.cf import Decoding, decoding_of
 from mpishard.io.file.dtype import stored_type, torch_dtype
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, import_h5py, opened, unreadable
+from mpishard.io.file.parts import narrowed
 from mpishard.io.file.selection import Axis, selected
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
@@ -155,6 +156,7 @@ def read(
             out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
             block = part.block(plan, out)
             if block.pieces:
+                dataset = narrowed(dataset, path, _touched(block))
                 check_sources(dataset, path, _touched(block), external=external)
                 check_chunks(dataset, name)
         except MpishardError as e:

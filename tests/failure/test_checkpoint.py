@@ -148,7 +148,7 @@ if rank == 0:
     try:
         outcome = job(2, FIELD + body, FOLDER=os.fspath(disk / "checkpoints"))
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
     assert outcome.status == 0, outcome.output
     assert "all there" in outcome.output
 

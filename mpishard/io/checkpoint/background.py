@@ -1,10 +1,10 @@
-"""Checkpoints that are written while the program goes on: without MPI, by one thread and one file per rank.
+"""Checkpoints that are written while the program goes on: without MPI, by one thread of each rank.
 
 A thread that waits in MPI would take a core from the program, and not every MPI library lets it call at all. So
-ranks meet in the file system: each writes its blocks into a file of its own and then a note with its shares of the
-checksums; rank 0 waits for the notes, and finishes. ``tensors.h5`` shows the blocks as whole datasets (virtual ones).
-Large blocks are written past h5py, whose calls would keep the program's Python waiting: the place of a block in its
-file is known, and plain writes go on in parallel. The thread takes a sixteenth of a core, until the program waits.
+ranks meet in the file system: each writes its blocks to their places in a file that many ranks share (see
+`mpishard.io.backend.part`) and then a note with its shares of the checksums. Notes go up a tree, in which a rank
+waits for at most 63 others a level; rank 0 finishes. ``tensors.h5`` shows the blocks as whole datasets (virtual ones).
+The thread takes a sixteenth of a core, until the program waits.
 """
 
 from __future__ import annotations
@@ -13,29 +13,35 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.memory.buffer import address, dense
+from mpishard.comm.memory.buffer import dense
+from mpishard.comm.mesh import Group
 from mpishard.errors import FileError, MpishardError
+from mpishard.io.backend.part import Part, Planned, fill, lay_out, make_folders, with_room
 from mpishard.io.checkpoint.folder import TENSORS, discard, flush, unwritable
 from mpishard.io.checkpoint.snapshot import Snapshot, gives
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py
-from mpishard.tensor import wrap
+from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
+from mpishard.io.file.schema import Variable
+from mpishard.tensor import ShardTensor, wrap
 
 _DIRECT_NBYTES = 64 << 10  # smaller blocks go through h5py
-_WRITE_NBYTES = 2 << 20
+_FANOUT = 64  # of the tree of notes
+PARTS, _NOTES = "parts", "notes"  # folders
 # of a core, while the program goes on: cores that compute and caches are shared, and Python's lock is
 _SHARE = 1 / 16
 _TURN_S = 1e-3
@@ -59,10 +65,14 @@ class _Pace:
             return
         if threading.main_thread().is_alive():
             self._hurry.wait(used * (1 / _SHARE - 1))
+        self.sign()
+        self._seen = time.thread_time()
+
+    def sign(self) -> None:
+        """Show that this rank is there."""
         if time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
             self._sign.touch()
-        self._seen = time.thread_time()
 
 
 class Saving:
@@ -140,47 +150,70 @@ class Saving:
         pace = _Pace(self._hurry, taken.partial / _sign(self._group.rank))
         try:
             try:
-                _write_part(taken, self._group.rank, pace)
+                _write_part(taken, self._group, pace)
+                sums = taken.shares(pace)
             finally:
                 self._own.set()
-            if first:
-                sums = self._sums(taken)
-                if sums is not None:
-                    self._name = taken.complete(sums).name
-        except MpishardError as e:
-            self._error = e
+            total = self._heard(taken, sums, pace)
+            if total is not None and first:
+                shutil.rmtree(taken.partial / _NOTES)
+                self._name = taken.complete(total).name
+            elif total is not None:
+                _leave(taken.partial, self._group.rank, None, total)
         except BaseException as e:  # noqa: BLE001 (told where the program waits for it)
-            self._error = unwritable(taken.folder, e)
+            self._error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
+            if not first:
+                # where there is no room for the note either, `wait` tells the others
+                with contextlib.suppress(OSError):
+                    _leave(taken.partial, self._group.rank, self._error, torch.zeros(0, dtype=torch.int64))
         finally:
             self._own.set()
             self._taken = None  # its copies
 
-    def _sums(self, taken: Snapshot) -> Tensor | None:
-        """Return the checksums, when every rank has written its part; None where one could not."""
-        total, since, pause, seen = torch.zeros(0, dtype=torch.int64), time.monotonic(), 0.01, 0
-        for rank in range(self._group.size):
-            note = taken.partial / _note(rank)
+    def _heard(self, taken: Snapshot, total: Tensor, pace: _Pace) -> Tensor | None:
+        """Add the sums of the ranks below this one in the tree; None where the program has given up."""
+        for rank in below(self._group.rank, self._group.size):
+            note, since, pause, seen = taken.partial / _note(rank), time.monotonic(), 0.01, 0
             while not note.exists():
                 if self._abandoned.wait(pause):
                     return None
+                pace.sign()
                 pause = min(2 * pause, 0.5)
                 with contextlib.suppress(OSError):
                     changed = (taken.partial / _sign(rank)).stat().st_mtime_ns
                     since, seen = (since if changed == seen else time.monotonic()), changed
                 if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
                     raise unwritable(taken.folder, TimeoutError(f"rank {rank} has written nothing for a long time"))
-            since, pause = time.monotonic(), 0.01
-            told = json.loads(note.read_text())
-            if "error" in told:
+            head, _, sums = note.read_bytes().partition(b"\n")
+            told = json.loads(head)
+            if told["error"]:
                 raise FileError(told["error"])
-            shares = torch.tensor(told["shares"], dtype=torch.int64)
-            total = shares if rank == 0 else total + shares
+            tiles, values = (
+                torch.frombuffer(bytearray(sums), dtype=torch.int64).view(2, -1) if sums else (total[:0],) * 2
+            )
+            total[tiles] += values
             note.unlink()
         return total
 
 
+def below(rank: int, size: int) -> Iterator[int]:
+    """Give the ranks from which a rank takes notes: by digits of base 64, those with one more. Not collective.
+
+    Examples
+    --------
+    >>> list(below(64, 200))[:2], list(below(0, 200))[-3:], list(below(65, 200))
+    ([65, 66], [63, 64, 128], [])
+    """
+    stride = 1
+    while stride < size and rank % (stride * _FANOUT) == 0:
+        yield from range(rank + stride, min(rank + stride * _FANOUT, size), stride)
+        stride *= _FANOUT
+
+
 def in_background(taken: Snapshot) -> Saving:
-    """Copy the blocks that this rank gives, and start writing them. Not collective."""
+    """Copy the blocks that this rank gives, make the files for all, and start writing them. Collective."""
+    group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
+    plan = Plan.of(group.size)
     tensors = {}
     for name, x in taken.tensors.items():
         local = x.block
@@ -189,7 +222,33 @@ def in_background(taken: Snapshot) -> Saving:
         else:
             local = local.new_empty(0, device="cpu")
         tensors[name] = wrap(local, x.sharding, taken.mesh)
-    return Saving(taken._replace(tensors=tensors))
+    taken = taken._replace(tensors=tensors)
+    parts, notes = taken.partial / PARTS, (taken.partial / _note(group.rank)).parent
+
+    def begin() -> None:
+        make_folders(parts, plan)
+        notes.parent.mkdir()
+
+    def begin_group() -> None:
+        if plan.turn(group.rank) == 0:
+            lay_out(parts, group.rank, plan, _planned(taken))
+        if group.rank % _FANOUT == 0:
+            notes.mkdir()
+
+    try:
+        for call in (begin if group.rank == 0 else None, begin_group):
+            error: MpishardError | None = None
+            try:
+                if call is not None:
+                    call()
+            except (OSError, RuntimeError, TypeError, ValueError) as e:
+                error = unwritable(taken.folder, e)
+            guard.agree(group.comm, error)
+    except MpishardError:
+        if group.rank == 0:
+            discard(taken.partial)
+        raise
+    return Saving(taken)
 
 
 def finish(folder: Path) -> None:
@@ -208,66 +267,71 @@ def broadcast_text(text: str, group: Any) -> str:
 
 
 def _note(rank: int) -> str:
-    return f"part-{rank}.json"
+    return f"{_NOTES}/{rank // _FANOUT}/{rank}"
 
 
 def _sign(rank: int) -> str:
-    return f".{_note(rank)}"
+    return f"{_NOTES}/{rank // _FANOUT}/.{rank}"
 
 
-def _write_part(taken: Snapshot, rank: int, pace: _Pace) -> None:
-    """Write this rank's blocks and then its note, which holds the error if there is one."""
-    try:
-        sharded = {n: x for n, x in taken.tensors.items() if taken.info[n]["sharded"] is not None}
-        own = {n: x.block for n, x in sharded.items() if gives(x.sharding, taken.mesh.coords) and x.block.numel()}
-        if own:
-            _write_blocks(taken.partial / f"part-{rank}.h5", own, None, pace)
-        if rank == 0 and taken.tensors:
-            whole = {n: x.block for n, x in taken.tensors.items() if n not in sharded}
-            _write_blocks(taken.partial / TENSORS, whole, taken, pace)
-        told: dict[str, Any] = {"shares": taken.shares(pace).tolist()}
-    except (OSError, RuntimeError, TypeError, ValueError) as e:
-        error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
-        told = {"error": str(error)}
-    partial = taken.partial / _sign(rank)
-    try:
-        partial.write_text(json.dumps(told))
-        os.replace(partial, taken.partial / _note(rank))
-    except OSError as e:
-        # no room for the note either: `wait` tells the others
-        raise unwritable(taken.folder, e) from e
-    if "error" in told:
-        raise FileError(told["error"])
+def _leave(partial: Path, rank: int, error: MpishardError | None, sums: Tensor) -> None:
+    """Write a note: an error or None, and the sums of those tiles that this rank, or one below it, has cells of."""
+    tiles = sums.nonzero().view(-1)
+    hidden = partial / _sign(rank)
+    head = json.dumps({"error": None if error is None else str(error)}).encode()
+    hidden.write_bytes(head + b"\n" + torch.stack((tiles, sums[tiles])).numpy().tobytes())
+    os.replace(hidden, partial / _note(rank))
 
 
-def _write_blocks(path: Path, blocks: dict[str, Tensor], taken: Snapshot | None, pace: _Pace) -> None:
-    """Write tensors as datasets of a new file; where ``taken`` is given, also the virtual ones of the whole."""
+def _sharded(taken: Snapshot) -> dict[str, ShardTensor]:
+    return {n: x for n, x in taken.tensors.items() if taken.info[n]["sharded"] is not None and x.ndim}
+
+
+def _planned(taken: Snapshot) -> list[Planned]:
+    return [
+        Planned(Variable(name, tuple(x.shape), np.dtype(NUMPY[x.dtype]), None, None, None, {}), x.sharding)
+        for name, x in _sharded(taken).items()
+    ]
+
+
+def _write_part(taken: Snapshot, group: Group, pace: _Pace) -> None:
+    """Write this rank's blocks, and what else is its to write."""
+    folder, plan, sharded = taken.partial / PARTS, Plan.of(group.size), _sharded(taken)
+    own = {n: x.block for n, x in sharded.items() if writes(x.sharding, taken.mesh.coords)}
+    if own:
+        part = Part(folder, group.rank, plan)
+        part.write(own, pace)
+        flush(part.path)
+    whole = {name: Parts(x.sharding, PARTS, plan) for name, x in sharded.items()}
+    for index in show_boxes(folder, group.rank, [(n, NUMPY[sharded[n].dtype], parts) for n, parts in whole.items()]):
+        flush(index)
+    if group.rank == 0 and taken.tensors:
+        tell(folder, plan, whole)
+        _write_whole(taken, whole, pace)
+
+
+def _write_whole(taken: Snapshot, parts: dict[str, Parts], pace: _Pace) -> None:
+    """Write the file that holds the plain tensors, and shows the sharded ones whole."""
+    path = taken.partial / TENSORS
+    plain = {n: x.block for n, x in taken.tensors.items() if n not in parts}
+    large: list[tuple[int, Tensor]] = []
     h5py = import_h5py()
-    offsets: dict[str, int] = {}
-    with _room(path, sum(b.nbytes for b in blocks.values()), len(blocks)), h5py.File(path, "w") as file:
-        for name, block in blocks.items():
+    with _room(path, sum(b.nbytes for b in plain.values()), len(taken.tensors)), h5py.File(path, "w") as file:
+        for name, block in plain.items():
             if block.nbytes < _DIRECT_NBYTES:
                 file.create_dataset(name, data=block.numpy())
-                continue
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            dataset = file.create_dataset(name, shape=tuple(block.shape), dtype=NUMPY[block.dtype], dcpl=plist)
-            offsets[name] = dataset.id.get_offset()
-        if taken is not None:
-            for name, x in taken.tensors.items():
-                if taken.info[name]["sharded"] is not None:
-                    _show_whole(file, name, x, taken)
-            file.attrs["step"] = taken.step
-    with open(path, "r+b", buffering=0) as raw:
-        for name, offset in offsets.items():
-            block = blocks[name]
-            for at in range(0, block.nbytes, _WRITE_NBYTES):
-                data: Any = address(block.data_ptr() + at, min(_WRITE_NBYTES, block.nbytes - at))
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(raw.fileno(), data[done:], offset + at + done)
-                pace()
+            else:
+                dataset = with_room(file, name, tuple(block.shape), NUMPY[block.dtype])
+                large.append((dataset.id.get_offset(), block))
+        for name, each in parts.items():
+            dtype = NUMPY[taken.tensors[name].dtype]
+            if all(each.layout.shape):
+                show(file, name, dtype, each)
+            else:
+                file.create_dataset(name, shape=each.layout.shape, dtype=dtype)
+        file.attrs["step"] = taken.step
+    # h5py would keep the program's Python waiting
+    fill(path, large, pace)
     flush(path)
 
 
@@ -286,25 +350,6 @@ def _room(path: Path, nbytes: int, count: int) -> Iterator[None]:
             yield
         finally:
             held.unlink()
-
-
-def _show_whole(file: Any, name: str, x: Any, taken: Snapshot) -> None:
-    h5py = import_h5py()
-    layout, dtype = x.sharding, NUMPY[x.dtype]
-    if not all(layout.shape):
-        file.create_dataset(name, shape=layout.shape, dtype=dtype)
-        return
-    if not layout.shape:
-        if taken.mesh.rank == 0:
-            file.create_dataset(name, data=x.block.numpy())
-        return
-    whole = h5py.VirtualLayout(layout.shape, dtype)
-    for coords in product(*map(range, layout.mesh_shape)):
-        shape = layout.local_shape(coords)
-        if gives(layout, coords) and all(shape):
-            source = h5py.VirtualSource(f"part-{taken.mesh.rank_at(coords)}.h5", name, shape=shape)
-            whole[tuple(slice(lo, hi) for lo, hi in layout.box(coords))] = source
-    file.create_virtual_dataset(name, whole)
 
 
 def _tell() -> None:

@@ -21,10 +21,11 @@ from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDt
 from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
-from mpishard.io.checkpoint.snapshot import stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import FIRST, rows_of, stored_dtype, the_mesh
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import check_sources, found, opened
+from mpishard.io.file.parts import files_at, narrowed
 from mpishard.io.file.trust import check_memory, shown
 from mpishard.io.read import read
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -194,8 +195,7 @@ class ReadRequest:
             fits = tuple(p.shape) == shape and (shape or sharded is not None)
             return p.sharding if fits and isinstance(p, ShardTensor) else None
         if section == "rng":
-            rows = shape[0] == mesh.size
-            return layout_of(mesh.shape, [Shard(0)] * mesh.ndim, shape, {0: (1,) * mesh.size}) if rows else None
+            return rows_of(mesh, shape) if sharded is not None and shape[0] == mesh.size else None
         if section == "tensors":
             if self.tensors is None:
                 spec = None if sharded is None else self.placements
@@ -314,6 +314,8 @@ def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) 
     try:
         infos, tree = state["tensors"], wanted.sections(state["state"], path)
         step = int(state["step"])
+        if "rng" in tree:
+            tree["rng"] = _generators(tree["rng"], state.get("ranks") == wanted.mesh.size)
 
         def tensor(name: str, keys: Keys) -> Tensor:
             if name in taken:
@@ -335,6 +337,13 @@ def _decoded(path: Path, text: str, file: Any, wanted: ReadRequest, group: Any) 
     return given | {"step": step}
 
 
+def _generators(saved: Any, alike: bool) -> dict[str, Any]:
+    """Return which state to take of each generator: this rank's, if there are as many ranks and each has its own."""
+    own = {kind: state for kind, state in saved.items() if not kind.startswith(FIRST)}
+    first = {kind.removeprefix(FIRST): state for kind, state in saved.items() if kind.startswith(FIRST)}
+    return own if alike and own else first or own
+
+
 def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group: Any) -> Tensor:
     error: MpishardError | None = None
     x = torch.empty(0)
@@ -345,6 +354,7 @@ def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group:
             dataset: Any = None if file is None else found(file, path / TENSORS, name)
             if getattr(dataset, "shape", None) != info.shape or dataset.dtype != np.dtype(NUMPY[info.stored]):
                 raise damaged(path, f"{TENSORS}: no dataset {name!r} of shape {info.shape} and {info.stored}")
+            dataset = narrowed(dataset, path / TENSORS, [(0, n) for n in info.shape])
             check_sources(dataset, path / TENSORS)
             if x.numel():
                 dataset.read_direct(x.numpy())
@@ -386,20 +396,17 @@ def _wrong(path: Path, name: str, info: _Info, sums: Tensor) -> MpishardError | 
     files = TENSORS
     cells = first_wrong_cells(sums, info.sums, info.shape, info.stored)
     if cells is not None:
-        files = _files_of(path, name, info.shape, cells)
+        files = _files_of(path, name, cells)
     return damaged(path, f"{files}: {name!r} is not what was written: {wrong}")
 
 
-def _files_of(path: Path, name: str, shape: tuple[int, ...], cells: tuple[int, int]) -> str:
+def _files_of(path: Path, name: str, cells: tuple[int, int]) -> str:
     """Return the names of the files that hold some cells, in row-major order, of a tensor."""
     files: list[str] = []
     try:
         with opened(path / TENSORS) as file:
             dataset = found(file, path / TENSORS, name)
-            for space, at, _, _ in dataset.virtual_sources() if dataset.is_virtual else ():
-                lo, hi = (int(np.ravel_multi_index(end, shape)) for end in space.get_select_bounds())
-                if lo <= cells[1] and hi >= cells[0]:
-                    files.append(at)
+            files = files_at(dataset, path / TENSORS, cells)
     except Exception:  # noqa: BLE001 (the error that is told is another one)
         files = []
     more = f" and {len(files) - 4} more" if len(files) > 4 else ""

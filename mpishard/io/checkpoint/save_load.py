@@ -17,7 +17,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError, described
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
-from mpishard.io.checkpoint.snapshot import Snapshot, snapshot, storable
+from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, snapshot, storable, without_rows
 from mpishard.io.file.trust import absolute, told
 from mpishard.io.write import write
 
@@ -121,7 +121,9 @@ def save_checkpoint(
             hidden = folder_of.begin(taken.folder, step)
         except MpishardError as e:
             error = e
-    guard.agree(group.comm, error)
+    own = generators_hash(taken)
+    if guard.agree(group.comm, error, "", (own, -own)) == (own, -own):
+        taken = without_rows(taken)
     taken = storable(taken._replace(hidden=broadcast_text(hidden, group)))
     return in_background(taken) if asynchronous else Saving(taken, _saved(taken, group, backend))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,13 @@ from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
 from mpishard.io.checkpoint.state import encode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py, opened
+from mpishard.io.file.parts import parts_of
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
 from mpishard.tensor.operand import replicated_layout, resolved
 
+# of the generators: that of rank 0
+FIRST = "first "
 # the bits of what HDF5 has no type for are stored as integers of the same length
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -161,16 +165,40 @@ def the_mesh(what: str, mesh: CartMesh | None, tensors: Any) -> CartMesh:
 
 
 def generators(mesh: CartMesh) -> dict[str, Tensor]:
-    """Return the states of torch's generators, one row per rank. Not collective."""
+    """Return the states of torch's generators, a row per rank, and that of one rank for all. Not collective."""
     states = {"cpu": torch.get_rng_state()}
     if mesh.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(mesh.device)
-    return {kind: _row(state, mesh) for kind, state in states.items()}
+    out: dict[str, Tensor] = {}
+    for kind, state in states.items():
+        row = state.view(1, -1)
+        out[kind] = wrap(row, rows_of(mesh, (mesh.size, row.numel())), mesh)
+        out[FIRST + kind] = row
+    return out
 
 
-def _row(state: Tensor, mesh: CartMesh) -> Tensor:
-    rows = layout_of(mesh.shape, [Shard(0)] * mesh.ndim, (mesh.size, state.numel()), {0: (1,) * mesh.size})
-    return wrap(state.view(1, -1), rows, mesh)
+def rows_of(mesh: CartMesh, shape: Sequence[int]) -> Layout:
+    """Return the layout of as many rows as there are ranks, one each. Not collective."""
+    return layout_of(mesh.shape, [Shard(0)] * mesh.ndim, shape)
+
+
+def generators_hash(taken: Snapshot) -> int:
+    """Return a number that is the same on ranks whose generators have the same state. Not collective."""
+    states = [x.block.cpu().numpy().tobytes() for name, x in taken.tensors.items() if _is_row(name)]
+    return int.from_bytes(hashlib.blake2b(b"".join(states), digest_size=7).digest(), "little")
+
+
+def without_rows(taken: Snapshot) -> Snapshot:
+    """Return the snapshot where all ranks' generators have the same state: that of one is enough. Not collective."""
+    tree = dict(taken.tree)
+    if "rng" in tree:
+        tree["rng"] = {kind: state for kind, state in tree["rng"].items() if kind.startswith(FIRST)}
+    tensors = {name: x for name, x in taken.tensors.items() if not _is_row(name)}
+    return taken._replace(tree=tree, tensors=tensors, info={name: taken.info[name] for name in tensors})
+
+
+def _is_row(name: str) -> bool:
+    return name.startswith("rng/") and not name.startswith(f"rng/{FIRST}")
 
 
 def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
@@ -187,7 +215,11 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
             dataset, nbytes = file.get(name), math.prod(x.shape) * x.dtype.itemsize
             if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(x.shape):
                 raise folder_of.damaged(partial, f"no dataset {name!r} of shape {tuple(x.shape)} right after writing")
-            if dataset.is_virtual:
+            known = parts_of(dataset, partial / folder_of.TENSORS)
+            if known is not None:
+                if absent := known[0].absent(partial):
+                    raise folder_of.damaged(partial, f"{name!r} without its part {absent!r} right after writing")
+            elif dataset.is_virtual:
                 missing = [s.file_name for s in dataset.virtual_sources() if not (partial / s.file_name).exists()]
                 if missing:
                     raise folder_of.damaged(partial, f"{name!r} without its part {missing[0]!r} right after writing")

@@ -65,7 +65,7 @@ def read_bounded(path: Path, most: int) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
             raise OSError(f"{nbytes} bytes, of at most {most} that such a file may have")
-        return file.read(most)
+        return file.read(nbytes)
 
 
 def open_own(path: Path, *, mine: bool = True) -> IO[bytes]:

@@ -227,13 +227,13 @@ def test_a_part_that_is_damaged_is_no_fill_value(mesh, folder, harm):
     ms.io.write(folder / "a.h5", {"x": sharded(values((6, 6)), mesh)}, backend="virtual")
     if WORLD.rank == 0:
         (parts,) = folder.glob("a.h5.parts-*")
-        last = parts / f"{SIZE - 1}.h5"
+        last = parts / "0.h5"
         if harm == "missing":
             last.unlink()
         else:
             os.truncate(last, 500)
     WORLD.Barrier()
-    with pytest.raises(ms.MpishardError, match=rf"{SIZE - 1}\.h5") as e:
+    with pytest.raises(ms.MpishardError, match=r"parts-\w+/0\.h5") as e:
         ms.io.read(folder / "a.h5", "x", mesh, (ms.Shard(0), ms.Shard(1)))
     same_on_all(e)
 

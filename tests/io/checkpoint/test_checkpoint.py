@@ -514,7 +514,7 @@ def test_a_flipped_bit_is_found_and_named(mesh, folder, asynchronous):
     whole = values((40, 50)) + 2
     part = on(mesh, whole, 0, 1)
     last = WORLD.allgather(part.to_local().contiguous().numpy().tobytes())[-1]
-    file = latest / (f"part-{SIZE - 1}.h5" if asynchronous else "tensors.h5")
+    file = latest / ("parts/0.h5" if asynchronous else "tensors.h5")
     on_root(lambda: flip(file, needle=last[-4:] if asynchronous else whole[-1, -1].numpy().tobytes()))
     text = falls_back(folder, mesh)
     assert "'tensors/x' is not what was written: tile 0 of 1, cells (0, 0) to (39, 49)" in text
@@ -549,8 +549,8 @@ def test_damaged_files(mesh, folder, file, harm):
 
 def test_a_part_that_is_missing(mesh, folder):
     path = two(folder, mesh, asynchronous=True)
-    on_root(lambda: os.unlink(path / "part-0.h5"))
-    assert "part-0.h5" in falls_back(folder, mesh)
+    on_root(lambda: os.unlink(path / "parts" / "0.h5"))
+    assert "parts/0.h5" in falls_back(folder, mesh)
 
 
 def test_nothing_is_changed_where_loading_fails(mesh, folder):
@@ -750,7 +750,7 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("mpishard.io.checkpoint.background._write_blocks", fail)
+    monkeypatch.setattr("mpishard.io.checkpoint.background._write_part", fail)
     ms.io.save_checkpoint(folder, 0, mesh=mesh, asynchronous=True)
     with pytest.raises(FileError, match="No space left") as e:
         ms.io.save_checkpoint(folder, 1, mesh=mesh)
