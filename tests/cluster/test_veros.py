@@ -24,7 +24,20 @@ def variables(path: Path) -> dict[str, np.ndarray]:
 def test_on_the_same_ranks_and_beside(programs, tmp_path):  # noqa: F811
     """Nothing leaves no trace; a network does on four ranks, beside them, and on one process, what it does in torch."""
     python, veros = sys.executable, Path(sys.executable).with_name("veros")
-    settings = ["--force-overwrite", "-s", "nx", 12, "-s", "ny", 12, "-s", "runlen", 4 * 43200, "-s", "restart_output_filename"]
+    settings = [
+        "--force-overwrite",
+        "-s",
+        "nx",
+        12,
+        "-s",
+        "ny",
+        12,
+        "-s",
+        "runlen",
+        4 * 43200,
+        "-s",
+        "restart_output_filename",
+    ]
     jobs = [
         [(4, [python, OCEAN, tmp_path, 2, 2, "plain", "nothing", "network"])],
         [(1, [python, OCEAN, tmp_path, 1, 1, "by_hand"])],

@@ -19,9 +19,9 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
 from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
-from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_resident import Beside, plan_beside
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
