@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--build", type=Path, default=Path("build/insitu"), help="folder of what is compiled")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the figure")
-    parser.add_argument("--commands", action="store_true", help="print both programs' commands, and end")
+    parser.add_argument("--multi-prog", action="store_true", help="print what srun --multi-prog wants, and end")
     return parser.parse_args()
 
 
@@ -71,15 +71,16 @@ def main() -> int:
         except RuntimeError as error:
             if args.solver == "fortran":
                 raise SystemExit(f"online_demo: the solver was not compiled: {error}") from None
+            reason = str(error).splitlines()[0]
             print(
-                f"No Fortran compiler for this MPI ({str(error).splitlines()[0]}): the solver runs in numpy.",
-                flush=True,
+                f"No Fortran compiler for this MPI ({reason}): the solver runs in numpy.", file=sys.stderr, flush=True
             )
     solver += [str(n) for n in (args.steps, args.window, args.cells)]
     model = [sys.executable, os.fspath(HERE / "online_model.py"), str(args.steps), str(args.cells)]
     model += ["--out", os.fspath(args.out)]
-    if args.commands:
-        print(shlex.join(solver), shlex.join(model), sep="\n")
+    if args.multi_prog:
+        a, b = args.ranks
+        print(f"0-{a - 1} {shlex.join(solver)}", f"{a}-{a + b - 1} {shlex.join(model)}", sep="\n")
         return 0
     environment = {
         # ranks beyond the cores leave these to the ones that work

@@ -24,17 +24,27 @@ def draw(path: Path, errors: Sequence[tuple[float, float]], heights: Sequence[to
     heights
         At the end: of the fine run on coarse cells, of the coarse run without, and with the closure.
     """
-    figure, axes = plt.subplot_mosaic([["error"] * 3, ["fine", "alone", "closed"]], figsize=(10, 7))
+    figure, axes = plt.subplot_mosaic(
+        [["error"] * 3, ["fine", "alone", "closed"]], figsize=(10, 7), layout="constrained"
+    )
     without, closed = zip(*errors, strict=True)
     axes["error"].plot(without, color="tab:red", label="coarse run")
-    axes["error"].plot(closed, color="tab:blue", label="coarse run with the closure that learns meanwhile")
-    axes["error"].set(xlabel="step; both begin anew from the fine run at each tooth", ylabel="relative error")
-    axes["error"].legend(loc="upper left")
-    most = float(heights[0].abs().max())
-    titles = ("fine run, averaged", "coarse run", "coarse run with the closure")
-    for name, title, height in zip(("fine", "alone", "closed"), titles, heights, strict=True):
-        picture = axes[name].imshow(height.T, origin="lower", vmin=-most, vmax=most, cmap="RdBu_r")
+    axes["error"].plot(closed, color="tab:blue", label="coarse run with the closure, which learns meanwhile")
+    axes["error"].set(
+        xlabel="step; at each tooth both begin anew from the fine run", ylabel="relative error", ylim=(0, None)
+    )
+    figure.legend(loc="outside upper center", ncols=2)
+    fine = heights[0]
+    shown = {
+        "fine": ("height of the fine run, averaged", fine),
+        "alone": ("error of the coarse run", heights[1] - fine),
+        "closed": ("error with the closure", heights[2] - fine),
+    }
+    most = {"fine": float(fine.abs().max())}
+    most["alone"] = most["closed"] = float(shown["alone"][1].abs().max())
+    for name, (title, values) in shown.items():
+        picture = axes[name].imshow(values.T, origin="lower", vmin=-most[name], vmax=most[name], cmap="RdBu_r")
         axes[name].set(title=title, xticks=[], yticks=[])
-    figure.colorbar(picture, ax=[axes[n] for n in ("fine", "alone", "closed")], label="height")
+        figure.colorbar(picture, ax=axes[name], shrink=0.8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -84,7 +84,7 @@ def main() -> None:
                     loss = (model(before) - wanted).square().mean() / wanted.square().mean()
                     loss.backward()
                     optimizer.step()
-            slower.step()
+                slower.step()
             before.copy_(fine)
             left = float(loss)
             progress.set_postfix_str(
