@@ -2,6 +2,7 @@
 # test-cluster installs missing Debian packages where it is root.
 #
 #   make demo           the main job on 4 ranks (2 x 2); ARGS="--help" lists its options
+#   make demo-insitu    a simulation on 4 ranks, beside it a model on 2 that learns meanwhile; ARGS="--help"
 #   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, what sends messages or
 #                       files at 4 too, the rest of 4 and those of 1 and 3 by a sample that each run draws anew
 #   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5, and Slurm jobs
@@ -34,10 +35,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 
-.PHONY: demo test test-cluster test-all test-gpu lint clean
+.PHONY: demo demo-insitu test test-cluster test-all test-gpu lint clean
 
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
+
+demo-insitu: .venv/.ready
+	$(guarded) .venv/bin/python examples/online_demo.py $(ARGS)
 
 export LIMIT_S SAMPLE
 

@@ -73,14 +73,23 @@ def main() -> None:
     def model(x: ms.ShardTensor) -> ms.ShardTensor:
         return x
 
+    flag, most = np.zeros(1, np.int32), np.zeros(1, np.int32)
+
+    def floor() -> None:
+        cart.Allreduce(flag, most, MPI.MAX)
+
     count = 10 if args.quick else 2000
     tensor, empty = u.tensor, sim.hook(model, ["u"])
-    times = interleaved(
-        {"wrap": wrap, "empty hook": empty, "model alone": lambda: model(tensor), "exchange": u.exchange},
-        count,
-        args.rounds,
-    )
+    calls = {
+        "wrap": wrap,
+        "empty hook": empty,
+        "model alone": lambda: model(tensor),
+        "exchange": u.exchange,
+        "floor": floor,
+    }
+    times = interleaved(calls, count, args.rounds)
     us = {name: statistics.median(t) * 1e6 for name, t in times.items()}
+    say(f"floor of what ranks agree on, a reduction of four bytes: {us['floor']:.1f} us")
     say(f"wrap another array (rebind, agreed by the ranks): {us['wrap']:.1f} us")
     say(f"empty hook above the model's own call: {us['empty hook'] - us['model alone']:.1f} us")
     say(f"exchange of the ghost cells of {side} x {side}: {us['exchange']:.1f} us")

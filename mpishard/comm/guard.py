@@ -272,15 +272,18 @@ def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) 
 Peers = Sequence[int] | Callable[[], Sequence[int]]
 
 
-def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int]) -> Callable[[], list[int]]:
-    """Return a function that tells which peers' requests are not complete, for `waiting`. Not collective."""
+def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int], receives: int = 0) -> Callable[[], list[int]]:
+    """Return a function that tells which peers' requests are not complete, for `waiting`. Not collective.
+
+    The first ``receives`` requests are cancelled where a `lookout` ends the wait: their memory may go.
+    """
 
     def pending() -> list[int]:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return sorted(set(peers))
         return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
 
-    pending.requests = requests  # type: ignore[attr-defined]
+    pending.requests, pending.receives = requests, receives  # type: ignore[attr-defined]
     return pending
 
 
@@ -399,12 +402,25 @@ def lookout(check: Callable[[], None]) -> Iterator[None]:
         del _lookouts[get_ident()]
 
 
+def looked_out() -> bool:
+    """Tell whether this thread's waits may end so: blocking messages to single ranks must then be requests."""
+    return get_ident() in _lookouts
+
+
 def _wait_watchfully(check: Callable[[], None], peers: Peers, comm: MPI.Comm | None) -> None:
     # what is complete, the caller's own wait finds so
     if callable(peers):
         # by a look that leaves the statuses to the caller
-        while not all(request.Get_status() for request in peers.requests):  # type: ignore[attr-defined]
-            check()
+        requests, receives = peers.requests, peers.receives  # type: ignore[attr-defined]
+        try:
+            while not all(request.Get_status() for request in requests):
+                check()
+        except BaseException:
+            for request in requests[:receives]:
+                if not request.Get_status():
+                    request.Cancel()
+                    request.Wait()
+            raise
     elif not peers and comm is not None:
         barrier = comm.Ibarrier()  # type: ignore[attr-defined]
         while not barrier.Test():

@@ -167,7 +167,7 @@ class Flight:
         self._peers = [peer for peer, *_ in (*recvs, *sends)]
         self._statuses = [MPI.Status() for _ in self.requests]
         self._expected = [(status, tag, n) for status, (_, _, tag, n) in zip(self._statuses, recvs)]
-        self._pending = guard.unfinished(self.requests, self._peers)
+        self._pending = guard.unfinished(self.requests, self._peers, len(self._expected))
 
     def start(self) -> None:
         """Start persistent requests. Neighborwise collective."""

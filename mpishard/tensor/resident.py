@@ -178,6 +178,13 @@ class ResidentHalo:
             return False
         return True
 
+    def ensure(self, local: Tensor, layout: Layout) -> None:
+        """Refresh the halo of a block unless it is fresh on all ranks. Neighborwise collective."""
+        if not self.fresh(local):
+            self.refresh(local, layout)
+            if self.quiet:
+                self.claim(local, sampled=False)
+
     def watch(self, local: Tensor, *, all_cells: bool) -> None:
         """Remember what autograd may save now, all cells or a sample: see `notice_writes`. Not collective."""
         if self.foreign and torch.is_grad_enabled():

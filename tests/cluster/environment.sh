@@ -81,4 +81,6 @@ if ! parallel_h5py; then
 fi
 # No MPI library from a wheel here.
 "${pip[@]}" "${TORCH:-torch}" -e ".[examples,test,dev]"
+# An ocean to couple with, and what it needs besides: on its own terms it would change versions of all others.
+"${pip[@]}" --no-deps veros==1.7.0 entrypoints==0.4 h5netcdf==1.8.1 loguru==0.7.3
 parallel_h5py || { echo "environment.sh: h5py in $dir was replaced by a serial build" >&2; exit 1; }

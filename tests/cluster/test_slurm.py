@@ -206,3 +206,15 @@ def test_programs_side_by_side(submit: Submit, tmp_path: Path) -> None:
     code, output = submit(script, options=("--ntasks=4",))
     assert code == 0, output
     assert "seen [(0, [0.0]), (1, [1.0]), (2, [2.0])]" in output, output
+
+
+def test_the_job_that_learns_on_line(submit: Submit, tmp_path: Path) -> None:
+    size = ("--steps", "8", "--window", "4", "--cells", "16", "--ranks", "2", "2")
+    script = ROOT / "jobs" / "online_closure.sbatch"
+    code, output = submit(
+        script, *size, f"--out={tmp_path}", f"--build={tmp_path}", options=("--ntasks=4", "--overcommit")
+    )
+    assert code == 0, output
+    assert "error of the coarse run after 8 steps" in output
+    assert (tmp_path / "online_solver").exists()
+    assert (tmp_path / "online_closure.png").stat().st_size > 0

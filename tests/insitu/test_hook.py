@@ -240,3 +240,67 @@ def test_others_wait_inside_the_model_for_one_that_raised(host, sim, when, besid
         call()
         expected = work(whole) if kind != "moved" else whole + 1
         np.testing.assert_allclose(array[host.interior], expected[host.box], rtol=1e-10, err_msg=kind)
+
+
+def _shifted(x, folder):
+    corner = x.to_local()[:1, :1].contiguous()
+    for way in (1, -1):
+        corner = 1 + ms.shift(corner, x.mesh, "x", way).square()
+    return x + ms.all_reduce(corner.sum(), x.mesh)
+
+
+def _sent(x, folder):
+    # more than MPI sends before it is asked for
+    many = torch.ones(1 << 18, dtype=x.dtype)
+    beside = {"dest": (WORLD.rank + 1) % SIZE, "source": (WORLD.rank - 1) % SIZE}
+    return x + ms.send_recv(many, x.mesh, **beside)[0]
+
+
+def _scattered(x, folder):
+    whole = torch.ones(*x.shape, dtype=x.dtype) if x.mesh.rank == 0 else None
+    sizes = dict(enumerate(x.sharding.sizes))
+    return x + ms.scatter_tensor(whole, 0, x.mesh, x.placements, sizes=sizes)
+
+
+def _written(x, folder):
+    ms.io.write(f"{folder}/out.h5", {"u": x})
+    return x + 1
+
+
+def _read(x, folder):
+    sizes = dict(enumerate(x.sharding.sizes))
+    return x + ms.io.read(f"{folder}/in.h5", "u", x.mesh, x.placements, sizes=sizes)
+
+
+def _saved(x, folder):
+    ms.io.save_checkpoint(f"{folder}/saved", 1, tensors={"u": x}, mesh=x.mesh)
+    return x + 1
+
+
+def _loaded(x, folder):
+    return x + ms.io.load_checkpoint(f"{folder}/loaded", tensors={"u": x}, mesh=x.mesh).tensors["u"]
+
+
+@pytest.mark.parametrize("culprit", [0, SIZE - 1])
+@pytest.mark.parametrize("work", [_shifted, _sent, _scattered, _written, _read, _saved, _loaded])
+def test_others_wait_for_messages_or_files(host, sim, tmp_path_factory, work, culprit):
+    """Ranks that wait in a message, a scatter or a file for the one whose model has raised come back."""
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("files")) if WORLD.rank == 0 else None)
+    array = host.array()
+    u = sim.field("u", array)
+    ms.io.write(f"{folder}/in.h5", {"u": u.tensor})
+    ms.io.save_checkpoint(f"{folder}/loaded", 1, tensors={"u": u.tensor}, mesh=sim.mesh)
+    fails = True
+
+    def model(x):
+        if fails and WORLD.rank == culprit:
+            raise ValueError("unstable")
+        return work(x, folder)
+
+    hook = sim.hook(model, ["u"], ["u"])
+    with pytest.raises(ms.MpishardError, match="unstable"):
+        hook()
+    np.testing.assert_array_equal(array[host.interior], host.whole[host.box])
+    fails = False
+    hook()
+    assert (array[host.interior] > host.whole[host.box]).any()

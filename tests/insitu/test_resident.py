@@ -309,3 +309,87 @@ def test_every_pair_of_widths_and_kernels():
             check(u, host, (kernel,), padding=kernel // 2)
             sim.release()
             host.free()
+
+
+POOLS = [
+    ("max_pool", {"kernel_size": 3, "stride": 1, "padding": 1}),
+    ("max_pool", {"kernel_size": 3, "stride": 2}),
+    ("avg_pool", {"kernel_size": 3, "stride": 1, "padding": 1}),
+    ("avg_pool", {"kernel_size": 2, "stride": 2}),
+]
+
+
+def compare(function, host, x):
+    """Assert that a function of the whole domain is the same of the field, with its gradient."""
+    whole = torch.from_numpy(host.whole).clone().requires_grad_()
+    x = x.detach().requires_grad_()
+    expected, got = function(whole), function(x)
+    scale = torch.arange(float(expected.numel()), dtype=torch.float64).reshape(expected.shape).sin()
+    (expected * scale).sum().backward()
+    sizes = {d: s for d, s in enumerate(got.sharding.sizes) if s is not None}
+    (got * ms.distribute_tensor(scale, got.mesh, got.placements, sizes=sizes)).sum().backward()
+    torch.testing.assert_close(got.detach().full_tensor(), expected.detach(), rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("grid", mesh_shapes(2), ids=str)
+@pytest.mark.parametrize("periodic", [False, True])
+def test_pools_and_circular_padding_equal_torch(grid, periodic):
+    ndim = len(grid)
+    weight = torch.randn(2, 1, *(3,) * ndim, dtype=torch.float64)
+    for widths, empty, order in (
+        ([(2, 2)] * ndim, False, "C"),
+        ([(1, 3)] * ndim, False, "F"),
+        ([(1, 1)] * ndim, True, "C"),
+        ([(0, 1)] * ndim, False, "C"),
+    ):
+        host, _, sim, u = field(grid, widths, empty=empty, order=order, periodic=periodic)
+        for name, options in POOLS:
+            func = getattr(F, f"{name}{ndim}d")
+            compare(lambda x, f=func, o=options: f(x[None, None], **o), host, u.tensor)
+        for pads in ((1, 1) * ndim, (2, 0) * ndim, (0, 1) + (0, 0) * (ndim - 1), (0, 0) * (ndim - 1) + (1, 2)):
+
+            def around(x, pads=pads):
+                return CONV[ndim](F.pad(x[None, None], pads, mode="circular"), weight)
+
+            compare(around, host, u.tensor)
+            # padded again, written to, and the field as it was
+
+            def twice(x, pads=pads):
+                return F.pad(F.pad(x[None, None], pads, mode="circular"), pads, mode="circular")
+
+            compare(twice, host, u.tensor)
+        before = u.tensor.full_tensor()
+        y = F.pad(u.tensor[None, None], (1, 1) * ndim, mode="circular").mul_(2)
+        expected = CONV[ndim](F.pad(before[None, None], (1, 1) * ndim, mode="circular"), 2 * weight)
+        torch.testing.assert_close(CONV[ndim](y, weight).full_tensor(), expected)
+        torch.testing.assert_close(u.tensor.full_tensor(), before, rtol=0, atol=0)
+        sim.release()
+        host.free()
+
+
+def test_first_windows_use_the_ghost_cells(monkeypatch):
+    """What a host has exchanged is not sent again, nor fetched: by a pool, nor by circular padding and what follows."""
+    host = Host((SIZE, 1), [(6,) * SIZE, (8,)], [(2, 2)] * 2, [True, True])
+    array = host.array()
+    array[...] = host.exchanged(array)
+    sim = ms.insitu.adopt(host.cart, host.shape, 2)
+    u = sim.field("u", array, writable=False)
+    weight = torch.randn(1, 1, 3, 3, dtype=torch.float64)
+    models = {
+        "pool": lambda x: F.max_pool2d(x[None, None], 3, 1, 1),
+        "circular": lambda x: F.conv2d(F.pad(x[None, None], (1, 1, 1, 1), mode="circular"), weight),
+    }
+    for model in models.values():
+        u.halo_valid = True
+        model(u.tensor)  # plans
+    if SIZE > 1:
+        monkeypatch.setattr(WindowOp, "__call__", None)
+    for name, model in models.items():
+        u.halo_valid = True
+        with ms.comm_counter() as counter:
+            y = model(u.tensor)
+        assert counter.messages == 0, name
+        torch.testing.assert_close(y.full_tensor(), model(torch.from_numpy(host.whole)), msg=name)
+    sim.release()
+    host.free()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -70,11 +71,11 @@ def send_recv(
         if driver is not None:
             # the pieces of messages of other lengths would wait for each other
             going, coming = array("q", (x.nbytes,)), array("q", (y.nbytes,))
-            comm.Sendrecv((going, MPI.INT64_T), to, tag, (coming, MPI.INT64_T), of, MPI.ANY_TAG, status)
+            _swap(comm, call, (going, MPI.INT64_T), to, (coming, MPI.INT64_T), of, tag, status)
             came = coming[0]
         elif max(x.nbytes, y.nbytes) <= buffer.MESSAGE_NBYTES:
             try:
-                comm.Sendrecv(as_bytes(x), to, tag, as_bytes(y), of, MPI.ANY_TAG, status)
+                _swap(comm, call, as_bytes(x), to, as_bytes(y), of, tag, status)
             except MPI.Exception as e:
                 raise crossed(call, comm, peers, [], e) from None
             came = status.Get_count()
@@ -105,6 +106,15 @@ def send_recv(
             )
         )
     return y
+
+
+def _swap(comm: Any, call: str, going: Any, to: int, coming: Any, of: int, tag: int, status: MPI.Status) -> None:
+    if not guard.looked_out():
+        comm.Sendrecv(going, to, tag, coming, of, MPI.ANY_TAG, status)
+        return
+    requests = [comm.Irecv(coming, of, MPI.ANY_TAG), comm.Isend(going, to, tag)]
+    with guard.waiting(call, guard.unfinished(requests, [of, to], 1), comm):
+        MPI.Request.Waitall(requests, [status, MPI.Status()])
 
 
 def _compare(group: Group, call: str, dest: int, source: int) -> None:

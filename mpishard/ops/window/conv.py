@@ -19,9 +19,10 @@ from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
 from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
-from mpishard.ops.window.conv_resident import Beside, ReadBeside, plan_beside
+from mpishard.ops.window.conv_resident import Beside, plan_beside
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
@@ -344,10 +345,11 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
                     (key, halo.key),
                     lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
                 )
-            if not isinstance(beside, str) and (halo.writable or halo.fresh(x.block)):
-                if weight.requires_grad or x.block.requires_grad:
-                    halo.watch(x.block, all_cells=True)
-                window = apply(ReadBeside(beside, halo, x.sharding), x.block)
+            window = None
+            if not isinstance(beside, str):
+                saved = weight.requires_grad or x.block.requires_grad
+                window = read_beside(x, beside.window, beside.extents, saved=saved)
+            if window is not None:
                 y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
                 return wrap(cropped(y, beside.crops), plan.out, mesh)
 

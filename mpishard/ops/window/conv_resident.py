@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, bounds
 from mpishard.layout.stencil import Sliding, paddings_meet
+from mpishard.ops.window.beside import Extents, extents_beside
 from mpishard.tensor.resident import ResidentHalo
 
 
@@ -28,7 +27,7 @@ class Beside(NamedTuple):
     window
         The same window by messages: its adjoint carries cotangents home.
     extents
-        Tensor dim -> cells (lo, hi) beside the block that are read, below 0 where the block has too many.
+        Cells beside the block that are read.
     padding
         Of the local convolution.
     crops
@@ -36,33 +35,9 @@ class Beside(NamedTuple):
     """
 
     window: WindowOp
-    extents: dict[int, tuple[int, int]]
+    extents: Extents
     padding: tuple[int, ...]
     crops: tuple[tuple[int, int, int], ...]
-
-
-class ReadBeside:
-    """The window of one block, as a view of its storage; the adjoint is that of the fetched window."""
-
-    __slots__ = ("_beside", "_halo", "_layout")
-
-    def __init__(self, beside: Beside, halo: ResidentHalo, layout: Layout) -> None:
-        self._beside, self._halo, self._layout = beside, halo, layout
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the window; its halo is refreshed in place unless it is fresh. Neighborwise collective."""
-        halo = self._halo
-        if not halo.fresh(x):
-            halo.refresh(x, self._layout)
-            if halo.quiet:
-                halo.claim(x, sampled=False)
-        # no view of the block, for autograd: it is what the adjoint says. It still shares its version.
-        return halo.around(x, self._layout, self._beside.extents).detach()
-
-    @property
-    def adjoint(self) -> Any:
-        """Carries the cotangent of the window home."""
-        return self._beside.window.adjoint
 
 
 def plan_beside(
@@ -89,17 +64,15 @@ def plan_beside(
     halo
         Where the storage has room.
     """
-    near = halo.along(layout)
-    wanted, extents, padding, crops = [], {}, [], []
-    reads = False
+    intervals: dict[int, list[tuple[int, int]]] = {}
+    wanted, padding, crops = [], [], []
     for i, g in enumerate(slides):
         dim = first + i
         n = layout.shape[dim]
         sizes = layout.sizes[dim] or (n,)
         at, outs = bounds(sizes), borders.get(dim) or (0, g.n_out(n))
-        widths = near.get(dim, ((0, 0),) * len(sizes))
         index = layout.index(dim, mesh.coords)
-        clipped = []
+        clipped = intervals[dim] = []
         for k in range(len(sizes)):
             a, b = outs[k : k + 2]
             if a == b:
@@ -108,9 +81,6 @@ def plan_beside(
             start, stop = (max(lo, 0), min(hi, n)) if len(sizes) > 1 else (0, n)
             if start >= stop:
                 return "a window beyond the domain"
-            if at[k] - start > widths[k][0] or stop - at[k + 1] > widths[k][1]:
-                return "the halo beside the block is narrower than the window"
-            reads = reads or start < at[k] or stop > at[k + 1]
             # alike on both sides, and the first window begins a stride apart from the first output cell's
             extra = max(0, -((start - lo - max(0, hi - stop)) // g.stride))
             pad = start - lo + extra * g.stride
@@ -118,17 +88,14 @@ def plan_beside(
                 return "a block is not much longer than its padding"
             clipped.append((start, stop))
             if k == index:
-                if len(sizes) > 1:
-                    extents[dim] = (at[k] - start, stop - at[k + 1])
                 padding.append(pad)
                 made = (stop - start + 2 * pad - g.reach) // g.stride + 1
                 if extra or made != b - a:
                     crops.append((dim, extra, b - a))
         if clipped != list(zip(at[:-1], at[1:])):
             wanted.append(intervals_wanted(n, dim, clipped))
-    if not reads:
-        return "no halo"
-    if 0 in layout.shape:
-        return "empty"
+    extents = extents_beside(mesh, layout, intervals, halo)
+    if isinstance(extents, str):
+        return extents
     window = window_op(mesh, layout, dtype, wanted, op="conv")
     return Beside(window, extents, tuple(padding), tuple(crops))

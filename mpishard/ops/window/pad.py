@@ -15,6 +15,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, Run, layout_of, sizes_of
 from mpishard.layout.stencil import padded
 from mpishard.ops.rule.dim import on_domain
+from mpishard.ops.window.pad_resident import circular_beside
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -43,6 +44,10 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
+    if x._halo is not None and mode == "circular":
+        found = circular_beside(x, widths, plan.window, plan.out, key)
+        if found is not None:
+            return found
     local = apply(plan.window, x.block)
     # torch's result is never its argument
     return wrap(local.clone() if local is x.block else local, plan.out, mesh)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, pairs, per_dim
 from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.window.beside import fetched
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
@@ -33,6 +33,8 @@ class PoolPlan(NamedTuple):
         What the local pooling pads, on both sides.
     crops
         (dim, start, length) of the local result: torch pads the inner side too.
+    intervals
+        Tensor dim -> cells [lo, hi) that each position fetches.
     offsets, extents
         Global index of the window's first cell, and global extent, per spatial dim.
     out
@@ -40,6 +42,7 @@ class PoolPlan(NamedTuple):
     """
 
     window: WindowOp
+    intervals: dict[int, list[tuple[int, int]]]
     padding: tuple[int, ...]
     crops: tuple[tuple[int, int, int], ...]
     offsets: tuple[int, ...]
@@ -72,6 +75,7 @@ def _plan(
     strides = per_dim(stride, ndim)
     first = x.ndim - ndim
     local_padding, offsets, crops, sizes, wanted = list(pads), [0] * ndim, [], list(layout.sizes), []
+    intervals = {}
     for i in range(ndim):
         dim = first + i
         own, n = layout.sizes[dim], layout.shape[dim]
@@ -80,13 +84,15 @@ def _plan(
         g = Sliding(kernels[i], strides[i], dilations[i], pads[i], pads[i])
         borders = g.follow(own, shape[dim])
         windows = [clipped(g, n, a, b) for a, b in pairs(borders)]
-        wanted.append(intervals_wanted(n, dim, [w[:2] for w in windows]))
+        intervals[dim] = [w[:2] for w in windows]
+        wanted.append(intervals_wanted(n, dim, intervals[dim]))
         sizes[dim] = sizes_of(borders)
         index = layout.index(dim, mesh.coords)
         offsets[i], _, local_padding[i], drop = windows[index]
         crops.append((dim, drop, sizes[dim][index]))
     return PoolPlan(
         window_op(mesh, layout, x.dtype, wanted, op=name),
+        intervals,
         tuple(local_padding),
         tuple(crops),
         tuple(offsets),
@@ -144,7 +150,7 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        window = apply(plan.window, x.block)
+        window = fetched(x, plan.window, key, plan.intervals)
         indices = always_indices or return_indices
         y = on_planes(
             lambda w: func(w, kernel, step, plan.padding, spread, ceil_mode, return_indices=indices), window, ndim
@@ -186,7 +192,8 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
         plan = mesh.plans.get(key)
         if plan is None:
             plan = mesh.plan(key, build)
-        y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), apply(plan.window, x.block), ndim)
+        window = fetched(x, plan.window, key, plan.intervals)
+        y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), window, ndim)
         return wrap(cropped(y, plan.crops), plan.out, mesh)
 
     return avg_pool
