@@ -68,7 +68,7 @@ def test_extras(declared: configparser.ConfigParser) -> None:
 
 def test_required_packages(declared: configparser.ConfigParser) -> None:
     required = {Requirement(line).name for line in declared["options"]["install_requires"].split("\n") if line}
-    assert required == {"mpi4py", "numpy", "torch"}
+    assert required == {"click", "jinja2", "mpi4py", "numpy", "rich", "tomli", "torch"}
 
 
 def test_commands_start() -> None:
@@ -122,5 +122,5 @@ def test_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "mpishard/py.typed" in names
-    assert {name for name in files if name.endswith((".py", ".c", ".h", ".f90"))} <= names
+    assert {name for name in files if name.endswith((".py", ".c", ".h", ".f90", ".toml", "templates/slurm.sh"))} <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]
