@@ -34,7 +34,7 @@ def info(check: bool, as_json: bool, output: str) -> int:
         if job is not None:
             click.echo(json.dumps(job, indent=1))
         return 0
-    survey(lambda line: click.echo(line))
+    survey(click.echo)
     return 0
 
 
@@ -55,9 +55,11 @@ def checked(output: str, as_json: bool) -> bool:
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("check", "", "found", "advice", show_lines=True)
     for finding in findings:
-        colour = _COLOURS[finding.state]
-        table.add_row(finding.check, f"[{colour}]{finding.state}[/]", finding.found, finding.advice)
+        # what was found may have brackets, which are rich's own in a str
+        cells = (Text(text, overflow="fold") for text in (finding.found, finding.advice))
+        table.add_row(finding.check, Text(finding.state, _COLOURS[finding.state]), *cells)
     Console().print(table)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,19 @@ _QUEUED = (
     click.option("--job-name", default="mpishard", show_default=True, help="Its name in the queue."),
     click.option("--account", default="", help="The project that is charged."),
     click.option("--partition", default="", help="The partition, or queue."),
-    click.option("--max-requeues", type=int, default=None, help="How often a job that saved is started again. [default: 10 with --checkpoints]"),
+    click.option(
+        "--max-requeues",
+        type=int,
+        default=None,
+        help="Starts after the first, of a job that saved. [default: 10 with --checkpoints]",
+    ),
     click.option("--array", default="", metavar="INDICES", help="Start it once per index, such as 0-9%2."),
 )
 _ALL = (
     click.option("--ranks-per-node", type=int, default=0, help="Ranks on each node. [default: one per GPU, or one]"),
     click.option("--cpus-per-rank", type=int, default=0, help="Cores, and threads, of a rank. [default: a share]"),
-    click.option("--env", default="", metavar="ACTIVATE", help="A script to source first, or the folder of a virtual environment. Modules to load go there."),
-    click.option("--checkpoints", default="", metavar="DIR", help="Where the program saves when it is told to stop: its MPISHARD_CHECKPOINTS."),
+    click.option("--env", default="", metavar="ACTIVATE", help="Source it first: a script (modules go there), or a virtual environment."),
+    click.option("--checkpoints", default="", metavar="DIR", help="Where the program saves when told to stop: MPISHARD_CHECKPOINTS."),
     click.option("--multi-prog", is_flag=True, help="COMMAND is several: -n 4 ./solver : -n 2 python model.py"),
     click.option("--container", default="", metavar="IMAGE", help="Run it in an image, with Apptainer."),
     click.option("--mesh", default="", metavar="EXTENTS", help="Check that ranks fit a mesh, such as 4x-1."),
@@ -45,7 +49,7 @@ _SITES = "\b\nSites (their facts and sources: mpishard/job/sites.toml):\n" + "\n
 )
 
 
-def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with(*options: Any) -> Callable[[Any], Any]:
     def decorated(function: Any) -> Any:
         for option in reversed(options):
             function = option(function)
@@ -126,9 +130,7 @@ def mpirun_render(output: str | None, **given: Any) -> None:
 
 def _script(scheduler: str, given: dict[str, Any]) -> str:
     words = {name: given.pop(name) for name in ("site", "mesh")}
-    request = Request(
-        site=site_named(words["site"]), scheduler=scheduler, mesh=_extents(words["mesh"]), **given
-    )
+    request = Request(site=site_named(words["site"]), scheduler=scheduler, mesh=_extents(words["mesh"]), **given)
     return rendered(request, _made_by())
 
 
@@ -156,8 +158,7 @@ def _write(script: str, output: str | None) -> None:
     # bytes: a path need not be text
     data = os.fsencode(script)
     if output is None:
-        sys.stdout.flush()
-        click.get_binary_stream("stdout").write(data)
+        click.echo(data, nl=False)
         return
     try:
         Path(output).write_bytes(data)

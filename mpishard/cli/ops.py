@@ -59,11 +59,11 @@ def _is_named(covered: Covered, name: str) -> bool:
 
 def _show(named: Sequence[Covered]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mpishard.tensor.registry import TREATMENTS
 
-    table = Table("function", "of", "family", "sharded dim", "which means")
+    table = Table("function", Column("of", overflow="fold"), "family", "sharded dim", "which means")
     for c in named:
         table.add_row(c.name, ", ".join(c.places), c.family, c.treatment, TREATMENTS[c.treatment])
     Console().print(table)

@@ -19,7 +19,7 @@ from mpishard.comm.device.driver import driver_of
 from mpishard.comm.memory.buffer import as_bytes
 from mpishard.comm.mesh import CartMesh, init_mesh
 
-_PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 _PROBE_NBYTES = (8, 1 << 20)
 
 
@@ -40,7 +40,7 @@ def survey(say: Callable[[str], object]) -> None:
         if first:
             say(line)
 
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version(name) for name in PACKAGES}
     tell(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items() if v))
     tell(f"MPI: {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}, standard {MPI.VERSION}.{MPI.SUBVERSION}")
     _warn_of_singletons(tell)
@@ -68,7 +68,7 @@ def described_job() -> dict[str, Any] | None:
     names = ("host", "local_rank", "device", "gpu")
     return {
         "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
         "mpi": MPI.Get_library_version().splitlines()[0].rstrip(chr(0)),
         "size": MPI.COMM_WORLD.size,
         "ranks": [dict(zip(names, place)) for place in places],
@@ -87,9 +87,9 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
         tell(f"  {finding.source}: {finding.says} ({finding.detail})")
     _, reason = gpu_aware.decide(found)
     # all ranks leave here, or none: what follows is collective
-    have = mesh.comm.allgather(mesh.device.type == "cuda")
-    if not all(have):
-        tell(f"  {sum(have)} of {mesh.size} ranks have a GPU that torch can use: messages are host memory's")
+    have = mesh.comm.allreduce(int(mesh.device.type == "cuda"))
+    if have < mesh.size:
+        tell(f"  {have} of {mesh.size} ranks have a GPU that torch can use: messages are host memory's")
         return
     tell(f"  messages go {'from GPU to GPU' if mesh.gpu_aware else 'through pinned host memory'}; {reason}")
     if mesh.comm.allreduce(mesh.gpu_aware or any(f.says == "maybe" for f in found), MPI.LOR):
@@ -140,7 +140,8 @@ def gpu_name(device: torch.device) -> str:
     return f"{properties.name} ({properties.total_memory >> 20} MiB, {getattr(properties, 'uuid', device.index)})"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of a package, nothing where it is not installed. Not collective."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import uuid
@@ -17,17 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from mpi4py import MPI
 
 from mpishard.comm import threads
 from mpishard.comm.device import gpu_aware
-from mpishard.comm.info import gpu_name, probe
+from mpishard.comm.info import PACKAGES, gpu_name, probe, version
 from mpishard.comm.mesh import CartMesh, init_mesh
 
 # how many ranks a launcher says that there are
 _TOLD = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS")
-_PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 # variables that every rank must have alike
 _ALIKE = ("MPISHARD_", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "MPICH_", "MPIR_CVAR_", "NCCL_", "TORCH_")
 _NBYTES = 1 << 20
@@ -71,7 +68,9 @@ def preflight(output: str = ".") -> Report:
         _devices(comm),
         _threads(comm),
         _same(comm, "versions", versions(), "install one environment for all nodes, or share it"),
-        _same(comm, "environment", environment(os.environ), "export them before the launcher, not in a shell's own file"),
+        _same(
+            comm, "environment", environment(os.environ), "export them before the launcher, not in a shell's own file"
+        ),
         _hdf5(comm),
         _gpu_aware(mesh),
         _writes(comm, output),
@@ -84,11 +83,7 @@ def preflight(output: str = ".") -> Report:
 def versions() -> dict[str, str]:
     """Return what this rank runs. Not collective."""
     found = {"Python": platform.python_version(), "MPI": MPI.Get_library_version().rstrip("\0\n ")}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found |= {name: version(name) or "not installed" for name in PACKAGES}
     return found
 
 
@@ -116,7 +111,7 @@ def _size(comm: MPI.Intracomm, variables: Mapping[str, str]) -> Finding:
 
 
 def _per_node(comm: MPI.Intracomm) -> Finding:
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = _node(comm)
     most, fewest = comm.allreduce(node.size, MPI.MAX), comm.allreduce(node.size, MPI.MIN)
     nodes = comm.allreduce(int(node.rank == 0))
     node.Free()
@@ -137,12 +132,14 @@ def _devices(comm: MPI.Intracomm) -> Finding:
     if have < comm.size:
         advice = "start ranks on nodes with GPUs only, or pass device='cpu'"
         return Finding("devices", "broken", f"{have} of {comm.size} ranks have a GPU", advice)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = _node(comm)
     names = node.allgather(gpu_name(device))
     node.Free()
     shared = comm.allreduce(max(names.count(name) for name in names), MPI.MAX)
     if shared > 1:
-        advice = "one rank per GPU (--ntasks-per-node), and --gpu-bind=none: each takes the GPU of its place on the node"
+        advice = (
+            "one rank per GPU (--ntasks-per-node), and --gpu-bind=none: each takes the GPU of its place on the node"
+        )
         return Finding("devices", "broken", f"up to {shared} ranks share a GPU, and take turns", advice)
     return Finding("devices", "ok", f"a GPU of its own for every rank; rank 0: {names[0]}")
 
@@ -194,7 +191,11 @@ def _hdf5(comm: MPI.Intracomm) -> Finding:
     else:
         libraries = gpu_aware.mpi_libraries()
         parallel = h5py.get_config().mpi
-        found = "parallel: all ranks write one file" if parallel else "serial: ranks write files of their own, and join them"
+        found = (
+            "parallel: all ranks write one file"
+            if parallel
+            else "serial: ranks write files of their own, and join them"
+        )
         if len({os.path.realpath(path) for path in libraries}) > 1:
             found, broken = f"h5py and mpi4py load different MPI libraries: {', '.join(libraries)}", True
     if _anywhere(comm, broken):
@@ -203,7 +204,7 @@ def _hdf5(comm: MPI.Intracomm) -> Finding:
 
 
 def _gpu_aware(mesh: CartMesh) -> Finding:
-    library = MPI.Get_library_version().splitlines()[0].rstrip("\0 ")
+    library = " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\0").split())
     device = init_mesh(mesh.size, comm=mesh.comm)
     have = device.comm.allreduce(int(device.device.type == "cuda"))
     finding = Finding("MPI", "ok", f"{library}; messages are host memory's")
@@ -223,7 +224,7 @@ def _writes(comm: MPI.Intracomm, output: str) -> Finding:
     """Write, read and remove a file on every node; and look whether all nodes see the folder of rank 0."""
     folder, error = Path(output), ""
     token = comm.bcast(uuid.uuid4().hex)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = _node(comm)
     shared = folder / f".mpishard-{token}"
     try:
         if comm.rank == 0:
@@ -251,6 +252,11 @@ def _writes(comm: MPI.Intracomm, output: str) -> Finding:
     error = comm.bcast(error, root=first)
     advice = "name a folder on a file system that all nodes share, with room, that you may write to: --output DIR"
     return Finding("output folder", "broken", f"rank {first}: {folder.absolute()}: {error}", advice)
+
+
+def _node(comm: MPI.Intracomm) -> MPI.Intracomm:
+    node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED)  # type: ignore[assignment]
+    return node
 
 
 def _write(path: Path) -> None:

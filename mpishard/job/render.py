@@ -33,18 +33,22 @@ def rendered(request: Request, made_by: str) -> str:
     fact = request.site.fact
     programs = [Program(p.ranks, _contained(request, p.command)) for p in request.programs]
     last = [sum(p.ranks for p in programs[: i + 1]) - 1 for i in range(len(programs))]
-    return _templates().get_template(f"{request.scheduler}.sh").render(
-        job=request,
-        fact=fact,
-        made_by=made_by,
-        programs=programs,
-        # rank numbers of each program, as srun's --multi-prog takes them
-        numbers=[f"{end - p.ranks + 1}-{end}" for p, end in zip(programs, last)],
-        options=_OPTIONS[request.scheduler](request),
-        partition=request.partition or fact("partition", ""),
-        env=_path(request.env),
-        variables=fact("variables", {}) if request.gpus else {},
-        modules=fact("modules", []) if request.gpus else [],
+    return (
+        _templates()
+        .get_template(f"{request.scheduler}.sh")
+        .render(
+            job=request,
+            fact=fact,
+            made_by=made_by,
+            programs=programs,
+            # rank numbers of each program, as srun's --multi-prog takes them
+            numbers=[f"{end - p.ranks + 1}-{end}" for p, end in zip(programs, last)],
+            options=_OPTIONS[request.scheduler](request),
+            partition=request.partition or fact("partition", ""),
+            env=_path(request.env),
+            variables=fact("variables", {}) if request.gpus else {},
+            modules=fact("modules", []) if request.gpus else [],
+        )
     )
 
 
@@ -91,7 +95,7 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         # scripts, not pages: words are quoted for bash by the filters below
-        autoescape=False,  # noqa: S701
+        autoescape=False,
     )
     environment.filters.update(quoted=quoted, joined=joined, directive=_directive)
     return environment

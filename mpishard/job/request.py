@@ -234,7 +234,7 @@ def _wrong(what: str, expected: object, got: object, fix: str) -> JobError:
 
 
 def quoted(word: str) -> str:
-    """Return a word as bash reads it, in one line of text. Not collective.
+    r"""Return a word as bash reads it, in one line of text. Not collective.
 
     Examples
     --------

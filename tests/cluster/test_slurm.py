@@ -156,9 +156,7 @@ def test_a_rank_that_raises_ends_the_job(submit: Submit, script: Script, program
     assert output.count("RuntimeError: rank 1 has had enough") == 1, output
 
 
-def test_a_job_that_must_stop_is_queued_again(
-    submit: Submit, script: Script, program: Path, tmp_path: Path
-) -> None:
+def test_a_job_that_must_stop_is_queued_again(submit: Submit, script: Script, program: Path, tmp_path: Path) -> None:
     tell = ("from step 0", ("scancel", "--batch", "--signal=USR1"))
     for most, code in (("0", 75), ("1", 0)):
         options = (f"--checkpoints={tmp_path / 'it is' / most}", f"--max-requeues={most}")
