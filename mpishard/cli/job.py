@@ -35,8 +35,8 @@ _QUEUED = (
 _ALL = (
     click.option("--ranks-per-node", type=int, default=0, help="Ranks on each node. [default: one per GPU, or one]"),
     click.option("--cpus-per-rank", type=int, default=0, help="Cores, and threads, of a rank. [default: a share]"),
-    click.option("--env", default="", metavar="ACTIVATE", help="Source it first: a script (modules go there), or a virtual environment."),
-    click.option("--checkpoints", default="", metavar="DIR", help="Where the program saves when told to stop: MPISHARD_CHECKPOINTS."),
+    click.option("--env", default="", metavar="ACTIVATE", help="A script, or virtual environment, to activate."),
+    click.option("--checkpoints", default="", metavar="DIR", help="Where it saves: its MPISHARD_CHECKPOINTS."),
     click.option("--multi-prog", is_flag=True, help="COMMAND is several: -n 4 ./solver : -n 2 python model.py"),
     click.option("--container", default="", metavar="IMAGE", help="Run it in an image, with Apptainer."),
     click.option("--mesh", default="", metavar="EXTENTS", help="Check that ranks fit a mesh, such as 4x-1."),

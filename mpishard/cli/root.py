@@ -16,9 +16,6 @@ from mpishard.cli.ops import ops
 from mpishard.cli.run import run
 from mpishard.errors import JobError, MpishardError
 
-# what a shell reports of a program that writes into a closed pipe
-_BROKEN_PIPE = 141
-
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -77,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"mpishard: {error}", err=True)
         return 2 if isinstance(error, JobError) else 1
     except BrokenPipeError:
-        # `| head` has read enough; what is left must not fail when Python ends
+        # as click and rich do where they write: `| head` has read enough, and what is left must not fail at the end
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return 1
     return status or 0

@@ -123,6 +123,6 @@ def test_wheel(tmp_path: Path) -> None:
         names = set(archive.namelist())
     assert "mpishard/py.typed" in names
     assert {
-        name for name in files if name.endswith((".py", ".c", ".h", ".f90", ".toml", "templates/slurm.sh"))
+        name for name in files if name.endswith((".py", ".c", ".h", ".f90", "sites.toml", "templates/slurm.sh"))
     } <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]
