@@ -63,7 +63,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the volumes, made where absent")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument(
-        "--checkpoints", type=Path, metavar="FOLDER", help="where a job that gets SIGUSR1 or SIGTERM saves, and goes on"
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        default=os.environ.get("MPISHARD_CHECKPOINTS"),
+        help="where a job that gets SIGUSR1 or SIGTERM saves, and goes on; a job script says it",
     )
     add_arguments(parser)
     args = parser.parse_args()

@@ -1,64 +1,101 @@
 """Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
 
 from importlib import import_module as _import_module
+from threading import RLock as _RLock
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from mpishard.comm.exit import install as _install
 
 _install()
 
-from mpishard import io, ops, testing
-from mpishard.autograd.collective import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-)
-from mpishard.autograd.point_to_point import send_recv, shift
-from mpishard.comm.counter import CommCounter, comm_counter
-from mpishard.comm.halo.exchanger import HaloExchanger
-from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.comm.torch_distributed.process_group import process_group
-from mpishard.errors import (
-    DesyncError,
-    GatherWarning,
-    LayoutError,
-    MeshError,
-    MpishardError,
-    NoShardingRule,
-    UnsupportedDtypeError,
-    UnsupportedOperationError,
-)
-from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
-from mpishard.nn import compare_module, distribute_module
-from mpishard.ops.attention.neighborhood import neighborhood_attention
-from mpishard.ops.attention.scaled_dot_product import attention_method
-from mpishard.ops.linear.array_module import einsum, tensordot, transpose
-from mpishard.tensor import (
-    ShardTensor,
-    arange,
-    distribute_tensor,
-    empty,
-    full,
-    halo_exchange,
-    implements,
-    ones,
-    rand,
-    randn,
-    scatter_tensor,
-    zeros,
-)
-from mpishard.testing import dot_test
+if _TYPE_CHECKING:
+    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, tensor, testing
+    from mpishard.autograd.collective import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        reduce_scatter,
+    )
+    from mpishard.autograd.point_to_point import send_recv, shift
+    from mpishard.comm.counter import CommCounter, comm_counter
+    from mpishard.comm.halo.exchanger import HaloExchanger
+    from mpishard.comm.mesh import CartMesh, init_mesh
+    from mpishard.comm.torch_distributed.process_group import process_group
+    from mpishard.errors import (
+        DesyncError,
+        GatherWarning,
+        LayoutError,
+        MeshError,
+        MpishardError,
+        NoShardingRule,
+        UnsupportedDtypeError,
+        UnsupportedOperationError,
+    )
+    from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
+    from mpishard.nn import compare_module, distribute_module
+    from mpishard.ops.attention.neighborhood import neighborhood_attention
+    from mpishard.ops.attention.scaled_dot_product import attention_method
+    from mpishard.ops.linear.array_module import einsum, tensordot, transpose
+    from mpishard.tensor import (
+        ShardTensor,
+        arange,
+        distribute_tensor,
+        empty,
+        full,
+        halo_exchange,
+        implements,
+        ones,
+        rand,
+        randn,
+        scatter_tensor,
+        zeros,
+    )
+    from mpishard.testing import dot_test
 
 __version__ = "0.1.0"
 
+# where each public name lives: what a program does not use, hundreds of ranks need not open
+_HOMES = {
+    "autograd.collective": "all_gather all_reduce all_to_all broadcast reduce_scatter",
+    "autograd.point_to_point": "send_recv shift",
+    "comm.counter": "CommCounter comm_counter",
+    "comm.halo.exchanger": "HaloExchanger",
+    "comm.mesh": "CartMesh init_mesh",
+    "comm.torch_distributed.process_group": "process_group",
+    "errors": "DesyncError GatherWarning LayoutError MeshError MpishardError NoShardingRule"
+    " UnsupportedDtypeError UnsupportedOperationError",
+    "layout": "Layout Partial Placement Replicate Shard",
+    "nn": "compare_module distribute_module",
+    "ops.attention.neighborhood": "neighborhood_attention",
+    "ops.attention.scaled_dot_product": "attention_method",
+    "ops.linear.array_module": "einsum tensordot transpose",
+    "tensor": "ShardTensor arange distribute_tensor empty full halo_exchange implements ones rand randn"
+    " scatter_tensor zeros",
+    "testing": "dot_test",
+}
+_HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
+_MODULES = frozenset("autograd comm errors insitu io layout nn ops tensor testing".split())
+_importing = _RLock()
+
 
 def __getattr__(name: str) -> _Any:
-    # imported where it is used: batch jobs need none of it
-    if name == "insitu":
-        return _import_module("mpishard.insitu")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF and name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # threads that begin at different ends of a circle would see modules half made
+    with _importing:
+        if name in _MODULES:
+            return _import_module(f"mpishard.{name}")
+        home = _HOME_OF[name]
+        if home.startswith("mpishard.ops"):
+            _import_module("mpishard.tensor")
+        found = globals()[name] = getattr(_import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF, *_MODULES})
 
 
 __all__ = [

@@ -35,6 +35,10 @@ class FileError(MpishardError, OSError):
     """A file is missing, damaged or cannot be written."""
 
 
+class JobError(MpishardError, ValueError):
+    """A job that its site would refuse, or that could not run as it is asked for."""
+
+
 class MissingPackageError(MpishardError, ImportError):
     """An optional package that the call needs is not installed."""
 

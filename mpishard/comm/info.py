@@ -8,6 +8,7 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -18,7 +19,7 @@ from mpishard.comm.device.driver import driver_of
 from mpishard.comm.memory.buffer import as_bytes
 from mpishard.comm.mesh import CartMesh, init_mesh
 
-_PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 _PROBE_NBYTES = (8, 1 << 20)
 
 
@@ -39,13 +40,13 @@ def survey(say: Callable[[str], object]) -> None:
         if first:
             say(line)
 
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version(name) for name in PACKAGES}
     tell(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items() if v))
     tell(f"MPI: {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}, standard {MPI.VERSION}.{MPI.SUBVERSION}")
     _warn_of_singletons(tell)
     mesh = init_mesh(comm.size)
-    places = comm.allgather((socket.gethostname(), mesh.local_rank, str(mesh.device), _gpu(mesh.device)))
-    if first:
+    places = comm.gather(_place(mesh))
+    if places is not None:
         hosts = Counter(host for host, *_ in places)
         tell(f"{comm.size} ranks on {len(hosts)} host(s), at most {max(hosts.values())} on one")
         for rank, (host, local_rank, device, gpu) in enumerate(places):
@@ -57,6 +58,28 @@ def survey(say: Callable[[str], object]) -> None:
     mesh.free()
 
 
+def described_job() -> dict[str, Any] | None:
+    """Return on rank 0 what `survey` tells, without trying GPUs, as data. Collective over all ranks of the program."""
+    mesh = init_mesh(MPI.COMM_WORLD.size)
+    places = MPI.COMM_WORLD.gather(_place(mesh))
+    mesh.free()
+    if places is None:
+        return None
+    names = ("host", "local_rank", "device", "gpu")
+    return {
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
+        "mpi": MPI.Get_library_version().splitlines()[0].rstrip(chr(0)),
+        "size": MPI.COMM_WORLD.size,
+        "ranks": [dict(zip(names, place)) for place in places],
+        "gpu_aware": [finding._asdict() for finding in gpu_aware.findings()],
+    }
+
+
+def _place(mesh: CartMesh) -> tuple[str, int, str, str]:
+    return socket.gethostname(), mesh.local_rank, str(mesh.device), gpu_name(mesh.device)
+
+
 def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
     tell("May MPI be given GPU memory?")
     found = gpu_aware.findings()
@@ -64,14 +87,14 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
         tell(f"  {finding.source}: {finding.says} ({finding.detail})")
     _, reason = gpu_aware.decide(found)
     # all ranks leave here, or none: what follows is collective
-    have = mesh.comm.allgather(mesh.device.type == "cuda")
-    if not all(have):
-        tell(f"  {sum(have)} of {mesh.size} ranks have a GPU that torch can use: messages are host memory's")
+    have = mesh.comm.allreduce(int(mesh.device.type == "cuda"))
+    if have < mesh.size:
+        tell(f"  {have} of {mesh.size} ranks have a GPU that torch can use: messages are host memory's")
         return
     tell(f"  messages go {'from GPU to GPU' if mesh.gpu_aware else 'through pinned host memory'}; {reason}")
     if mesh.comm.allreduce(mesh.gpu_aware or any(f.says == "maybe" for f in found), MPI.LOR):
         tell("  trying it; if the job crashes now, the answer is no: set MPISHARD_GPU_AWARE=0")
-        works = _probe(mesh)
+        works = probe(mesh)
         tell(f"  it {'works' if works else 'gives wrong values: set MPISHARD_GPU_AWARE=0'}")
     link = nccl.connect(mesh.group((0,)), mesh.device) if mesh.size > 1 else None
     tell(
@@ -84,7 +107,7 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
     tell(f"Strips are packed by {packs}")
 
 
-def _probe(mesh: CartMesh) -> bool:
+def probe(mesh: CartMesh) -> bool:
     """Send device memory to the next rank and compare what comes. Collective."""
     driver = driver_of(mesh.device)
     assert driver is not None
@@ -109,14 +132,16 @@ def _warn_of_singletons(tell: Callable[[str], None]) -> None:
         tell(f"  WARNING: Slurm started {told} tasks, and MPI sees one rank: the launcher is another MPI library's")
 
 
-def _gpu(device: torch.device) -> str:
+def gpu_name(device: torch.device) -> str:
+    """Return what tells a GPU from all others, nothing for the CPU. Not collective."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} ({properties.total_memory >> 20} MiB, {getattr(properties, 'uuid', device.index)})"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of a package, nothing where it is not installed. Not collective."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

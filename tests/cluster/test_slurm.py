@@ -13,43 +13,60 @@ from pathlib import Path
 import h5py
 import pytest
 
+from mpishard.cli import main
+
 ROOT = Path(__file__).parents[2]
 # Above what slurm.sh itself waits for.
 START_S = 300
 JOB_S = 900
 
+Slurm = Callable[..., str]
 Submit = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
-    """Submit a job script and wait: ``submit(script, *args, options=(), env=None)`` -> exit code, output.
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Run a command of a Slurm of one node: ``slurm("squeue", "-h")`` -> what it says."""
+    folder = tmp_path_factory.mktemp("slurm")
+    control = ROOT / "tests" / "cluster" / "slurm.sh"
+    variables = {
+        **os.environ,
+        "SLURM_CONF": os.fspath(folder / "slurm.conf"),
+        "PYTHONPATH": os.fspath(ROOT),
+        # unlike mpirun, srun does not tell Open MPI that ranks share cores here
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+
+    def run(*command: str | os.PathLike[str]) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    try:
+        # slurm.sh leaves daemons behind, which would hold a pipe open
+        with open(folder / "start.log", "w+") as log:
+            code = subprocess.call([control, "start", folder], stdout=log, stderr=log, timeout=START_S)
+            log.seek(0)
+            assert code == 0, log.read()
+        yield run
+    finally:
+        subprocess.run([control, "stop", folder], check=True, timeout=START_S)
+
+
+@pytest.fixture
+def submit(slurm: Slurm, tmp_path: Path) -> Submit:
+    """Submit a job script and wait: ``submit(script, *args, options=())`` -> exit code, output.
 
     With ``when=(text, command)``, the command is given the job's number when its output has the text.
     """
-    folder = tmp_path_factory.mktemp("slurm")
-    control = ROOT / "tests" / "cluster" / "slurm.sh"
 
     def run(
         script: Path,
         *args: str,
         options: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
         when: tuple[str, tuple[str, ...]] | None = None,
     ) -> tuple[int, str]:
-        output = folder / f"job-{len(list(folder.glob('job-*')))}.out"
-        variables = {
-            **os.environ,
-            "SLURM_CONF": os.fspath(folder / "slurm.conf"),
-            "PYTHON": sys.executable,
-            # unlike mpirun, srun does not tell Open MPI that ranks share cores here
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            **(env or {}),
-        }
-
-        def slurm(*command: str | os.PathLike[str]) -> str:
-            return subprocess.check_output(command, cwd=ROOT, env=variables, text=True, timeout=300).strip()
-
+        output = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}.out"
         number = slurm("sbatch", "--parsable", f"--output={output}", *options, script, *args)
         # sbatch --wait looks ever more rarely, in the end once a minute
         end = time.monotonic() + JOB_S
@@ -71,18 +88,25 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
         code, signal = map(int, facts["ExitCode"].split(":"))
         return code or signal, f"{output.read_text()}\n{facts}"
 
-    try:
-        # slurm.sh leaves daemons behind, which would hold a pipe open
-        with open(folder / "start.log", "w+") as log:
-            code = subprocess.call([control, "start", folder], stdout=log, stderr=log, timeout=START_S)
-            log.seek(0)
-            assert code == 0, log.read()
-        yield run
-    finally:
-        subprocess.run([control, "stop", folder], check=True, timeout=START_S)
+    return run
 
 
-JOB = ROOT / "jobs" / "segment_brain.sbatch"
+Script = Callable[..., Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Render the script of a job of four ranks: ``script(*command, options=())``."""
+
+    def made(*command: str | os.PathLike[str], options: tuple[str, ...] = ()) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.glob('*.sbatch')))}.sbatch"
+        given = ["--ranks-per-node=4", f"--env={sys.prefix}", f"--output={path}", *options]
+        assert main(["slurm", "render", *given, "--", "python", "-u", *map(os.fspath, command)]) == 0
+        return path
+
+    return made
+
+
 PROGRAM = """
 import os, sys, time
 import torch
@@ -94,7 +118,7 @@ assert torch.get_num_threads() == int(os.environ["SLURM_CPUS_PER_TASK"])
 if "--raise" in sys.argv and mesh.rank == 1:
     raise RuntimeError("rank 1 has had enough")
 if "--stop" in sys.argv:
-    folder = sys.argv[1].removeprefix("--checkpoints=")
+    folder = os.environ["MPISHARD_CHECKPOINTS"]
     first = ms.io.load_checkpoint(folder, mesh=mesh).step if os.path.exists(folder) else 0
     with ms.io.preemption(mesh) as stop:
         if mesh.rank == 0:
@@ -113,33 +137,33 @@ if mesh.rank == 0:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """Return the job script, with a small program in the place of its own."""
-    program, script = tmp_path / "program.py", tmp_path / "job.sbatch"
-    program.write_text(PROGRAM)
-    text = JOB.read_text()
-    assert text.count("-u examples/segment_brain.py") == 1
-    script.write_text(text.replace("-u examples/segment_brain.py", f"-u {program}"))
-    return script
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
 
 
-def test_ranks_of_a_job_meet(submit: Submit, job: Path) -> None:
-    code, output = submit(job, options=("--cpus-per-task=2",))
+def test_ranks_of_a_job_meet(submit: Submit, script: Script, program: Path) -> None:
+    code, output = submit(script(program, options=("--cpus-per-rank=2",)))
     assert code == 0, output
-    assert output.startswith("sum over 4 ranks: 4\n\n{")
+    # this Slurm binds nothing, and says so
+    assert output.removeprefix("srun: cluster configuration lacks support for cpu binding\n").startswith(
+        "sum over 4 ranks: 4\n\n{"
+    )
 
 
-def test_a_rank_that_raises_ends_the_job(submit: Submit, job: Path) -> None:
-    code, output = submit(job, "--raise")
+def test_a_rank_that_raises_ends_the_job(submit: Submit, script: Script, program: Path) -> None:
+    code, output = submit(script("-m", "mpishard", "run", "--check", program, "--raise"))
     assert code != 0, output
+    assert "the job keeps its promises" in output
     assert output.count("RuntimeError: rank 1 has had enough") == 1, output
 
 
-def test_a_job_that_must_stop_is_queued_again(submit: Submit, job: Path, tmp_path: Path) -> None:
+def test_a_job_that_must_stop_is_queued_again(submit: Submit, script: Script, program: Path, tmp_path: Path) -> None:
     tell = ("from step 0", ("scancel", "--batch", "--signal=USR1"))
     for most, code in (("0", 75), ("1", 0)):
-        places = {"CHECKPOINTS": os.fspath(tmp_path / most), "MAX_REQUEUES": most}
-        got, output = submit(job, "--stop", env=places, when=tell)
+        options = (f"--checkpoints={tmp_path / 'it is' / most}", f"--max-requeues={most}")
+        got, output = submit(script(program, "--stop", options=options), when=tell)
         assert got == code, output
         starts = [int(n) for n in re.findall(r"from step (\d+)", output)]
         assert len(starts) == 1 + int(most), output
@@ -147,15 +171,30 @@ def test_a_job_that_must_stop_is_queued_again(submit: Submit, job: Path, tmp_pat
     assert "sum over 4 ranks: 4" in output
 
 
-def test_the_brain_job(submit: Submit, tmp_path: Path) -> None:
-    code, output = submit(
-        JOB, *("--mesh", "2", "2"), *("--subsample", "6"), *("--steps", "1"), f"--data={tmp_path}", f"--out={tmp_path}"
-    )
+def test_the_brain_job(submit: Submit, script: Script, tmp_path: Path) -> None:
+    small = ("--mesh", "2", "2", "--subsample", "6", "--steps", "1", f"--data={tmp_path}", f"--out={tmp_path}")
+    options = ("--job-name=segment_brain", f"--checkpoints={tmp_path / 'checkpoints'}")
+    code, output = submit(script("examples/segment_brain.py", *small, options=options))
     assert code == 0, output
     assert "on a mesh (2, 2)" in output
     assert (tmp_path / "segment_brain.png").stat().st_size > 0
     with h5py.File(tmp_path / "segment_brain.h5") as file:
         assert {file[name].shape for name in ("gm", "wm")} == {(33, 39, 32)}
+
+
+# the others ask for more nodes, or for GPUs
+@pytest.mark.parametrize("name", ["one_node", "array", "coupled", "segment_brain"])
+def test_slurm_takes_what_is_checked_in(slurm: Slurm, name: str) -> None:
+    slurm("sbatch", "--test-only", ROOT / "jobs" / f"{name}.sbatch")
+
+
+def test_names_arrive_as_they_were_given(slurm: Slurm, script: Script) -> None:
+    name = """two words, "quotes", it's $(date) `date` \\ # 100%"""
+    number = slurm("sbatch", "--parsable", "--hold", script("program", options=(f"--job-name={name}",)))
+    try:
+        assert slurm("squeue", "--noheader", "--format=%j", "--jobs", number) == name
+    finally:
+        slurm("scancel", number)
 
 
 def test_ranks_that_do_not_know_each_other_stop() -> None:
@@ -196,14 +235,14 @@ else:
 
 
 def test_programs_side_by_side(submit: Submit, tmp_path: Path) -> None:
-    program, conf, script = tmp_path / "program.py", tmp_path / "multi.conf", tmp_path / "job.sh"
+    program = tmp_path / "two words.py"
     program.write_text(PROGRAMS)
-    # ranks of a program need not follow one another
-    conf.write_text(f"0,3 {sys.executable} {program} solver model\n1,2 {sys.executable} {program} model solver\n")
-    script.write_text(
-        f"#!/usr/bin/env bash\nexport PYTHONPATH={ROOT}\nsrun -n 4 --overcommit --mpi=pmix --multi-prog {conf}\n"
-    )
-    code, output = submit(script, options=("--ntasks=4",))
+    model = (":", "-n", "2", "python", program, "model", "solver")
+    path = tmp_path / "coupled.sbatch"
+    given = ["--ranks-per-node=4", f"--env={sys.prefix}", f"--output={path}", "--multi-prog"]
+    command = ("-n", "2", "python", program, "solver", "model", *model)
+    assert main(["slurm", "render", *given, "--", *map(os.fspath, command)]) == 0
+    code, output = submit(path)
     assert code == 0, output
     assert "seen [(0, [0.0]), (1, [1.0]), (2, [2.0])]" in output, output
 

@@ -206,7 +206,7 @@ def test_no_watchdog_where_it_is_off(job):
 
 
 def test_timeout_that_is_no_number(launch):
-    done = launch(1, "-c", "import mpishard", env={"MPISHARD_TIMEOUT": "soon"})
+    done = launch(1, "-c", "import mpishard as ms; ms.init_mesh(1)", env={"MPISHARD_TIMEOUT": "soon"})
     assert done.returncode != 0
     assert done.stdout.count("got:      'soon'") == 1
 

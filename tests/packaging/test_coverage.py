@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from mpishard.cli import main
 from mpishard.ops import op_table
 from mpishard.tensor import implements
+from mpishard.tensor.registry import TREATMENTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 ROW = re.compile(r"\| `(\w+)` \| (.+) \| (\w+) \|")
@@ -88,6 +90,21 @@ def test_command(capsys):
     with pytest.raises(SystemExit):
         main(["ops", "no such family"])
     assert "there are" in capsys.readouterr().err
+
+
+def test_command_shows_one_operation(capsys):
+    for name in ("conv2d", "F.conv2d", "torch.nn.functional.conv2d"):
+        assert main(["ops", name, "--json"]) == 0
+        (found,) = [c for c in json.loads(capsys.readouterr().out) if c["name"] == "conv2d"]
+        assert found["treatment"] == "halo"
+    assert main(["ops", "conv2d"]) == 0
+    assert TREATMENTS["halo"].split()[0] in capsys.readouterr().out
+    assert main(["ops", "quantize_per_tensor"]) == 1
+    assert "NoShardingRule" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as raised:
+        main(["ops", "conv2dd"])
+    assert raised.value.code == 2
+    assert "conv2d" in capsys.readouterr().err
 
 
 def test_as_a_module():

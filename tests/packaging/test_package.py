@@ -32,9 +32,13 @@ def imported() -> Imported:
     code = """
 import json, sys, types
 import mpishard as ms
-names = [n for n, v in vars(ms).items() if n[0] != "_" and not isinstance(v, types.ModuleType)]
+modules = list(sys.modules)
+offered = {n: getattr(ms, n) for n in dir(ms) if n[0] != "_"}
+names = [n for n, v in offered.items() if not isinstance(v, types.ModuleType)]
+subs = [n for n, v in offered.items() if isinstance(v, types.ModuleType)]
 print()
-print(json.dumps({"version": [ms.__version__], "modules": list(sys.modules), "names": names, "all": ms.__all__}))
+facts = {"version": [ms.__version__], "modules": modules, "names": names, "subs": subs, "all": ms.__all__}
+print(json.dumps(facts))
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -68,7 +72,7 @@ def test_extras(declared: configparser.ConfigParser) -> None:
 
 def test_required_packages(declared: configparser.ConfigParser) -> None:
     required = {Requirement(line).name for line in declared["options"]["install_requires"].split("\n") if line}
-    assert required == {"mpi4py", "numpy", "torch"}
+    assert required == {"click", "jinja2", "mpi4py", "numpy", "rich", "tomli", "torch"}
 
 
 def test_commands_start() -> None:
@@ -78,8 +82,47 @@ def test_commands_start() -> None:
 
 
 def test_import_leaves_out(imported: Imported) -> None:
-    heavy = {"torch.distributed.tensor", "h5py", "matplotlib", "scipy", "pandas", "cupy", "pytest"}
+    heavy = {"torch", "numpy", "torch.distributed.tensor", "h5py", "matplotlib", "scipy", "pandas", "cupy", "pytest"}
     assert heavy.isdisjoint(imported["modules"])
+
+
+def test_import_opens_few_files(imported: Imported) -> None:
+    # hundreds of ranks open them on one file system at once
+    assert len([name for name in imported["modules"] if name.startswith("mpishard")]) <= 5
+
+
+FIRST = ["mpishard.tensor", "mpishard.ops", "mpishard.ops.window.conv", "mpishard.nn", "mpishard.io", "mpishard.insitu"]
+
+
+@pytest.mark.parametrize("first", [*FIRST, "threads"])
+def test_rules_are_there_before_the_first_tensor(first: str) -> None:
+    code = f"import {first}\n"
+    if first == "threads":
+        code = """
+import threading, mpishard as ms
+names = ["zeros", "einsum", "nn", "io", "HaloExchanger", "dot_test", "ops", "attention_method"]
+failed = []
+def touch(name):
+    try:
+        together.wait()
+        getattr(ms, name)
+    except BaseException as error:
+        failed.append(error)
+together = threading.Barrier(len(names))
+threads = [threading.Thread(target=touch, args=(name,)) for name in names]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not failed, failed
+"""
+    code += """
+import torch
+from mpishard.tensor import ShardTensor
+import mpishard as ms
+x = ms.ones(4, mesh=ms.init_mesh(1), placements=(ms.Shard(0),))
+assert isinstance(torch.roll(x, 1), ShardTensor)
+assert float(x.sum().full_tensor()) == 4
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 def test_import_is_silent(imported: Imported) -> None:
@@ -88,7 +131,7 @@ def test_import_is_silent(imported: Imported) -> None:
 
 def test_public_names(imported: Imported) -> None:
     # `import *` and strict type checkers offer __all__; ms.io and its kin are modules
-    public = {name for name in imported["all"] if f"mpishard.{name}" not in imported["modules"]}
+    public = set(imported["all"]) - set(imported["subs"])
     assert public == set(imported["names"])
 
 
@@ -122,5 +165,7 @@ def test_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "mpishard/py.typed" in names
-    assert {name for name in files if name.endswith((".py", ".c", ".h", ".f90"))} <= names
+    assert {
+        name for name in files if name.endswith((".py", ".c", ".h", ".f90", "sites.toml", "templates/slurm.sh"))
+    } <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]

@@ -134,7 +134,7 @@ def _variables(library: str, environment: Mapping[str, str]) -> list[Finding]:
 def _query() -> Finding:
     name = "MPIX_Query_cuda_support"
     function = None
-    for library in _mpi_libraries():
+    for library in mpi_libraries():
         function = getattr(ctypes.CDLL(library), name, None)
         if function is not None:
             break
@@ -145,7 +145,8 @@ def _query() -> Finding:
     return Finding(name, "maybe", "it says 1") if function() else Finding(name, "no", "it says 0")
 
 
-def _mpi_libraries() -> list[str]:
+def mpi_libraries() -> list[str]:
+    """Return the paths of the MPI libraries that this process has loaded. Not collective."""
     try:
         with open("/proc/self/maps") as maps:
             loaded = {line.split()[-1] for line in maps}

@@ -48,11 +48,8 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     ...             ms.io.save_checkpoint("checkpoints", step + 1, model=model, optimizer=optimizer, mesh=mesh)
     ...             sys.exit(stop.exit_code)
 
-    In a job script for Slurm, whose ``#SBATCH --signal=USR1@120`` gives two minutes of warning::
-
-        srun python train.py || { rc=$?; [ $rc -eq 75 ] && scontrol requeue $SLURM_JOB_ID; exit $rc; }
-
-    ``jobs/segment_brain.sbatch`` of the source does the same, a bounded number of times.
+    ``mpishard slurm render --checkpoints DIR -- python train.py`` writes a job script that has Slurm tell the ranks
+    two minutes before their time is over, and starts the job again, a bounded number of times.
     """
 
     def __init__(

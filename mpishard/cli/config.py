@@ -1,0 +1,18 @@
+"""`mpishard config`: what compilers of C and Fortran hosts need."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.option("--build", "folder", metavar="DIR", required=True, help="Where they are, or go: compiled if not current.")
+@click.option("--cflags", is_flag=True, help="Print what a compiler needs.")
+@click.option("--libs", is_flag=True, help="Print what a linker needs.")
+def config(folder: str, cflags: bool, libs: bool) -> None:
+    """Compile the libraries for C and Fortran hosts, and say how to use them."""
+    from mpishard.insitu.build import build
+
+    built = build(folder)
+    if cflags or libs:
+        click.echo(" ".join([*[built.cflags] * cflags, *[built.libs] * libs]))

@@ -1,0 +1,41 @@
+{# What the scripts of all schedulers have in common. #}
+{% macro environment(job, env, modules, variables) %}
+{% if modules %}
+module load {{ modules | joined }}
+{% endif %}
+{% if env %}
+environment={{ env | quoted }}
+if [ -d "$environment" ]; then environment=$environment/bin/activate; fi
+# such scripts use variables that are not set
+set +u
+# shellcheck source=/dev/null
+source -- "$environment"
+set -u
+{% endif %}
+{% for name, value in variables.items() %}
+export {{ name }}={{ value | quoted }}
+{% endfor %}
+export OMP_NUM_THREADS={{ job.cpus }}
+{% endmacro %}
+
+{% macro checkpoints(job, index) %}
+{% if job.checkpoints %}
+# where the program saves when it is told to stop, and goes on from
+export MPISHARD_CHECKPOINTS={{ job.checkpoints | quoted }}{% if job.array %}/"${{ '{' }}{{ index }}:-0}"{% endif +%}
+{% endif %}
+{% endmacro %}
+
+{# After the launcher was started in the background, so that this script hears signals and hands them on. #}
+{% macro told_to_stop() %}
+launcher=$!
+
+# The launcher hands a USR1 on to every rank; the ranks agree after which step they save, and end with code 75.
+told=0
+trap 'told=1; kill -USR1 "$launcher" 2>/dev/null || true' USR1 TERM
+while :; do
+    told=0 code=0
+    wait "$launcher" || code=$?
+    # a signal ends the wait, not the launcher
+    if [ "$told" -eq 0 ]; then break; fi
+done
+{% endmacro %}

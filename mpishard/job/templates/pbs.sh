@@ -1,0 +1,57 @@
+{% import "parts.sh" as parts %}
+#!/usr/bin/env bash
+# {{ made_by }}
+#
+# {{ job.ranks }} rank{{ 's' if job.ranks > 1 }}; {{ job.site.title }}. Submit it with qsub from the folder that the command starts in.
+#PBS -N {{ job.job_name }}
+{% if fact("launcher") == "pals" %}
+#PBS -l select={{ job.nodes }}{{ ":" ~ fact("select") if fact("select") }}
+{% else %}
+#PBS -l select={{ job.nodes }}:ncpus={{ job.ranks_on_node * job.cpus }}:mpiprocs={{ job.ranks_on_node }}{{ ":ngpus=" ~ job.gpus if job.gpus }}
+{% endif %}
+#PBS -l walltime={{ "%02d:%02d:%02d" % (job.time_s // 3600, job.time_s // 60 % 60, job.time_s % 60) }}
+{% if job.account %}
+#PBS -A {{ job.account }}
+{% endif %}
+{% if partition %}
+#PBS -q {{ partition }}
+{% endif %}
+{% for line in fact("directives", []) %}
+#PBS {{ line }}
+{% endfor %}
+{% if job.array %}
+#PBS -J {{ job.array }}
+{% endif %}
+#PBS -j oe
+#PBS -r n
+set -euo pipefail
+cd "${PBS_O_WORKDIR:-.}"
+
+{{ parts.environment(job, env, modules, variables) -}}
+{{ parts.checkpoints(job, "PBS_ARRAY_INDEX") }}
+{% if job.gpus %}
+# Every rank sees every GPU of its node, and takes the one of its place on the node: ranks that see only their own
+# GPU cannot copy from each other's directly.
+{% endif %}
+{% if job.saves %}
+# PBS gives no warning: two minutes before the time is over, the launcher gets a USR1 and hands it on to every rank.
+# The ranks agree after which step they save, and end with code 75.
+code=0
+timeout --foreground --preserve-status --signal=USR1 {{ [job.time_s - 120, 1] | max }} \
+    mpiexec {{ (options | joined) ~ " " if options }}\
+{% else %}
+mpiexec {{ (options | joined) ~ " " if options }}\
+{% endif %}
+{% for program in programs %}
+    {{ ": " if loop.index0 }}-n {{ program.ranks }} {{ program.command | joined }}{{ " \\" if not loop.last }}{{ " || code=$?" if loop.last and job.saves }}
+{% endfor %}
+{% if job.requeues %}
+restarts=${MPISHARD_RESTARTS:-0} most={{ job.requeues }}
+if [ "$code" -eq 75 ] && [ "$restarts" -lt "$most" ] && [ -f "$0" ]; then
+    # a job of its own, with the directives above
+    qsub -v "MPISHARD_RESTARTS=$((restarts + 1))" "$0"
+fi
+{% endif %}
+{% if job.saves %}
+exit "$code"
+{% endif %}

@@ -1,0 +1,107 @@
+"""The command line as a whole: help, versions, closed pipes, completion, and `mpishard run`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpishard
+from mpishard.cli import main
+
+HERE = [sys.executable, "-m", "mpishard"]
+
+
+def said(*command: str, code: int = 0, **variables: str) -> str:
+    done = subprocess.run(
+        [*HERE, *command], capture_output=True, text=True, timeout=300, env={**os.environ, **variables}
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_help_teaches() -> None:
+    text = said("--help")
+    for word in ("info --check", "ops conv2d", "slurm render", "Exit codes", "init_mesh"):
+        assert word in text
+    assert main(["run", "--help"]) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpishard {mpishard.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["ops", "ops conv2d", "info --check"])
+def test_a_reader_that_has_had_enough(command: str) -> None:
+    process = subprocess.Popen([*HERE, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    # long before the first line
+    process.stdout.close()
+    _, error = process.communicate(timeout=300)
+    assert error == b""
+    assert process.returncode == 1
+
+
+def test_wrong_use_is_2() -> None:
+    assert "No such command" in said("nonsense", code=2)
+    assert "no file" in said("run", "no-such-script.py", code=2)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "_MPISHARD_COMPLETE" in capsys.readouterr().out
+
+
+def test_completion_completes() -> None:
+    text = said(_MPISHARD_COMPLETE="bash_complete", COMP_WORDS="mpishard slurm re", COMP_CWORD="2")
+    assert "render" in text
+
+
+SCRIPT = """
+import os, sys
+import torch
+from helper_of_script import value
+assert __name__ == "__main__"
+print(sys.argv[1:], value, torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]), flush=True)
+from mpi4py import MPI
+if "--exit" in sys.argv:
+    sys.exit(75)
+if "--raise" in sys.argv and MPI.COMM_WORLD.rank == 1:
+    raise KeyError("rank 1 has had enough")
+if "--raise" in sys.argv:
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "a script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "helper_of_script.py").write_text("value = 7\n")
+    return path
+
+
+def test_run_passes_arguments_and_exit_codes(script: Path) -> None:
+    assert "['--help', 'a b'] 7 True" in said("run", str(script), "--help", "a b", OMP_NUM_THREADS="")
+    said("run", str(script), "--exit", code=75)
+
+
+def test_run_checks_the_job_first(script: Path, tmp_path: Path) -> None:
+    text = said("run", "--check", str(script), code=1, SLURM_NTASKS="4")
+    assert "SLURM_NTASKS=4" in text
+    assert "7 True" not in text
+
+
+def test_a_rank_that_fails_ends_all(launch, script: Path) -> None:
+    done = launch(2, "-m", "mpishard", "run", script, "--raise", timeout_s=120)
+    assert done.returncode != 0
+    assert done.stdout.count("KeyError: 'rank 1 has had enough'") == 1
+    # the traceback begins in the script, not in what started it
+    trace = done.stdout.partition("Traceback")[2]
+    assert "runpy" not in trace
+    assert "a script.py" in trace
