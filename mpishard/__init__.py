@@ -19,6 +19,7 @@ from mpishard.autograd.point_to_point import send_recv, shift
 from mpishard.comm.counter import CommCounter, comm_counter
 from mpishard.comm.halo.exchanger import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.comm.torch_distributed.device_mesh import init_device_mesh
 from mpishard.comm.torch_distributed.process_group import process_group
 from mpishard.errors import (
     DesyncError,
@@ -95,6 +96,7 @@ __all__ = [
     "full",
     "halo_exchange",
     "implements",
+    "init_device_mesh",
     "init_mesh",
     "neighborhood_attention",
     "ones",

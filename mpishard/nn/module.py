@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from mpishard.autograd.replica import replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -17,7 +19,14 @@ from mpishard.tensor.shard_tensor import ShardTensor
 _BROADCAST_NBYTES = 64 << 20
 
 
-def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
+@names_device_mesh
+def distribute_module(
+    module: nn.Module,
+    mesh: CartMesh,
+    partition_fn: Callable[[str, nn.Module, CartMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
+) -> nn.Module:
     """Make a model the same on every rank, and have its gradients summed in buckets while backward goes on.
 
     Collective.
@@ -29,6 +38,12 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
         mesh rank 0.
     mesh
         Mesh that its inputs will live on.
+    partition_fn
+        DTensor's: called with the name of every submodule, the submodule and the mesh, to replace parameters by
+        ShardTensors on the mesh (``torch.nn.Parameter(ms.distribute_tensor(...))``), which need no sums.
+    input_fn, output_fn
+        DTensor's: called with the module, its inputs (a tuple) or its output, and the mesh, before and after each
+        forward; what they return takes their place.
 
     Returns
     -------
@@ -52,7 +67,7 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
     Raises
     ------
     LayoutError
-        Parameters or buffers are ShardTensors.
+        Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes.
     DesyncError
         They differ in name, shape or dtype between ranks; in a backward pass: their gradients differ.
 
@@ -81,7 +96,16 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))
+    if partition_fn is not None:
+        for name, part in module.named_modules():
+            partition_fn(name, part, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, _, output: output_fn(m, output, mesh))
     for name, param in module.named_parameters():
+        if isinstance(param, ShardTensor):
+            continue
         if param.is_leaf and (param.is_floating_point() or param.is_complex()):
             replicate(param, mesh, name)
     return module
