@@ -16,6 +16,7 @@ from mpishard.autograd.collective import (
     reduce_scatter,
 )
 from mpishard.autograd.point_to_point import send_recv, shift
+from mpishard.autograd.withhold import no_sync
 from mpishard.comm.counter import CommCounter, comm_counter
 from mpishard.comm.halo.exchanger import HaloExchanger
 from mpishard.comm.mesh import CartMesh, init_mesh
@@ -99,6 +100,7 @@ __all__ = [
     "init_device_mesh",
     "init_mesh",
     "neighborhood_attention",
+    "no_sync",
     "ones",
     "process_group",
     "rand",

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
 from mpishard.autograd.replica import Replica, compare, note_use, replica_of
+from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
@@ -32,10 +33,19 @@ class _Buckets:
 
     def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
+        key = mesh, mesh_dims, g.dtype
+        if is_withholding():
+            withhold(param, key, g)
+            replica.postpone(param)
+            return
+        if held:
+            g = taken_share(param, key, g)
         replica.postpone(param)
         if replica.is_suspect:
             self._suspect[replica] = param
-        key = mesh, mesh_dims, g.dtype
+        self._put(param, key, g)
+
+    def _put(self, param: Tensor, key: _Key, g: Tensor) -> None:
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
         if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
@@ -52,6 +62,10 @@ class _Buckets:
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
+        if held and not is_withholding():
+            for waiting in list(held.values()):
+                for key, (param, share) in waiting.taken():
+                    self._put(param, key, share)
         sums = []
         for key in list(self._open)[:-1]:
             self._start(key)
@@ -70,6 +84,12 @@ class _Buckets:
                     param.grad.add_(g)
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
+
+
+def finish_withheld() -> None:
+    """Sum what earlier passes withheld, before a pass that sums on its own. Collective where there is any."""
+    if held:
+        _Buckets().finish()
 
 
 _active: list[_Buckets] = []
