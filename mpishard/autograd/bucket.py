@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,13 @@ class _Buckets:
         self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
         self._suspect: dict[Replica, Tensor] = {}
+        self._postponed: deque[Callable[[], None]] = deque()
+
+    def postpone(self, finish: Callable[[], None]) -> None:
+        """Have what is under way finished later in the pass; few at a time, as each holds memory."""
+        while len(self._postponed) > 1:
+            self._postponed.popleft()()
+        self._postponed.append(finish)
 
     def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
@@ -62,6 +70,8 @@ class _Buckets:
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
+        while self._postponed:
+            self._postponed.popleft()()
         if held and not is_withholding():
             for waiting in list(held.values()):
                 for key, (param, share) in waiting.taken():
@@ -115,6 +125,18 @@ def bucketed() -> Iterator[None]:
         _active.remove(buckets)
 
 
+def postpone(finish: Callable[[], None]) -> bool:
+    """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective."""
+    if _active:
+        _active[-1].postpone(finish)
+    return bool(_active)
+
+
+def is_postponing() -> bool:
+    """Tell whether a backward pass goes on that adds to ``.grad`` at its end. Not collective."""
+    return bool(_active)
+
+
 class _UseParameter(Function):
     """`use` of a replicated parameter."""
 
@@ -155,4 +177,6 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
             return x
         if (replica := replica_of(x)) is not None:
             return _node(x, replica, mesh, mesh_dims)
+        if (gathered := getattr(x, "_gathered", None)) is not None:
+            return gathered.used(x, mesh, mesh_dims)  # type: ignore[no-any-return]
     return apply(use_step(mesh, mesh_dims), x)
