@@ -33,7 +33,7 @@ from mpishard.errors import (
     UnsupportedOperationError,
 )
 from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
-from mpishard.nn import compare_module, distribute_module, parameter_memory
+from mpishard.nn import Pipeline, compare_module, distribute_module, parameter_memory
 from mpishard.ops.attention.neighborhood import neighborhood_attention
 from mpishard.ops.attention.scaled_dot_product import attention_method
 from mpishard.ops.linear.array_module import einsum, tensordot, transpose
@@ -75,6 +75,7 @@ __all__ = [
     "MpishardError",
     "NoShardingRule",
     "Partial",
+    "Pipeline",
     "Placement",
     "Replicate",
     "Shard",

@@ -81,8 +81,8 @@ def distribute_module(
     Raises
     ------
     LayoutError
-        Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes; or with ``shard_parameters`` a
-        module cannot be sharded (recurrent ones, lazy ones).
+        Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes; or a module's
+        parameters cannot be sharded (those of recurrent ones).
     MeshError
         ``shard_parameters`` names no dim of the mesh.
     DesyncError

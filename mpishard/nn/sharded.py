@@ -156,7 +156,7 @@ def shard_parameters(
                 owner._parameters[name] = shard
                 layer = layer or _Layer(part, schedule)
                 dtype = gather_dtype if shard.dtype.is_floating_point else None
-                gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore
+                gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore[misc]
                 layer.unit.members.append(gathered)
                 layer.places.append((owner, name, gathered))
     module.register_forward_pre_hook(lambda *_: schedule.begin(), prepend=True)
