@@ -15,7 +15,10 @@ from tests.models.convolutional import UNet
 from tests.models.transformer import Block
 from tests.models.twin import close, data, mean_square, meshes, run, same_state, seeded
 
-CASES = {"unet": (lambda: UNet(2, norm="group"), (2, 1, 13, 11), (2, 3)), "attention": (lambda: Block(8, 2), (2, 9, 8), (1,))}
+CASES = {
+    "unet": (lambda: UNet(2, norm="group"), (2, 1, 13, 11), (2, 3)),
+    "attention": (lambda: Block(8, 2), (2, 9, 8), (1,)),
+}
 KEPT = [torch.ops.aten.convolution.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
-from tests.compare import WORLD, mesh_of
+from tests.compare import WORLD
 from tests.models.convolutional import UNet
 from tests.models.transformer import Block, VisionTransformer
 from tests.models.twin import close, data, mean_square, run, seeded
@@ -157,14 +157,11 @@ OPTIMISERS = {
 }
 
 
-def trained(model, x, make, steps=3, accumulate=False):
+def trained(model, x, make, steps=3):
     optimizer = make(model.parameters())
     norms = []
     for _ in range(steps):
         optimizer.zero_grad()
-        if accumulate:
-            with ms.no_sync():
-                mean_square(model(x)).backward()
         mean_square(model(x)).backward()
         norms.append(clip_grad_norm_(model.parameters(), 0.3))
         optimizer.step()
@@ -364,4 +361,3 @@ def test_writing_into_a_parameter_that_backward_needs(mesh):
 def test_what_is_refused(mesh, build, options, error, text):
     with pytest.raises(error, match=text):
         ms.distribute_module(build(), mesh, **options)
-    assert mesh_of((-1,)).size == WORLD.size
