@@ -96,7 +96,7 @@ def distribute_module(
     group = mesh.group(tuple(range(mesh.ndim)))
     module.to(mesh.device)
     named = [*module.named_parameters(), *module.named_buffers()]
-    error = None
+    error: MpishardError | None = None
     sharded = [name for name, t in named if isinstance(t, ShardTensor)]
     if sharded:
         error = LayoutError(

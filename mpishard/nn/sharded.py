@@ -135,7 +135,7 @@ def shard_parameters(
     owned = [p for part in module.modules() for p in part._parameters.values() if p is not None]
     tied = {i: [p for p in owned if id(p) == i] for i, n in Counter(map(id, owned)).items() if n > 1}
     del owned
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, ShardTensor] = {}
     inside: set[int] = set()
     for part in module.modules():
         if id(part) in inside:
@@ -153,7 +153,7 @@ def shard_parameters(
                     continue
                 if id(param) in tied:
                     made[id(param)] = shard
-                owner._parameters[name] = shard
+                owner._parameters[name] = shard  # type: ignore[assignment]
                 layer = layer or _Layer(part, schedule)
                 dtype = gather_dtype if shard.dtype.is_floating_point else None
                 gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore[misc]
@@ -163,7 +163,7 @@ def shard_parameters(
     _schedules[module] = schedule
 
 
-def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> nn.Parameter | None:
+def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> ShardTensor | None:
     dim = sharded_dim(param.shape, count) if count > 1 and param.is_leaf else None
     if dim is None or not (param.is_floating_point() or param.is_complex()):
         return None
@@ -171,4 +171,5 @@ def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int
     x = distribute_tensor(param.detach(), mesh, placements)
     if offload:
         x.block = x.block.cpu()
-    return nn.Parameter(x, requires_grad=param.requires_grad)
+    # a ShardTensor too: torch makes it of the same class
+    return nn.Parameter(x, requires_grad=param.requires_grad)  # type: ignore[return-value]
