@@ -10,7 +10,7 @@ from mpishard.comm.exit import install as _install
 _install()
 
 if _TYPE_CHECKING:
-    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, tensor, testing
+    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, physicsnemo, tensor, testing
     from mpishard.autograd.collective import (
         all_gather,
         all_reduce,
@@ -19,9 +19,11 @@ if _TYPE_CHECKING:
         reduce_scatter,
     )
     from mpishard.autograd.point_to_point import send_recv, shift
+    from mpishard.autograd.withhold import no_sync
     from mpishard.comm.counter import CommCounter, comm_counter
     from mpishard.comm.halo.exchanger import HaloExchanger
     from mpishard.comm.mesh import CartMesh, init_mesh
+    from mpishard.comm.torch_distributed.device_mesh import init_device_mesh
     from mpishard.comm.torch_distributed.process_group import process_group
     from mpishard.errors import (
         DesyncError,
@@ -34,7 +36,7 @@ if _TYPE_CHECKING:
         UnsupportedOperationError,
     )
     from mpishard.layout import Layout, Partial, Placement, Replicate, Shard
-    from mpishard.nn import compare_module, distribute_module
+    from mpishard.nn import Pipeline, compare_module, distribute_module, parameter_memory
     from mpishard.ops.attention.neighborhood import neighborhood_attention
     from mpishard.ops.attention.scaled_dot_product import attention_method
     from mpishard.ops.linear.array_module import einsum, tensordot, transpose
@@ -60,14 +62,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "autograd.collective": "all_gather all_reduce all_to_all broadcast reduce_scatter",
     "autograd.point_to_point": "send_recv shift",
+    "autograd.withhold": "no_sync",
     "comm.counter": "CommCounter comm_counter",
     "comm.halo.exchanger": "HaloExchanger",
     "comm.mesh": "CartMesh init_mesh",
+    "comm.torch_distributed.device_mesh": "init_device_mesh",
     "comm.torch_distributed.process_group": "process_group",
     "errors": "DesyncError GatherWarning LayoutError MeshError MpishardError NoShardingRule"
     " UnsupportedDtypeError UnsupportedOperationError",
     "layout": "Layout Partial Placement Replicate Shard",
-    "nn": "compare_module distribute_module",
+    "nn": "Pipeline compare_module distribute_module parameter_memory",
     "ops.attention.neighborhood": "neighborhood_attention",
     "ops.attention.scaled_dot_product": "attention_method",
     "ops.linear.array_module": "einsum tensordot transpose",
@@ -76,7 +80,7 @@ _HOMES = {
     "testing": "dot_test",
 }
 _HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset("autograd comm errors insitu io layout nn ops tensor testing".split())
+_MODULES = frozenset("autograd comm errors insitu io layout nn ops physicsnemo tensor testing".split())
 _importing = _RLock()
 
 
@@ -110,6 +114,7 @@ __all__ = [
     "MpishardError",
     "NoShardingRule",
     "Partial",
+    "Pipeline",
     "Placement",
     "Replicate",
     "Shard",
@@ -132,9 +137,12 @@ __all__ = [
     "full",
     "halo_exchange",
     "implements",
+    "init_device_mesh",
     "init_mesh",
     "neighborhood_attention",
+    "no_sync",
     "ones",
+    "parameter_memory",
     "process_group",
     "rand",
     "randn",

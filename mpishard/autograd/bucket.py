@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import Function
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
 from mpishard.autograd.replica import Replica, compare, note_use, replica_of
+from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
@@ -29,13 +31,29 @@ class _Buckets:
         self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
         self._suspect: dict[Replica, Tensor] = {}
+        self._postponed: deque[Callable[[], None]] = deque()
+
+    def postpone(self, finish: Callable[[], None]) -> None:
+        """Have what is under way finished later in the pass; few at a time, as each holds memory."""
+        while len(self._postponed) > 1:
+            self._postponed.popleft()()
+        self._postponed.append(finish)
 
     def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
+        key = mesh, mesh_dims, g.dtype
+        if is_withholding():
+            withhold(param, key, g)
+            replica.postpone(param)
+            return
+        if held:
+            g = taken_share(param, key, g)
         replica.postpone(param)
         if replica.is_suspect:
             self._suspect[replica] = param
-        key = mesh, mesh_dims, g.dtype
+        self._put(param, key, g)
+
+    def _put(self, param: Tensor, key: _Key, g: Tensor) -> None:
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
         if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
@@ -52,6 +70,12 @@ class _Buckets:
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
+        while self._postponed:
+            self._postponed.popleft()()
+        if held and not is_withholding():
+            for waiting in list(held.values()):
+                for key, (param, share) in waiting.taken():
+                    self._put(param, key, share)
         sums = []
         for key in list(self._open)[:-1]:
             self._start(key)
@@ -70,6 +94,12 @@ class _Buckets:
                     param.grad.add_(g)
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
+
+
+def finish_withheld() -> None:
+    """Sum what earlier passes withheld, before a pass that sums on its own. Collective where there is any."""
+    if held:
+        _Buckets().finish()
 
 
 _active: list[_Buckets] = []
@@ -93,6 +123,18 @@ def bucketed() -> Iterator[None]:
         raise
     finally:
         _active.remove(buckets)
+
+
+def postpone(finish: Callable[[], None]) -> bool:
+    """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective."""
+    if _active:
+        _active[-1].postpone(finish)
+    return bool(_active)
+
+
+def is_postponing() -> bool:
+    """Tell whether a backward pass goes on that adds to ``.grad`` at its end. Not collective."""
+    return bool(_active)
 
 
 class _UseParameter(Function):
@@ -135,4 +177,6 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
             return x
         if (replica := replica_of(x)) is not None:
             return _node(x, replica, mesh, mesh_dims)
+        if (gathered := getattr(x, "_gathered", None)) is not None:
+            return gathered.used(x, mesh, mesh_dims)  # type: ignore[no-any-return]
     return apply(use_step(mesh, mesh_dims), x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mpishard.autograd.withhold import held, note_accumulated
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
@@ -50,6 +51,8 @@ class Replica:
 
     def __call__(self, param: Tensor) -> None:
         """Have a gradient compared that no bucket summed. Not collective."""
+        if held:
+            note_accumulated(param)
         before, self._before = self._before, None
         # torch calls also where nothing arrived
         if (before is None or before != _state(param.grad)) and self.is_due():

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard, thread
 from mpishard.comm.device import gpu_aware as aware
+from mpishard.comm.device_mesh import DeviceMeshNames
 from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
 from mpishard.comm.mesh_device import as_device, local_device, local_rank
@@ -37,7 +38,7 @@ class Group(NamedTuple):
     aware: bool = False
 
 
-class CartMesh:
+class CartMesh(DeviceMeshNames):
     """The Cartesian process topology that tensors are sharded over.
 
     Build one with `init_mesh` or `CartMesh.from_comm`. It owns a duplicated communicator, so its messages
@@ -167,12 +168,12 @@ class CartMesh:
         return self._freed or self._holding.freed
 
     @property
-    def root_comm(self) -> MPI.Intracomm:
+    def root_comm(self) -> MPI.Intracomm:  # type: ignore[override]
         """The communicator of the whole mesh, of which this one may be a sub-mesh."""
         return self._holding.comms[0]  # type: ignore[return-value]
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """Number of mesh dims."""
         return len(self.shape)
 
@@ -396,7 +397,7 @@ class CartMesh:
 
 
 def init_mesh(
-    shape: Sequence[int] | int,
+    mesh_shape: Sequence[int] | int,
     mesh_dim_names: Sequence[str] | None = None,
     *,
     periodic: bool | Sequence[bool] = False,
@@ -409,7 +410,7 @@ def init_mesh(
 
     Parameters
     ----------
-    shape
+    mesh_shape
         Extent of every mesh dim; -1 entries are inferred from the number of ranks, several of them by the
         rule of ``MPI_Dims_create`` (as square as it goes, larger extents first).
     mesh_dim_names
@@ -447,10 +448,10 @@ def init_mesh(
         )
     error = None
     try:
-        shape = checked_extents(shape)
-        names = checked_names(mesh_dim_names, len(shape), "init_mesh")
-        periods = checked_periods(periodic, len(shape))
-        full = inferred(shape, comm.Get_size())
+        extents = checked_extents(mesh_shape)
+        names = checked_names(mesh_dim_names, len(extents), "init_mesh")
+        periods = checked_periods(periodic, len(extents))
+        full = inferred(extents, comm.Get_size())
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")

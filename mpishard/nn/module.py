@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,27 @@ from torch import Tensor, nn
 from mpishard.autograd.replica import replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.nn import sharded as sharding
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _BROADCAST_NBYTES = 64 << 20
 
 
-def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
+@names_device_mesh
+def distribute_module(
+    module: nn.Module,
+    mesh: CartMesh,
+    partition_fn: Callable[[str, nn.Module, CartMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, CartMesh], Any] | None = None,
+    *,
+    shard_parameters: str | int | Sequence[str | int] | None = None,
+    gather_dtype: torch.dtype | None = None,
+    offload: bool = False,
+) -> nn.Module:
     """Make a model the same on every rank, and have its gradients summed in buckets while backward goes on.
 
     Collective.
@@ -29,6 +43,21 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
         mesh rank 0.
     mesh
         Mesh that its inputs will live on.
+    partition_fn
+        DTensor's: called with the name of every submodule, the submodule and the mesh, to replace parameters by
+        ShardTensors on the mesh (``torch.nn.Parameter(ms.distribute_tensor(...))``), which need no sums.
+    input_fn, output_fn
+        DTensor's: called with the module, its inputs (a tuple) or its output, and the mesh, before and after each
+        forward; what they return takes their place.
+    shard_parameters
+        Mesh dim, or dims, over which parameters are sharded: they become ShardTensors of which a rank holds its block,
+        of gradients and of any optimizer's state too. A layer's are gathered ahead of its forward and backward, freed
+        after each, and its gradients reduce-scattered.
+    gather_dtype
+        Dtype in which sharded parameters travel and are computed with, such as ``torch.bfloat16``; they, their
+        gradients and the optimizer's state stay in their own.
+    offload
+        Whether blocks of sharded parameters, with gradients and the optimizer's state, lie in host memory.
 
     Returns
     -------
@@ -52,7 +81,10 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
     Raises
     ------
     LayoutError
-        Parameters or buffers are ShardTensors.
+        Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes; or a module's
+        parameters cannot be sharded (those of recurrent ones).
+    MeshError
+        ``shard_parameters`` names no dim of the mesh.
     DesyncError
         They differ in name, shape or dtype between ranks; in a backward pass: their gradients differ.
 
@@ -64,7 +96,7 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
     group = mesh.group(tuple(range(mesh.ndim)))
     module.to(mesh.device)
     named = [*module.named_parameters(), *module.named_buffers()]
-    error = None
+    error: MpishardError | None = None
     sharded = [name for name, t in named if isinstance(t, ShardTensor)]
     if sharded:
         error = LayoutError(
@@ -75,13 +107,40 @@ def distribute_module(module: nn.Module, mesh: CartMesh) -> nn.Module:
                 fix="leave those that are ShardTensors out: they need no reduction",
             )
         )
-    guard.agree(group.comm, error, f"distribute_module {[(name, tuple(t.shape), t.dtype) for name, t in named]}")
+    over: tuple[int, ...] = ()
+    try:
+        over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
+        error = error or (sharding.refusal(module) if over else None)
+    except MpishardError as e:
+        error = e
+    if not over and (gather_dtype is not None or offload):
+        error = error or LayoutError(
+            described(
+                "distribute_module: gather_dtype or offload",
+                expected="shard_parameters=, which they belong to",
+                got=f"gather_dtype={gather_dtype}, offload={offload}",
+                fix="name the mesh dim over which parameters are sharded, or leave them out",
+            )
+        )
+    told = [(name, tuple(t.shape), t.dtype) for name, t in named]
+    guard.agree(group.comm, error, f"distribute_module over={over} {gather_dtype} offload={offload} {told}")
     with torch.no_grad():
         for tensors in _by_dtype([t for _, t in named]):
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))
+    if partition_fn is not None:
+        for name, part in module.named_modules():
+            partition_fn(name, part, mesh)
+    if over:
+        sharding.shard_parameters(module, mesh, over, gather_dtype, offload)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, _, output: output_fn(m, output, mesh))
     for name, param in module.named_parameters():
+        if isinstance(param, ShardTensor):
+            continue
         if param.is_leaf and (param.is_floating_point() or param.is_complex()):
             replicate(param, mesh, name)
     return module

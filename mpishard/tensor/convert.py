@@ -15,22 +15,38 @@ from mpishard.autograd import window
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
+from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
-from mpishard.tensor.factory import asked, new_layout
+from mpishard.tensor.dtensor import (
+    as_first_rank_has,
+    check_dtypes,
+    check_metadata,
+    check_same_values,
+    mesh_and_placements,
+    source_rank,
+    with_grad_placements,
+)
+from mpishard.tensor.factory import asked, given_placements, new_layout
 from mpishard.tensor.foreign import shared
-from mpishard.tensor.infer import inferred
+from mpishard.tensor.infer import inferred, told
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
+@names_device_mesh
 def from_local(
     local: Tensor,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sharding_shapes: str | Mapping[int, Sequence[int]] = "infer",
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Any = None,
 ) -> ShardTensor:
     """Make a ShardTensor of the blocks that the ranks hold; no copy, differentiable.
 
@@ -43,11 +59,18 @@ def from_local(
     mesh
         Mesh that the tensor is spread over.
     placements
-        One placement per mesh dim.
+        One placement per mesh dim; `Replicate` where not given.
     sharding_shapes
         ``"infer"``: block sizes are gathered and checked; ``"chunk"``: every rank's block has the size of this
         one (unchecked); or the sizes, as ``{mesh_dim: sizes along it}`` (where several mesh dims shard one
         tensor dim: one size per rank, under the first of them).
+    run_check
+        Whether blocks along `Replicate` dims become those of the first rank, in place (collective).
+    shape, stride
+        The global ones; they need not be given, and must be those that the blocks have.
+    grad_placements
+        How the cotangent reaches ``local``, one placement per mesh dim: ``Partial()`` over a `Replicate` dim makes it
+        parts of a sum. None: as it is of the tensor, whole on every rank of such a dim.
 
     Returns
     -------
@@ -64,68 +87,38 @@ def from_local(
     --------
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
+    placements = given_placements(placements, mesh)
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
         error = None
         try:
             local = shared("from_local", local)
         except MpishardError as e:
             error = e
-        return ShardTensor(local, inferred(local, mesh, placements, error), mesh)
-    local = shared("from_local", local)
-    if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
-        raise LayoutError(
-            described(
-                "from_local: unknown sharding_shapes",
-                expected="'infer', 'chunk' or {mesh_dim: sizes}",
-                got=repr(sharding_shapes),
-                fix="use one of them",
-            )
-        )
-    own = as_placements(placements, mesh.ndim, local.ndim)
-    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
-    shape, sizes = list(local.shape), {}
-    for dim, mesh_dims in probe.shard_dims.items():
-        count = len(probe.sizes[dim] or ())
-        if isinstance(sharding_shapes, str):
-            sizes[dim] = (local.shape[dim],) * count
-        else:
-            given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
-            if mesh_dims[0] not in given:
-                raise LayoutError(
-                    described(
-                        "from_local: sizes of a sharded dim are missing",
-                        expected=f"an entry for mesh dim {mesh_dims[0]}",
-                        got=sorted(given),
-                        fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
-                    )
-                )
-            sizes[dim] = tuple(int(s) for s in given[mesh_dims[0]])
-        shape[dim] = sum(sizes[dim])
-    layout = layout_of(mesh.shape, own, shape, sizes)
-    expected = layout.local_shape(mesh.coords)
-    if expected != tuple(local.shape):
-        raise LayoutError(
-            described(
-                f"from_local: the block of the rank at {mesh.coords} does not fit the given sizes",
-                expected=expected,
-                got=tuple(local.shape),
-                fix="give the sizes of the blocks that the ranks hold, or 'infer'",
-            )
-        )
-    return ShardTensor(local, layout, mesh)
+        layout = inferred(local, mesh, placements, error)
+    else:
+        local = shared("from_local", local)
+        layout = told(local, mesh, placements, sharding_shapes)
+    if run_check:
+        as_first_rank_has(local, layout, mesh)
+    x = ShardTensor(local, layout, mesh)
+    check_metadata(x, shape, stride)
+    return x if grad_placements is None else with_grad_placements(x, local, grad_placements)
 
 
+@names_device_mesh
 def distribute_tensor(
     tensor: Tensor,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     *,
     sizes: Mapping[int, Sequence[int]] | None = None,
     multiple: int = 1,
+    src_data_rank: int | None = None,
 ) -> ShardTensor:
     """Shard a tensor that every rank holds: each takes its block.
 
-    Not collective (shapes are compared across ranks the first time that they occur).
+    Not collective (shapes and values are compared across ranks the first time that a shape occurs), unless
+    ``src_data_rank`` is given.
 
     Parameters
     ----------
@@ -138,6 +131,9 @@ def distribute_tensor(
     multiple
         Of which the borders between balanced blocks are multiples: give a network's total stride, and every
         strided convolution of it works on whole blocks.
+    src_data_rank
+        DTensor's: whose tensor it is that all get blocks of, by its coordinate along every mesh dim; the others' must
+        have its shape. Then the result is a leaf. None: all hold the same.
 
     Returns
     -------
@@ -153,15 +149,23 @@ def distribute_tensor(
     --------
     >>> x = ms.distribute_tensor(full, mesh, (ms.Shard(2), ms.Shard(3)))
     """
+    placements = given_placements(placements, mesh)
     if isinstance(tensor, ShardTensor):
         if tensor.mesh is not mesh:
             raise two_meshes(tensor.mesh, mesh)
         if sizes is None and multiple == 1:
             return redistribute(tensor, placements)
+    elif src_data_rank is not None:
+        src, leaf = source_rank(mesh, src_data_rank), tensor.requires_grad
+        given = tensor.detach().to(mesh.device)
+        return scatter_tensor(given, src, mesh, placements, requires_grad=leaf, sizes=sizes, multiple=multiple)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
+    is_new = mesh.plans.get(key) is None
     layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
     if isinstance(tensor, ShardTensor):
         return moved(tensor, layout)
+    if is_new:
+        check_same_values(tensor, mesh)
     whole = replicated_layout(mesh, tensor.shape)
     local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)
     if local is tensor:
@@ -307,7 +311,15 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     return moved(x, shown).block
 
 
-def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
+def redistribute(
+    x: ShardTensor,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    async_op: bool = False,  # noqa: ARG001
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> ShardTensor:
     """Return ``x`` with other placements.
 
     Collective.
@@ -316,8 +328,18 @@ def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
     ----------
     x
         Any ShardTensor.
+    device_mesh
+        DTensor's: the mesh of ``x``, or left out; placements alone may take its place.
     placements
         One per mesh dim. A dim that keeps its mesh dims keeps its block sizes; others are balanced.
+    async_op, forward_dtype, backward_dtype
+        DTensor's. The result is there when the call returns, also where ``async_op`` allows that it comes later;
+        what travels keeps its dtype, and another one is refused.
+
+    Raises
+    ------
+    LayoutError
+        No placements, placements that do not fit, another mesh or another dtype.
 
     Notes
     -----
@@ -327,6 +349,8 @@ def redistribute(x: ShardTensor, placements: Any = None) -> ShardTensor:
     --------
     >>> y = x.redistribute(placements=(ms.Shard(1), ms.Replicate()))
     """
+    placements = mesh_and_placements(x, device_mesh, placements)
+    check_dtypes(x, forward_dtype, backward_dtype)
     layout = x.sharding
     key = ("placements", layout, *asked(placements))
     return moved(x, x.mesh.plan(key, lambda: layout.with_placements(placements)))

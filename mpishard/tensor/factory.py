@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, layout_of
+from mpishard.layout import Layout, Replicate, layout_of
 from mpishard.tensor.resident import Widths, resident, room
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import Fill, draw_seed, drawn_into, normal, uniform
@@ -47,6 +48,11 @@ def new_layout(
     return layout
 
 
+def given_placements(placements: Any, mesh: CartMesh) -> Any:
+    """Return the placements, `Replicate` where none are given. Not collective."""
+    return (Replicate(),) * mesh.ndim if placements is None else placements
+
+
 def _make(
     name: str,
     shape: tuple[Any, ...],
@@ -58,6 +64,7 @@ def _make(
     make: Callable[[Layout, torch.dtype], Tensor],
     ghost: Ghost | None = None,
 ) -> ShardTensor:
+    placements = given_placements(placements, mesh)
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
     dtype, extents = dtype or torch.get_default_dtype(), tuple(int(n) for n in shape)
@@ -87,10 +94,11 @@ def _constant(name: str, value: Any, ghost: Ghost | None, shape: Any, mesh: Cart
     return _make(name, shape, mesh, *rest, make, ghost)  # type: ignore[call-arg]
 
 
+@names_device_mesh
 def zeros(
     *shape: Any,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -105,7 +113,7 @@ def zeros(
     *shape
         Global shape, as numbers or as one sequence.
     mesh, placements
-        Where and how it is sharded.
+        Where and how it is sharded; replicated where placements are not given.
     sizes
         Tensor dim -> block sizes; balanced where not given.
     dtype, requires_grad
@@ -125,10 +133,11 @@ def zeros(
     return _constant("zeros", 0, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
+@names_device_mesh
 def ones(
     *shape: Any,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -138,12 +147,13 @@ def ones(
     return _constant("ones", 1, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
+@names_device_mesh
 def full(
     shape: Sequence[int],
     fill_value: Any,
     *,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -154,10 +164,11 @@ def full(
     return _constant("full", fill_value, ghost, (tuple(shape),), mesh, placements, sizes, dtype, requires_grad)
 
 
+@names_device_mesh
 def empty(
     *shape: Any,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -182,10 +193,11 @@ def _random(
     return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 
 
+@names_device_mesh
 def rand(
     *shape: Any,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -204,10 +216,11 @@ def rand(
     return _random("rand", uniform, shape, mesh, generator, placements, sizes, dtype, requires_grad)
 
 
+@names_device_mesh
 def randn(
     *shape: Any,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -217,13 +230,14 @@ def randn(
     return _random("randn", normal, shape, mesh, generator, placements, sizes, dtype, requires_grad)
 
 
+@names_device_mesh
 def arange(
     start: Any,
     end: Any = None,
     step: Any = 1,
     *,
     mesh: CartMesh,
-    placements: Any,
+    placements: Any = None,
     sizes: Sizes | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,

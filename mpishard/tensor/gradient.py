@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from mpishard.autograd.bucket import bucketed
+from mpishard.autograd.bucket import bucketed, finish_withheld
+from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
@@ -74,6 +75,8 @@ def autograd_backward(
     _notice_writes(roots)
     given = grad_tensors if grad_tensors is not None else grad_variables
     grads = [None] * len(roots) if given is None else _as_list(given)
+    if create_graph and not is_withholding():
+        finish_withheld()
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
     with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(

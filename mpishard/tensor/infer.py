@@ -1,9 +1,9 @@
-"""The layout of a tensor, found out from the blocks that the ranks hold."""
+"""The layout of a tensor, found out from the blocks that the ranks hold, or told."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -85,3 +85,49 @@ def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: 
             sizes[dim] = [seen[i] for i in range(len(seen))]
             shape[dim] = sum(sizes[dim])
     return layout_of(mesh_shape, own, shape, sizes)
+
+
+def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:
+    """Return the layout of blocks by what the caller says of their sizes. Not collective."""
+    if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
+        raise LayoutError(
+            described(
+                "from_local: unknown sharding_shapes",
+                expected="'infer', 'chunk' or {mesh_dim: sizes}",
+                got=repr(sharding_shapes),
+                fix="use one of them",
+            )
+        )
+    own = as_placements(placements, mesh.ndim, local.ndim)
+    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    shape, sizes = list(local.shape), {}
+    for dim, mesh_dims in probe.shard_dims.items():
+        count = len(probe.sizes[dim] or ())
+        if isinstance(sharding_shapes, str):
+            sizes[dim] = (local.shape[dim],) * count
+        else:
+            given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
+            if mesh_dims[0] not in given:
+                raise LayoutError(
+                    described(
+                        "from_local: sizes of a sharded dim are missing",
+                        expected=f"an entry for mesh dim {mesh_dims[0]}",
+                        got=sorted(given),
+                        fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
+                    )
+                )
+            # PhysicsNeMo lists whole shapes
+            sizes[dim] = tuple(int(s if isinstance(s, int) else s[dim]) for s in given[mesh_dims[0]])
+        shape[dim] = sum(sizes[dim])
+    layout = layout_of(mesh.shape, own, shape, sizes)
+    expected = layout.local_shape(mesh.coords)
+    if expected != tuple(local.shape):
+        raise LayoutError(
+            described(
+                f"from_local: the block of the rank at {mesh.coords} does not fit the given sizes",
+                expected=expected,
+                got=tuple(local.shape),
+                fix="give the sizes of the blocks that the ranks hold, or 'infer'",
+            )
+        )
+    return layout

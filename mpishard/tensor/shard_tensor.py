@@ -103,6 +103,13 @@ class ShardTensor(Tensor):
     _base = property(lambda self: self.block._base)  # type: ignore[assignment]
     placements = property(lambda self: self.sharding.placements, doc="One placement per mesh dim.")
 
+    # -- the same by the names that DTensor and PhysicsNeMo have for it; the others are in mpishard.tensor.spec
+
+    device_mesh = property(lambda self: self.mesh, doc="The mesh.")
+    _local_tensor = property(lambda self: self.block, doc="The block.")
+    _spec: Any
+    offsets: Callable[..., Any]
+
     # -- autograd lives on the local block
 
     is_leaf = property(lambda self: root_of(self)[0].is_leaf, doc="As of any tensor.")  # type: ignore[assignment]

@@ -1,33 +1,36 @@
-"""Reductions that travel while the ranks compute."""
+"""Collectives that travel while the ranks compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
-from mpishard.comm.collective.blocking import all_gather, even, in_order
+from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
 from mpishard.comm.collective.nccl import link_of
 from mpishard.comm.device.driver import Driver, driver_at
 from mpishard.comm.device.staging import cut
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, as_bytes, byte_view, pieces, spans, to_host
+from mpishard.comm.memory.buffer import address, as_bytes, byte_view, dense, pieces, spans, to_host
 from mpishard.comm.memory.reduction_type import Rule, ordered, rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.send_recv import start_messages
 
 
 class PendingReduction:
-    """An all-reduce under way; its tensor must not be touched before `wait` returns it."""
+    """A collective under way; its tensors must not be touched before `wait` returns the result."""
 
-    __slots__ = ("_finish", "_group", "_requests")
+    __slots__ = ("_finish", "_group", "_op", "_requests")
 
-    def __init__(self, requests: list[MPI.Request], finish: Callable[[], torch.Tensor], group: Group) -> None:
+    def __init__(
+        self, requests: list[MPI.Request], finish: Callable[[], torch.Tensor], group: Group, op: str = "all_reduce"
+    ) -> None:
         self._requests = requests
         self._finish = finish
         self._group = group
+        self._op = op
 
     @property
     def requests(self) -> list[MPI.Request]:
@@ -39,8 +42,8 @@ class PendingReduction:
         return MPI.Request.Testall(self._requests)
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, which now holds the sum. Collective, in the order of the starts."""
-        with guard.waiting("all_reduce", (), self._group.comm):
+        """Return the tensor, which now holds the result. Collective, in the order of the starts."""
+        with guard.waiting(self._op, (), self._group.comm):
             MPI.Request.Waitall(self._requests)
         self._requests = []
         return self._finish()
@@ -133,3 +136,89 @@ def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> Pending
         return x.copy_(all_gather(ordered(into, "sum"), group, 0, sizes).view(x.shape))
 
     return PendingReduction(requests, finish, group)
+
+
+def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
+    """Start to join the ranks' values, one rank's after the other's.
+
+    Collective over the group: every rank starts its collectives in the same order.
+
+    Parameters
+    ----------
+    x
+        Dense 1-D tensor.
+    group
+        Ranks that take part.
+    counts
+        Number of values of every rank.
+
+    Returns
+    -------
+    PendingReduction
+        Whose ``wait()`` returns all values, 1-D. Over before it, where they lie on a GPU or are very many.
+    """
+    nbytes = [n * x.itemsize for n in counts]
+    if group.size == 1 or driver_at(x) is not None or not 0 < sum(nbytes) <= buffer.MESSAGE_NBYTES:
+        whole = all_gather(x, group, 0, counts)
+        return PendingReduction([], lambda: whole, group, "all_gather")
+    if guard.DEBUG:
+        guard.check(group.comm, "iall_gather", (sum(counts),), x.dtype)
+    if counter.active:
+        counter.record("all_gather", 1, x.nbytes)
+    own, whole = dense(x), x.new_empty(sum(counts))
+    requests = [group.comm.Iallgatherv(as_bytes(own), [as_bytes(whole), nbytes])]
+
+    def finish() -> torch.Tensor:
+        nonlocal own  # MPI read it until now
+        own = whole
+        return whole
+
+    return PendingReduction(requests, finish, group, "all_gather")
+
+
+def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
+    """Start to sum values over the ranks, of which each keeps its own, one rank's after the other's.
+
+    Collective over the group: every rank starts its collectives in the same order.
+
+    Parameters
+    ----------
+    x
+        Dense 1-D tensor.
+    group
+        Ranks that take part.
+    counts
+        Number of values that every rank keeps.
+
+    Returns
+    -------
+    PendingReduction
+        Whose ``wait()`` returns this rank's sums, 1-D. Over before it, where they lie on a GPU, are very many, or must
+        be summed in a fixed order.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        The dtype has no sum.
+    """
+    rule = rule_of("sum", x.dtype)
+    simple = rule.carrier is None and not (rule.ordered and in_order(None))
+    if group.size == 1 or not simple or driver_at(x) is not None or not 0 < x.nbytes <= buffer.MESSAGE_NBYTES:
+        sums = reduce_scatter(x, group, 0, counts)
+        return PendingReduction([], lambda: sums, group, "reduce_scatter")
+    if guard.DEBUG:
+        guard.check(group.comm, "ireduce_scatter", tuple(x.shape), x.dtype)
+    if counter.active:
+        counter.record("reduce_scatter", 1, x.nbytes)
+    own, sums = dense(x), x.new_empty(counts[group.rank])
+    datatype = rule.datatype
+    requests = [
+        group.comm.Ireduce_scatter((as_bytes(own), datatype), (as_bytes(sums), datatype), list(counts), rule.op)
+    ]
+
+    def finish() -> torch.Tensor:
+        nonlocal own  # MPI read it until now
+        own = sums
+        return sums
+
+    return PendingReduction(requests, finish, group, "reduce_scatter")

@@ -1,0 +1,161 @@
+"""Gradients of several passes that are summed over the ranks once: `no_sync`.
+
+What a pass finds waits beside the parameter's ``.grad``, as long as that lives: so ``zero_grad`` forgets it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError, described
+
+Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
+
+_depth = 0
+_number = itertools.count()
+_step_hook: Any = None
+
+
+class Withheld:
+    """What a rank found of the gradient of one parameter, by what it is to be summed over."""
+
+    def __init__(self, param: Tensor) -> None:
+        self._param = weakref.ref(param)
+        self.shares: dict[Key, Tensor] = {}
+        # of ``.grad``, as it was last seen
+        self.version = -1
+
+    def taken(self) -> list[tuple[Key, tuple[Tensor, Tensor]]]:
+        """Return the shares, and forget them. Not collective."""
+        param = self._param()
+        if param is None or withheld_of(param) is not self:
+            return []
+        shares, self.shares = self.shares, {}
+        del param.grad._withheld  # type: ignore[union-attr]
+        return [(key, (param, share)) for key, share in shares.items()]
+
+
+# in the order in which they were made, which is the same on every rank
+held: weakref.WeakValueDictionary[int, Withheld] = weakref.WeakValueDictionary()
+
+
+def is_withholding() -> bool:
+    """Tell whether a pass is inside `no_sync`. Not collective."""
+    return _depth > 0
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Leave out the sums over ranks of parameter gradients in backward passes inside.
+
+    Not collective. For gradient accumulation: the first pass after it sums what all found, so that there is one sum
+    for several passes. ``.grad`` is complete then; until then it lacks the passes inside.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        From an optimizer's step, and from a later pass: the sum is still to come, or ``.grad`` was written into
+        (but by ``zero_grad``, which forgets what was found).
+
+    Notes
+    -----
+    Sums happen nonetheless where something reads them at once: hooks of parameters, ``create_graph=True``, a plain
+    loss.
+
+    Examples
+    --------
+    >>> with ms.no_sync():
+    ...     for x in batches[:-1]:
+    ...         loss(model(x)).backward()
+    >>> loss(model(batches[-1])).backward()
+    >>> optimizer.step()
+    """
+    global _depth, _step_hook  # noqa: PLW0603
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_pre_hook(_refuse_step)
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def withheld_of(param: Tensor) -> Withheld | None:
+    """Return what waits of a parameter's gradient, or None.
+
+    Not collective.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        ``.grad`` was written into meanwhile.
+    """
+    grad = param.grad
+    found: Withheld | None = getattr(grad, "_withheld", None)
+    if found is None or grad is None or grad._version == found.version:
+        return found
+    if grad.any():
+        raise UnsupportedOperationError(
+            described(
+                "a gradient was written into, parts of which wait for their sum over the ranks",
+                expected="no write between a backward pass inside no_sync and the first one outside",
+                got=f"a .grad of shape {tuple(grad.shape)} with other values",
+                fix="scale or clip gradients after the pass outside no_sync; zero_grad forgets them",
+            )
+        )
+    del grad._withheld  # type: ignore[attr-defined]
+    return None
+
+
+def withhold(param: Tensor, key: Key, g: Tensor) -> None:
+    """Keep this rank's share of a gradient. Not collective."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    found = withheld_of(param)
+    if found is None:
+        found = param.grad._withheld = held[next(_number)] = Withheld(param)  # type: ignore[attr-defined]
+    found.version = param.grad._version
+    if key in found.shares:
+        found.shares[key] += g
+    else:
+        found.shares[key] = g.clone()
+
+
+def taken_share(param: Tensor, key: Key, g: Tensor) -> Tensor:
+    """Return ``g`` with what waits for the same sum. Not collective."""
+    found = withheld_of(param)
+    share = None if found is None else found.shares.pop(key, None)
+    return g if share is None else share + g
+
+
+def note_accumulated(param: Tensor) -> None:
+    """Note that autograd itself added to ``.grad``. Not collective."""
+    found: Withheld | None = getattr(param.grad, "_withheld", None)
+    if found is not None:
+        found.version = param.grad._version  # type: ignore[union-attr]
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not held:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found = getattr(param.grad, "_withheld", None)
+            if found is not None and found.shares:
+                raise UnsupportedOperationError(
+                    described(
+                        "an optimizer's step before gradients are summed over the ranks",
+                        expected="a backward pass outside no_sync before it",
+                        got=f"a parameter of shape {tuple(param.shape)} whose last pass was inside",
+                        fix="leave no_sync before the last backward pass of an accumulation",
+                    )
+                )

@@ -1,0 +1,90 @@
+"""What programs written for torch's DeviceMesh ask of a mesh, and how they name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from mpi4py import MPI
+
+from mpishard.errors import MeshError, described
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DeviceMeshNames:
+    """The methods of torch's DeviceMesh; `CartMesh` has them beside its own attributes."""
+
+    coords: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...]
+    device: torch.device
+    ndim: int
+    root_comm: MPI.Intracomm
+    mesh_dim: Callable[[int | str], int]
+
+    # set by mpishard.comm.torch_distributed
+    get_group: Callable[..., Any]
+    get_all_groups: Callable[..., Any]
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.device.type
+
+    def get_rank(self) -> int:
+        """Return this rank in the whole mesh, also of a sub-mesh. Not collective."""
+        return self.root_comm.Get_rank()
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's coordinate along a mesh dim; it may be left out where there is one. Not collective."""
+        return self.coords[self.one_dim("get_local_rank", mesh_dim)]
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        """Return this rank's coordinates. Not collective."""
+        return self.coords
+
+    def one_dim(self, what: str, mesh_dim: int | str | None) -> int:
+        """Return the index of the mesh dim that is meant.
+
+        Not collective.
+
+        Raises
+        ------
+        MeshError
+            There is no such dim, or none is named and there are several.
+        """
+        if mesh_dim is not None:
+            return self.mesh_dim(mesh_dim)
+        if self.ndim > 1:
+            raise MeshError(
+                described(
+                    f"{what}: which mesh dim is meant?",
+                    expected=f"one of {self.mesh_dim_names}",
+                    got=None,
+                    fix="name the dim, or take the sub-mesh of it",
+                )
+            )
+        return 0
+
+
+def names_device_mesh(function: F) -> F:
+    """Let a function take its argument ``mesh`` by DTensor's name for it, ``device_mesh``, too. Not collective."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device_mesh" in kwargs:
+            if "mesh" in kwargs:
+                raise MeshError(
+                    described(
+                        f"{function.__name__}: two meshes",
+                        expected="mesh=, or device_mesh=, which is the same",
+                        got="both",
+                        fix="leave one out",
+                    )
+                )
+            kwargs["mesh"] = kwargs.pop("device_mesh")
+        return function(*args, **kwargs)
+
+    return cast(F, call)

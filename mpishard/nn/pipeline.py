@@ -1,0 +1,371 @@
+"""A model cut into stages on different ranks, which work on different parts of a batch at the same time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpishard.autograd.withhold import no_sync
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.point_to_point.send_recv import send_recv
+from mpishard.comm.tag import hashed
+from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.layout import Layout, layout_of
+from mpishard.nn.module import distribute_module
+from mpishard.tensor.operand import resolved
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+Stage = nn.Module | Callable[[], nn.Module]
+
+
+class _Form(NamedTuple):
+    """What the next stage must know of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: Layout | None
+
+
+class Pipeline(nn.Module):
+    """Stages of a model along a mesh dim, each on its own ranks; micro-batches follow one another through them.
+
+    Parameters
+    ----------
+    stages
+        One module per coordinate of the mesh dim, or functions that make them, of which a rank calls its own alone.
+        Each takes what the one before returns: a tensor, or a tuple of tensors.
+    mesh
+        The mesh.
+    mesh_dim
+        Mesh dim of the stages, by name or index. Over the others each stage is distributed as by
+        `distribute_module`; what goes from stage to stage is sharded as the stage left it.
+    microbatches
+        Into how many parts a batch is cut along its first dim. Every rank cuts what it holds of a batch that is
+        sharded.
+    **options
+        Of `distribute_module`, such as ``shard_parameters="data"``.
+
+    Attributes
+    ----------
+    stage : torch.nn.Module
+        That of this rank: the parameters to optimise and to save.
+    is_first, is_last : bool
+        Whether it takes the batch, and whether it makes the loss.
+    mesh : CartMesh or None
+        The mesh dims beside that of the stages, on which batches and targets live; None where there are none: then
+        they are plain tensors.
+
+    Raises
+    ------
+    MeshError
+        There is no such mesh dim.
+    LayoutError
+        There are not as many stages as coordinates, or no micro-batch.
+
+    Examples
+    --------
+    >>> mesh = ms.init_mesh((2, 2), ("stage", "y"))
+    >>> pipe = ms.Pipeline([encoder, decoder], mesh, "stage", microbatches=4)
+    >>> optimizer = torch.optim.AdamW(pipe.parameters())
+    >>> x = ms.scatter_tensor(full, 0, pipe.mesh, [ms.Shard(2)])
+    >>> loss = pipe.step(x, target, F.mse_loss)
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], mesh: CartMesh, mesh_dim: str | int, microbatches: int = 1, **options: Any
+    ) -> None:
+        super().__init__()
+        m = mesh.mesh_dim(mesh_dim)
+        error = None
+        if len(stages) != mesh.shape[m] or microbatches < 1:
+            error = LayoutError(
+                described(
+                    "Pipeline: stages or micro-batches do not fit",
+                    expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "
+                    "one micro-batch",
+                    got=f"{len(stages)} stages, microbatches={microbatches}",
+                    fix="join or cut stages, or change the extent of the mesh dim",
+                )
+            )
+        self._comm = mesh.group(tuple(range(mesh.ndim))).comm
+        guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
+        self._group, self._own = mesh.group((m,)), mesh.coords[m]
+        self._microbatches = microbatches
+        others = tuple(d for d in range(mesh.ndim) if d != m)
+        self.mesh = mesh[others] if others else None
+        self.is_first, self.is_last = self._own == 0, self._own == len(stages) - 1
+        made = stages[self._own]
+        stage = made if isinstance(made, nn.Module) else made()
+        self.stage = stage.to(mesh.device) if self.mesh is None else distribute_module(stage, self.mesh, **options)
+        self._device = mesh.device
+
+    def forward(self, x: Any = None) -> Any:
+        """Return the output of the last stage, on its ranks; None elsewhere. Collective.
+
+        Parameters
+        ----------
+        x
+            The batch, on the ranks of the first stage; ignored elsewhere. Without gradients: `step` finds these.
+        """
+        parts = self._cut("forward", x, None)[0]
+        out: list[Any] = []
+        with torch.no_grad():
+            for part in parts:
+                y = self.stage(*self._taken(part))
+                if self.is_last:
+                    out.append(y)
+                else:
+                    self._send_forward(_tuple(y))
+        return _joined(out) if self.is_last else None
+
+    def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor]) -> Tensor:
+        """Run a batch forward and backward, adding to the gradients of all stages. Collective.
+
+        The schedule is one-forward-one-backward: a stage holds the activations of at most as many micro-batches as
+        there are stages after it, and its own.
+
+        Parameters
+        ----------
+        x
+            The batch, on the ranks of the first stage; ignored elsewhere. Where it requires a gradient, it gets it.
+        target
+            What ``loss_fn`` compares with, on the ranks of the last stage; cut as ``x`` is. Ignored elsewhere.
+        loss_fn
+            Called with an output and its part of the target on the last stage. A mean over the samples: parts count by
+            their number of samples, so that the sum is the mean of the batch.
+
+        Returns
+        -------
+        torch.Tensor
+            The loss, a plain scalar on every rank.
+
+        Raises
+        ------
+        LayoutError
+            On every rank: there is no batch or no target where it belongs, or fewer samples than micro-batches.
+
+        Notes
+        -----
+        The result is that of one process on the whole batch, but where a stage mixes samples (batch norm in training):
+        then it is that of one process which accumulates over the same micro-batches.
+        """
+        parts, targets, weights = self._cut("step", x, target)
+        count = len(parts)
+        ahead = min(self._group.size - 1 - self._own, count)
+        flying: deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = deque()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+
+        def forward(i: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            outputs = _tuple(self.stage(*inputs))
+            if self.is_last:
+                loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
+                total.add_(_plain(loss.detach()))
+                outputs = (loss,)
+            outputs = tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
+            flying.append((inputs, outputs))
+            return outputs
+
+        def backward(cotangents: Sequence[Tensor | None], is_final: bool) -> list[Tensor]:
+            inputs, outputs = flying.popleft()
+            wanted = [(y, g) for y, g in zip(outputs, cotangents) if y.requires_grad]
+            with nullcontext() if is_final else no_sync():
+                if wanted:
+                    gs = [_as(y, g) for y, g in wanted]
+                    torch.autograd.backward([y for y, _ in wanted], gs)
+            return [] if self.is_first else [_gradient(x) for x in inputs]
+
+        for i in range(ahead):
+            self._send_forward(forward(i, self._taken(parts[i])))
+        inputs = self._taken(parts[ahead]) if ahead < count else ()
+        for i in range(ahead, count):
+            outputs = forward(i, inputs)
+            got: Sequence[Tensor | None] = [None]
+            if not self.is_last:
+                got = self._send_forward(outputs, receive=flying[0][1])
+            found = backward(got, i - ahead == count - 1)
+            more = i + 1 < count
+            inputs = self._taken(parts[i + 1] if more else None, found, receive=more)
+        for i in range(ahead):
+            found = backward(self._exchanged(+1, [], flying[0][1]), i == ahead - 1)
+            self._taken(None, found, receive=False)
+        return blocking.broadcast(total, self._group, self._group.size - 1).to(torch.get_default_dtype())
+
+    # -- messages
+
+    def _send_forward(self, outputs: Sequence[Any], receive: Sequence[Any] = ()) -> list[Tensor]:
+        """Send to the next stage; return the cotangents of ``receive``, which come from there."""
+        forms = [_form_of(y) for y in outputs]
+        comm = self._group.comm
+        with guard.waiting("Pipeline", [self._own + 1], comm):
+            comm.send(forms, self._own + 1, hashed("Pipeline forms"))
+        return self._exchanged(+1, [_block(y).detach() for y in outputs], receive)
+
+    def _taken(self, part: Any, cotangents: Sequence[Tensor] = (), receive: bool = True) -> tuple[Any, ...]:
+        """Return the inputs of a forward, from the batch or the stage before, which gets ``cotangents``."""
+        if self.is_first:
+            return () if part is None else _tuple(part)
+        forms: list[_Form] = []
+        comm = self._group.comm
+        if receive:
+            with guard.waiting("Pipeline", [self._own - 1], comm):
+                forms = comm.recv(None, self._own - 1, hashed("Pipeline forms"))
+        came = self._exchanged(-1, cotangents, forms)
+        return tuple(self._input(t, form) for t, form in zip(came, forms))
+
+    def _input(self, block: Tensor, form: _Form) -> Any:
+        block = block.requires_grad_(form.requires_grad and torch.is_grad_enabled())
+        if form.layout is None:
+            return block
+        assert self.mesh is not None
+        return wrap(block, form.layout, self.mesh)
+
+    def _exchanged(self, way: int, sends: Sequence[Tensor], like: Sequence[Any]) -> list[Tensor]:
+        """Send blocks to a neighbour, and receive from it blocks of the shapes and dtypes of ``like``."""
+        peer, came = self._own + way, []
+        for i in range(max(len(sends), len(like))):
+            out = sends[i] if i < len(sends) else None
+            into = like[i] if i < len(like) else None
+            if out is not None and into is not None and out.dtype != _dtype(into):
+                came.append(self._one_way(peer, out, into, way))
+                continue
+            x = torch.empty(0, dtype=_dtype(into), device=self._device) if out is None else out
+            dest, source = None if out is None else peer, None if into is None else peer
+            y = send_recv(
+                x, self._group, dest, source, () if into is None else _local_shape(into, self.mesh), "Pipeline"
+            )
+            if into is not None:
+                came.append(y)
+        return came
+
+    def _one_way(self, peer: int, out: Tensor, into: Any, way: int) -> Tensor:
+        """Exchange blocks of different dtypes: that which goes forward first."""
+
+        def send() -> None:
+            send_recv(out, self._group, peer, None, (), "Pipeline")
+
+        if way > 0:
+            send()
+        x = torch.empty(0, dtype=_dtype(into), device=self._device)
+        y = send_recv(x, self._group, None, peer, _local_shape(into, self.mesh), "Pipeline")
+        if way < 0:
+            send()
+        return y
+
+    # -- micro-batches
+
+    def _cut(self, what: str, x: Any, target: Any) -> tuple[list[Any], list[Any], list[float]]:
+        """Return the parts of batch and target, and the share of all samples that each has; agreed on all ranks."""
+        error: MpishardError | None = None
+        given = {"x": x} if self.is_first else {}
+        if self.is_last and what == "step":
+            given["target"] = target
+        counts = [_counts(v, self._microbatches) for v in given.values()]
+        if any(c is None or min(c) < 1 for c in counts):
+            error = LayoutError(
+                described(
+                    f"Pipeline.{what}: a batch or target that does not fit",
+                    expected=f"tensors of at least {self._microbatches} samples, on every rank that holds some: x at "
+                    "the first stage, target at the last",
+                    got={k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in given.items()},
+                    fix="give larger batches or fewer micro-batches",
+                )
+            )
+        guard.agree(self._comm, error)
+        empty = [None] * self._microbatches
+        parts = _parts(x, self._microbatches) if self.is_first else empty
+        if "target" not in given:
+            return parts, empty, []
+        found = counts[-1]
+        assert found is not None
+        return parts, _parts(target, self._microbatches), [n / sum(found) for n in found]
+
+
+def _tuple(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _block(x: Tensor) -> Tensor:
+    return x.block if isinstance(x, ShardTensor) else x
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, ShardTensor) else x
+
+
+def _dtype(x: Any) -> torch.dtype:
+    return x.dtype  # type: ignore[no-any-return]
+
+
+def _form_of(x: Tensor) -> _Form:
+    layout = x.sharding if isinstance(x, ShardTensor) else None
+    return _Form(tuple(x.shape), x.dtype, x.requires_grad, layout)
+
+
+def _local_shape(x: Any, mesh: CartMesh | None) -> tuple[int, ...]:
+    if isinstance(x, Tensor):
+        return tuple(_block(x).shape)
+    return x.shape if x.layout is None else x.layout.local_shape(mesh.coords)  # type: ignore[no-any-return, union-attr]
+
+
+def _as(y: Tensor, g: Tensor | None) -> Tensor | None:
+    return wrap(g, y.sharding, y.mesh) if g is not None and isinstance(y, ShardTensor) else g
+
+
+def _gradient(x: Tensor) -> Tensor:
+    block = _block(x)
+    return torch.zeros_like(block) if block.grad is None else block.grad
+
+
+def _share(n: int, count: int, i: int) -> int:
+    """Return the length of part ``i`` of ``n``, as `torch.tensor_split` has it."""
+    return n // count + (i < n % count)
+
+
+def _counts(x: Any, count: int) -> list[int] | None:
+    """Return the number of samples of every part, or None of what is no batch."""
+    if not isinstance(x, Tensor) or not x.ndim:
+        return None
+    sizes = x.sharding.sizes[0] if isinstance(x, ShardTensor) else None
+    return [sum(_share(n, count, i) for n in sizes or (x.shape[0],)) for i in range(count)]
+
+
+def _parts(x: Tensor, count: int) -> list[Tensor]:
+    """Cut a batch along its first dim, each rank what it holds of it."""
+    if not isinstance(x, ShardTensor):
+        return list(x.tensor_split(count))
+    layout = x.sharding
+    return [wrap(block, _part(layout, count, i), x.mesh) for i, block in enumerate(x.block.tensor_split(count))]
+
+
+def _part(layout: Layout, count: int, i: int) -> Layout:
+    sizes = list(layout.sizes)
+    own = sizes[0]
+    if own is not None:
+        sizes[0] = own = tuple(_share(n, count, i) for n in own)
+    first = _share(layout.shape[0], count, i) if own is None else sum(own)
+    return layout_of(layout.mesh_shape, layout.placements, (first, *layout.shape[1:]), sizes)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Put outputs of parts together as the batch lay."""
+    if isinstance(parts[0], (tuple, list)):
+        return tuple(_joined(column) for column in zip(*parts))
+    if not isinstance(parts[0], ShardTensor):
+        return torch.cat(list(parts))
+    parts = [resolved(p) for p in parts]
+    layout = parts[0].sharding
+    sizes = list(layout.sizes)
+    if sizes[0] is not None:
+        sizes[0] = tuple(map(sum, zip(*[p.sharding.sizes[0] for p in parts])))
+    shape = (sum(p.shape[0] for p in parts), *layout.shape[1:])
+    whole = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
+    return wrap(torch.cat([p.block for p in parts]), whole, parts[0].mesh)

@@ -1,0 +1,175 @@
+"""Parameters sharded over mesh dims: what `distribute_module` does with ``shard_parameters``."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
+from mpishard.comm.mesh import CartMesh
+from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.layout import Replicate, Shard
+from mpishard.tensor.convert import distribute_tensor
+from mpishard.tensor.shard_tensor import ShardTensor
+
+# their forward reads parameters of modules inside, which are not called
+_WHOLE = (nn.MultiheadAttention,)
+
+
+def dims_of(mesh: CartMesh, given: str | int | Iterable[str | int]) -> tuple[int, ...]:
+    """Return the mesh dims that are meant, ascending.
+
+    Not collective.
+
+    Raises
+    ------
+    MeshError
+        There is no such dim.
+    """
+    names = (given,) if isinstance(given, (str, int)) else tuple(given)
+    return tuple(sorted({mesh.mesh_dim(name) for name in names}))
+
+
+def refusal(module: nn.Module) -> MpishardError | None:
+    """Return the error of a model whose parameters cannot be sharded, or None. Not collective."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.RNNBase):
+            return LayoutError(
+                described(
+                    f"shard_parameters: {name or 'the model'}, {type(part).__name__}",
+                    expected="modules that read their parameters when they are called",
+                    got="one that keeps a list of its parameters",
+                    fix="distribute it on its own, without shard_parameters",
+                )
+            )
+    return None
+
+
+_schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
+
+
+def parameter_memory(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Return the bytes that this rank holds for the parameters of a model.
+
+    Not collective.
+
+    Parameters
+    ----------
+    module
+        Any model; of one with ``shard_parameters``, the blocks count.
+    optimizer
+        Whose state counts too.
+
+    Returns
+    -------
+    dict of str to int
+        ``parameters``, ``gradients``, ``optimizer``, and of whole parameters gathered for layers ``gathered`` now and
+        the most so far, ``gathered_peak``.
+
+    Examples
+    --------
+    >>> ms.parameter_memory(model, optimizer)
+    """
+    parameters = list(module.parameters())
+    states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
+    schedule = _schedules.get(module, Schedule())
+    return {
+        "parameters": _nbytes(parameters),
+        "gradients": _nbytes([p.grad for p in parameters]),
+        "optimizer": _nbytes(states),
+        "gathered": schedule.nbytes,
+        "gathered_peak": schedule.peak_nbytes,
+    }
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum((x.block if isinstance(x, ShardTensor) else x).nbytes for x in values if isinstance(x, Tensor))
+
+
+class _Layer:
+    """The parameters of one module that are gathered while it computes."""
+
+    def __init__(self, module: nn.Module, schedule: Schedule) -> None:
+        self.unit = Unit(schedule)
+        self.places: list[tuple[nn.Module, str, Gathered]] = []
+        self._contexts: list[saving] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._behind, always_call=True)
+
+    def _before(self, _module: nn.Module, _inputs: Any) -> None:
+        self.unit.start()
+        for module, name, gathered in self.places:
+            # found before the parameter of that name, which stays what optimizers and checkpoints know
+            module.__dict__[name] = gathered.tensor()
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self.unit.schedule.forward(self.unit)
+        context = saving(self.unit.schedule)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def _behind(self, *_: Any) -> None:
+        if not self._contexts:
+            return  # what comes before failed
+        self._contexts.pop().__exit__()
+        if self._contexts:
+            return  # it was called by itself
+        for module, name, _gathered in self.places:
+            module.__dict__.pop(name, None)
+        self.unit.free()
+
+
+def shard_parameters(
+    module: nn.Module, mesh: CartMesh, mesh_dims: tuple[int, ...], gather_dtype: torch.dtype | None, offload: bool
+) -> None:
+    """Replace the parameters of a model by ShardTensors over some mesh dims, and have them gathered where needed.
+
+    Collective. Plain ones stay where there are fewer cells than ranks.
+    """
+    schedule, count = Schedule(), mesh.group(mesh_dims).size
+    # those that several modules have; they live until the end, so that an id means one
+    owned = [p for part in module.modules() for p in part._parameters.values() if p is not None]
+    tied = {i: [p for p in owned if id(p) == i] for i, n in Counter(map(id, owned)).items() if n > 1}
+    del owned
+    made: dict[int, ShardTensor] = {}
+    inside: set[int] = set()
+    for part in module.modules():
+        if id(part) in inside:
+            continue
+        parts = list(part.modules()) if isinstance(part, _WHOLE) else [part]
+        inside.update(map(id, parts))
+        layer: _Layer | None = None
+        for owner in parts:
+            for name, param in list(owner._parameters.items()):
+                if param is None or isinstance(param, ShardTensor):
+                    continue
+                shard = made.get(id(param))
+                shard = _shard(param, mesh, mesh_dims, count, offload) if shard is None else shard
+                if shard is None:
+                    continue
+                if id(param) in tied:
+                    made[id(param)] = shard
+                owner._parameters[name] = shard  # type: ignore[assignment]
+                layer = layer or _Layer(part, schedule)
+                dtype = gather_dtype if shard.dtype.is_floating_point else None
+                gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore[misc]
+                layer.unit.members.append(gathered)
+                layer.places.append((owner, name, gathered))
+    module.register_forward_pre_hook(lambda *_: schedule.begin(), prepend=True)
+    _schedules[module] = schedule
+
+
+def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> ShardTensor | None:
+    dim = sharded_dim(param.shape, count) if count > 1 and param.is_leaf else None
+    if dim is None or not (param.is_floating_point() or param.is_complex()):
+        return None
+    placements = [Shard(dim) if m in mesh_dims else Replicate() for m in range(mesh.ndim)]
+    x = distribute_tensor(param.detach(), mesh, placements)
+    if offload:
+        x.block = x.block.cpu()
+    # a ShardTensor too: torch makes it of the same class
+    return nn.Parameter(x, requires_grad=param.requires_grad)  # type: ignore[return-value]

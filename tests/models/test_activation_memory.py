@@ -1,0 +1,96 @@
+"""Ways to hold fewer activations: computed again, some of them, or kept on the host; each as one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mpishard as ms
+from tests.models.convolutional import UNet
+from tests.models.transformer import Block
+from tests.models.twin import close, data, mean_square, meshes, run, same_state, seeded
+
+CASES = {
+    "unet": (lambda: UNet(2, norm="group"), (2, 1, 13, 11), (2, 3)),
+    "attention": (lambda: Block(8, 2), (2, 9, 8), (1,)),
+}
+KEPT = [torch.ops.aten.convolution.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def by_list():
+    return create_selective_checkpoint_contexts(KEPT)
+
+
+def by_policy():
+    """Keep the results of every other product and convolution."""
+    calls = {True: 0, False: 0}
+
+    def policy(ctx, op, *_args, **_kwargs):
+        if op not in KEPT:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        calls[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if calls[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def ways():
+    def again(model, x, **options):
+        return checkpoint(model, x, use_reentrant=False, **options)
+
+    def on_host(model, x, **options):
+        with save_on_cpu(**options):
+            return model(x)
+
+    return {
+        "checkpoint": again,
+        "selective, by a list": functools.partial(again, context_fn=by_list),
+        "selective, by a policy": functools.partial(again, context_fn=by_policy),
+        "saved on the host": on_host,
+        "checkpoint, saved on the host": lambda model, x: on_host(functools.partial(again, model), x),
+    }
+
+
+class Wrapped(nn.Module):
+    def __init__(self, build, way):
+        super().__init__()
+        self.inside, self.way = build(), way
+
+    def forward(self, x):
+        return self.way(self.inside, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", ways())
+def test_equals_one_process(name, way):
+    build, shape, dims = CASES[name]
+    full = data(*shape)
+    reference, whole = seeded(build, full.dtype), full.clone().requires_grad_()
+    expected, _ = run(reference, whole, mean_square)
+    for mesh, placements in meshes(dims):
+        for options in ({}, {"shard_parameters": 0}):
+            if options and name == "unet":
+                continue  # that of attention says as much
+            model = ms.distribute_module(seeded(lambda: Wrapped(build, ways()[way]), full.dtype), mesh, **options)
+            x = ms.distribute_tensor(full, mesh, placements).requires_grad_()
+            out, _ = run(model, x, mean_square)
+            close(out, expected, f"{way}: output")
+            close(x.grad, whole.grad, f"{way}: gradient of the input")
+            if options:
+                for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                    got = p.grad.full_tensor() if isinstance(p.grad, ms.ShardTensor) else p.grad
+                    torch.testing.assert_close(got, q.grad, rtol=1e-9, atol=1e-11)
+            else:
+                same_state(model.inside, reference, way)
+
+
+def test_reentrant_checkpoints_are_refused():
+    for mesh, placements in meshes((1,)):
+        x = ms.distribute_tensor(data(2, 9, 8), mesh, placements).requires_grad_()
+        with pytest.raises(ms.UnsupportedOperationError, match="use_reentrant=False"):
+            checkpoint(nn.Linear(8, 8).double(), x, use_reentrant=True)

@@ -1,0 +1,166 @@
+"""Stages of a model on different ranks: loss, gradients and outputs of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpishard as ms
+from tests.compare import WORLD
+from tests.models.twin import close, data, seeded
+
+SHAPES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (2, 2)]}
+
+
+@pytest.fixture(params=SHAPES.get(WORLD.size, [(2, WORLD.size // 2)]), ids=str)
+def mesh(request):
+    return ms.init_mesh(request.param, ("stage", "y"))
+
+
+class Skips(nn.Module):
+    """Takes and returns two tensors, of which one skips the stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 3)
+
+    def forward(self, x, skip=None):
+        y = torch.tanh(self.norm(self.conv(x)))
+        return y, (x if skip is None else skip)
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x, skip=None):
+        return self.conv(x if skip is None else x + skip)
+
+
+def stages_of(count):
+    return [lambda i=i: seeded(Skips if i < count - 1 else Last, torch.float64, i) for i in range(count)]
+
+
+def whole(stages, x):
+    x = (x,)
+    for stage in stages:
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+    return x
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_equals_one_process(mesh, microbatches):
+    """Fewer, as many, and more micro-batches than stages; 5 samples in 2 parts are 3 and 2."""
+    full, target = data(5, 3, 9, 8), data(5, 2, 9, 8, seed=2)
+    count = mesh.shape[0]
+    reference = [make() for make in stages_of(count)]
+    everything = full.clone().requires_grad_()
+    pipe = ms.Pipeline(stages_of(count), mesh, "stage", microbatches=microbatches)
+    x = ms.distribute_tensor(full, pipe.mesh, [ms.Shard(2)]).requires_grad_()
+    y = ms.distribute_tensor(target, pipe.mesh, [ms.Shard(2)])
+    for step in range(2):
+        expected = F.mse_loss(whole(reference, everything), target)
+        expected.backward()
+        loss = pipe.step(x if pipe.is_first else None, y if pipe.is_last else None, F.mse_loss)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+        own = reference[mesh.coords[0]]
+        for (name, p), q in zip(pipe.stage.named_parameters(), own.parameters(), strict=True):
+            close(p.grad, q.grad, f"{step}: {name}")
+    if pipe.is_first:
+        close(x.grad, everything.grad, "gradient of the batch")
+    out = pipe(x if pipe.is_first else None)
+    assert (out is None) != pipe.is_last
+    if pipe.is_last:
+        close(out, whole(reference, full).detach(), "output")
+
+
+@pytest.mark.ranks(4)
+def test_stages_with_batch_and_parameters_sharded():
+    mesh = ms.init_mesh((2, 2), ("stage", "data"))
+    full, target = data(6, 3, 9, 8), data(6, 2, 9, 8, seed=2)
+    reference = [make() for make in stages_of(2)]
+    F.mse_loss(whole(reference, full), target).backward()
+    pipe = ms.Pipeline(stages_of(2), mesh, "stage", microbatches=3, shard_parameters="data")
+    x, y = (ms.distribute_tensor(v, pipe.mesh, [ms.Shard(0)]) for v in (full, target))
+    pipe.step(x, y, F.mse_loss)
+    own = reference[mesh.coords[0]]
+    assert any(isinstance(p, ms.ShardTensor) for p in pipe.parameters())
+    for (name, p), q in zip(pipe.stage.named_parameters(), own.parameters(), strict=True):
+        close(p.grad, q.grad, name)
+    out = pipe(x)
+    if pipe.is_last:
+        close(out, whole(reference, full).detach(), "output, in the order of the batch")
+
+
+def test_plain_tensors_and_dtypes_that_change_between_stages():
+    """No other mesh dim; and the next stage is given half the digits, so that messages of both ways differ."""
+    mesh = ms.init_mesh((-1,), ("stage",))
+    count = mesh.size
+
+    class Convert(nn.Module):
+        def __init__(self, i):
+            super().__init__()
+            self.linear, self.dtype = nn.Linear(4, 4).double(), torch.float32 if i % 2 else torch.float64
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x.double())).to(self.dtype)
+
+    def stages():
+        out = []
+        for i in range(count):
+            torch.manual_seed(i)
+            out.append(Convert(i))
+        return out
+
+    full, target = data(6, 4), data(6, 4, seed=2)
+    reference = stages()
+    y = full
+    for stage in reference:
+        y = stage(y)
+    F.mse_loss(y.double(), target).backward()
+    pipe = ms.Pipeline(stages(), mesh, 0, microbatches=3)
+    assert pipe.mesh is None
+    pipe.step(full, target, lambda y, t: F.mse_loss(y.double(), t))
+    for p, q in zip(pipe.parameters(), reference[mesh.rank].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_what_is_refused(mesh):
+    stages = stages_of(mesh.shape[0])
+    for given, dim, options, error, text in (
+        ([*stages, nn.Identity()], "stage", {}, ms.LayoutError, "stages or micro-batches do not fit"),
+        (stages, "stage", {"microbatches": 0}, ms.LayoutError, "stages or micro-batches do not fit"),
+        (stages, "depth", {}, ms.MeshError, "no such mesh dim"),
+    ):
+        with pytest.raises(error, match=text):
+            ms.Pipeline(given, mesh, dim, **options)
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=4)
+    few = ms.distribute_tensor(data(3, 3, 9, 8), pipe.mesh, [ms.Shard(2)])
+    for x, target in ((few, few), (None, few), (few, None)):
+        with pytest.raises(ms.LayoutError, match="a batch or target that does not fit"):
+            pipe.step(x, target, F.mse_loss)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_stage_holds_few_micro_batches():
+    mesh = ms.init_mesh((-1,), ("stage",))
+    alive = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            flying.append(1)
+            y.register_hook(lambda _g: flying.pop() and None)
+            alive.append(len(flying))
+            return y
+
+    flying = []
+    pipe = ms.Pipeline([lambda: Counted(4, 4)] * mesh.size, mesh, "stage", microbatches=8)
+    x = data(8, 4, dtype=torch.float32)
+    pipe.step(x, x, F.mse_loss)
+    assert max(alive) == mesh.size - mesh.rank
+    assert not flying

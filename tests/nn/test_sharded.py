@@ -1,0 +1,363 @@
+"""Sharded parameters: what one process computes, with a share of the memory."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import mpishard as ms
+from tests.compare import WORLD
+from tests.models.convolutional import UNet
+from tests.models.transformer import Block, VisionTransformer
+from tests.models.twin import close, data, mean_square, run, seeded
+
+SHAPES = {1: [(1, 1)], 2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
+PLACEMENTS = (ms.Shard(0), ms.Shard(2))
+
+
+@pytest.fixture(params=SHAPES.get(WORLD.size, [(2, WORLD.size // 2)]), ids=str)
+def mesh(request):
+    return ms.init_mesh(request.param, ("data", "y"))
+
+
+def sharded(build, mesh, dtype=torch.float64, **options):
+    return ms.distribute_module(seeded(build, dtype, mesh.rank), mesh, **{"shard_parameters": "data", **options})
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, ms.ShardTensor) else x
+
+
+def same(model, reference, what, rtol=1e-9):
+    """Parameters, and gradients relative to the largest."""
+    scale = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(whole(p.detach()), q.detach(), f"{what}: {name}", rtol)
+        assert (p.grad is None) == (q.grad is None), f"{what}: gradient of {name}"
+        if q.grad is not None:
+            torch.testing.assert_close(
+                whole(p.grad), q.grad, rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{what}: {n}: {m}"
+            )
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(8, 2), Block(8, 2)
+
+    def forward(self, x):
+        return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
+
+
+class Tied(nn.Module):
+    """One weight in two modules, a module that is called twice, a frozen parameter, and a spare one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(1, 4, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.twice = nn.Conv2d(4, 4, 3, padding=1)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.spare = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x):
+        y = self.first(x) + self.second(x.square())
+        return self.frozen(torch.tanh(self.twice(torch.tanh(self.twice(y))))) * self.scale
+
+
+class TorchAttention(nn.Module):
+    """A module that reads parameters of one inside it, which is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+MODELS = {
+    "unet": (lambda: UNet(2), (4, 1, 13, 11)),
+    "unet, group norms": (lambda: UNet(2, norm="group"), (4, 1, 13, 11)),
+    "vit": (lambda: VisionTransformer((20, 28)), (4, 3, 20, 28)),
+    "weight norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 4, 3)), nn.Conv2d(4, 4, 1)),
+        (4, 1, 9, 8),
+    ),
+    "tied": (Tied, (4, 1, 9, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_one_process(mesh, name):
+    build, shape = MODELS[name]
+    full = data(*shape)
+    reference, everything = seeded(build, full.dtype), full.clone().requires_grad_()
+    model = sharded(build, mesh)
+    held = sum(isinstance(p, ms.ShardTensor) for p in model.parameters())
+    assert held or mesh.shape[0] == 1
+    for step in range(2):  # the second one gathers ahead
+        expected, _ = run(reference, everything, mean_square)
+        x = ms.distribute_tensor(full, mesh, PLACEMENTS).requires_grad_()
+        out, _ = run(model, x, mean_square)
+        close(out, expected, f"{name} {step}: output")
+        same(model, reference, f"{name} {step}")
+    close(x.grad, everything.grad / 2, f"{name}: gradient of the input")
+    with torch.no_grad():
+        close(model(x), reference(everything), f"{name}: without gradients")
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)), (Checkpointed, (4, 9, 8))]
+)
+def test_attention_and_checkpoints(mesh, build, shape):
+    full = data(*shape)
+    reference = seeded(build, full.dtype)
+    expected, _ = run(reference, full, mean_square)
+    model = sharded(build, mesh)
+    for _ in range(2):
+        model.zero_grad()
+        out, _ = run(model, ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(1))), mean_square)
+    close(out, expected, "output")
+    same(model, reference, "gradients")
+
+
+def test_batch_on_other_dims_than_the_parameters(mesh):
+    """Parameters over "data", data over "y" alone or over none; and parameters over both dims."""
+    full = data(4, 1, 13, 11)
+    reference = seeded(lambda: UNet(2), full.dtype)
+    expected, _ = run(reference, full, mean_square)
+    for over, placements in (
+        ("data", (ms.Replicate(), ms.Shard(2))),
+        ("data", (ms.Replicate(), ms.Replicate())),
+        (("data", "y"), PLACEMENTS),
+        ("y", (ms.Shard(0), ms.Replicate())),
+    ):
+        model = sharded(lambda: UNet(2), mesh, shard_parameters=over)
+        out, _ = run(model, ms.distribute_tensor(full, mesh, placements), mean_square)
+        close(out, expected, f"{over} {placements}: output")
+        same(model, reference, f"{over} {placements}")
+
+
+OPTIMISERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+}
+
+
+def trained(model, x, make, steps=3):
+    optimizer = make(model.parameters())
+    norms = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mean_square(model(x)).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+    return optimizer, norms
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimizers_and_clipping(mesh, name):
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv2d(6, 4, 3))
+
+    full = data(4, 1, 9, 8)
+    reference = seeded(build, full.dtype)
+    _, expected = trained(reference, full, OPTIMISERS[name])
+    model = sharded(build, mesh)
+    optimizer, norms = trained(model, ms.distribute_tensor(full, mesh, PLACEMENTS), OPTIMISERS[name])
+    close([whole(n) for n in norms], expected, "norms", 1e-8)
+    same(model, reference, name, 1e-7)
+    for state in optimizer.state.values():
+        for value in state.values():
+            assert not isinstance(value, ms.ShardTensor) or value.to_local().shape[0] <= value.shape[0]
+
+
+def test_derivatives_that_go_by_autograd_grad_and_hooks(mesh):
+    full = data(4, 1, 9, 8)
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3))
+
+    reference, model = seeded(build, full.dtype), sharded(build, mesh)
+    x = ms.distribute_tensor(full, mesh, PLACEMENTS)
+    expected = torch.autograd.grad(mean_square(reference(full)), list(reference.parameters()), create_graph=True)
+    found = torch.autograd.grad(mean_square(model(x)), list(model.parameters()), create_graph=True)
+    for g, h in zip(found, expected, strict=True):
+        close(whole(g), h, "first order")
+    second = torch.autograd.grad(sum(whole(g).square().sum() for g in found), list(model.parameters()))
+    wanted = torch.autograd.grad(sum(h.square().sum() for h in expected), list(reference.parameters()))
+    for g, h in zip(second, wanted, strict=True):
+        close(whole(g), h, "second order")
+    seen = []
+    model[0].weight.register_hook(lambda g: seen.append(g) or 2 * g)
+    mean_square(model(x)).backward()
+    mean_square(reference(full)).backward()
+    assert len(seen) == 1
+    close(whole(model[0].weight.grad), 2 * reference[0].weight.grad, "hooked")
+
+
+def test_gathered_in_bfloat16(mesh):
+    """Master weights and gradients in float32; as near to one process in float32 as its own bfloat16 is, or nearly."""
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1))
+
+    full = data(4, 1, 9, 8, dtype=torch.float32)
+    reference = seeded(build, torch.float32)
+    mean_square(reference(full)).backward()
+    model = sharded(build, mesh, torch.float32, gather_dtype=torch.bfloat16)
+    x = ms.distribute_tensor(full, mesh, PLACEMENTS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    if mesh.shape[0] > 1:
+        assert out.dtype == torch.bfloat16
+    mean_square(out.float()).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.dtype == p.grad.dtype == torch.float32
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=0.1, atol=0.02 * float(q.grad.abs().max()) + 2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    optimizer.step()  # smaller than the least step of bfloat16
+    assert all((whole(p.detach()) != b).any() for p, b in zip(model.parameters(), before))
+
+
+def test_checkpoint_on_another_mesh(mesh, tmp_path):
+    folder = WORLD.bcast(str(tmp_path))
+
+    def build():
+        return UNet(2, norm="group")
+
+    full = data(4, 1, 13, 11)
+    model = sharded(build, mesh)
+    x = ms.distribute_tensor(full, mesh, PLACEMENTS)
+    optimizer, _ = trained(model, x, OPTIMISERS["AdamW"])
+    ms.io.save_checkpoint(folder, 3, model=model, optimizer=optimizer, mesh=mesh)
+    one = seeded(build, full.dtype)
+    trained(one, full, OPTIMISERS["AdamW"])
+    other = ms.init_mesh((1, WORLD.size), ("data", "y"))
+    for there, options in ((mesh, {}), (other, {"shard_parameters": "y"}), (other, {"shard_parameters": None})):
+        again = sharded(build, there, **options)
+        fresh = OPTIMISERS["AdamW"](again.parameters())
+        ms.io.load_checkpoint(folder, model=again, optimizer=fresh, mesh=there)
+        y = ms.distribute_tensor(full, there, PLACEMENTS)
+        reference = copy.deepcopy(one)
+        for p, q in zip(again.parameters(), reference.parameters(), strict=True):
+            close(whole(p.detach()), q.detach(), "loaded", 1e-7)
+        mean_square(again(y)).backward()
+        mean_square(reference(full)).backward()
+        fresh.step()
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that operations make while they live: now, and the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self.nbytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+                self.peak = max(self.peak, self.nbytes)
+        return out
+
+    def _gone(self, nbytes):
+        self.nbytes -= nbytes
+
+
+def test_memory_is_a_share(mesh):
+    """Parameters, gradients and Adam's state: a share, and a tenth of all, and two layers with their gradients."""
+    width, depth = 64, 8
+
+    def build():
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+
+    model = sharded(build, mesh, torch.float32)
+    count = mesh.shape[0]
+    layer = 4 * (width * width + width)
+    total = 4 * depth * layer
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    x = ms.distribute_tensor(data(4, 4, width, dtype=torch.float32), mesh, (ms.Shard(0), ms.Replicate()))
+    before = ms.parameter_memory(model)["parameters"]
+    peaks = []
+    for _ in range(3):
+        with Live() as live:
+            model(x).square().sum().backward()
+        peaks.append(before + live.peak + ms.parameter_memory(model, optimizer)["optimizer"])
+        optimizer.step()
+        memory = ms.parameter_memory(model, optimizer)
+        assert count == 1 or all(p.grad.to_local().shape == p.to_local().shape for p in model.parameters())
+        optimizer.zero_grad()
+    assert memory["parameters"] == memory["gradients"] == before
+    assert before + before + memory["optimizer"] <= (1 / count + 0.1) * total
+    if count > 1:
+        assert memory["gathered_peak"] <= 2 * layer
+        assert max(peaks) <= (1 / count + 0.1) * total + 4 * layer, (peaks, total, layer)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_layers_are_gathered_ahead_and_dropped(mesh):
+    model = sharded(lambda: nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]), mesh)
+    x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate()))
+    counts = []
+    for _ in range(2):
+        with ms.comm_counter() as forward:
+            loss = model(x).square().sum()
+        with ms.comm_counter() as backward:
+            loss.backward()
+        counts.append((forward.by_op["all_gather"].messages, backward.by_op["all_gather"].messages))
+        assert backward.by_op["reduce_scatter"].messages == 4
+    # the first layer's backward needs no weight: the data need no gradient
+    assert counts == [(4, 3), (4, 3)]
+    layer = model[0].weight.numel() * 8
+    held = []
+    for part in model:
+        part.register_forward_hook(lambda *_: held.append(ms.parameter_memory(model)["gathered"]))
+    with torch.no_grad():
+        model(x)
+    # its own was dropped by then, the next is on its way
+    assert held == [layer, layer, layer, 0]
+    assert ms.parameter_memory(model)["gathered_peak"] == 2 * layer
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_writing_into_a_parameter_that_backward_needs(mesh):
+    model = sharded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh)
+    x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "text"),
+    [
+        (lambda: nn.Linear(8, 8), {"shard_parameters": "batch"}, ms.MeshError, "no such mesh dim"),
+        (lambda: nn.LSTM(8, 8), {"shard_parameters": "data"}, ms.LayoutError, "keeps a list of its parameters"),
+        (lambda: nn.Linear(8, 8), {"gather_dtype": torch.bfloat16}, ms.LayoutError, "which they belong to"),
+        (lambda: nn.Linear(8, 8), {"offload": True}, ms.LayoutError, "which they belong to"),
+    ],
+)
+def test_what_is_refused(mesh, build, options, error, text):
+    with pytest.raises(error, match=text):
+        ms.distribute_module(build(), mesh, **options)

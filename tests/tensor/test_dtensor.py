@@ -1,0 +1,240 @@
+"""Programs written for DTensor and for PhysicsNeMo's ShardTensor: what they call, and what it means here."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpishard as ms
+from tests.compare import WORLD, mesh_of
+
+# as published programs write it, but for one line of its imports: that of physicsnemo.distributed
+PROGRAM = """
+import torch
+from torch.distributed.tensor import Shard, distribute_module
+from mpishard.physicsnemo import DistributedManager, ShardTensor, scatter_tensor
+
+DistributedManager.initialize()
+dm = DistributedManager()
+torch.manual_seed(dm.rank)
+image = torch.randn(1, 4, 37, 20, dtype=torch.float64, device=dm.device, requires_grad=True)
+conv = torch.nn.Conv2d(4, 4, 3, padding=1).double().to(dm.device)
+expected = conv(image)
+expected.mean().backward()
+expected_grad = image.grad.data.clone()
+expected_weight_grad = conv.weight.grad.clone()
+conv.zero_grad()
+
+mesh = dm.initialize_mesh(mesh_shape=(-1,), mesh_dim_names=("domain_parallel",))
+x = scatter_tensor(image, 0, mesh, (Shard(2),), requires_grad=True)
+conv = distribute_module(conv, mesh)
+y = conv(x)
+y.mean().backward()
+full_output, full_grad = y.full_tensor(), x.grad.full_tensor()
+weight_grad = conv.weight.grad.full_tensor()
+if dm.rank == 0:
+    assert torch.allclose(full_output, expected)
+    assert torch.allclose(expected_grad, full_grad)
+    assert torch.allclose(weight_grad, expected_weight_grad)
+placements, local_shape = x.grad._spec.placements, x.grad.to_local().shape
+"""
+
+
+def values(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def line():
+    return mesh_of((-1,))
+
+
+def test_a_program_for_physicsnemo_runs_with_one_changed_line():
+    program = types.ModuleType("program")
+    exec(PROGRAM, program.__dict__)
+    assert program.placements == (ms.Shard(2),)
+    assert program.local_shape == program.x._local_tensor.shape
+    assert sum(WORLD.allgather(program.local_shape[2])) == 37
+    program.DistributedManager.cleanup()
+    with pytest.raises(ms.MeshError, match="before it is initialized"):
+        program.DistributedManager()
+
+
+def test_a_program_for_dtensor_runs_with_other_imports():
+    mesh = ms.init_device_mesh("cpu", mesh_shape=(WORLD.size,), mesh_dim_names=("d",))
+    full = values(7, 6)
+    x = ms.distribute_tensor(full, device_mesh=mesh, placements=[ms.Shard(0)])
+    y = x.redistribute(mesh, [ms.Shard(1)])
+    assert y.device_mesh is mesh
+    assert y.placements == (ms.Shard(1),)
+    assert torch.equal(y.redistribute(device_mesh=mesh, placements=[ms.Replicate()], async_op=True).to_local(), full)
+    assert torch.equal(ms.distribute_tensor(full, mesh).to_local(), full)
+    z = ms.zeros(3, 4, device_mesh=mesh)
+    assert z.placements == (ms.Replicate(),)
+    assert torch.equal((ms.ones(3, 4, device_mesh=mesh, placements=[ms.Shard(0)]) + z).full_tensor(), torch.ones(3, 4))
+
+
+def test_a_mesh_answers_as_torchs_does():
+    mesh = ms.init_mesh(mesh_shape=(1, -1), mesh_dim_names=("a", "b"))
+    assert mesh.device_type == "cpu"
+    assert mesh.get_rank() == mesh["b"].get_rank() == WORLD.rank
+    assert mesh.get_coordinate() == (0, WORLD.rank)
+    assert mesh.get_local_rank("b") == mesh.get_local_rank(1) == mesh["b"].get_local_rank() == WORLD.rank
+    assert mesh.get_local_rank(mesh_dim="a") == 0
+    with pytest.raises(ms.MeshError, match="which mesh dim is meant"):
+        mesh.get_local_rank()
+    with pytest.raises(ms.MeshError, match="no such mesh dim"):
+        mesh.get_local_rank("c")
+    group = mesh.get_group("b")
+    try:
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [WORLD.size] * 2
+        assert [g.size() for g in mesh.get_all_groups()] == [1, WORLD.size]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"device_type": "tpu"}, "no such device"),
+        ({"device_type": "cpu", "backend_override": {"a": "gloo"}}, "a backend is asked for"),
+        ({"device_type": "cpu", "mesh_dim_names": ("a", "a")}, "names do not fit"),
+    ],
+)
+def test_meshes_that_are_refused(given, text):
+    with pytest.raises(ms.MeshError, match=text):
+        ms.init_device_mesh(mesh_shape=(WORLD.size,), **given)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_tensors_that_differ_need_a_source():
+    mesh = line()
+    own = values(5, 3, seed=WORLD.rank)
+    with pytest.raises(ms.LayoutError, match=r"the ranks hold different tensors[\s\S]*src_data_rank=0"):
+        ms.distribute_tensor(own, mesh, [ms.Shard(0)])
+    for src in range(mesh.size):
+        x = ms.distribute_tensor(own.requires_grad_(), mesh, [ms.Shard(0)], src_data_rank=src)
+        assert x.is_leaf
+        assert x.requires_grad
+        assert torch.equal(x.full_tensor(), values(5, 3, seed=src))
+    with pytest.raises(ms.LayoutError, match="no such source rank"):
+        ms.distribute_tensor(own, mesh, [ms.Shard(0)], src_data_rank=mesh.size)
+
+
+def test_from_local_takes_what_dtensors_takes():
+    mesh = line()
+    local = torch.full((2 + WORLD.rank, 3), float(WORLD.rank))
+    rows = sum(2 + r for r in range(WORLD.size))
+    x = ms.ShardTensor.from_local(local, device_mesh=mesh, placements=[ms.Shard(0)], shape=(rows, 3), stride=(3, 1))
+    assert x.shape == (rows, 3)
+    for wrong in ({"shape": (rows + 1, 3)}, {"stride": (1, rows)}):
+        with pytest.raises(ms.LayoutError, match=r"the global (shape|stride) is another"):
+            ms.ShardTensor.from_local(local, mesh, [ms.Shard(0)], **wrong)
+    shapes = {0: [torch.Size((2 + r, 3)) for r in range(WORLD.size)]}
+    assert ms.ShardTensor.from_local(local, mesh, [ms.Shard(0)], sharding_shapes=shapes).sharding == x.sharding
+    own = torch.full((2,), float(WORLD.rank))
+    assert ms.ShardTensor.from_local(own, mesh, run_check=True).to_local().tolist() == [0, 0]
+    with pytest.raises(ms.MeshError, match="two meshes"):
+        ms.ShardTensor.from_local(own, mesh=mesh, device_mesh=mesh)
+
+
+def test_grad_placements_of_from_local():
+    mesh = line()
+    weight = values(4)
+    for given, expected in ((None, weight), ([ms.Replicate()], weight), ([ms.Partial()], weight * (WORLD.rank == 0))):
+        local = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        x = ms.ShardTensor.from_local(local, mesh, [ms.Replicate()], grad_placements=given)
+        (x * weight).sum().backward()
+        assert torch.equal(local.grad, expected)
+    with pytest.raises(ms.LayoutError, match="grad_placements do not fit"):
+        ms.ShardTensor.from_local(local, mesh, [ms.Replicate()], grad_placements=[ms.Shard(0)])
+
+
+def test_redistributions_that_are_refused():
+    mesh = line()
+    x = ms.distribute_tensor(values(4, 3), mesh, [ms.Shard(0)])
+    other = ms.init_mesh((-1,), ("other",))
+    for args in ((), (mesh,), (other, [ms.Replicate()])):
+        with pytest.raises(ms.LayoutError, match="redistribute: where to"):
+            x.redistribute(*args)
+    with pytest.raises(ms.LayoutError, match="forward_dtype"):
+        x.redistribute(mesh, [ms.Replicate()], forward_dtype=torch.bfloat16)
+
+
+def test_specification():
+    mesh = line()
+    sizes = [3 + r for r in range(WORLD.size)]
+    x = ms.distribute_tensor(values(2, sum(sizes)), mesh, [ms.Shard(1)], sizes={1: sizes})
+    spec = x._spec
+    assert (spec.mesh, spec.placements) == (mesh, (ms.Shard(1),))
+    assert spec.tensor_meta == (x.shape, x.stride(), torch.float64)
+    assert spec.local_shape == x.to_local().shape == (2, sizes[WORLD.rank])
+    assert spec.sharding_shapes() == {0: tuple(torch.Size((2, n)) for n in sizes)}
+    assert x.offsets() == (sum(sizes[: WORLD.rank]),)
+    assert x.offsets(0) == sum(sizes[: WORLD.rank])
+
+
+@pytest.mark.ranks(4)
+def test_offsets_where_two_mesh_dims_shard_one_dim():
+    x = ms.distribute_tensor(values(9), mesh_of((2, 2)), [ms.Shard(0), ms.Shard(0)])
+    with pytest.raises(ms.MeshError, match="several mesh dims shard one tensor dim"):
+        x.offsets()
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(WORLD.rank)
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 4)
+        self.double()
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_partition_input_and_output_functions():
+    """Tensor parallelism as DTensor's programs write it: columns of one layer, rows of the next."""
+    mesh = line()
+
+    def partition(name, module, mesh):
+        cut = {"a": {"weight": 0, "bias": 0}, "b": {"weight": 1}}.get(name, {})
+        for key, dim in cut.items():
+            whole = getattr(module, key)
+            module.register_parameter(key, nn.Parameter(ms.distribute_tensor(whole.data, mesh, [ms.Shard(dim)])))
+
+    def shard(module, inputs, mesh):
+        assert isinstance(module, Perceptron)
+        return tuple(ms.distribute_tensor(x, mesh) for x in inputs)
+
+    one = ms.distribute_module(Perceptron(), mesh)
+    model = ms.distribute_module(Perceptron(), mesh, partition, shard, lambda _m, y, _mesh: y.full_tensor())
+    x = values(5, 6)
+    y, expected = model(x), one(x)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert isinstance(model.a.weight.grad, ms.ShardTensor)
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        got = p.grad.full_tensor() if isinstance(p, ms.ShardTensor) else p.grad
+        torch.testing.assert_close(got, q.grad)
+
+
+def test_importing_the_names_of_physicsnemo_leaves_torchs_meshes_alone():
+    import mpishard.physicsnemo  # noqa: F401
+
+    assert "torch.distributed.tensor" in sys.modules
+    api = torch.distributed.tensor
+    ms.process_group(line())
+    try:
+        theirs = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD.size,))
+        x = api.distribute_tensor(values(4 * WORLD.size), theirs, [api.Shard(0)])
+        assert type(x) is api.DTensor
+        assert type(api.distribute_tensor(values(4), line(), [api.Shard(0)])) is ms.ShardTensor
+    finally:
+        dist.destroy_process_group()
