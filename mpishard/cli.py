@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config.add_argument("--build", metavar="DIR", required=True, help="where they are, or go: compiled if not current")
     config.add_argument("--cflags", action="store_true", help="print what a compiler needs")
     config.add_argument("--libs", action="store_true", help="print what a linker needs")
+    config.add_argument("--link", action="store_true", help="side by side alone: no Python in the program")
     given = parser.parse_args(arguments)
     if given.command == "info":
         from mpishard.comm.info import survey
@@ -30,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         survey(lambda line: print(line, flush=True))
         return 0
     if given.command == "config":
-        return _config(given.build, given.cflags, given.libs)
+        return _config(given.build, given.cflags, given.libs, given.link)
     return _ops(parser, given.family, given.markdown, given.missing)
 
 
-def _config(folder: str, cflags: bool, libs: bool) -> int:
+def _config(folder: str, cflags: bool, libs: bool, link: bool) -> int:
     from mpishard.errors import MpishardError
     from mpishard.insitu.build import build
 
     try:
-        built = build(folder)
+        built = build(folder, link=link)
     except MpishardError as error:
         print(error, file=sys.stderr)
         return 1
