@@ -200,9 +200,9 @@ _left: list[MPI.Comm] = []
 def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
 
-    Collective over ``comm``, which has the ranks of the mesh in its order and is the mesh's, and new. The old ones, those
-    of halo exchanges among them, are never freed: MPI would give their numbers to new ones, whose messages would meet
-    those that are still under way; and MPICH ends the program where a message lies in one that is freed.
+    Collective over ``comm``, a new one of the mesh's own, with its ranks in its order. The old ones, those of halo
+    exchanges among them, are never freed: MPI would give their numbers to new ones, whose messages would meet those
+    that are still under way; and MPICH ends the program where a message lies in one that is freed.
     """
     comms = mesh._holding.comms
     _left.extend(c for c in comms if c is not comm)

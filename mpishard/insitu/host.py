@@ -34,7 +34,7 @@ class Host:
         self._door = door
         self._made: dict[int, Simulation | Field | Hook] = {}
         self._numbers = itertools.count(1)
-        self._operations: tuple[Callable[[Any, str], int], ...] = (
+        self._operations: tuple[Callable[..., int], ...] = (
             self.adopt,
             self.field,
             self.rebind,
@@ -49,22 +49,22 @@ class Host:
         """Return what an operation does, or a status below 0."""
         run = self._operations[operation]
         try:
-            return run(numbers, "" if text is None else text.decode())
+            return run(numbers) if text is None else run(numbers, text.decode())
         except BaseException as error:  # noqa: BLE001 (it must not end the host, whatever it is)
             self._door.text = _told(error).encode(errors="replace")[:1023]
             if run not in (self.step, self.wait, self.hook):
                 return ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT
             return ERR_MODEL
 
-    def adopt(self, numbers: Any, text: str) -> int:
-        """Handle of a communicator, dims; per dim shape, ranks, own coordinate, own cells, periodic. Collective."""
+    def adopt(self, numbers: Any) -> int:
+        """Take a communicator's handle, dims; per dim shape, ranks, own coordinate and cells, periodic. Collective."""
         comm, ndim = numbers[:2]
         shape, grid, coords, sizes, periodic = (_column(numbers, 2, ndim, i) for i in range(5))
         made = adopt(comm, shape, periodic=[bool(p) for p in periodic], grid=grid, coords=coords, sizes=sizes)
         return self._number(made)
 
     def field(self, numbers: Any, text: str) -> int:
-        """Simulation, dtype, address, dims; per array dim mesh dim or -1, extent, ghosts low and high, stride. Collective."""
+        """Take simulation, dtype, address, dims; per array dim mesh dim or -1, extent, ghosts, stride. Collective."""
         simulation, dtype, address, ndim = numbers[:4]
         on, extents, low, high, strides = (_column(numbers, 4, ndim, i) for i in range(5))
         sim = self._made[simulation]
@@ -74,8 +74,8 @@ class Host:
         array = (address, list(DTYPES.values())[dtype], extents, strides)
         return self._number(sim.field(text, array, halo=halo, dims=dims))
 
-    def rebind(self, numbers: Any, text: str) -> int:
-        """Field, address. Collective."""
+    def rebind(self, numbers: Any) -> int:
+        """Take field, address. Collective."""
         field = self._made[numbers[0]]
         assert isinstance(field, Field)
         old = field.array
@@ -84,7 +84,7 @@ class Host:
         return OK
 
     def hook(self, numbers: Any, text: str) -> int:
-        """Simulation, every, whether it trains, counts of inputs and outputs, their fields. Collective."""
+        """Take simulation, every, whether it trains, counts of inputs and outputs, their fields. Collective."""
         simulation, every, trains, inputs, outputs = numbers[:5]
         sim: Any = self._made[simulation]
         fields: list[Any] = [self._made[number] for number in numbers[5 : 5 + inputs + outputs]]
@@ -98,20 +98,20 @@ class Host:
         made = sim.hook(model, fields[:inputs], fields[inputs:], every=every, grad=bool(trains))
         return self._number(made)
 
-    def step(self, numbers: Any, text: str) -> int:
-        """Hook. Collective."""
+    def step(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
         return OK if self._made[numbers[0]]() else NO_TURN  # type: ignore[operator]
 
-    def start(self, numbers: Any, text: str) -> int:
-        """Hook. Collective."""
+    def start(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
         return OK if self._made[numbers[0]].start() else NO_TURN  # type: ignore[union-attr]
 
-    def wait(self, numbers: Any, text: str) -> int:
-        """Hook. Collective."""
+    def wait(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
         return OK if self._made[numbers[0]].wait() else NO_TURN  # type: ignore[union-attr]
 
-    def release(self, numbers: Any, text: str) -> int:
-        """Simulation, with its fields and hooks, or one of these. Collective."""
+    def release(self, numbers: Any) -> int:
+        """Take a simulation, which goes with its fields and hooks, or one of these. Collective."""
         released = self._made.pop(numbers[0])
         simulation = released if isinstance(released, Simulation) else released._simulation
         own = {n: o for n, o in self._made.items() if not isinstance(o, Simulation) and o._simulation is simulation}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,31 +16,8 @@ from tests.conftest import TESTS, mpiexec
 HERE = Path(__file__).parent
 
 
-def wrapper(name: str) -> str:
-    """Return the compiler of the MPI that the launcher belongs to."""
-    found = Path(shutil.which(mpiexec()[0])).with_name(name)
-    if not found.exists() or subprocess.run([found, "--version"], capture_output=True).returncode:
-        pytest.skip(f"no {name} that works beside the launcher")
-    return os.fspath(found)
-
-
-def compiled(command: list[str], folder: Path, *flags: str, **wrappers: str) -> Path:
-    """Compile a host against the libraries that `mpishard config` builds."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mpishard", "config", "--cflags", "--libs", "--build", os.fspath(folder / "built"), *flags],
-        env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), **wrappers},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    program = folder / "host"
-    subprocess.run([*command, *built.stdout.split(), "-lm", "-o", os.fspath(program)], check=True, cwd=folder)
-    return program
-
-
-def test_c(programs, tmp_path):
-    cc = wrapper("mpicc")
-    host = compiled([cc, "-Wall", "-Werror", os.fspath(HERE / "host.c")], tmp_path, "--link", MPICC=cc)
+def test_c(programs, compiled, tmp_path):
+    host = compiled(HERE / "host.c", tmp_path / "host", link=True)
     needed = subprocess.run(["ldd", os.fspath(host)], capture_output=True, text=True).stdout
     assert "libmpishard_link.so => /" in needed
     assert "python" not in needed
@@ -51,18 +27,16 @@ def test_c(programs, tmp_path):
         assert "C IS RIGHT" in done.stdout
 
 
-def test_fortran(programs, tmp_path):
-    fc, cc = wrapper("mpif90"), wrapper("mpicc")
-    host = compiled([fc, os.fspath(HERE / "host.f90")], tmp_path, "--link", MPICC=cc, MPIFC=fc)
+def test_fortran(programs, compiled, tmp_path):
+    host = compiled(HERE / "host.f90", tmp_path / "host", link=True)
     done = programs((2, [host]), (2, [sys.executable, HERE / "model_of_host.py"]))
     assert done.returncode == 0, done.stdout
     assert "FORTRAN IS RIGHT" in done.stdout
 
 
-def test_a_model_on_the_ranks_of_c(programs, tmp_path):
+def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
     """One job with everything that goes right and wrong, one with more threads, and one with another MPI inside."""
-    cc = wrapper("mpicc")
-    host = compiled([cc, "-Wall", "-Werror", os.fspath(HERE / "embedded.c")], tmp_path, MPICC=cc)
+    host = compiled(HERE / "embedded.c", tmp_path / "host")
     version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
     other = "mpich" if "Open MPI" in version else "openmpi"
     for ranks, part, said, env in (
@@ -76,9 +50,8 @@ def test_a_model_on_the_ranks_of_c(programs, tmp_path):
         assert part != "all" or done.stdout.count("LEARNED") == ranks
 
 
-def test_a_model_on_the_ranks_of_fortran(programs, tmp_path):
-    fc, cc = wrapper("mpif90"), wrapper("mpicc")
-    host = compiled([fc, os.fspath(HERE / "embedded.f90")], tmp_path, MPICC=cc, MPIFC=fc)
+def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
+    host = compiled(HERE / "embedded.f90", tmp_path / "host")
     done = programs((2, [host, HERE]))
     assert done.returncode == 0, done.stdout
     assert "EMBEDDED FORTRAN IS RIGHT" in done.stdout
@@ -109,9 +82,8 @@ def ends(programs, *jobs):
     return found
 
 
-def test_heat_is_the_same_on_any_ranks_and_beside_a_model_that_does_nothing(programs, tmp_path):
-    cc = wrapper("mpicc")
-    solver = compiled([cc, "-Wall", "-Werror", os.fspath(EXAMPLES / "heat.c")], tmp_path, "--link", MPICC=cc)
+def test_heat_is_the_same_on_any_ranks_and_beside_a_model_that_does_nothing(programs, compiled, tmp_path):
+    solver = compiled(EXAMPLES / "heat.c", tmp_path / "heat", link=True)
     model = [sys.executable, EXAMPLES / "heat_model.py"]
     alone, idle, one, two = ends(
         programs,
@@ -145,10 +117,9 @@ def water(steps, strength):
     return (depth * (u**2 + v**2) + g * h**2).sum()
 
 
-def test_shallow_water_is_the_same_everywhere(programs, tmp_path):
+def test_shallow_water_is_the_same_everywhere(programs, compiled, tmp_path):
     """Alone, with a model that does nothing, and with one, beside it and on its own ranks; and in Python."""
-    fc, cc = wrapper("mpif90"), wrapper("mpicc")
-    solver = compiled([fc, os.fspath(EXAMPLES / "shallow_water.f90")], tmp_path, MPICC=cc, MPIFC=fc)
+    solver = compiled(EXAMPLES / "shallow_water.f90", tmp_path / "water")
     model = [sys.executable, EXAMPLES / "drag_model.py"]
     alone, idle, still, beside, here, one = ends(
         programs,

@@ -62,7 +62,7 @@ if door.version != 1:
 require_one_mpi(door.text.decode(errors="ignore").strip())
 hook = sys.excepthook
 
-from mpishard.insitu.host import open_door
+from mpishard.insitu.host import open_door  # noqa: E402
 
 if door.embedded:
     sys.excepthook = hook  # ours ends the job at an error
