@@ -19,7 +19,7 @@ NX, NY = 48, 36
 KERNEL = torch.full((1, 1, 3, 3), 1 / 9, dtype=torch.float64)
 
 
-def drag(h, u, v, strength=0.5):
+def drag(_h, u, v, strength=0.5):
     speed = (u * u + v * v).sqrt()
     return strength * F.conv2d(F.pad(speed[None, None], (1, 1, 1, 1), mode="circular"), KERNEL)[0, 0]
 

@@ -83,10 +83,10 @@ def build(
             _run([*c, "-shared", *sources, *rest, f"-Wl,-soname,{name}", "-o", os.fspath(lib / name)], folder)
         _run([*c, "-c", os.fspath(NATIVE / "fortran.c"), "-o", "fortran.o"], lib)
         objects = ["fortran.o"]
-        for name in MODULES if fc is not None else ():
-            _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
-            objects.append(f"{name}.o")
         if fc is not None:
+            for name in MODULES:
+                _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
+                objects.append(f"{name}.o")
             (lib / "mpishard.mod").replace(include / "mpishard.mod")
             for left in lib.glob("*.smod"):
                 left.unlink()

@@ -34,6 +34,17 @@ def test_fortran(programs, compiled, tmp_path):
     assert "FORTRAN IS RIGHT" in done.stdout
 
 
+def test_two_programs_in_c_that_misunderstand_each_other(programs, compiled, tmp_path):
+    host = compiled(HERE / "pair.c", tmp_path / "host", link=True)
+    done = programs((2, [host, "a"]), (1, [host, "b"]))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ALIVE") == 3, done.stdout
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    if "Open MPI) 4" in version:  # other launchers end the whole job with a rank
+        done = programs((2, [host, "a", "kill"]), (1, [host, "b", "kill"]), flags=("--enable-recovery",))
+        assert done.stdout.count("ALIVE") == 2, done.stdout
+
+
 def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
     """One job with everything that goes right and wrong, one with more threads, and one with another MPI inside."""
     host = compiled(HERE / "embedded.c", tmp_path / "host")

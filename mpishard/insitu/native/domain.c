@@ -70,8 +70,9 @@ static int borders(sim_t *sim, const int64_t *sizes)
         sim->borders[d] = most;
         if (status) return status;
         if (sum != sim->shape[d])
-            return fail(MPS_ERR_ARGUMENT, "adopt: the owned cells of dim %d %s\n  expected: %lld cells in all\n  got:      %lld", d,
-                        sum < sim->shape[d] ? "leave a gap" : "overlap", (long long)sim->shape[d], (long long)sum);
+            return fail(MPS_ERR_ARGUMENT, "adopt: owned boxes %s along dim %d at the box [%lld:%lld)\n  expected: boxes that end at %lld",
+                        sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d, (long long)sim->borders[d][n - 1],
+                        (long long)sum, (long long)sim->shape[d]);
     }
     return MPS_OK;
 }

@@ -39,6 +39,8 @@ def require_one_mpi(host: str) -> None:
         # MPI is the host's: its start, its end, and what it does at an error
         mpi4py.rc(initialize=False, finalize=False, errors="default")
     spec = importlib.util.find_spec("mpi4py.MPI")
+    assert spec is not None
+    assert spec.origin is not None
     needed = sorted(set(re.findall(rb"lib\w*mpi\w*\.so\.\d+", Path(spec.origin).read_bytes())))
     found = f"one that needs {b' or '.join(needed).decode()}, in {sys.executable}"
     if any(map(is_loaded, needed)):
@@ -56,7 +58,7 @@ def require_one_mpi(host: str) -> None:
     )
 
 
-door = Door.from_address(DOOR)  # noqa: F821
+door = Door.from_address(globals()["DOOR"])
 if door.version != 1:
     raise ImportError("libmpishard is of another version: mpishard config --build compiles it anew")
 require_one_mpi(door.text.decode(errors="ignore").strip())
@@ -67,5 +69,5 @@ from mpishard.insitu.host import open_door  # noqa: E402
 if door.embedded:
     sys.excepthook = hook  # ours ends the job at an error
     # what a model prints appears when it does: nobody flushes at the end
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 open_door(door)
