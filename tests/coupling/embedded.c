@@ -118,6 +118,15 @@ static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, floa
     }
     must(told(mps_start(train), MPS_ERR_ORDER, "infers"), "a hook that trains cannot run beside");
     must(mps_start(hook) == MPS_OK && mps_release(&hook) == MPS_OK, "release of one that runs");
+
+    /* a rank that does not come: no hang, and the others know */
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "hook");
+    if (rank == 0) {
+        setenv("MPISHARD_TIMEOUT", "1", 1);
+        must(told(mps_step(hook), MPS_ERR_LOST, "rank 0, and not all others"), "alone in a call");
+        must(told(mps_step(hook), MPS_ERR_LOST, "lost each other"), "and afterwards");
+    } else
+        sleep(4);
 }
 
 int main(int argc, char **argv)
@@ -167,7 +176,6 @@ int main(int argc, char **argv)
     unsetenv("MPISHARD_PYTHON");
     if (strcmp(part, "threads") == 0) {
         beside(sim, u, tau, a, b);
-        mps_release(&sim);
         noted(1);
         if (rank == 0) printf("THE SOLVER GOES ON\n");
         MPI_Finalize();
