@@ -1,7 +1,7 @@
 /* Heat in three dimensions, u_t = laplace(u) + q, explicit, in a box with cold walls: an ordinary MPI program in C, whose
  * source q comes from a model in another program of the job.
  *
- *   cc heat.c $(mpishard config --build build --cflags --libs) -o heat          (cc: mpicc)
+ *   cc heat.c $(mpishard config --build build --cflags --libs --link) -o heat          (cc: mpicc)
  *   mpiexec -n 4 ./heat 100 : -n 2 python heat_model.py
  *   mpiexec -n 4 ./heat 100 alone                                                without a model, q = 0
  */

@@ -1,9 +1,11 @@
-! Shallow water on a periodic plane, rotating, with a drag that a model in another program of the job may give:
+! Shallow water on a periodic plane, rotating, with a drag that a torch model may give, in another program of the job or
+! on the same ranks:
 !     h_t = -H (u_x + v_y),   u_t = f v - g h_x - tau u,   v_t = -f u - g h_y - tau v
 ! An ordinary MPI program: MPI_Cart, one ghost layer, forward-backward steps on one grid of cells.
 !
 !   mpif90 shallow_water.f90 $(mpishard config --build build --cflags --libs) -o shallow_water
 !   mpiexec -n 4 ./shallow_water 100 : -n 2 python drag_model.py
+!   mpiexec -n 4 ./shallow_water 100 drag_model.py:drag
 !   mpiexec -n 4 ./shallow_water 100 alone
 program shallow_water
     use mpi_f08
@@ -15,23 +17,25 @@ program shallow_water
     real(real64), allocatable, target :: h(:, :), u(:, :), v(:, :), tau(:, :)
     real(real64), allocatable :: before(:, :)
     type(MPI_Comm) :: comm, cart
-    type(mps_handle) :: job, domain, fields(3), drag(1), link
+    type(mps_handle) :: job, domain, fields(3), drag(1), link, hook
     integer :: grid(2) = 0, coords(2), own(2), first(2), ranks, rank, steps, step, i, j, d
     integer(int64) :: mark, all_marks
-    character(16) :: word
-    logical :: coupled
+    character(1024) :: word, model
+    logical :: beside, here
     real(real64) :: energy, total
 
     call MPI_Init()
     steps = 100
-    coupled = .true.
+    model = ""
     if (command_argument_count() > 0) then
         call get_command_argument(1, word)
         read (word, *) steps
     end if
-    if (command_argument_count() > 1) coupled = .false.
+    if (command_argument_count() > 1) call get_command_argument(2, model)
+    beside = model == ""
+    here = .not. beside .and. model /= "alone"
     comm = MPI_COMM_WORLD
-    if (coupled) then
+    if (beside) then
         call check(mps_join("water", job))
         call check(mps_comm(job, comm))
     end if
@@ -55,19 +59,21 @@ program shallow_water
         end do
     end do
 
-    if (coupled) then
+    if (beside .or. here) then
         call check(mps_adopt(cart, [nx, ny], domain, sizes=own))
         call check(mps_field(domain, "h", h, fields(1), lo=[1, 1]))
         call check(mps_field(domain, "u", u, fields(2), lo=[1, 1]))
         call check(mps_field(domain, "v", v, fields(3), lo=[1, 1]))
         call check(mps_field(domain, "tau", tau, drag(1)))
-        call check(mps_connect(job, "model", link, out=fields, into=drag))
     end if
+    if (beside) call check(mps_connect(job, "model", link, out=fields, into=drag))
+    if (here) call check(mps_hook(domain, model, hook, inputs=fields, outputs=drag))
     do step = 1, steps
-        if (coupled) then
+        if (beside) then
             call check(mps_put(link))
             call check(mps_get(link))
         end if
+        if (here) call check(mps_step(hook))
         call refresh(h)
         before = u(1:own(1), 1:own(2))
         do j = 1, own(2)
@@ -97,15 +103,16 @@ program shallow_water
     call MPI_Reduce(mark, all_marks, 1, MPI_INTEGER8, MPI_BXOR, 0, cart)
     call MPI_Reduce(energy, total, 1, MPI_DOUBLE_PRECISION, MPI_SUM, 0, cart)
     if (rank == 0) print "(a, i0, a, es22.15, a, z16.16)", "after ", steps, " steps: energy ", total, ", mark ", all_marks
-    if (coupled) then
-        call check(mps_release(link))
+    if (here) call check(mps_release(hook))
+    if (beside) call check(mps_release(link))
+    if (beside .or. here) then
         do d = 1, 3
             call check(mps_release(fields(d)))
         end do
         call check(mps_release(drag(1)))
         call check(mps_release(domain))
-        call check(mps_release(job))
     end if
+    if (beside) call check(mps_release(job))
     call MPI_Comm_free(cart)
     call MPI_Finalize()
 

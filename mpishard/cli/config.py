@@ -9,10 +9,11 @@ import click
 @click.option("--build", "folder", metavar="DIR", required=True, help="Where they are, or go: compiled if not current.")
 @click.option("--cflags", is_flag=True, help="Print what a compiler needs.")
 @click.option("--libs", is_flag=True, help="Print what a linker needs.")
-def config(folder: str, cflags: bool, libs: bool) -> None:
+@click.option("--link", is_flag=True, help="Side by side alone: no Python in the program.")
+def config(folder: str, cflags: bool, libs: bool, link: bool) -> None:
     """Compile the libraries for C and Fortran hosts, and say how to use them."""
     from mpishard.insitu.build import build
 
-    built = build(folder)
+    built = build(folder, link=link)
     if cflags or libs:
         click.echo(" ".join([*[built.cflags] * cflags, *[built.libs] * libs]))

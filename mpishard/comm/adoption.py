@@ -200,19 +200,18 @@ _left: list[MPI.Comm] = []
 def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     """Leave a mesh's communicators, where messages of abandoned calls may be, and plan anew.
 
-    Collective over ``comm``, which has the ranks of the mesh in its order. The old ones are never freed: MPI would
-    give their numbers to new ones, whose messages would meet those that are still under way.
+    Collective over ``comm``, a new one of the mesh's own, with its ranks in its order. The old ones, those of halo
+    exchanges among them, are never freed: MPI would give their numbers to new ones, whose messages would meet those
+    that are still under way; and MPICH ends the program where a message lies in one that is freed.
     """
-    left = [group.comm for group in mesh._groups.values()]
-    _left.extend(left)
     comms = mesh._holding.comms
-    others = [c for c in comms if not any(c is old for old in left)]
+    _left.extend(c for c in comms if c is not comm)
     comms.clear()
     with guard.waiting("renew", (), comm):
         cart = comm.Create_cart(mesh.shape, mesh.periodic, reorder=False)
         comms.append(cart)
         mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
-    comms += others
+    comms.append(comm)
     for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
         plans.clear()
     mesh._partial.clear()

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from typing import NamedTuple
 from mpishard.errors import MissingPackageError, MpishardError, described
 
 NATIVE = Path(__file__).with_name("native")
-SOURCES = ("layout.c", "meeting.c", "domain.c", "link.c")
+SOURCES = ("object.c", "layout.c", "meeting.c", "domain.c", "link.c")
+# the second in a file of its own: a host that calls nothing of it needs no libmpishard
+MODULES = ("mpishard", "mpishard_hook")
 
 
 class Built(NamedTuple):
@@ -23,8 +26,10 @@ class Built(NamedTuple):
     libs: str
 
 
-def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str | None = None) -> Built:
-    """Compile ``libmpishard_link`` and, where there is a Fortran compiler, module ``mpishard``, where not current.
+def build(
+    folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str | None = None, *, link: bool = False
+) -> Built:
+    """Compile both libraries and, where there is a Fortran compiler, module ``mpishard``, where not current.
 
     Not collective.
 
@@ -34,6 +39,8 @@ def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str 
         Gets ``include`` and ``lib``.
     mpicc, mpif90
         The MPI wrappers; ``$MPICC`` and ``$MPIFC``, or those of these names on the path, if not given.
+    link
+        Whether to link ``libmpishard_link``, side by side alone, instead of ``libmpishard``.
 
     Returns
     -------
@@ -46,7 +53,8 @@ def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str 
 
     Notes
     -----
-    ``lib`` has ``libmpishard_link.so`` (plain C and MPI) and ``libmpishard_f.a`` (the Fortran module's code).
+    ``lib`` has ``libmpishard_link.so`` (plain C and MPI), ``libmpishard.so`` (the same, and what starts Python at the
+    first hook: this one, if ``MPISHARD_PYTHON`` names no other) and ``libmpishard_f.a`` (the Fortran module's code).
     """
     folder = Path(folder).resolve()
     include, lib = folder / "include", folder / "lib"
@@ -61,27 +69,32 @@ def build(folder: str | os.PathLike[str], mpicc: str | None = None, mpif90: str 
             )
         )
     fc = _wrapper(mpif90, "MPIFC", "mpif90")
-    marks = [f"{' '.join(cc)} {' '.join(fc or ())}"]
+    marks = [f"{' '.join(cc)} {' '.join(fc or ())} {sys.executable}"]
     marks += [f"{path.name} {path.stat().st_mtime_ns}" for path in sorted(NATIVE.iterdir())]
     stamp, mark = folder / "built", "\n".join(marks)
     if not stamp.exists() or stamp.read_text() != mark:
         for place in (include, lib):
             place.mkdir(parents=True, exist_ok=True)
         shutil.copy(NATIVE / "mpishard.h", include)
-        c = [*cc, "-std=c99", "-O2", "-fPIC", f"-I{NATIVE}"]
+        c = [*cc, "-std=c99", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{NATIVE}"]
         sources = [os.fspath(NATIVE / name) for name in SOURCES]
-        _run([*c, "-shared", *sources, "-o", os.fspath(lib / "libmpishard_link.so")], folder)
+        python = [f'-DMPS_PYTHON="{sys.executable}"', os.fspath(NATIVE / "python.c"), "-ldl", "-lm"]
+        for name, rest in (("libmpishard_link.so", []), ("libmpishard.so", python)):
+            _run([*c, "-shared", *sources, *rest, f"-Wl,-soname,{name}", "-o", os.fspath(lib / name)], folder)
         _run([*c, "-c", os.fspath(NATIVE / "fortran.c"), "-o", "fortran.o"], lib)
         objects = ["fortran.o"]
         if fc is not None:
-            _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / "mpishard.f90"), "-o", "module.o"], lib)
+            for name in MODULES:
+                _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
+                objects.append(f"{name}.o")
             (lib / "mpishard.mod").replace(include / "mpishard.mod")
-            objects.append("module.o")
+            for left in lib.glob("*.smod"):
+                left.unlink()
         _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
         for name in objects:
             (lib / name).unlink()
         stamp.write_text(mark)
-    libs = f"-L{lib} -Wl,-rpath,{lib} -lmpishard_f -lmpishard_link"
+    libs = f"-L{lib} -Wl,-rpath,{lib} -lmpishard_f -lmpishard{'_link' if link else ''}"
     return Built(f"-I{include}", libs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mpishard.insitu.build import build
 from tests.conftest import TESTS, mpiexec
 
 Part = tuple[int, Sequence[object]]
@@ -67,3 +69,32 @@ def programs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.CompletedProcess(words, process.returncode, output)
 
     return run
+
+
+def wrapper(name: str) -> str | None:
+    """Return the compiler of the MPI that the launcher belongs to, where there is one that works."""
+    launcher = shutil.which(mpiexec()[0])
+    assert launcher is not None
+    found = Path(launcher).with_name(name)
+    works = found.exists() and subprocess.run([found, "--version"], capture_output=True).returncode == 0
+    return os.fspath(found) if works else None
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compile a host in C or Fortran against the libraries, which are built once: ``compiled(source, program)``."""
+    folder = tmp_path_factory.mktemp("libraries") / "built"
+    cc, fc = wrapper("mpicc"), wrapper("mpif90")
+
+    def compile_host(source: Path, program: Path, *, link: bool = False) -> Path:
+        compiler = cc if source.suffix == ".c" else fc
+        if cc is None or compiler is None:
+            pytest.skip(f"no MPI compiler for {source.suffix} that works beside the launcher")
+        flags = ["-Wall", "-Werror"] if source.suffix == ".c" else []
+        built = build(folder, cc, fc or "no Fortran", link=link)
+        words = [compiler, *flags, os.fspath(source), *shlex.split(f"{built.cflags} {built.libs}"), "-lm"]
+        done = subprocess.run([*words, "-o", os.fspath(program)], cwd=program.parent, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return program
+
+    return compile_host

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import TESTS, mpiexec
@@ -16,47 +16,56 @@ from tests.conftest import TESTS, mpiexec
 HERE = Path(__file__).parent
 
 
-def wrapper(name: str) -> str:
-    """Return the compiler of the MPI that the launcher belongs to."""
-    found = Path(shutil.which(mpiexec()[0])).with_name(name)
-    if not found.exists() or subprocess.run([found, "--version"], capture_output=True).returncode:
-        pytest.skip(f"no {name} that works beside the launcher")
-    return os.fspath(found)
-
-
-def compiled(command: list[str], folder: Path, **wrappers: str) -> Path:
-    """Compile a host against the libraries that `mpishard config` builds."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mpishard", "config", "--cflags", "--libs", "--build", os.fspath(folder / "built")],
-        env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), **wrappers},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    program = folder / "host"
-    subprocess.run([*command, *built.stdout.split(), "-o", os.fspath(program)], check=True, cwd=folder)
-    return program
-
-
-def test_c(programs, tmp_path):
-    cc = wrapper("mpicc")
-    host = compiled([cc, "-Wall", "-Werror", os.fspath(HERE / "host.c")], tmp_path, MPICC=cc)
-    needed = subprocess.run(
-        ["ldd", os.fspath(tmp_path / "built/lib/libmpishard_link.so")], capture_output=True, text=True
-    )
-    assert "python" not in needed.stdout
+def test_c(programs, compiled, tmp_path):
+    host = compiled(HERE / "host.c", tmp_path / "host", link=True)
+    needed = subprocess.run(["ldd", os.fspath(host)], capture_output=True, text=True).stdout
+    assert "libmpishard_link.so => /" in needed
+    assert "python" not in needed
     for order, ranks in (("C", 2), ("F", 3)):
         done = programs((ranks, [host, order]), (2, [sys.executable, HERE / "model_of_host.py"]))
         assert done.returncode == 0, done.stdout
         assert "C IS RIGHT" in done.stdout
 
 
-def test_fortran(programs, tmp_path):
-    fc, cc = wrapper("mpif90"), wrapper("mpicc")
-    host = compiled([fc, os.fspath(HERE / "host.f90")], tmp_path, MPICC=cc, MPIFC=fc)
+def test_fortran(programs, compiled, tmp_path):
+    host = compiled(HERE / "host.f90", tmp_path / "host", link=True)
     done = programs((2, [host]), (2, [sys.executable, HERE / "model_of_host.py"]))
     assert done.returncode == 0, done.stdout
     assert "FORTRAN IS RIGHT" in done.stdout
+
+
+def test_two_programs_in_c_that_misunderstand_each_other(programs, compiled, tmp_path):
+    host = compiled(HERE / "pair.c", tmp_path / "host", link=True)
+    done = programs((2, [host, "a"]), (1, [host, "b"]))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ALIVE") == 3, done.stdout
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    if "Open MPI) 4" in version:  # other launchers end the whole job with a rank
+        done = programs((2, [host, "a", "kill"]), (1, [host, "b", "kill"]), flags=("--enable-recovery",))
+        assert done.stdout.count("ALIVE") == 2, done.stdout
+
+
+def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
+    """One job with everything that goes right and wrong, one with more threads, and one with another MPI inside."""
+    host = compiled(HERE / "embedded.c", tmp_path / "host")
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    other = "mpich" if "Open MPI" in version else "openmpi"
+    for ranks, part, said, env in (
+        (2, "all", "EMBEDDED C IS RIGHT", {}),
+        (2, "threads", "THE SOLVER GOES ON", {}),
+        (1, "wrong_mpi", "THE OTHER MPI IS NAMED", {"MPI4PY_MPIABI": other}),
+    ):
+        done = programs((ranks, [host, part, HERE]), env=env)
+        assert done.returncode == 0, done.stdout
+        assert said in done.stdout
+        assert part != "all" or done.stdout.count("LEARNED") == ranks
+
+
+def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
+    host = compiled(HERE / "embedded.f90", tmp_path / "host")
+    done = programs((2, [host, HERE]))
+    assert done.returncode == 0, done.stdout
+    assert "EMBEDDED FORTRAN IS RIGHT" in done.stdout
 
 
 def test_without_a_compiler(tmp_path):
@@ -70,31 +79,70 @@ def test_without_a_compiler(tmp_path):
     assert "no MPI compiler" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["heat.c", "shallow_water.f90"])
-def test_a_solver_is_the_same_on_any_ranks_and_beside_a_model_that_does_nothing(programs, tmp_path, name):
-    cc = wrapper("mpicc")
-    examples = TESTS.parent / "examples"
-    if name == "heat.c":
-        model, solver = (
-            "heat_model.py",
-            compiled([cc, "-Wall", "-Werror", os.fspath(examples / name)], tmp_path, MPICC=cc),
-        )
-    else:
-        fc = wrapper("mpif90")
-        model, solver = "drag_model.py", compiled([fc, os.fspath(examples / name)], tmp_path, MPICC=cc, MPIFC=fc)
-    beside = [sys.executable, examples / model]
-    jobs = (
-        [(1, [solver, "20", "alone"])],
-        [(3, [solver, "20"]), (2, [*beside, "0"])],
-        [(1, [solver, "20"]), (1, beside)],
-        [(2, [solver, "20"]), (2, beside)],
-    )
-    ends = []
+EXAMPLES = TESTS.parent / "examples"
+
+
+def ends(programs, *jobs):
+    """Return the sum or energy, and the mark of all bits, at which each job ends."""
+    found = []
     for parts in jobs:
         done = programs(*parts)
         assert done.returncode == 0, done.stdout
-        ends.append(re.search(r"(?:sum|energy) +(\S+), mark (\w+)", done.stdout).groups())
+        end = re.search(r"(?:sum|energy) +(\S+), mark (\w+)", done.stdout)
+        found.append((float(end[1]), end[2]))
+    return found
+
+
+def test_heat_is_the_same_on_any_ranks_and_beside_a_model_that_does_nothing(programs, compiled, tmp_path):
+    solver = compiled(EXAMPLES / "heat.c", tmp_path / "heat", link=True)
+    model = [sys.executable, EXAMPLES / "heat_model.py"]
+    alone, idle, one, two = ends(
+        programs,
+        [(1, [solver, "20", "alone"])],
+        [(3, [solver, "20"]), (2, [*model, "0"])],
+        [(1, [solver, "20"]), (1, model)],
+        [(2, [solver, "20"]), (2, model)],
+    )
     # bit for bit without a model, and up to the order of sums in a convolution with one
-    assert ends[0][1] == ends[1][1]
-    assert float(ends[2][0]) == pytest.approx(float(ends[3][0]), rel=1e-9)
-    assert float(ends[2][0]) != pytest.approx(float(ends[0][0]), rel=1e-4)
+    assert alone[1] == idle[1]
+    assert one[0] == pytest.approx(two[0], rel=1e-9)
+    assert one[0] != pytest.approx(alone[0], rel=1e-4)
+
+
+def water(steps, strength):
+    """Return the energy of examples/shallow_water.f90 after some steps, in numpy."""
+    nx, ny, g, depth, f, dx, dt = 48, 36, 9.81, 10.0, 1e-2, 100.0, 2.0
+    i, j = np.meshgrid(np.arange(1, nx + 1), np.arange(1, ny + 1), indexing="ij")
+    h = np.exp(-((i - nx // 2) ** 2 + (j - ny // 2) ** 2) / 30)
+    u, v = np.zeros_like(h), np.zeros_like(h)
+
+    def slope(a, d):
+        return (np.roll(a, -1, d) - np.roll(a, 1, d)) / (2 * dx)
+
+    for _ in range(steps):
+        speed = np.sqrt(u * u + v * v)
+        tau = strength * sum(np.roll(speed, (p, q), (0, 1)) for p in (-1, 0, 1) for q in (-1, 0, 1)) / 9
+        du, dv = f * v - g * slope(h, 0) - tau * u, -f * u - g * slope(h, 1) - tau * v
+        u, v = u + dt * du, v + dt * dv
+        h = h - dt * depth * (slope(u, 0) + slope(v, 1))
+    return (depth * (u**2 + v**2) + g * h**2).sum()
+
+
+def test_shallow_water_is_the_same_everywhere(programs, compiled, tmp_path):
+    """Alone, with a model that does nothing, and with one, beside it and on its own ranks; and in Python."""
+    solver = compiled(EXAMPLES / "shallow_water.f90", tmp_path / "water")
+    model = [sys.executable, EXAMPLES / "drag_model.py"]
+    alone, idle, still, beside, here, one = ends(
+        programs,
+        [(1, [solver, "20", "alone"])],
+        [(3, [solver, "20"]), (2, [*model, "0"])],
+        [(2, [solver, "20", f"{EXAMPLES / 'drag_model.py'}:nothing"])],
+        [(2, [solver, "20"]), (2, model)],
+        [(4, [solver, "20", f"{EXAMPLES / 'drag_model.py'}:drag"])],
+        [(1, [solver, "20", f"{EXAMPLES / 'drag_model.py'}:drag"])],
+    )
+    assert alone[1] == idle[1] == still[1]
+    assert alone[0] == pytest.approx(water(20, 0.0), rel=1e-9)
+    for end in (beside, here, one):
+        assert end[0] == pytest.approx(water(20, 0.5), rel=1e-9)
+    assert here[0] != pytest.approx(alone[0], rel=1e-4)

@@ -70,8 +70,9 @@ static int borders(sim_t *sim, const int64_t *sizes)
         sim->borders[d] = most;
         if (status) return status;
         if (sum != sim->shape[d])
-            return fail(MPS_ERR_ARGUMENT, "adopt: the owned cells of dim %d %s\n  expected: %lld cells in all\n  got:      %lld", d,
-                        sum < sim->shape[d] ? "leave a gap" : "overlap", (long long)sim->shape[d], (long long)sum);
+            return fail(MPS_ERR_ARGUMENT, "adopt: owned boxes %s along dim %d at the box [%lld:%lld)\n  expected: boxes that end at %lld",
+                        sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d, (long long)sim->borders[d][n - 1],
+                        (long long)sum, (long long)sim->shape[d]);
     }
     return MPS_OK;
 }
@@ -79,13 +80,15 @@ static int borders(sim_t *sim, const int64_t *sizes)
 int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
               mps_handle *handle)
 {
-    int status = mpi_ready();
+    int status = mpi_ready(), inter = 0;
     if (status) return status;
     if (handle == NULL || comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator, or no place for the domain");
     *handle = MPS_NULL;
+    MPI_Comm_test_inter(comm, &inter);
+    if (inter) return fail(MPS_ERR_ARGUMENT, "adopt: not an intra-communicator");
     sim_t *sim = calloc(1, sizeof *sim);
     if (sim == NULL) return fail(MPS_ERR_MEMORY, "adopt: no memory");
-    sim->kind = OBJECT_SIM;
+    sim->users = 1;
     status = circle_init(&sim->circle, comm, "the domain");
     if (status) {
         free(sim);
@@ -95,6 +98,7 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
     sim->size = sim->circle.size;
     sim->ndim = ndim;
     if (ndim < 1 || ndim > 8) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
+    if (!status && shape == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no shape");
     for (int d = 0; !status && d < ndim; d++) {
         sim->shape[d] = shape[d];
         if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
@@ -102,10 +106,38 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
     if (!status) status = topology(sim, comm, grid, periodic);
     status = circle_agree(&sim->circle, status, 60.0);
     if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), 60.0);
-    sim->comm = sim->circle.comm;
-    *handle = (mps_handle)sim;
-    if (status) mps_release(handle);
+    if (!status && (*handle = object_made(OBJECT_SIM, sim)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
+    if (status) {
+        MPI_Comm_free(&sim->circle.comm);
+        sim_left(sim);
+    }
     return status;
+}
+
+void sim_left(sim_t *sim)
+{
+    if (--sim->users) return;
+    for (int d = 0; d < MAX_DIMS; d++) free(sim->borders[d]);
+    free(sim);
+}
+
+/* cells of other indices in the same memory, or strides in cells instead of bytes */
+static int strides_fit(const field_t *field)
+{
+    int64_t item = dtype_size(field->dtype), room = item;
+    int used[MAX_DIMS] = {0}, ndim = field->layout.ndim;
+    for (int d = 0; d < ndim; d++)
+        if (field->extents[d] == 0) return 1;
+    for (int k = 0; k < ndim; k++) {
+        int least = -1;
+        for (int d = 0; d < ndim; d++)
+            if (!used[d] && field->extents[d] > 1 && (least < 0 || llabs(field->strides[d]) < llabs(field->strides[least]))) least = d;
+        if (least < 0) break;
+        used[least] = 1;
+        if (llabs(field->strides[least]) < room) return 0;
+        room = llabs(field->strides[least]) * field->extents[least];
+    }
+    return 1;
 }
 
 static int described(sim_t *sim, field_t *field, int ndim, const int *dims, const int64_t *extents, const int64_t *lo,
@@ -148,65 +180,102 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
     for (int m = 0; m < sim->ndim; m++)
         if (layout->shards[m] < 0)
             return fail(MPS_ERR_ARGUMENT, "field '%s': no array dim is dim %d of the domain", field->name, m);
+    if (!strides_fit(field))
+        return fail(MPS_ERR_ARGUMENT, "field '%s': its strides let cells share memory\n  expected: strides in bytes, of cells of %lld bytes",
+                    field->name, (long long)dtype_size(field->dtype));
+    return MPS_OK;
+}
+
+static int named(sim_t *sim, field_t *field, const char *name)
+{
+    if (!name_fits(name)) return fail(MPS_ERR_ARGUMENT, "field: no name\n  expected: a text of 1 to %d bytes", NAME_BYTES - 1);
+    snprintf(field->name, sizeof field->name, "%s", name);
+    for (field_t *other = sim->fields; other != NULL; other = other->next)
+        if (strcmp(other->name, name) == 0)
+            return fail(MPS_ERR_ARGUMENT, "field '%s': a name used twice\n  expected: a new name\n  fix:      mps_rebind swaps arrays", name);
     return MPS_OK;
 }
 
 int mps_field(mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
               const int64_t *lo, const int64_t *strides, mps_handle *out)
 {
-    sim_t *sim = (sim_t *)handle;
-    if (sim == NULL || sim->kind != OBJECT_SIM || out == NULL)
-        return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt");
-    *out = MPS_NULL;
+    sim_t *sim = object_of(handle, OBJECT_SIM);
+    if (out != NULL) *out = MPS_NULL;
+    if (sim == NULL || out == NULL) return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt, that was not released");
     field_t *field = calloc(1, sizeof *field);
     if (field == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
-    field->kind = OBJECT_FIELD;
+    field->users = 1;
     field->dtype = dtype;
     field->data = data;
-    field->comm = sim->comm;
-    int status = MPS_OK;
-    if (!name_fits(name)) status = fail(MPS_ERR_ARGUMENT, "field: no name\n  expected: a text of 1 to %d bytes", NAME_BYTES - 1);
-    else snprintf(field->name, sizeof field->name, "%s", name);
+    field->sim = sim;
+    sim->users++;
+    int status = named(sim, field, name);
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
     if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
     if (!status && data == NULL && !layout_idle(&field->layout, sim->rank))
         status = fail(MPS_ERR_ARGUMENT, "field '%s': data is a null pointer, and this rank owns cells", field->name);
     status = circle_agree(&sim->circle, status, 60.0);
-    *out = (mps_handle)field;
-    if (status) mps_release(out);
-    return status;
+    if (!status && (*out = object_made(OBJECT_FIELD, field)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "field: no memory");
+    if (status) {
+        field_left(field);
+        return status;
+    }
+    field->next = sim->fields;
+    sim->fields = field;
+    return MPS_OK;
+}
+
+void field_left(field_t *field)
+{
+    if (--field->users) return;
+    layout_free(&field->layout);
+    sim_left(field->sim);
+    free(field);
+}
+
+int field_usable(const field_t *field, const char *call)
+{
+    if (!field->released && !field->sim->released) return MPS_OK;
+    return fail(MPS_ERR_ORDER, "%s: field '%s' was released\n  expected: use before mps_release of it and of its domain", call, field->name);
 }
 
 int mps_rebind(mps_handle handle, void *data)
 {
-    field_t *field = (field_t *)handle;
-    if (field == NULL || field->kind != OBJECT_FIELD) return fail(MPS_ERR_ORDER, "rebind: expected a field, from mps_field");
+    field_t *field = object_of(handle, OBJECT_FIELD);
+    if (field == NULL) return fail(MPS_ERR_ORDER, "rebind: expected a field, from mps_field, that was not released");
     field->data = data;
-    return MPS_OK;
+    field->binding++;
+    return field_usable(field, "rebind");
 }
+
+int (*python_release)(int kind, void *object) = NULL;
 
 int mps_release(mps_handle *handle)
 {
     if (handle == NULL || *handle == MPS_NULL) return MPS_OK;
-    int over = 0, status = MPS_OK, *kind = (int *)*handle;
+    int over = 0, status = MPS_OK, kind = object_kind(*handle);
+    void *object = object_of(*handle, kind);
+    if (object == NULL) return fail(MPS_ERR_ORDER, "release: not a handle of mpishard, or one that was released");
     MPI_Finalized(&over);
-    if (*kind == OBJECT_SIM) {
-        sim_t *sim = (sim_t *)*handle;
-        for (int d = 0; d < MAX_DIMS; d++) free(sim->borders[d]);
+    if (python_release != NULL && !over) status = python_release(kind, object);
+    if (kind == OBJECT_SIM) {
+        sim_t *sim = object;
+        sim->released = 1;
         if (!over) MPI_Comm_free(&sim->circle.comm);
-    } else if (*kind == OBJECT_FIELD)
-        layout_free(&((field_t *)*handle)->layout);
-    else if (*kind == OBJECT_PROGRAM) {
-        /* its communicators are left to MPI_Finalize: a notice that crossed another may lie in them, and MPICH ends the
-         * program where such a communicator is freed */
-        free(((program_t *)*handle)->far);
-    } else if (*kind == OBJECT_LINK) {
-        status = mps_close(*handle);
-        link_free((link_t *)*handle);
-    } else
-        return fail(MPS_ERR_ORDER, "release: not a handle of mpishard, or one that was released");
-    *kind = 0;
-    free(*handle);
+        sim_left(sim);
+    } else if (kind == OBJECT_FIELD) {
+        field_t *field = object, **at = &field->sim->fields;
+        while (*at != NULL && *at != field) at = &(*at)->next;
+        if (*at == field) *at = field->next;
+        field->released = 1;
+        field_left(field);
+    } else if (kind == OBJECT_PROGRAM)
+        program_left(object);
+    else if (kind == OBJECT_LINK) {
+        if (!over) status = mps_close(*handle);
+        link_free(object);
+    }
+    object_dropped(*handle);
     *handle = MPS_NULL;
     return status;
 }

@@ -25,7 +25,7 @@ typedef struct {
 } flow_t;
 
 struct link_s {
-    int kind, closed, failed, tag, serial;
+    int closed, failed, tag, serial;
     program_t *program;
     far_t *far;
     double timeout;
@@ -52,8 +52,7 @@ static int offered(const field_t *field, int size, offer_t *offer)
     snprintf(offer->name, sizeof offer->name, "%s", field->name);
     snprintf(offer->dtype, sizeof offer->dtype, "%s", dtype_name(field->dtype));
     offer->layout = field->layout; /* borders stay the field's */
-    int ranks;
-    MPI_Comm_size(field->comm, &ranks);
+    int ranks = field->sim->size;
     if (ranks != size)
         return fail(MPS_ERR_ARGUMENT, "connect: field '%s' lies on other ranks than the program's\n  expected: a domain on its %d ranks\n"
                     "  got:      %d ranks", field->name, size, ranks);
@@ -396,12 +395,16 @@ static int taken(link_t *link, flow_t *flow, int count, const mps_handle *given,
     side->of[s] = calloc((size_t)count + 1, sizeof *side->of[s]);
     if (flow->of == NULL || side->of[s] == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
     for (int i = 0; i < count; i++) {
-        flow->of[i] = (field_t *)given[i];
-        if (flow->of[i] == NULL || flow->of[i]->kind != OBJECT_FIELD)
-            return fail(MPS_ERR_ARGUMENT, "connect: field %d is none\n  expected: fields, from mps_field", i);
+        field_t *field = object_of(given[i], OBJECT_FIELD);
+        if (field == NULL)
+            return fail(MPS_ERR_ARGUMENT, "connect: field %d is none\n  expected: fields, from mps_field, that were not released", i);
+        flow->of[flow->fields++] = field;
+        field->users++;
+        int status = field_usable(field, "connect");
+        if (status) return status;
     }
     qsort(flow->of, (size_t)count, sizeof *flow->of, by_name);
-    flow->fields = side->count[s] = count;
+    side->count[s] = count;
     for (int i = 0; i < count; i++) {
         if (i && strcmp(flow->of[i - 1]->name, flow->of[i]->name) == 0)
             return fail(MPS_ERR_ARGUMENT, "connect: two fields of one name, '%s'", flow->of[i]->name);
@@ -415,10 +418,8 @@ static int taken(link_t *link, flow_t *flow, int count, const mps_handle *given,
 static int order_of(link_t *link, field_t *field, offer_t *offer)
 {
     circle_t *circle = &link->program->circle;
-    int64_t mine, values[3];
-    int rank;
-    MPI_Comm_rank(field->comm, &rank);
-    mine = rank;
+    int rank = field->sim->rank;
+    int64_t mine = rank, values[3];
     circle_start(circle, MPS_OK, 0, rank == circle->rank, 0, 0);
     int status = circle_finish(circle, link->timeout, values);
     if (status || values[0]) return status;
@@ -485,11 +486,10 @@ static int make(link_t *link, side_t *mine, int status)
 int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle *out, int n_into, const mps_handle *into, int policy,
                 int depth, double timeout, mps_handle *result)
 {
-    program_t *program = (program_t *)handle;
+    program_t *program = object_of(handle, OBJECT_PROGRAM);
     side_t mine = {policy, depth > 0 ? depth : MPS_DEFAULT, {0, 0}, {NULL, NULL}};
-    if (program == NULL || program->kind != OBJECT_PROGRAM || result == NULL)
-        return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
-    *result = MPS_NULL;
+    if (result != NULL) *result = MPS_NULL;
+    if (program == NULL || result == NULL) return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
     link_t *link = calloc(1, sizeof *link);
     if (link == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
     for (int i = 0; i < program->others; i++)
@@ -499,8 +499,8 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
         return fail(MPS_ERR_PEER, "connect: no such program\n  expected: another program of the job\n  got:      '%s', in program '%s'",
                     name ? name : "", program->name);
     }
-    link->kind = OBJECT_LINK;
     link->program = program;
+    program->users++;
     link->tag = link->far->connects++ * LINK_TAGS;
     link->serial = program->links++;
     link->timeout = timeout > 0 ? timeout : 60.0;
@@ -511,17 +511,16 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     if (!status) status = taken(link, &link->into, n_into, into, &mine, 1);
     status = make(link, &mine, status);
     side_free(&mine, 1);
+    if (!status && (*result = object_made(OBJECT_LINK, link)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
     if (status) {
         char text[TEXT_BYTES];
         snprintf(text, sizeof text, "%s", mps_error());
         link_free(link);
-        free(link);
         return fail(status, "%s", text);
     }
     link->next = open_links;
     open_links = link;
     background = progress_all;
-    *result = (mps_handle)link;
     return MPS_OK;
 }
 
@@ -719,11 +718,15 @@ static slot_t *emptied(link_t *link)
 
 static link_t *usable(mps_handle handle, const char *call, int *status)
 {
-    link_t *link = (link_t *)handle;
+    link_t *link = object_of(handle, OBJECT_LINK);
     *status = MPS_OK;
-    if (link == NULL || link->kind != OBJECT_LINK) *status = fail(MPS_ERR_ORDER, "%s: expected a link, from mps_connect", call);
+    if (link == NULL) *status = fail(MPS_ERR_ORDER, "%s: expected a link, from mps_connect, that was not released", call);
     else if (link->failed) *status = fail(link->failed, "%s", link->text);
     else if (link->closed) *status = fail(MPS_ERR_ORDER, "%s: the link is closed\n  expected: an open link\n  got:      mps_close before", call);
+    else
+        for (int s = 0; s < 2; s++)
+            for (int i = 0; i < (s ? &link->into : &link->out)->fields && !*status; i++)
+                *status = field_usable((s ? &link->into : &link->out)->of[i], call);
     return *status ? NULL : link;
 }
 
@@ -911,9 +914,9 @@ static void leave(link_t *link)
 
 int mps_close(mps_handle handle)
 {
-    link_t *link = (link_t *)handle;
+    link_t *link = object_of(handle, OBJECT_LINK);
     int status = MPS_OK, certain = 0;
-    if (link == NULL || link->kind != OBJECT_LINK) return fail(MPS_ERR_ORDER, "close: expected a link, from mps_connect");
+    if (link == NULL) return fail(MPS_ERR_ORDER, "close: expected a link, from mps_connect");
     if (link->closed) return MPS_OK;
     link->closed = 1;
     if (link->failed) {
@@ -944,6 +947,7 @@ void link_free(link_t *link)
     flow_t *flows[2] = {&link->out, &link->into};
     int over = 0;
     MPI_Finalized(&over);
+    leave(link);
     for (int s = 0; s < 2; s++) {
         flow_t *flow = flows[s];
         for (int i = 0; i < flow->slots; i++) {
@@ -963,9 +967,12 @@ void link_free(link_t *link)
             free(slot->requests);
         }
         for (int i = 0; i < flow->count; i++) free(flow->parcels[i].parts);
+        for (int i = 0; i < flow->fields; i++) field_left(flow->of[i]);
         free(flow->parcels);
         free(flow->slot);
         free(flow->unread);
         free(flow->of);
     }
+    program_left(link->program);
+    free(link);
 }

@@ -459,7 +459,7 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
     program_t *program = calloc(1, sizeof *program);
     if (handle == NULL || program == NULL) return fail(MPS_ERR_ARGUMENT, "join: no place for the program");
     *handle = MPS_NULL;
-    program->kind = OBJECT_PROGRAM;
+    program->users = 1;
     if (name_fits(name)) snprintf(program->name, sizeof program->name, "%s", name);
     /* errors of MPI come back here, and the host's handler is as before */
     MPI_Errhandler before;
@@ -468,24 +468,23 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
     status = meet(name, timeout > 0 ? timeout : 60.0, program);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, before);
     if (before != MPI_ERRORS_ARE_FATAL && before != MPI_ERRORS_RETURN) MPI_Errhandler_free(&before);
-    if (status) {
-        free(program->far);
-        free(program);
-        return status;
-    }
-    *handle = (mps_handle)program;
-    return MPS_OK;
+    if (!status && (*handle = object_made(OBJECT_PROGRAM, program)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "join: no memory");
+    if (status) program_left(program);
+    return status;
 }
 
-static program_t *program_of(mps_handle handle)
+/* Its communicators are left to MPI_Finalize: a notice that crossed another may lie in them, and MPICH ends the program
+ * where such a communicator is freed. */
+void program_left(program_t *program)
 {
-    program_t *program = (program_t *)handle;
-    return program != NULL && program->kind == OBJECT_PROGRAM ? program : NULL;
+    if (--program->users) return;
+    free(program->far);
+    free(program);
 }
 
 int mps_comm(mps_handle handle, MPI_Comm *comm)
 {
-    program_t *program = program_of(handle);
+    program_t *program = object_of(handle, OBJECT_PROGRAM);
     if (program == NULL || comm == NULL) return fail(MPS_ERR_ARGUMENT, "comm: expected a program, from mps_join");
     *comm = program->comm;
     return MPS_OK;
@@ -493,7 +492,7 @@ int mps_comm(mps_handle handle, MPI_Comm *comm)
 
 int mps_ranks(mps_handle handle, const char *name, int *ranks)
 {
-    program_t *program = program_of(handle);
+    program_t *program = object_of(handle, OBJECT_PROGRAM);
     if (program == NULL || ranks == NULL) return fail(MPS_ERR_ARGUMENT, "ranks: expected a program, from mps_join");
     *ranks = strcmp(program->name, name) == 0 ? program->ranks : 0;
     for (int i = 0; i < program->others; i++)

@@ -1,5 +1,5 @@
 ! mpishard for Fortran: the calls of mpishard.h. Every function returns a status that is the same on all ranks of the
-! program: MPS_OK, MPS_END, MPS_DROPPED, or a negative number; mps_error() then says what was wrong.
+! program: MPS_OK, another one that is positive, or a negative number; mps_error() then says what was wrong.
 !
 ! The index order of a field is its array's: a(x, y) here is the tensor [x, y] there.
 module mpishard
@@ -9,22 +9,24 @@ module mpishard
     private
 
     public :: mps_handle, mps_adopt, mps_field, mps_field_at, mps_rebind, mps_join, mps_comm, mps_ranks, mps_connect
-    public :: mps_put, mps_get, mps_close, mps_release, mps_error
+    public :: mps_put, mps_get, mps_close, mps_release, mps_error, mps_hook, mps_step, mps_start, mps_wait
 
     type, bind(c) :: mps_handle
         type(c_ptr) :: object = c_null_ptr
     end type
 
-    integer, parameter, public :: MPS_OK = 0, MPS_END = 1, MPS_DROPPED = 2
+    integer, parameter, public :: MPS_OK = 0, MPS_END = 1, MPS_DROPPED = 2, MPS_NO_TURN = 3
     integer, parameter, public :: MPS_ERR_ARGUMENT = -1, MPS_ERR_ORDER = -2, MPS_ERR_PEER = -3, MPS_ERR_MATCH = -4
-    integer, parameter, public :: MPS_ERR_MPI = -5, MPS_ERR_MEMORY = -6, MPS_ERR_LOST = -8
+    integer, parameter, public :: MPS_ERR_MPI = -5, MPS_ERR_MEMORY = -6, MPS_ERR_MODEL = -7
+    integer, parameter, public :: MPS_ERR_LOST = -8, MPS_ERR_PYTHON = -9
     integer, parameter, public :: MPS_DEFAULT = -1, MPS_BLOCK = 0, MPS_DROP_NEWEST = 1, MPS_LATEST = 2
     integer, parameter, public :: MPS_BOOL = 0, MPS_UINT8 = 1, MPS_INT8 = 2, MPS_INT16 = 3, MPS_INT32 = 4, MPS_INT64 = 5
     integer, parameter, public :: MPS_FLOAT16 = 9, MPS_BFLOAT16 = 10, MPS_FLOAT32 = 11, MPS_FLOAT64 = 12
     integer, parameter, public :: MPS_COMPLEX64 = 13, MPS_COMPLEX128 = 14
 
     ! mps_field(sim, name, array, field, lo, dims): lo(d) ghost cells lie before the owned ones (none if not given);
-    ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given)
+    ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given). The array is
+    ! a target that lives until the field is released; it may be a section of another
     interface mps_field
         module procedure field_real32_1
         module procedure field_real32_2
@@ -103,6 +105,18 @@ module mpishard
             type(mps_handle), value :: link
             integer(c_int64_t), intent(out) :: step
         end function
+        integer(c_int) function mps_step(hook) bind(c)
+            import
+            type(mps_handle), value :: hook
+        end function
+        integer(c_int) function mps_start(hook) bind(c)
+            import
+            type(mps_handle), value :: hook
+        end function
+        integer(c_int) function mps_wait(hook) bind(c)
+            import
+            type(mps_handle), value :: hook
+        end function
         integer(c_int) function mps_close(link) bind(c)
             import
             type(mps_handle), value :: link
@@ -117,6 +131,18 @@ module mpishard
         integer(c_size_t) function strlen(text) bind(c)
             import
             type(c_ptr), value :: text
+        end function
+    end interface
+
+    interface
+        ! mps_hook(sim, model, hook, inputs, outputs, every, train): as in mpishard.h
+        module integer function mps_hook(sim, model, hook, inputs, outputs, every, train) result(status)
+            type(mps_handle), intent(in) :: sim
+            character(*), intent(in) :: model
+            type(mps_handle), intent(out) :: hook
+            type(mps_handle), intent(in), optional :: inputs(:), outputs(:)
+            integer, intent(in), optional :: every
+            logical, intent(in), optional :: train
         end function
     end interface
 
@@ -170,11 +196,27 @@ contains
         integer, intent(in) :: extents(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
-        integer(c_int64_t) :: strides(size(extents)), ghosts(size(extents))
-        integer(c_int), target :: numbers(size(extents))
-        type(c_ptr) :: at
+        integer(c_int64_t) :: strides(size(extents))
         integer :: d
         integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
+        strides(1) = nbytes(max(0, min(dtype, 14)))
+        do d = 2, size(extents)
+            strides(d) = strides(d - 1) * extents(d - 1)
+        end do
+        status = made(sim, name, dtype, data, extents, strides, field, lo, dims)
+    end function
+
+    integer function made(sim, name, dtype, data, extents, strides, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer, intent(in) :: dtype, extents(:)
+        type(c_ptr), intent(in) :: data
+        integer(c_int64_t), intent(in) :: strides(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
+        integer(c_int64_t) :: ghosts(size(extents))
+        integer(c_int), target :: numbers(size(extents))
+        type(c_ptr) :: at
         at = c_null_ptr
         ghosts = 0
         if (present(lo)) ghosts = lo
@@ -182,12 +224,30 @@ contains
             numbers = dims - 1
             at = c_loc(numbers)
         end if
-        strides(1) = nbytes(max(0, min(dtype, 14)))
-        do d = 2, size(extents)
-            strides(d) = strides(d - 1) * extents(d - 1)
-        end do
         status = c_field(sim, trim(name) // c_null_char, dtype, data, size(extents), at, int(extents, c_int64_t), &
                          ghosts, strides, field)
+    end function
+
+    ! an array that may be a section of another: cells(1) is its first cell, cells(1 + d) the next one along dim d
+    integer function placed(sim, name, dtype, cells, extents, field, lo, dims) result(status)
+        type(mps_handle), intent(in) :: sim
+        character(*), intent(in) :: name
+        integer, intent(in) :: dtype, extents(:)
+        type(c_ptr), intent(in) :: cells(:)
+        type(mps_handle), intent(out) :: field
+        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
+        integer(c_int64_t) :: strides(size(extents))
+        integer(c_intptr_t) :: first
+        integer :: d
+        if (any(extents == 0)) then
+            status = mps_field_at(sim, name, dtype, c_null_ptr, extents, field, lo, dims)
+            return
+        end if
+        first = transfer(cells(1), first)
+        do d = 1, size(extents)
+            strides(d) = transfer(cells(1 + d), first) - first
+        end do
+        status = made(sim, name, dtype, cells(1), extents, strides, field, lo, dims)
     end function
 
     integer function mps_join(name, program, timeout) result(status)
@@ -247,144 +307,220 @@ contains
     integer function field_real32_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target, contiguous :: array(:)
+        real(c_float), intent(inout), target :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(1), dims(1)
-        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(2)
+        integer :: n(1)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real32_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target, contiguous :: array(:, :)
+        real(c_float), intent(inout), target :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(2), dims(2)
-        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(3)
+        integer :: n(2)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real32_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target, contiguous :: array(:, :, :)
+        real(c_float), intent(inout), target :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(3), dims(3)
-        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(4)
+        integer :: n(3)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
+                                      c_loc(array(1, 1, n(3)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real32_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target, contiguous :: array(:, :, :, :)
+        real(c_float), intent(inout), target :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(4), dims(4)
-        status = mps_field_at(sim, name, MPS_FLOAT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(5)
+        integer :: n(4)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
+                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
+                                      c_loc(array(1, 1, 1, n(4)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real64_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target, contiguous :: array(:)
+        real(c_double), intent(inout), target :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(1), dims(1)
-        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(2)
+        integer :: n(1)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real64_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target, contiguous :: array(:, :)
+        real(c_double), intent(inout), target :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(2), dims(2)
-        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(3)
+        integer :: n(2)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real64_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target, contiguous :: array(:, :, :)
+        real(c_double), intent(inout), target :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(3), dims(3)
-        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(4)
+        integer :: n(3)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
+                                      c_loc(array(1, 1, n(3)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_real64_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target, contiguous :: array(:, :, :, :)
+        real(c_double), intent(inout), target :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(4), dims(4)
-        status = mps_field_at(sim, name, MPS_FLOAT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(5)
+        integer :: n(4)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
+                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
+                                      c_loc(array(1, 1, 1, n(4)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int32_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target, contiguous :: array(:)
+        integer(c_int32_t), intent(inout), target :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(1), dims(1)
-        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(2)
+        integer :: n(1)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
+        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int32_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :)
+        integer(c_int32_t), intent(inout), target :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(2), dims(2)
-        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(3)
+        integer :: n(2)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
+        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int32_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :, :)
+        integer(c_int32_t), intent(inout), target :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(3), dims(3)
-        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(4)
+        integer :: n(3)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
+                                      c_loc(array(1, 1, n(3)))]
+        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int32_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target, contiguous :: array(:, :, :, :)
+        integer(c_int32_t), intent(inout), target :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(4), dims(4)
-        status = mps_field_at(sim, name, MPS_INT32, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(5)
+        integer :: n(4)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
+                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
+                                      c_loc(array(1, 1, 1, n(4)))]
+        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int64_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target, contiguous :: array(:)
+        integer(c_int64_t), intent(inout), target :: array(:)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(1), dims(1)
-        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(2)
+        integer :: n(1)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
+        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int64_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :)
+        integer(c_int64_t), intent(inout), target :: array(:, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(2), dims(2)
-        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(3)
+        integer :: n(2)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
+        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int64_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :, :)
+        integer(c_int64_t), intent(inout), target :: array(:, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(3), dims(3)
-        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(4)
+        integer :: n(3)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
+                                      c_loc(array(1, 1, n(3)))]
+        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
     end function
 
     integer function field_int64_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target, contiguous :: array(:, :, :, :)
+        integer(c_int64_t), intent(inout), target :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
         integer, intent(in), optional :: lo(4), dims(4)
-        status = mps_field_at(sim, name, MPS_INT64, c_loc(array), shape(array), field, lo, dims)
+        type(c_ptr) :: cells(5)
+        integer :: n(4)
+        n = min(2, shape(array))
+        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
+                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
+                                      c_loc(array(1, 1, 1, n(4)))]
+        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
     end function
 end module

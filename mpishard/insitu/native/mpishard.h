@@ -1,8 +1,9 @@
-/* mpishard for C: couple a simulation to other programs of its MPI job.
+/* mpishard for C: a torch model on the ranks of a simulation, or beside it in another program of its MPI job.
  *
- * Every call returns a status that is the same on all ranks of the program: MPS_OK, MPS_END, MPS_DROPPED, or a negative
- * number; mps_error() then says what was wrong. No call ends the program. Handles are opaque; give each to mps_release
- * when it is no longer used. docs/coupling.md tells the rest.
+ * Every call returns a status that is the same on all ranks of the program: MPS_OK, another one that is positive, or a
+ * negative number; mps_error() then says what was wrong. No call ends the program, or changes its handlers of errors and
+ * signals, its floating-point environment, or the state of MPI. Handles are opaque; give each to mps_release when it is no
+ * longer used. docs/host-c.md tells the rest.
  */
 #ifndef MPISHARD_H
 #define MPISHARD_H
@@ -21,14 +22,20 @@ enum {
     MPS_OK = 0,
     MPS_END = 1,         /* the other side has closed the link */
     MPS_DROPPED = 2,     /* mps_put: all slots were full, and the policy is to drop */
+    MPS_NO_TURN = 3,     /* mps_step, mps_start, mps_wait: not one of the calls at which the hook runs */
     MPS_ERR_ARGUMENT = -1,
-    MPS_ERR_ORDER = -2,  /* a call after close or release, or on a handle of another kind */
+    MPS_ERR_ORDER = -2,  /* a call after close or release, on a handle of another kind, or not allowed where it stands */
     MPS_ERR_PEER = -3,   /* another program did not come, went away, or died */
     MPS_ERR_MATCH = -4,  /* the two sides of a link do not fit */
     MPS_ERR_MPI = -5,    /* MPI is not initialised, or one of its calls failed */
     MPS_ERR_MEMORY = -6,
-    MPS_ERR_LOST = -8    /* ranks of this program did not come to the call */
+    MPS_ERR_MODEL = -7,  /* the model was not found, has raised, or its output does not fit */
+    MPS_ERR_LOST = -8,   /* ranks of this program did not come to the call */
+    MPS_ERR_PYTHON = -9  /* Python was not found, did not start, or has another MPI */
 };
+
+/* how mps_hook runs a model: for its output alone, or with gradients, as a function that trains needs them */
+enum { MPS_INFER = 0, MPS_TRAIN = 1 };
 
 /* what mps_put does when all slots are full; MPS_DEFAULT leaves it to the other side, else it is MPS_BLOCK */
 enum { MPS_DEFAULT = -1, MPS_BLOCK = 0, MPS_DROP_NEWEST = 1, MPS_LATEST = 2 };
@@ -58,8 +65,25 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
  */
 int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,
               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *field);
-/* The same field in another array of the same extents, strides and ghosts: time levels. Not collective. */
+/* The same field in another array of the same extents, strides and ghosts: time levels. No communication, but on all
+ * ranks alike. */
 int mps_rebind(mps_handle field, void *data);
+
+/* A model on the ranks of the domain; in libmpishard alone. Collective over the domain's ranks. The first one starts the
+ * Python that $MPISHARD_PYTHON names, or the one that built the library.
+ *   model    "file.py:function" or "package.module:function", or an object there that can be called: with the input
+ *            fields as tensors of the domain's shape; it returns the output fields' new values
+ *   every    runs at every so-manieth call, the first included; 0: 1
+ *   mode     MPS_INFER or MPS_TRAIN
+ */
+int mps_hook(mps_handle sim, const char *model, int n_in, const mps_handle *in, int n_out, const mps_handle *out, int every,
+             int mode, mps_handle *hook);
+/* Run the model on the fields as they are now. Collective. On an error the outputs are as they were. */
+int mps_step(mps_handle hook);
+/* Run it in a thread, on copies of the inputs' owned cells, while the solver goes on; mps_wait writes the outputs.
+ * Collective. MPI must have been initialised with MPI_THREAD_MULTIPLE. */
+int mps_start(mps_handle hook);
+int mps_wait(mps_handle hook);
 
 /* Join the other programs of the job by name. Collective over MPI_COMM_WORLD. timeout in seconds, 0: 60. */
 int mps_join(const char *name, double timeout, mps_handle *program);

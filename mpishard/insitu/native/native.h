@@ -1,8 +1,10 @@
-/* What the sources of libmpishard_link share. The wire format is that of mpishard/comm/wire.py. */
+/* What the sources share; hidden in the libraries but for mpishard.h. The wire format: mpishard/comm/coupling/wire.py. */
 #ifndef MPISHARD_NATIVE_H
 #define MPISHARD_NATIVE_H
 
+#pragma GCC visibility push(default)
 #include "mpishard.h"
+#pragma GCC visibility pop
 #include <stddef.h>
 
 enum { MAX_DIMS = 16, NAME_BYTES = 64, TEXT_BYTES = 1024, HEAD_BYTES = 64, ALIGNMENT = 64 };
@@ -11,7 +13,14 @@ enum { TAG_HELLO, TAG_PRESENCE, TAG_DATA, TAG_REQUEST, TAG_STOP, TAG_SERVE };
 enum { KIND_STEP, KIND_END, KIND_GONE };
 enum { KIND_OFFER, KIND_ACCEPT, KIND_WITHDRAW };
 
-enum { OBJECT_SIM = 0x51, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK };
+enum { OBJECT_SIM = 1, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK, OBJECT_HOOK };
+
+/* object.c */
+
+mps_handle object_made(int kind, void *object); /* MPS_NULL: no memory */
+void *object_of(mps_handle handle, int kind);   /* NULL: of another kind, or released */
+int object_kind(mps_handle handle);
+void object_dropped(mps_handle handle);
 
 /* layout.c: pure arithmetic */
 
@@ -60,11 +69,36 @@ typedef struct { int64_t machine, pid, started; } presence_t;
 presence_t presence_here(void);
 char presence_state(const presence_t *who); /* 'X' dead, 'T' stopped, ' ' not known */
 
-typedef struct { char name[NAME_BYTES]; int ranks, first; MPI_Comm both; int connects; } far_t;
-typedef struct { int kind; char name[NAME_BYTES]; int ranks; MPI_Comm comm; circle_t circle; int others; far_t *far; int links; } program_t;
+/* An object lives as long as its handle, and those that use it: fields their domain, links and hooks their fields. */
 
-typedef struct { int kind; MPI_Comm comm; circle_t circle; int rank, size, ndim; int64_t shape[MAX_DIMS]; int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS]; int64_t *borders[MAX_DIMS]; } sim_t;
-typedef struct { int kind; char name[NAME_BYTES]; int dtype; char *data; int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS]; layout_t layout; MPI_Comm comm; } field_t;
+typedef struct { char name[NAME_BYTES]; int ranks, first; MPI_Comm both; int connects; } far_t;
+typedef struct { int users; char name[NAME_BYTES]; int ranks; MPI_Comm comm; circle_t circle; int others; far_t *far; int links; } program_t;
+void program_left(program_t *program);
+
+typedef struct field_s field_t;
+typedef struct {
+    int users, released, rank, size, ndim;
+    circle_t circle;
+    int64_t shape[MAX_DIMS];
+    int grid[MAX_DIMS], coords[MAX_DIMS], periodic[MAX_DIMS];
+    int64_t *borders[MAX_DIMS];
+    field_t *fields; /* not released */
+    int64_t python;  /* what Python knows it by; 0: not at all */
+    int64_t hooks;   /* made so far */
+} sim_t;
+void sim_left(sim_t *sim);
+
+struct field_s {
+    int users, released, dtype;
+    char name[NAME_BYTES], *data;
+    int64_t strides[MAX_DIMS], extents[MAX_DIMS], lo[MAX_DIMS], python;
+    int binding, bound; /* counts of mps_rebind, and how many of them Python has heard of */
+    layout_t layout;
+    sim_t *sim;
+    field_t *next;
+};
+int field_usable(const field_t *field, const char *call); /* or MPS_ERR_ORDER */
+void field_left(field_t *field);
 
 int64_t dtype_size(int dtype);
 const char *dtype_name(int dtype);
@@ -73,5 +107,8 @@ int name_fits(const char *name);
 /* link.c */
 typedef struct link_s link_t;
 void link_free(link_t *link);
+
+/* python.c, where it is there: what Python has of an object */
+extern int (*python_release)(int kind, void *object);
 
 #endif

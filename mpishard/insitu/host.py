@@ -1,0 +1,229 @@
+"""What a host in C or Fortran calls, by way of native/python.c: operations on numbers and a text."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mpishard.errors import MpishardError, UnsupportedOperationError, described
+from mpishard.insitu.field import Field
+from mpishard.insitu.hook import Hook
+from mpishard.insitu.offer import DTYPES
+from mpishard.insitu.simulation import Simulation, adopt
+
+# of mpishard.h
+OK, NO_TURN = 0, 3
+ERR_ARGUMENT, ERR_ORDER, ERR_MODEL = -1, -2, -7
+
+
+class Host:
+    """The operations that native/python.c numbers, in its order; called with one's number, its numbers, and a text.
+
+    Objects have numbers from 1 on. An error is told as a text in ``door``, and returned as a negative status.
+    """
+
+    def __init__(self, door: Any) -> None:
+        self._door = door
+        self._made: dict[int, Simulation | Field | Hook] = {}
+        self._numbers = itertools.count(1)
+        self._operations: tuple[Callable[..., int], ...] = (
+            self.adopt,
+            self.field,
+            self.rebind,
+            self.hook,
+            self.step,
+            self.start,
+            self.wait,
+            self.release,
+        )
+
+    def __call__(self, operation: int, numbers: Any, text: bytes | None) -> int:
+        """Return what an operation does, or a status below 0."""
+        run = self._operations[operation]
+        try:
+            return run(numbers) if text is None else run(numbers, text.decode())
+        except BaseException as error:  # noqa: BLE001 (it must not end the host, whatever it is)
+            self._door.text = _told(error).encode(errors="replace")[:1023]
+            if run not in (self.step, self.wait, self.hook):
+                return ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT
+            return ERR_MODEL
+
+    def adopt(self, numbers: Any) -> int:
+        """Take a communicator's handle, dims; per dim shape, ranks, own coordinate and cells, periodic. Collective."""
+        comm, ndim = numbers[:2]
+        shape, grid, coords, sizes, periodic = (_column(numbers, 2, ndim, i) for i in range(5))
+        made = adopt(comm, shape, periodic=[bool(p) for p in periodic], grid=grid, coords=coords, sizes=sizes)
+        return self._number(made)
+
+    def field(self, numbers: Any, text: str) -> int:
+        """Take simulation, dtype, address, dims; per array dim mesh dim or -1, extent, ghosts, stride. Collective."""
+        simulation, dtype, address, ndim = numbers[:4]
+        on, extents, low, high, strides = (_column(numbers, 4, ndim, i) for i in range(5))
+        sim = self._made[simulation]
+        assert isinstance(sim, Simulation)
+        halo = [(low[on.index(m)], high[on.index(m)]) for m in range(sim.mesh.ndim)]
+        dims = [None if m < 0 else m for m in on]
+        array = (address, list(DTYPES.values())[dtype], extents, strides)
+        return self._number(sim.field(text, array, halo=halo, dims=dims))
+
+    def rebind(self, numbers: Any) -> int:
+        """Take field, address. Collective."""
+        field = self._made[numbers[0]]
+        assert isinstance(field, Field)
+        old = field.array
+        strides = [s * old.element_size() for s in old.stride()]
+        field.rebind((numbers[1], old.dtype, tuple(old.shape), strides))
+        return OK
+
+    def hook(self, numbers: Any, text: str) -> int:
+        """Take simulation, every, whether it trains, counts of inputs and outputs, their fields. Collective."""
+        simulation, every, trains, inputs, outputs = numbers[:5]
+        sim: Any = self._made[simulation]
+        fields: list[Any] = [self._made[number] for number in numbers[5 : 5 + inputs + outputs]]
+        model: Callable[..., Any] = len
+        error: Exception | None = None
+        try:
+            model = _located(_found(text))
+        except (Exception, SystemExit) as e:  # noqa: BLE001 (it is agreed on)
+            error = e if isinstance(e, MpishardError) else MpishardError(f"hook: {text}: {_told(e)}")
+        sim.agreement.on(error, "hook", text)
+        made = sim.hook(model, fields[:inputs], fields[inputs:], every=every, grad=bool(trains))
+        return self._number(made)
+
+    def step(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
+        return OK if self._made[numbers[0]]() else NO_TURN  # type: ignore[operator]
+
+    def start(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
+        return OK if self._made[numbers[0]].start() else NO_TURN  # type: ignore[union-attr]
+
+    def wait(self, numbers: Any) -> int:
+        """Take a hook. Collective."""
+        return OK if self._made[numbers[0]].wait() else NO_TURN  # type: ignore[union-attr]
+
+    def release(self, numbers: Any) -> int:
+        """Take a simulation, which goes with its fields and hooks, or one of these. Collective."""
+        released = self._made.pop(numbers[0])
+        simulation = released if isinstance(released, Simulation) else released._simulation
+        own = {n: o for n, o in self._made.items() if not isinstance(o, Simulation) and o._simulation is simulation}
+        for hook in (released, *own.values()):
+            if isinstance(hook, Hook) and hook._flight is not None:
+                with contextlib.suppress(MpishardError):
+                    hook.wait()
+        if isinstance(released, Simulation):
+            released.release()
+            for number in own:
+                del self._made[number]
+        elif isinstance(released, Field) and simulation is not None:
+            del simulation.fields[released.name]
+            released._release()
+        return OK
+
+    def _number(self, made: Simulation | Field | Hook) -> int:
+        number = next(self._numbers)
+        self._made[number] = made
+        return number
+
+
+_opened: list[object] = []
+
+
+def open_door(door: Any) -> None:
+    """Let the library call. ``door`` is native/start.py's view of its memory. Not collective."""
+    callback = type(door.call)(Host(door))
+    _opened.append((door, callback))
+    door.call = callback
+
+
+def _column(numbers: Any, first: int, rows: int, i: int) -> list[int]:
+    return [numbers[first + 5 * row + i] for row in range(rows)]
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
+
+
+def _located(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model whose errors say where they rose, and end nothing."""
+
+    def located(*fields: Any) -> Any:
+        try:
+            return model(*fields)
+        except MpishardError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise MpishardError(
+                f"the model raised {_told(error)}\n  at: {place.filename}:{place.lineno}, in {place.name}"
+            ) from error
+
+    return located
+
+
+_files: dict[str, ModuleType] = {}
+
+
+def _found(named: str) -> Callable[..., Any]:
+    """Return what ``file.py:function`` or ``module:function`` names. Not collective."""
+    where, _, name = named.rpartition(":")
+    if not where or not name:
+        raise _unknown(named, "no ':'" if not where else "no name of a function")
+    module = _loaded(named, where) if where.endswith(".py") else _imported(where)
+    model = getattr(module, name, None)
+    if not callable(model):
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise _unknown(named, f"there are {public}" if model is None else f"{name!r} of type {type(model).__name__}")
+    return model  # type: ignore[no-any-return]
+
+
+def _loaded(named: str, path: str) -> ModuleType:
+    path = os.path.realpath(path)
+    if path in _files:
+        return _files[path]  # hooks of one file share what it makes
+    if not os.path.isfile(path):
+        raise _unknown(named, f"no file {path}")
+    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module.__name__, module)
+    _beside(os.path.dirname(path))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if sys.modules[module.__name__] is module:
+            del sys.modules[module.__name__]
+        raise
+    _files[path] = module
+    return module
+
+
+def _imported(name: str) -> ModuleType:
+    _beside(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _beside(folder: str) -> None:
+    """Let imports find what lies in a folder, as a script's do."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _unknown(named: str, got: str) -> MpishardError:
+    return MpishardError(
+        described(
+            f"hook: no model {named!r}",
+            expected="'file.py:function' or 'package.module:function'",
+            got=got,
+            fix="name a function that takes the input fields and returns the outputs",
+        )
+    )

@@ -1,0 +1,290 @@
+/* A host in C with a model on its own ranks: what goes right, and what goes wrong; it is alive after each. */
+#define _GNU_SOURCE
+#include <fenv.h>
+#include <locale.h>
+#include <math.h>
+#include <mpishard.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* which glibc sets by itself */
+enum { SA_RESTORER = 0x04000000 };
+
+static int rank, size;
+
+static void must(int right, const char *what)
+{
+    if (right) return;
+    fprintf(stderr, "rank %d: %s; mps_error: %s\n", rank, what, mps_error());
+    MPI_Abort(MPI_COMM_WORLD, 1);
+}
+
+static int told(int status, int expected, const char *text) { return status == expected && strstr(mps_error(), text) != NULL; }
+
+/* a name of ours: not the library's */
+int fail(int a, int b);
+int fail(int a, int b) { return a * b; }
+
+/* what is the host's */
+static struct sigaction handlers[64];
+static MPI_Errhandler on_error;
+static void noted(int check)
+{
+    for (int s = 1; s < 32; s++) {
+        struct sigaction now;
+        if (s == SIGKILL || s == SIGSTOP) continue;
+        sigaction(s, NULL, &now);
+        must(!check || (now.sa_handler == handlers[s].sa_handler && ((now.sa_flags ^ handlers[s].sa_flags) & ~SA_RESTORER) == 0), strsignal(s));
+        handlers[s] = now;
+    }
+    MPI_Errhandler now;
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &now);
+    must(!check || now == on_error, "MPI_COMM_WORLD's error handler is another one");
+    on_error = now;
+    must(fegetexcept() == (FE_DIVBYZERO | FE_INVALID | FE_OVERFLOW), "the traps are others");
+    must(fegetround() == FE_UPWARD, "the rounding is another one");
+    must(strcmp(setlocale(LC_ALL, NULL), "C") == 0, "the locale is another one");
+    int over;
+    MPI_Finalized(&over);
+    must(!over, "MPI is finalised");
+}
+
+/* NX x NY cells, cut along the first dim; two ghost rows before, one after, one ghost column and three of padding */
+enum { NX = 7, NY = 5, WIDTH = NY + 4 };
+static int64_t rows, first;
+
+static double value(int64_t i, int64_t j, int k) { return (double)(i * 10 + j + k); }
+
+static void fill(double *a, int k)
+{
+    for (int64_t i = 0; i < (rows + 3) * WIDTH; i++) a[i] = -1000;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < NY; j++) a[(i + 2) * WIDTH + j + 1] = value(first + i, j, k);
+}
+
+static int is_box(const float *b, int k, double factor)
+{
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < NY; j++) {
+            double sum = 0;
+            for (int64_t x = first + i - 1; x <= first + i + 1; x++)
+                for (int64_t y = j - 1; y <= j + 1; y++)
+                    if (x >= 0 && x < NX && y >= 0 && y < NY) sum += value(x, y, k);
+            if (fabs(b[j * rows + i] - factor * sum) > 1e-4 * fabs(sum)) return 0;
+        }
+    return 1;
+}
+
+static char models[4096];
+static const char *named(const char *name)
+{
+    static char text[8192];
+    snprintf(text, sizeof text, "%s:%s", models, name);
+    return text;
+}
+
+static void wrong_mpi(void)
+{
+    int64_t shape[1] = {4};
+    mps_handle sim, u, hook;
+    double a[4] = {0};
+    int grid[1] = {1};
+    must(mps_adopt(MPI_COMM_SELF, 1, shape, grid, NULL, NULL, &sim) == MPS_OK, "adopt");
+    must(mps_field(sim, "u", MPS_FLOAT64, a, 1, NULL, shape, NULL, NULL, &u) == MPS_OK, "field");
+    for (int i = 0; i < 2; i++)
+        must(told(mps_hook(sim, named("box"), 1, &u, 0, NULL, 1, MPS_INFER, &hook), MPS_ERR_PYTHON, "another MPI"), "another MPI");
+    must(told(mps_step(hook), MPS_ERR_ORDER, "expected a hook"), "there is no hook");
+    must(mps_release(&sim) == MPS_OK, "release");
+    noted(1);
+    printf("THE OTHER MPI IS NAMED\n");
+}
+
+static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, float *b)
+{
+    mps_handle hook, train;
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 2, MPS_INFER, &hook) == MPS_OK, "hook");
+    must(mps_hook(sim, named("learn"), 1, &u, 0, NULL, 1, MPS_TRAIN, &train) == MPS_OK, "hook");
+    for (int k = 0; k < 4; k++) {
+        fill(a, k);
+        must(mps_start(hook) == (k % 2 ? MPS_NO_TURN : MPS_OK), "start");
+        must(told(mps_start(hook), MPS_ERR_ORDER, "not waited for"), "started twice");
+        must(told(mps_step(hook), MPS_ERR_ORDER, "not waited for"), "step between start and wait");
+        fill(a, 100);
+        must(mps_wait(hook) == (k % 2 ? MPS_NO_TURN : MPS_OK), "wait");
+        must(is_box(b, k - k % 2, 1), "what was there at the start counts");
+    }
+    must(told(mps_start(train), MPS_ERR_ORDER, "infers"), "a hook that trains cannot run beside");
+    must(mps_start(hook) == MPS_OK && mps_release(&hook) == MPS_OK, "release of one that runs");
+
+    /* a rank that does not come: no hang, and the others know */
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "hook");
+    if (rank == 0) {
+        setenv("MPISHARD_TIMEOUT", "1", 1);
+        must(told(mps_step(hook), MPS_ERR_LOST, "rank 0, and not all others"), "alone in a call");
+        must(told(mps_step(hook), MPS_ERR_LOST, "lost each other"), "and afterwards");
+    } else
+        sleep(4);
+}
+
+int main(int argc, char **argv)
+{
+    int level;
+    mps_handle sim, self, u, v, tau, hook, kept, none = MPS_NULL;
+    int64_t shape[2] = {NX, NY};
+    must(told(mps_adopt(MPI_COMM_WORLD, 2, shape, NULL, NULL, NULL, &sim), MPS_ERR_MPI, "not initialised"), "before MPI_Init");
+    const char *part = argv[1];
+    snprintf(models, sizeof models, "%s/closure_of_host.py", argv[2]);
+    if (strcmp(part, "threads") == 0) MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
+    else MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    feenableexcept(FE_DIVBYZERO | FE_INVALID | FE_OVERFLOW);
+    fesetround(FE_UPWARD);
+    noted(0);
+    if (strcmp(part, "wrong_mpi") == 0) {
+        wrong_mpi();
+        MPI_Finalize();
+        return 0;
+    }
+
+    MPI_Comm cart;
+    int grid[2] = {size, 1}, periods[2] = {0, 0};
+    rows = rank ? 1 : NX - (size - 1);
+    first = rank ? NX - size + rank : 0;
+    int64_t sizes[2] = {rows, NY};
+    MPI_Cart_create(MPI_COMM_WORLD, 2, grid, periods, 0, &cart);
+    must(mps_adopt(cart, 2, shape, NULL, sizes, NULL, &sim) == MPS_OK, "adopt");
+    MPI_Comm_free(&cart); /* it was duplicated */
+    int64_t extents[2] = {rows + 3, WIDTH}, lo[2] = {2, 1}, few[2] = {rows + 1, NY}, cells[2] = {WIDTH, 1};
+    int64_t padded[2] = {rows + 3, NY + 1}, bytes[2] = {WIDTH * 8, 8}, columns[2] = {4, rows * 4};
+    double *a = calloc((size_t)((rows + 3) * WIDTH), sizeof *a), *other = calloc((size_t)((rows + 3) * WIDTH), sizeof *a);
+    float *b = calloc((size_t)(rows * NY), sizeof *b);
+    must(told(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, rank ? extents : few, lo, bytes, &u), MPS_ERR_ARGUMENT, "too short"), "size");
+    must(told(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, extents, lo, rank ? bytes : cells, &u), MPS_ERR_ARGUMENT, "share memory"), "strides");
+    must(told(mps_field(sim, "u", 77, a, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "dtype 77"), "dtype");
+    must(told(mps_field(sim, "u", MPS_FLOAT64, rank ? a : NULL, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "null"), "null");
+    must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &u) == MPS_OK, "field in long rows");
+    must(told(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &v), MPS_ERR_ARGUMENT, "used twice"), "a name used twice");
+    must(mps_field(sim, "tau", MPS_FLOAT32, b, 2, NULL, sizes, NULL, columns, &tau) == MPS_OK, "field in Fortran's order");
+    must(told(mps_step(none), MPS_ERR_ORDER, "expected a hook") && told(mps_step(u), MPS_ERR_ORDER, "expected a hook"), "not a hook");
+
+    setenv("MPISHARD_PYTHON", "/no where/python", 1);
+    must(told(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_PYTHON, "/no where/python"), "no Python");
+    unsetenv("MPISHARD_PYTHON");
+    if (strcmp(part, "threads") == 0) {
+        beside(sim, u, tau, a, b);
+        noted(1);
+        if (rank == 0) printf("THE SOLVER GOES ON\n");
+        MPI_Finalize();
+        return 0;
+    }
+    must(told(mps_hook(sim, "nowhere.py:box", 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "no file"), "no file");
+    must(told(mps_hook(sim, "no_such_module:box", 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "no_such_module"), "no module");
+    must(told(mps_hook(sim, "box", 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "no ':'"), "no function");
+    must(told(mps_hook(sim, named("absent"), 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "'raises_on_one'"), "no such function");
+    must(told(mps_hook(sim, named("not_callable"), 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "of type int"), "not a function");
+    must(told(mps_hook(sim, named("box"), 1, &none, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_ARGUMENT, "field 0 is none"), "no field");
+    must(told(mps_hook(sim, named("box"), 1, &sim, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_ARGUMENT, "field 0 is none"), "not a field");
+    must(told(mps_hook(sim, named("box"), 1, &u, 1, &tau, -1, MPS_INFER, &hook), MPS_ERR_ARGUMENT, "every"), "every");
+    char broken[4096];
+    snprintf(broken, sizeof broken, "%s/broken_closure.py:model", argv[2]);
+    must(told(mps_hook(sim, broken, 1, &u, 1, &tau, 1, MPS_INFER, &hook), MPS_ERR_MODEL, "no weights here"), "a file that one rank cannot import");
+
+    /* right */
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 2, MPS_INFER, &hook) == MPS_OK, "hook");
+    for (int k = 0; k < 4; k++) {
+        fill(a, k);
+        must(mps_step(hook) == (k % 2 ? MPS_NO_TURN : MPS_OK), "step");
+        must(is_box(b, k - k % 2, 1), "box");
+    }
+    noted(1);
+    must(told(mps_wait(hook), MPS_ERR_ORDER, "nothing was started"), "wait alone");
+    if (size > 1) must(told(mps_start(hook), MPS_ERR_ORDER, "MPI_THREAD_MULTIPLE"), "the thread level");
+    must(mps_release(&hook) == MPS_OK && hook == MPS_NULL, "release");
+
+    /* models that are not right: nothing is written */
+    static const struct { const char *name, *text; } wrong[] = {
+        {"raises_on_one", "ValueError: no such regime\n  at: "}, {"raises_late", "no such regime"}, {"leaves", "SystemExit: 3"},
+        {"misshapen", "does not fit"}, {"two", "does not fit"}, {"plain", "does not fit"},
+    };
+    fill(a, 7);
+    for (int i = 0; i < 6; i++) {
+        must(mps_hook(sim, named(wrong[i].name), 1, &u, 1, &tau, 0, MPS_INFER, &hook) == MPS_OK, "hook");
+        for (int n = 0; n < 2; n++) must(told(mps_step(hook), MPS_ERR_MODEL, wrong[i].text), wrong[i].name);
+        must(is_box(b, 2, 1), "the output is as it was");
+        mps_release(&hook);
+    }
+    must(mps_hook(sim, named("not_numbers"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "the host's traps are not Python's");
+    must(isnan(b[0]), "NaN");
+    mps_release(&hook);
+
+    /* several outputs, by name; training */
+    mps_handle inout[2] = {u, tau}, train;
+    memset(b, 0, (size_t)(rows * NY) * sizeof *b);
+    must(mps_hook(sim, named("both"), 2, inout, 2, inout, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "two fields");
+    must(is_box(b, 7, 1) && a[2 * WIDTH + 1] == value(first, 0, 8) && a[0] == -1000, "two outputs");
+    mps_release(&hook);
+    must(mps_hook(sim, named("learn"), 1, &u, 0, NULL, 1, MPS_TRAIN, &train) == MPS_OK, "hook");
+    must(mps_hook(sim, named("learned"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+    for (int k = 0; k < 3; k++) must(mps_step(train) == MPS_OK, "training");
+    must(mps_step(hook) == MPS_OK && is_box(b, 8, 1 - 0.512), "what was learned");
+    mps_release(&train);
+    mps_release(&hook);
+
+    /* time levels, and ranks that do not go together */
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &kept) == MPS_OK, "hook");
+    for (int k = 0; k < 4; k++) {
+        double *now = k % 2 ? a : other;
+        fill(now, 20 + k);
+        must(mps_rebind(u, now) == MPS_OK && mps_step(hook) == MPS_OK && is_box(b, 20 + k, 1), "rebind");
+    }
+    if (size > 1) {
+        must(told(mps_step(rank ? hook : kept), MPS_ERR_ORDER, "different calls"), "another hook on one rank");
+        if (rank) mps_rebind(u, other);
+        must(told(mps_step(hook), MPS_ERR_ORDER, "different calls"), "rebind on one rank");
+        if (!rank) mps_rebind(u, other);
+    }
+    mps_rebind(u, rank ? other : NULL);
+    must(told(mps_step(hook), MPS_ERR_ARGUMENT, "'u'"), "null on one rank");
+    mps_rebind(u, other);
+    fill(other, 30);
+    must(mps_step(hook) == MPS_OK && is_box(b, 30, 1), "the ranks are together again");
+
+    /* a domain of one rank, and a field of another domain */
+    int one[2] = {1, 1};
+    int64_t small[2] = {3, 3};
+    double nine[9] = {0}, more[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+    must(mps_adopt(MPI_COMM_SELF, 2, small, one, NULL, NULL, &self) == MPS_OK, "adopt");
+    must(mps_field(self, "u", MPS_FLOAT64, more, 2, NULL, small, NULL, NULL, &v) == MPS_OK, "field");
+    must(told(mps_hook(sim, named("box"), 1, &v, 1, &tau, 1, MPS_INFER, &train), MPS_ERR_ARGUMENT, "another domain"), "another domain");
+    mps_handle w;
+    must(mps_field(self, "w", MPS_FLOAT64, nine, 2, NULL, small, NULL, NULL, &w) == MPS_OK, "field");
+    must(mps_hook(self, named("box"), 1, &v, 1, &w, 1, MPS_INFER, &train) == MPS_OK && mps_step(train) == MPS_OK && nine[4] == 9, "one rank");
+    must(mps_release(&self) == MPS_OK && told(mps_step(train), MPS_ERR_ORDER, "was released"), "the domain was released");
+    must(mps_release(&v) == MPS_OK && mps_release(&train) == MPS_OK && mps_release(&w) == MPS_OK, "release after the domain");
+
+    /* what was released */
+    mps_handle copy = tau;
+    must(mps_release(&tau) == MPS_OK, "release");
+    must(told(mps_step(hook), MPS_ERR_ORDER, "field 'tau' was released"), "a field released and used");
+    must(told(mps_rebind(copy, b), MPS_ERR_ORDER, "expected a field") && told(mps_release(&copy), MPS_ERR_ORDER, "released"), "a handle of the past");
+    must(mps_field(sim, "tau", MPS_FLOAT32, b, 2, NULL, sizes, NULL, columns, &tau) == MPS_OK, "the name is free again");
+    must(told(mps_rebind(copy, b), MPS_ERR_ORDER, "expected a field"), "a handle of the past is not the new one's");
+    mps_release(&hook);
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "hook");
+    copy = sim;
+    must(mps_release(&sim) == MPS_OK && told(mps_step(hook), MPS_ERR_ORDER, "was released"), "the domain was released");
+    must(told(mps_field(copy, "x", MPS_FLOAT32, b, 2, NULL, sizes, NULL, columns, &v), MPS_ERR_ORDER, "not released"), "field of a domain of the past");
+    must(mps_release(&hook) == MPS_OK && mps_release(&kept) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&tau) == MPS_OK, "release");
+    noted(1);
+    free(a);
+    free(b);
+    free(other);
+    if (rank == 0) printf("EMBEDDED C IS RIGHT %d\n", fail(2, 3));
+    MPI_Finalize();
+    return 0;
+}

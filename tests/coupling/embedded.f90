@@ -1,0 +1,139 @@
+! A host in Fortran with a model on its own ranks: arrays with ghost cells, sections of arrays, and what goes wrong.
+program embedded
+    use mpi_f08
+    use mpishard
+    use, intrinsic :: iso_c_binding
+    implicit none
+    integer, parameter :: nx = 6, ny = 7
+    type(mps_handle) :: sim, u, tau, level, hook, other
+    type(MPI_Comm) :: cart
+    real(c_double), allocatable, target :: a(:, :), b(:, :), levels(:, :, :)
+    real(c_float), allocatable, target :: t(:, :)
+    integer :: rank, ranks, coords(2), own(2), first, k
+    character(1024) :: folder
+
+    call must(mps_adopt(MPI_COMM_WORLD, [nx, ny], sim) == MPS_ERR_MPI, "MPI is not initialised")
+    call MPI_Init()
+    call get_command_argument(1, folder)
+    call MPI_Comm_size(MPI_COMM_WORLD, ranks)
+    call MPI_Cart_create(MPI_COMM_WORLD, 2, [1, ranks], [.true., .true.], .false., cart)
+    call MPI_Comm_rank(cart, rank)
+    call MPI_Cart_coords(cart, rank, 2, coords)
+    own = [nx, ny - (ranks - 1)]
+    first = 0
+    if (coords(2) > 0) then
+        own(2) = 1
+        first = ny - ranks + coords(2)
+    end if
+    call must(mps_adopt(cart, [nx, ny], sim, sizes=own) == MPS_OK, "adopt")
+    allocate(a(0:own(1) + 1, 0:own(2) + 1), b(0:own(1) + 1, 0:own(2) + 1), t(own(1), own(2)))
+    allocate(levels(3, 0:own(1) + 1, 0:own(2) + 1))
+
+    call must(mps_field(sim, "u", a(1:own(1), :), u, lo=[merge(1, 0, rank == 0), 1]) == MPS_ERR_ARGUMENT, &
+              "a short array on one rank")
+    call must(mps_field(sim, "u", a, u, lo=[1, 1]) == MPS_OK, "field")
+    call must(mps_field(sim, "u", b, tau, lo=[1, 1]) == MPS_ERR_ARGUMENT, "a name used twice")
+    call must(says("used twice"), "a name used twice")
+    call must(mps_field(sim, "tau", t, tau) == MPS_OK, "field")
+    call must(mps_field(sim, "level", levels(2, :, :), level, lo=[1, 1]) == MPS_OK, "a section")
+    call must(mps_step(u) == MPS_ERR_ORDER, "a field is not a hook")
+    call must(mps_hook(sim, model("absent"), hook, inputs=[u], outputs=[tau]) == MPS_ERR_MODEL, "no such model")
+    call must(says("absent"), "no such model")
+    call must(mps_hook(sim, model("around"), hook, inputs=[sim], outputs=[tau]) == MPS_ERR_ARGUMENT, "not a field")
+
+    call must(mps_hook(sim, model("around"), hook, inputs=[u], outputs=[tau], every=2) == MPS_OK, "hook")
+    do k = 0, 3
+        call fill(a, k)
+        call must(mps_step(hook) == merge(MPS_OK, MPS_NO_TURN, mod(k, 2) == 0), "step")
+        call must(right(t, k - mod(k, 2)), "periodic in both dims")
+    end do
+    call fill(b, 9)
+    call must(mps_rebind(u, c_loc(b)) == MPS_OK, "rebind")
+    call must(mps_step(hook) == MPS_OK, "rebind")
+    call must(right(t, 9), "rebind")
+    call must(mps_wait(hook) == MPS_ERR_ORDER, "wait alone")
+    call must(mps_release(hook) == MPS_OK, "release")
+
+    levels = -5
+    call fill(b, 4)
+    levels(2, :, :) = b
+    call must(mps_hook(sim, model("around"), hook, inputs=[level], outputs=[tau]) == MPS_OK, "a section")
+    call must(mps_step(hook) == MPS_OK, "a section")
+    call must(right(t, 4), "a section of an array")
+    call must(all(levels(1, :, :) == -5), "a section of an array")
+    call must(all(levels(3, :, :) == -5), "a section of an array")
+
+    call must(mps_hook(sim, model("raises_on_one"), other, inputs=[u], outputs=[tau]) == MPS_OK, "hook")
+    call must(mps_step(other) == MPS_ERR_MODEL, "raises on one rank")
+    call must(says("no such regime"), "raises on one rank")
+    call must(right(t, 4), "the output is as it was")
+    call must(mps_release(other) == MPS_OK, "the host goes on")
+    call must(mps_step(hook) == MPS_OK, "the host goes on")
+    call must(mps_release(tau) == MPS_OK, "released and used")
+    call must(mps_step(hook) == MPS_ERR_ORDER, "released and used")
+    call must(says("'tau' was released"), "released and used")
+    call must(mps_release(sim) == MPS_OK, "the domain was released")
+    call must(mps_step(hook) == MPS_ERR_ORDER, "the domain was released")
+    call must(mps_release(u) == MPS_OK, "release")
+    call must(mps_release(level) == MPS_OK, "release")
+    call must(mps_release(hook) == MPS_OK, "release")
+    if (rank == 0) print *, "EMBEDDED FORTRAN IS RIGHT"
+    call MPI_Finalize()
+
+contains
+
+    real(c_double) function value(i, j, k)
+        integer, intent(in) :: i, j, k
+        value = modulo(i - 1, nx) * 10 + modulo(j - 1, ny) * modulo(j - 1, ny) + k
+    end function
+
+    subroutine fill(x, k)
+        real(c_double), intent(inout) :: x(0:, 0:)
+        integer, intent(in) :: k
+        integer :: i, j
+        x = -1000
+        do j = 1, own(2)
+            do i = 1, own(1)
+                x(i, j) = value(i, first + j, k)
+            end do
+        end do
+    end subroutine
+
+    logical function right(x, k)
+        real(c_float), intent(in) :: x(:, :)
+        integer, intent(in) :: k
+        real(c_double) :: total
+        integer :: i, j, p, q
+        right = .true.
+        do j = 1, own(2)
+            do i = 1, own(1)
+                total = 0
+                do q = -1, 1
+                    do p = -1, 1
+                        total = total + value(i + p, first + j + q, k)
+                    end do
+                end do
+                right = right .and. abs(x(i, j) - total) < 1e-3 * abs(total)
+            end do
+        end do
+    end function
+
+    function model(name) result(text)
+        character(*), intent(in) :: name
+        character(:), allocatable :: text
+        text = trim(folder) // "/closure_of_host.py:" // name
+    end function
+
+    logical function says(text)
+        character(*), intent(in) :: text
+        says = index(mps_error(), text) > 0
+    end function
+
+    subroutine must(right, what)
+        logical, intent(in) :: right
+        character(*), intent(in) :: what
+        if (right) return
+        print *, "rank", rank, what, ": ", mps_error()
+        call MPI_Abort(MPI_COMM_WORLD, 1)
+    end subroutine
+end program

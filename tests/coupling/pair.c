@@ -1,0 +1,101 @@
+/* Two programs in C, "a" and "b", that misunderstand each other in every way; both are alive after each. */
+#include <mpishard.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int rank, is_a;
+
+static void must(int right, const char *what)
+{
+    if (right) return;
+    fprintf(stderr, "program %c, rank %d: %s; mps_error: %s\n", is_a ? 'a' : 'b', rank, what, mps_error());
+    MPI_Abort(MPI_COMM_WORLD, 1);
+}
+
+static int told(int status, int expected, const char *text) { return status == expected && strstr(mps_error(), text) != NULL; }
+
+static mps_handle me;
+
+static int linked(mps_handle field, int out, mps_handle *link)
+{
+    return mps_connect(me, is_a ? "b" : "a", out, &field, !out, &field, MPS_DEFAULT, 0, 20, link);
+}
+
+int main(int argc, char **argv)
+{
+    int size, ranks, kill_b = argc > 2;
+    mps_handle sim, u, v, w, link;
+    MPI_Comm comm;
+    is_a = argv[1][0] == 'a';
+    MPI_Init(&argc, &argv);
+    must(told(mps_join("one", 20, &me), MPS_ERR_PEER, "two programs of one name, 'one'"), "two programs of one name");
+    if (!is_a) sleep(3);
+    must(told(mps_join(argv[1], 1, &me), MPS_ERR_PEER, "of MPI_COMM_WORLD did not come"), "a program that does not come in time");
+    must(mps_join(argv[1], 20, &me) == MPS_OK, "join");
+    must(mps_ranks(me, "c", &ranks) == MPS_OK && ranks == 0, "no such program");
+    mps_comm(me, &comm);
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &size);
+
+    int64_t n = 6, mine = is_a ? 3 : 6;
+    double x[6] = {0}, y[6] = {0};
+    float z[6] = {0};
+    must(mps_adopt(comm, 1, &n, &size, &mine, NULL, &sim) == MPS_OK, "adopt");
+    must(mps_field(sim, "u", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &u) == MPS_OK, "field");
+    must(mps_field(sim, "v", MPS_FLOAT64, y, 1, NULL, &mine, NULL, NULL, &v) == MPS_OK, "field");
+    must(told(mps_field(sim, "u", MPS_FLOAT64, y, 1, NULL, &mine, NULL, NULL, &w), MPS_ERR_ARGUMENT, "used twice"), "a name used twice");
+
+    /* other fields, other dtypes, both putting */
+    must(told(linked(is_a ? u : v, is_a, &link), MPS_ERR_MATCH, "name other fields") && strstr(mps_error(), "'v'"), "other names");
+    must(told(linked(u, 1, &link), MPS_ERR_MATCH, "name other fields"), "both put");
+    if (!is_a) {
+        must(mps_release(&u) == MPS_OK, "release");
+        must(mps_field(sim, "u", MPS_FLOAT32, z, 1, NULL, &mine, NULL, NULL, &u) == MPS_OK, "the name is free again");
+    }
+    must(told(linked(u, is_a, &link), MPS_ERR_MATCH, "other dtypes") && strstr(mps_error(), "float32"), "other dtypes");
+    must(link == MPS_NULL && told(mps_put(link), MPS_ERR_ORDER, "expected a link"), "there is no link");
+    /* wrong on one side alone, and on one rank alone: the other side hears of it */
+    mps_handle two[2] = {v, v}, none = MPS_NULL;
+    if (is_a) must(told(mps_connect(me, "b", 2, two, 0, NULL, MPS_DEFAULT, 0, 20, &link), MPS_ERR_ARGUMENT, "two fields of one name"), "twice");
+    else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
+    if (is_a) must(told(linked(rank ? none : v, 1, &link), MPS_ERR_ARGUMENT, "field 0 is none"), "no field on one rank");
+    else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
+
+    /* released and used */
+    must(linked(v, is_a, &link) == MPS_OK, "connect");
+    for (int i = 0; i < mine; i++) y[i] = is_a ? rank * 10 + i : 0;
+    must((is_a ? mps_put(link) : mps_get(link, NULL)) == MPS_OK, "a step");
+    must(is_a || (y[1] == 1 && y[3] == 10 && y[5] == 12), "what was put");
+    must(told(is_a ? mps_get(link, NULL) : mps_put(link), MPS_ERR_ORDER, "nothing to"), "the other direction");
+    mps_handle past = v;
+    must(mps_release(&v) == MPS_OK && told(mps_rebind(past, x), MPS_ERR_ORDER, "expected a field"), "a handle of the past");
+    must(told(is_a ? mps_put(link) : mps_get(link, NULL), MPS_ERR_ORDER, "field 'v' was released"), "a field released and used");
+    must(mps_close(link) == MPS_OK && mps_close(link) == MPS_OK, "close");
+    must(told(is_a ? mps_put(link) : mps_get(link, NULL), MPS_ERR_ORDER, "closed"), "after close");
+    past = link;
+    must(mps_release(&link) == MPS_OK && told(mps_put(past), MPS_ERR_ORDER, "expected a link"), "after release");
+
+    /* a peer that is killed in a step; what is left of the job cannot finalise MPI */
+    must(mps_field(sim, "w", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &w) == MPS_OK, "field");
+    must(linked(w, is_a ? 0 : 1, &link) == MPS_OK, "connect");
+    must((is_a ? mps_get(link, NULL) : mps_put(link)) == MPS_OK, "a step");
+    if (kill_b) {
+        if (!is_a) raise(SIGKILL);
+        for (int i = 0; i < 2; i++) must(told(mps_get(link, NULL), MPS_ERR_PEER, "rank 0 of program 'b' died"), "a peer that is killed");
+        must(mps_release(&link) == MPS_OK, "release");
+        printf("ALIVE %d\n", rank);
+        fflush(stdout);
+        sleep(1);
+        _exit(0);
+    }
+    /* the program's handle, then the link's: what it needs stays */
+    must(mps_release(&me) == MPS_OK && mps_release(&sim) == MPS_OK, "release");
+    must(told(is_a ? mps_get(link, NULL) : mps_put(link), MPS_ERR_ORDER, "'w' was released"), "the domain was released");
+    must(mps_release(&link) == MPS_OK && mps_release(&w) == MPS_OK && mps_release(&u) == MPS_OK, "release");
+    printf("ALIVE %d\n", rank);
+    MPI_Finalize();
+    return 0;
+}
