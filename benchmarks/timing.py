@@ -13,16 +13,26 @@ from mpi4py import MPI
 WORLD = MPI.COMM_WORLD
 
 
-def options(description: str | None) -> argparse.Namespace:
-    """Return the command line: ``--quick`` for a run that only shows that the benchmark works."""
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the command line that every benchmark has."""
+    out = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--quick", action="store_true", help="few repetitions, small sizes")
+    out.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
+    return out
+
+
+def parsed(command_line: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return what the command line says; torch computes with one thread a rank."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repetitions, small sizes")
-    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
-    args = parser.parse_args()
+    args = command_line.parse_args()
     if args.quick:
         args.rounds = 2
     return args
+
+
+def options(description: str | None) -> argparse.Namespace:
+    """Return the command line: ``--quick`` for a run that only shows that the benchmark works."""
+    return parsed(parser(description))
 
 
 def seconds(call: Callable[[], object], count: int) -> float:

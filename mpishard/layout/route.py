@@ -6,7 +6,7 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from mpishard.layout.placement import Placement, Replicate, Shard
 Cut = tuple[int, ...]
 WHOLE = -1
 
+_UNEVEN = 1.25  # how much larger the largest block may be where a result stays
 _MESSAGE_CELLS = 1024  # an exchange, and every message of it, costs about as much as so many cells
 _WIDE = 3  # mesh dims from which on not every dim is tried
 _OTHERS = 2  # then only so many of the dims that they do not shard, the longest
@@ -42,6 +43,10 @@ class Trip(NamedTuple):
         Tensor dims to work on, each while it is whole.
     first, last : int or None
         The one of ``dims`` that comes before, or after, all others.
+    returns : bool
+        Whether the result is brought back to the placements of the source. If not it stays where the last dim was
+        worked on, unless its blocks are less even there, or fewer, or along a dim of which neither is true: it was
+        sharded, or worked on. (Channels would be gathered for what comes next.)
     """
 
     source: Layout
@@ -49,6 +54,7 @@ class Trip(NamedTuple):
     dims: tuple[int, ...]
     first: int | None = None
     last: int | None = None
+    returns: bool = True
 
 
 def plan_route(trip: Trip) -> tuple[Leg, ...]:
@@ -58,7 +64,7 @@ def plan_route(trip: Trip) -> tuple[Leg, ...]:
     -------
     tuple of Leg
         Dims that can be worked on in a layout are worked on in it, all together. What comes out of the last leg
-        is still to be brought to the target.
+        is still to be brought to the target, if the trip returns; else the last leg ends in the result's layout.
 
     Notes
     -----
@@ -107,6 +113,8 @@ def _cheapest(trip: Trip, start: Cut, choices: list[tuple[int, list[int]]]) -> P
     seen: set[tuple[frozenset[int], Cut]] = set()
     while heap:
         cost, _, done, cut, path = heappop(heap)
+        if done == every and not trip.returns and (cut == start or _may_stay(trip, start, cut)):
+            return path
         if done == every and cut == start:
             # the way back needs no leg of its own
             return path if path[-1][1] or len(path) == 1 else path[:-1]
@@ -120,6 +128,18 @@ def _cheapest(trip: Trip, start: Cut, choices: list[tuple[int, list[int]]]) -> P
                 step = _cost(trip, done, cut, other)
                 heappush(heap, (cost + step, count, done | set(ready), other, (*path, (other, ready))))
     return None
+
+
+def _may_stay(trip: Trip, start: Cut, cut: Cut) -> bool:
+    """Tell whether the result may stay cut as it is."""
+    if not {*cut} <= {*trip.dims, *start}:
+        return False
+    here, there = (_largest_block(trip, c, trip.target.shape) for c in (cut, start))
+    return cut.count(WHOLE) == start.count(WHOLE) and here <= _UNEVEN * there
+
+
+def _largest_block(trip: Trip, cut: Cut, shape: Sequence[int]) -> int:
+    return math.prod(-(-n // _blocks(trip, cut, d)) for d, n in enumerate(shape))
 
 
 def _others(cut: Cut, choices: list[tuple[int, list[int]]]) -> Iterator[Cut]:
@@ -149,7 +169,7 @@ def _cost(trip: Trip, done: frozenset[int], cut: Cut, other: Cut) -> int:
     """Return what a redistribution costs the busiest rank, in cells."""
     peers = math.prod(n for n, a, b in zip(trip.source.mesh_shape, cut, other) if a != b)
     shape = [b if d in done else a for d, (a, b) in enumerate(zip(trip.source.shape, trip.target.shape))]
-    cells = max(math.prod(-(-n // _blocks(trip, c, d)) for d, n in enumerate(shape)) for c in (cut, other))
+    cells = max(_largest_block(trip, c, shape) for c in (cut, other))
     real = (trip.first is not None and not done) or (trip.last is not None and len(done) == len(trip.dims))
     return (1 if real else 2) * cells * (peers - 1) // peers + _MESSAGE_CELLS * peers
 

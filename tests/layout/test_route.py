@@ -70,3 +70,14 @@ def test_block_sizes_are_kept_where_a_dim_keeps_its_mesh_dims():
     legs = route((2, 2), (Shard(0), Shard(1)), (9, 8, 16), (1,), sizes={0: (7, 2), 1: (0, 8)})
     assert all(leg.before.sizes[0] == (7, 2) for leg in legs)
     assert legs[0].before.sizes[1] == (0, 8)
+
+
+def test_a_result_stays_where_it_is_cut_as_evenly():
+    *_, last = route((4,), (Shard(2),), (1, 32, 64, 64), (2, 3), returns=False)
+    assert last.after.placements == (Shard(3),)
+    assert last.dims == (2,)
+    # channels are not left cut; five modes are less even than 16 rows
+    for shape, dims in (((1, 32, 64), (2,)), ((1, 32, 16, 5), (2, 3))):
+        source = layout_of((4,), (Shard(2),), shape)
+        *_, last = plan_route(Trip(source, source, dims, returns=False))
+        assert last.after is source

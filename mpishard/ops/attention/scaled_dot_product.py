@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.linear import apply
+from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout
+from mpishard.ops.attention.gather import GATHERED_NBYTES, GatherAttention, why_not_gathered
 from mpishard.ops.attention.layout import (
     Meeting,
     Stretches,
@@ -38,7 +39,7 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import draw_seed
 
-METHODS = ("auto", "ring", "all_to_all")
+METHODS = ("auto", "ring", "all_to_all", "gather")
 BALANCED = 256  # cells of a sequence per rank from which it pays to balance causal work
 
 _method: ContextVar[str] = ContextVar("attention_method", default="auto")
@@ -55,9 +56,12 @@ def attention_method(method: str) -> Iterator[None]:
     method
         ``"ring"``: blocks of keys and values go round the ranks while these compute. ``"all_to_all"``: heads
         are sharded instead, each rank attends with whole sequences of its heads, and the result goes back.
+        ``"gather"``: keys and values are gathered, for one call of torch's fused kernel on a CPU; the ring
+        where that does not take the operands (masks, causal or not, dropout, half types).
         ``"auto"``: where every rank has the queries, and they are few, each attends to its own keys, and the
         softmax and its sums are reduced over the ranks; else all-to-all where the heads divide evenly, no mask
-        has a row per query, nothing is dropped and fewer bytes travel; else the ring.
+        has a row per query, nothing is dropped and fewer bytes travel; else gathered where keys and values
+        have at most 4 MB altogether; else the ring.
 
     Raises
     ------
@@ -91,6 +95,8 @@ class AttentionPlan(NamedTuple):
         Layout of the result.
     ring
         How it is computed in tiles; None: by torch, on the blocks as they are.
+    not_gathered
+        Why keys and values go round a ring; empty where they are gathered.
     balance, back
         Where causal work is balanced: windows of queries, keys and values, and of the result.
     """
@@ -98,8 +104,9 @@ class AttentionPlan(NamedTuple):
     meeting: Meeting
     out: Layout
     ring: RingPlan | None
-    balance: tuple[WindowOp, WindowOp, WindowOp] | None
-    back: WindowOp | None
+    not_gathered: str = ""
+    balance: tuple[WindowOp, WindowOp, WindowOp] | None = None
+    back: WindowOp | None = None
 
 
 @implements(F.scaled_dot_product_attention, sharded="moves")
@@ -118,9 +125,9 @@ def scaled_dot_product_attention(
 
     Not collective where only batch, heads and queries are sharded, alike in all operands. Where keys and values
     are sharded along the sequence: collective, by the ring or by heads (see `attention_method`); each block of
-    keys and values is sent once less often than there are ranks, and none is gathered. Features that are sharded
-    become shards of the sequence. The columns of a mask are gathered. Where every rank has the queries, they are
-    cut like the keys, unless they are few: then only sums over the ranks travel.
+    keys and values is sent once less often than there are ranks, and none is gathered but where they are few.
+    Features that are sharded become shards of the sequence. The columns of a mask are gathered. Where every rank
+    has the queries, they are cut like the keys, unless they are few: then only sums over the ranks travel.
 
     Under a causal mask, blocks that no query of a rank sees are neither sent to it nor computed. As the blocks of
     a layout are contiguous, the last ranks would have most of the work: long sequences are therefore exchanged
@@ -169,6 +176,8 @@ def attend(
     blocks = meeting_blocks(locals_, mesh, layouts, meeting.plan)
     if plan.ring is None:
         y = _attend_locally(blocks, is_causal, scale, enable_gqa)
+    elif not plan.not_gathered and not in_transform():
+        y = GatherAttention.apply(plan.ring, *blocks)  # type: ignore[no-untyped-call]
     else:
         dropout = None
         if dropped:
@@ -272,14 +281,14 @@ def _plan(
     meeting = plan_attention(layouts, shape, groups, few_queries=few)
     out = meeting.out
     if meeting.keys:
-        return AttentionPlan(meeting, out, None, None, None)
+        return AttentionPlan(meeting, out, None)
     if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
         meeting = plan_attention(layouts, shape, groups, by_heads=True)
     q, k, v = meeting.operands[:3]
     row, column = q.ndim - 2, k.ndim - 2
     queries_cut = len(q.sizes[row] or ()) > 1
     if not dropped and len(k.sizes[column] or ()) < 2 and not (is_causal and queries_cut):
-        return AttentionPlan(meeting, out, None, None, None)
+        return AttentionPlan(meeting, out, None)
     count, blocks = len(q.sizes[row] or (1,)), len(k.sizes[column] or (1,))
     balance = back = None
     rows, columns = contiguous(q, row), contiguous(k, column)
@@ -309,7 +318,13 @@ def _plan(
         _reach(mesh, q, row, rows, columns, meeting.ring, is_causal),
         mesh.label,
     )
-    return AttentionPlan(meeting, out, ring, balance, back)
+    reason = "by the ring as asked" if method == "ring" or not meeting.ring else ""
+    if not reason:
+        plain = not (dropped or is_causal or len(layouts) > 3)
+        reason = why_not_gathered([o.shape for o in (q, k, v)], dtype, mesh.device, plain=plain)
+    if not reason and method != "gather" and 2 * math.prod(k.shape) * dtype.itemsize > GATHERED_NBYTES:
+        reason = "many keys: they travel while others are used"
+    return AttentionPlan(meeting, out, ring, reason, balance, back)
 
 
 def _cut(layout: Layout, blocks: Sequence[Stretches]) -> tuple[int, ...] | None:
@@ -342,7 +357,7 @@ def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped
     has_heads = q.ndim > 2 and all(
         o.ndim > 2 and o.shape[-3] * group == meeting.out.shape[-3] for o, group in zip((q, k, v), (1, *groups))
     )
-    if method == "ring" or size == 1 or not has_heads:
+    if method in ("ring", "gather") or size == 1 or not has_heads:
         return False
     if method == "all_to_all":
         return True

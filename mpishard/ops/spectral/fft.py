@@ -1,7 +1,8 @@
 """Discrete Fourier transforms: each dim is transformed while it is whole; sharded dims swap places with others.
 
 Dims that are whole are transformed first, all together. Then another dim is cut in place of a sharded one, by one
-exchange; at the end the result is brought back to the placements of the argument. See `mpishard.layout.plan_route`.
+exchange, and the result stays so: an inverse transform starts there and ends where the first began. It is brought back
+to the placements of the argument only where it would be cut less evenly. See `mpishard.layout.plan_route`.
 """
 
 from __future__ import annotations
@@ -139,9 +140,11 @@ def _plan(
         order,
         order[-1] if family.halves else None,
         order[-1] if family.doubles else None,
+        returns=False,
     )
     passes = []
-    for leg in plan_route(trip):
+    legs = plan_route(trip)
+    for leg in legs:
         if order and not leg.dims:
             continue
         last = bool(order) and order[-1] in leg.dims
@@ -160,7 +163,7 @@ def _plan(
                 len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
             )
         )
-    return FourierPlan(tuple(passes), target)
+    return FourierPlan(tuple(passes), legs[-1].after)
 
 
 def _rule_1d(name: str) -> Any:

@@ -20,6 +20,7 @@ from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.beside import read_beside
+from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
 from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
 from mpishard.ops.window.conv_resident import Beside, plan_beside
@@ -39,10 +40,10 @@ class ConvPlan(NamedTuple):
     ----------
     window
         Fetch of the input cells.
-    padding
-        What the local convolution pads (the dims that are not fetched), or crops if transposed.
-    extra
-        Output padding of the local transposed convolution.
+    local
+        Geometry of the local convolution, which pads the dims that are not fetched (or crops them, if transposed).
+    kernel
+        What computes it on this rank, and why where torch would choose otherwise.
     crops
         (dim, start, length) of the local result, for results with cells too many.
     out
@@ -56,8 +57,8 @@ class ConvPlan(NamedTuple):
     """
 
     window: WindowOp
-    padding: tuple[int, ...]
-    extra: tuple[int, ...]
+    local: Local
+    kernel: Kernel
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
     used: tuple[int, ...]
@@ -147,11 +148,12 @@ def _plan_conv(
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
     form: Form | None = None
     reason = _why_torch(x, first, bool(wanted))
+
+    def local(padding: Sequence[int]) -> Local:
+        strides, dilations = tuple(g.stride for g in slides), tuple(g.dilation for g in slides)
+        return strides, tuple(padding), dilations, False, (0,) * ndim, groups
+
     if not reason:
-
-        def local(padding: list[int]) -> tuple[Any, ...]:
-            return [g.stride for g in slides], padding, [g.dilation for g in slides], False, [0] * ndim, groups
-
         overlapped: Overlapped | str = "padding differs at the two ends"
         lows = [g.lo for g in slides]
         if lows == [g.hi for g in slides]:
@@ -162,8 +164,8 @@ def _plan_conv(
             form = overlapped
     return ConvPlan(
         window,
-        tuple(local_padding),
-        (),
+        local(local_padding),
+        kernel_for(x.block, window.out_shape, tuple(weight.shape), local(local_padding)),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
@@ -248,11 +250,11 @@ def _plan_transposed(
             crops.append((dim, before - cut, b - a))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
     reason = _why_torch(x, first, bool(wanted))
-    local = (list(strides), local_padding, list(dilations), True, local_extra, groups)
+    local = (strides, tuple(local_padding), dilations, True, tuple(local_extra), groups)
     return ConvPlan(
         window,
-        tuple(local_padding),
-        tuple(local_extra),
+        local,
+        kernel_for(x.block, window.out_shape, tuple(weight.shape), local),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
@@ -354,7 +356,10 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
                 return wrap(cropped(y, beside.crops), plan.out, mesh)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
+            window = apply(plan.window, local)
+            if not plan.kernel.is_torch:
+                return convolved(plan.kernel, plan.local, window, weight, bias)
+            return func(window, weight, bias, stride, plan.local[1], dilation, groups)
 
         return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
 
@@ -397,7 +402,10 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return func(apply(plan.window, local), weight, bias, stride, plan.padding, plan.extra, groups, dilation)
+            window = apply(plan.window, local)
+            if not plan.kernel.is_torch:
+                return convolved(plan.kernel, plan.local, window, weight, bias)
+            return func(window, weight, bias, stride, plan.local[1], plan.local[4], groups, dilation)
 
         return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
 

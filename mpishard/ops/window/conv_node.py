@@ -14,11 +14,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import again, differentiated_again
 from mpishard.comm.exchange.window import WindowOp
-
-convolution = torch.ops.aten.convolution.default
-convolution_backward = torch.ops.aten.convolution_backward.default
-
-Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward
 
 
 class Form(Protocol):

@@ -20,7 +20,7 @@ from mpishard.comm.memory.piece import empty_as
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Run, plan_stage
 from mpishard.layout.stencil import Sliding, paddings_meet
-from mpishard.ops.window.conv_node import Gradients, convolution, convolution_backward
+from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward
 
 
 class Side(NamedTuple):
@@ -71,7 +71,7 @@ class Overlapped:
         self._widths = [edge.width for edge in self.edges]
         # the padding of a window that holds the halo of every edge
         reached = {edge.dim - 2 for edge in self.edges}
-        self._inside = [0 if i in reached else p for i, p in enumerate(local[1])]
+        self._inside = tuple(0 if i in reached else p for i, p in enumerate(local[1]))
 
     def _on_strip(self, edge: Edge) -> tuple[Any, ...]:
         stride, _, *rest = self.local

@@ -40,7 +40,7 @@ def along(placement, *sizes, dim=2):
 
 
 RING = [along(SEQUENCE)] * 3
-METHODS = ("ring", "all_to_all", "auto")
+METHODS = ("ring", "all_to_all", "gather", "auto")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -67,7 +67,7 @@ def test_every_pair_of_layouts(method):
         attended([along(SEQUENCE), along(HEADS), along(BATCH)], operands())
 
 
-@pytest.mark.parametrize("method", ["ring", "auto"])
+@pytest.mark.parametrize("method", ["ring", "gather", "auto"])
 def test_two_mesh_dims(method):
     for mesh_shape in mesh_shapes(2):
         if len(mesh_shape) == 2:
@@ -270,6 +270,19 @@ def test_the_ring_sends_each_block_to_every_other_rank_once():
     assert (forward.messages, forward.nbytes) == (P - 1, (P - 1) * block)
     # the blocks again, their cotangents with them, and these home
     assert (backward.messages, backward.nbytes) == (2 * P - 1, (2 * P - 1) * block)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_few_keys_are_gathered_by_one_message():
+    q, k, v = (shard(x, mesh_of((P,)), (SEQUENCE,), requires_grad=True) for x in operands(4 * P, 6 * P, features=5))
+    block = 2 * 4 * 6 * (5 + 5) * 8
+    with ms.attention_method("gather"):
+        sdpa(q, k, v)
+        y, forward = counted(lambda: sdpa(q, k, v))
+        _, backward = counted(lambda: y.backward(y.detach()))
+    assert {op: (c.messages, c.nbytes) for op, c in forward.by_op.items()} == {"all_gather": (1, block)}
+    # the cotangents of all keys and values
+    assert {op: (c.messages, c.nbytes) for op, c in backward.by_op.items()} == {"reduce_scatter": (1, P * block)}
 
 
 @pytest.mark.ranks(2, 3, 4)

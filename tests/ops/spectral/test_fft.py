@@ -106,23 +106,31 @@ def test_conjugated_cells():
     check(lambda x: FFT.fft(x.conj(), dim=0).conj(), cells(8, 6), (0, 1), 2)
 
 
-def test_the_result_is_laid_out_as_the_argument():
+def test_the_result_is_cut_as_evenly_as_the_argument():
     for mesh, placements, sizes in layouts((8, 6, 5), (0, 1, 2)):
         x = shard(field(8, 6, 5), mesh, placements, sizes)
-        assert FFT.fftn(x).sharding is x.sharding
-        y = FFT.rfftn(x)
-        assert y.placements == x.placements
-        assert y.sharding.sizes[:2] == x.sharding.sizes[:2]
+        for y in (FFT.fftn(x), FFT.rfftn(x), FFT.ifft(x, dim=0)):
+            assert [type(p) for p in y.placements] == [type(p) for p in x.placements]
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_one_exchange_there_and_one_back():
+def test_an_inverse_transform_starts_where_the_first_one_ended():
+    n, mesh = WORLD.size, mesh_of((WORLD.size,))
+    x = shard(field(2, 3, 4 * n, 8 * n - 2), mesh, (ms.Shard(2),))
+    spectrum = FFT.rfft2(x)
+    assert spectrum.placements == (ms.Shard(3),)
+    assert FFT.irfft2(spectrum, x.shape[2:]).sharding is x.sharding
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_one_exchange():
     n, mesh = WORLD.size, mesh_of((WORLD.size,))
     shape = (4 * n, 3, 2 * n)
     x = shard(cells(*shape), mesh, (ms.Shard(0),), requires_grad=True)
     block = x.to_local().nbytes
-    for transform in (FFT.fftn, FFT.fft2, lambda t: FFT.fft(t, dim=0)):
-        expected = (0, 0, 0) if transform is FFT.fft2 else (2, 2 * (n - 1), 2 * block * (n - 1) // n)
+    # the result stays; of one dim there is no other to cut it along, and it comes back
+    for transform, calls in ((FFT.fftn, 1), (FFT.fft2, 0), (lambda t: FFT.fft(t, dim=0), 2)):
+        expected = (calls, calls * (n - 1), calls * block * (n - 1) // n)
         with ms.comm_counter() as count:
             y = transform(x)
         assert (count.calls, count.messages, count.nbytes) == expected
@@ -149,17 +157,17 @@ def test_a_mesh_of_two_dims_transposes_both_at_once():
     x = shard(cells(8, 8, 8), mesh_of((2, 2)), (ms.Shard(0), ms.Shard(1)))
     with ms.comm_counter() as count:
         FFT.fftn(x)
-    assert count.calls == 2
+    assert count.calls == 1
     # too few planes to be cut by both mesh dims
     x = shard(cells(64, 64, 2), mesh_of((2, 2)), (ms.Shard(0), ms.Shard(1)))
     with ms.comm_counter() as count:
         FFT.fftn(x)
-    assert count.calls == 3
+    assert count.calls == 2
     # batch dims stay where they are
     x = shard(cells(8, 8, 8), mesh_of((2, 2)), (ms.Shard(0), ms.Shard(1)))
     with ms.comm_counter() as count:
         FFT.fft2(x)
-    assert (count.calls, count.messages) == (2, 2)
+    assert (count.calls, count.messages) == (1, 1)
 
 
 def test_torchs_own_errors():

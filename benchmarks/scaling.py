@@ -1,0 +1,257 @@
+"""A training step on all ranks against one process of plain torch, and against what the machine allows.
+
+mpiexec -n 2 python benchmarks/scaling.py --models fno vit
+
+Columns, per model: milliseconds of a step of one process on the whole field while the other ranks sleep; the speed-up
+of plain torch on the blocks alone, on all ranks at once (no communication, so not the same results: what the machine
+allows); the speed-up of mpishard, the quartiles of it, and the processor time that it takes on all ranks, relative to
+that of the one process (waiting for messages counts as processor time). Steps are interleaved, ratios are medians over
+rounds. Attention on the blocks alone sees fewer keys, so the second column flatters it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from timing import WORLD, parsed, parser, say
+from torch import nn
+
+import mpishard as ms
+
+
+class DoubleConv(nn.Sequential):
+    """Two convolutions with norms."""
+
+    def __init__(self, a: int, b: int) -> None:
+        layers: list[nn.Module] = []
+        for i, o in ((a, b), (b, b)):
+            layers += [nn.Conv3d(i, o, 3, padding=1), nn.InstanceNorm3d(o, affine=True), nn.LeakyReLU(0.1)]
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Three levels: strided convolutions down, transposed ones up, skips joined by channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = [width, 2 * width, 4 * width]
+        self.first = DoubleConv(1, width)
+        self.down = nn.ModuleList(nn.Conv3d(a, b, 2, stride=2) for a, b in zip(widths, widths[1:]))
+        self.encode = nn.ModuleList(DoubleConv(w, w) for w in widths[1:])
+        self.up = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, stride=2) for a, b in zip(widths, widths[1:]))
+        self.decode = nn.ModuleList(DoubleConv(2 * w, w) for w in widths[:-1])
+        self.last = nn.Conv3d(width, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        skips = []
+        for down, encode in zip(self.down, self.encode):
+            skips.append(x)
+            x = encode(down(x))
+        for up, decode in zip(reversed(self.up), reversed(self.decode)):
+            x = decode(torch.cat([skips.pop(), up(x)], 1))
+        return self.last(x)
+
+
+class Residual(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.layers(x))
+
+
+class SpectralConv(nn.Module):
+    """Complex weights for the low modes of both signs."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.modes = modes
+        shape = (width, width, modes, modes)
+        self.low, self.high = (nn.Parameter(torch.randn(shape, dtype=torch.cfloat) / width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        m, spectrum = self.modes, torch.fft.rfft2(x)
+        out = torch.zeros_like(spectrum)
+        out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :m], self.low)
+        out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :m], self.high)
+        return torch.fft.irfft2(out, s=x.shape[-2:])
+
+
+class FNO(nn.Module):
+    """Three spectral layers with shortcuts."""
+
+    def __init__(self, width: int, modes: int = 12) -> None:
+        super().__init__()
+        self.lift, self.project = nn.Conv2d(1, width, 1), nn.Conv2d(width, 1, 1)
+        self.spectral = nn.ModuleList(SpectralConv(width, modes) for _ in range(3))
+        self.local = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lift(x)
+        for spectral, local in zip(self.spectral, self.local):
+            x = F.gelu(spectral(x) + local(x))
+        return self.project(x)
+
+
+class Attention(nn.Module):
+    """Self-attention by torch's fused function."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+
+
+class Encoder(nn.Module):
+    """A pre-norm encoder layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Patches as tokens, four encoder layers, a value per token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.layers = nn.Sequential(*(Encoder(width) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers(self.patches(x).flatten(2).transpose(1, 2))))
+
+
+def resnet(width: int) -> nn.Module:
+    """Stem, four residual blocks, head."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *(Residual(width) for _ in range(4)), nn.Conv2d(width, 1, 1)
+    )
+
+
+def conv1d(width: int) -> nn.Module:
+    """Four convolutions of a signal."""
+    layers: list[nn.Module] = []
+    for i in range(4):
+        layers += [nn.Conv1d(1 if i == 0 else width, width, 9, padding=4), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+# name: model, shape of its input; both again for a quick run
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (lambda: UNet(8), (1, 1, 64, 64, 64), lambda: UNet(2), (1, 1, 16, 8, 8)),
+    "fno": (lambda: FNO(16), (1, 1, 256, 256), lambda: FNO(2, 3), (1, 1, 16, 16)),
+    "vit": (lambda: ViT(128), (1, 3, 256, 256), lambda: ViT(8), (1, 3, 32, 32)),
+    "resnet": (lambda: resnet(16), (1, 3, 256, 256), lambda: resnet(2), (1, 3, 16, 16)),
+    "conv1d": (lambda: conv1d(32), (1, 1, 65536), lambda: conv1d(2), (1, 1, 64)),
+}
+
+
+def trainer(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Return one step of training on ``x``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (model(x) ** 2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def rest() -> None:
+    """Wait for all ranks, asleep: a barrier that spins would take the core of a rank that works."""
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(5e-4)
+
+
+def timed(step: Callable[[], None], count: int, alone: bool) -> tuple[float, float]:
+    """Return seconds a step on the slowest rank, and processor seconds on all ranks; ``alone``: on rank 0 only."""
+    rest()
+    spent = (0.0, 0.0)
+    if not alone or WORLD.rank == 0:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            step()
+        spent = (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+    rest()
+    return WORLD.allreduce(spent[0], op=MPI.MAX), WORLD.allreduce(spent[1])
+
+
+def measure(name: str, args: object) -> None:
+    """Print the row of one model."""
+    make, shape, small, small_shape = MODELS[name]
+    if args.quick:
+        make, shape = small, small_shape
+    torch.manual_seed(0)
+    full = torch.randn(shape)
+    models = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        models.append(make())
+    mesh = ms.init_mesh((-1,), ("d",))
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(2),))
+    steps = {
+        "one": trainer(models[0], full),
+        "blocks": trainer(models[1], x.to_local().clone()),
+        "ours": trainer(ms.distribute_module(models[2], mesh), x),
+    }
+    for kind, step in steps.items():
+        timed(step, 2, kind == "one")
+    count = max(1, int(args.round_s / timed(steps["ours"], 1, False)[0]))
+    wall: dict[str, list[float]] = {kind: [] for kind in steps}
+    cpu: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(args.rounds):
+        for kind, step in steps.items():
+            a, b = timed(step, count, kind == "one")
+            wall[kind].append(a)
+            cpu[kind].append(b)
+
+    gains = {kind: [a / b for a, b in zip(wall["one"], wall[kind])] for kind in ("blocks", "ours")}
+    low, middle, high = statistics.quantiles(gains["ours"], n=4)
+    spent = statistics.median(b / a for a, b in zip(cpu["one"], cpu["ours"]))
+    limit = statistics.median(gains["blocks"])
+    best = min(wall["one"]) / min(wall["ours"])
+    say(
+        f"{name:>8}{1e3 * statistics.median(wall['one']):>9.1f}{limit:>9.2f}{middle:>8.2f}"
+        f"{f'{low:.2f}-{high:.2f}':>13}{best:>8.2f}{spent:>8.2f}"
+    )
+
+
+def main() -> None:
+    own = parser(__doc__)
+    own.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    own.add_argument("--round-s", type=float, default=0.2, help="seconds a round of one kind (default 0.2)")
+    args = parsed(own)
+    if args.quick:
+        args.round_s = 0.0
+    say(f"{WORLD.size} ranks\n{'model':>8}{'one ms':>9}{'blocks':>9}{'ours':>8}{'quartiles':>13}{'best':>8}{'cpu':>8}")
+    for name in args.models:
+        measure(name, args)
+
+
+if __name__ == "__main__":
+    main()

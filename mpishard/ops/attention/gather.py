@@ -1,0 +1,83 @@
+"""Attention to few keys: all of them on every rank, and one call of torch's fused kernel.
+
+A ring computes as many tiles as there are ranks, one message after the other, and rescales what it has after each. Keys
+and values of a few MB are sooner gathered by one message, and their cotangents summed by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpishard.autograd.linear import again, differentiated_again
+from mpishard.comm.collective import blocking
+from mpishard.ops.attention.layout import sizes_in
+from mpishard.ops.attention.ring import RingPlan, composed
+
+# of keys and values of all ranks; on two ranks the ring takes 1.3 times as long with 1 MB, and as long with 4
+GATHERED_NBYTES = 4 << 20
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def why_not_gathered(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, plain: bool
+) -> str:
+    """Return why queries, keys and values of these global shapes are not for `gather_attention`; empty if they are.
+
+    Not collective. ``plain``: there is no mask, causal or not, and nothing is dropped.
+    """
+    q, k, v = shapes
+    if device.type != "cpu" or not torch.backends.cuda.flash_sdp_enabled():
+        return "torch's fused kernel for a CPU is not there"
+    if dtype not in (torch.float32, torch.float64):
+        return "sums of half types are kept in float32"
+    if not plain:
+        return "masked or dropped"
+    if len(q) != 4 or q[:2] != k[:2] or k != v or q[-1] != k[-1] or 0 in q or 0 in k:
+        return "shapes that the fused kernel does not take"
+    return ""
+
+
+class GatherAttention(Function):
+    """Autograd of attention to gathered keys; derivatives of the gradient go through `composed`.
+
+    Notes
+    -----
+    Adjoint: cotangents of keys and values are summed over the ranks, each block on its owner.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to all keys. Collective over the ring."""
+        whole = blocking.all_gather(torch.cat((k, v), -1), plan.mesh.group(plan.ring), 2, sizes_in(plan.columns))
+        keys, values = whole.chunk(2, -1)
+        if q.numel():
+            out, log_sum = _fused(q, keys, values, 0.0, False, scale=plan.scale)
+        else:
+            out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1])
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, whole, out, log_sum)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Carry the cotangent back. Collective over the ring."""
+        plan, (g,), needs = ctx.plan, grads, ctx.needs_input_grad[1:]
+        q, k, v, whole, out, log_sum = ctx.saved_tensors
+        if differentiated_again():
+            return None, *again(partial(composed, plan, None), (q, k, v), needs, g)
+        if q.numel():
+            dq, *rest = _fused_backward(g, q, *whole.chunk(2, -1), out, log_sum, 0.0, False, scale=plan.scale)
+        else:
+            dq, rest = torch.zeros_like(q), list(torch.zeros_like(whole).chunk(2, -1))
+        if not (needs[1] or needs[2]):
+            return None, dq, None, None
+        sums = blocking.reduce_scatter(torch.cat(rest, -1), plan.mesh.group(plan.ring), 2, sizes_in(plan.columns))
+        return None, dq, *sums.chunk(2, -1)

@@ -1,0 +1,246 @@
+"""Which of torch's convolution kernels a block gets on a CPU, forward and for each gradient.
+
+torch hands a convolution to oneDNN by the size of its input: batch x channels x the first two spatial extents above
+20,480. Blocks are smaller than fields, and below that a 3-D convolution goes to a kernel that unfolds the input, 5 to
+20 times slower. oneDNN's own gradients have slow cases of their own, which other calls of it do not have. The rules
+below were measured with one thread; they read shapes only, so that every call of a plan does the same. All results are
+those of torch's kernels but for the order of their sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpishard.autograd.linear import again, differentiated_again, in_transform
+
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+# stride, padding, dilation, transposed, output padding, groups
+Local = tuple[Any, Any, Any, bool, Any, int]
+
+TORCH_LIMIT = 20480  # torch's own
+# cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
+UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
+FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
+VECTOR = 16  # channels that fill a vector; with fewer, its gradient of the weight is faster with channels together
+
+_torch_forward = torch.ops.aten.convolution.default
+_torch_backward = torch.ops.aten.convolution_backward.default
+_onednn_forward = torch.ops.aten.mkldnn_convolution.default
+
+
+class Kernel(NamedTuple):
+    """What computes a convolution of one shape.
+
+    Attributes
+    ----------
+    forward
+        ``"torch"``: what torch chooses. ``"onednn"``: oneDNN, though torch would not.
+    data
+        Gradient of the input: ``"torch"``; ``"onednn"``; or ``"forward"``, a convolution of the cotangent.
+    weight
+        Gradient of the weight: ``"torch"``; ``"onednn"``; or ``"channels_last"``, oneDNN with the channels together.
+    order
+        Of the spatial dims for ``"channels_last"``: torch's limit is met by the first two.
+    reason
+        Why not torch's choice; empty where it is.
+    """
+
+    forward: str = "torch"
+    data: str = "torch"
+    weight: str = "torch"
+    order: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether all is left to torch."""
+        return not self.reason
+
+
+_TORCH = Kernel()
+
+
+def kernel_of(x: Tensor, weight: Tensor, local: Local) -> Kernel:
+    """Return what computes the convolution of ``x``. Not collective."""
+    if x.dtype is not weight.dtype:
+        return _TORCH
+    return kernel_for(x, tuple(x.shape), tuple(weight.shape), local)
+
+
+def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -> Kernel:
+    """Return what computes the convolution of a block of ``shape``, of the dtype and on the device of ``like``.
+
+    Not collective.
+    """
+    if not like.is_cpu or like.dtype is not torch.float32 or len(shape) != len(weight):
+        return _TORCH
+    if not torch._C._get_mkldnn_enabled() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return _TORCH
+    return choose(shape, weight, *local)
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: bool,
+    output_padding: tuple[int, ...],
+    groups: int,
+) -> Kernel:
+    """Return the kernels for float32 blocks of ``shape`` on a CPU with oneDNN. Not collective."""
+    kernel, space = weight[2:], shape[2:]
+    if groups > 1 or len(space) not in (2, 3) or 0 in shape or 0 in weight or max(kernel) == 1 or any(output_padding):
+        return _TORCH
+    channels, results = (weight[0], weight[1]) if transposed else (weight[1], weight[0])
+    dense = max(stride) == 1 and not transposed
+    cells = math.prod(space) if transposed else math.prod(n // s for n, s in zip(space, stride))
+    unfolded = shape[0] * channels * cells * math.prod(kernel)
+    if unfolded < (UNFOLDED_DENSE if dense and channels >= FEW and math.prod(kernel) >= 27 else UNFOLDED):
+        return _TORCH
+    large = shape[0] > 1 or min(kernel[-2:]) > 3
+    unfolds = len(space) == 3 and not large and math.prod(shape[:4]) <= TORCH_LIMIT
+    small = "too few cells for torch to ask oneDNN" if unfolds else ""
+    if transposed:
+        return Kernel(data="forward", reason=small) if unfolds and min(channels, results) >= 4 else _TORCH
+    if not dense:
+        if not unfolds or channels < 4 or any(k <= s for k, s in zip(kernel, stride)):
+            return _TORCH
+        return Kernel("onednn", "onednn", "onednn", reason=small)
+    reasons = [small] if small else []
+    forward = data = weights = "torch"
+    order: tuple[int, ...] = ()
+    if unfolds:
+        forward = weights = "onednn"
+    fits = all(d * (k - 1) >= p for k, d, p in zip(kernel, dilation, padding))
+    if fits and (results <= FEW or unfolds) and (channels >= 4 or (unfolds and results <= FEW)):
+        data = "forward"
+        if not unfolds:
+            reasons.append(f"{results} channels of the result are few for oneDNN's gradient")
+    if len(space) == 3 and 4 <= channels < VECTOR:
+        # the longest dims first, where the order matters at all
+        order = tuple(sorted(range(3), key=lambda d: -space[d])) if unfolds else (0, 1, 2)
+        if not unfolds or math.prod(shape[:2]) * space[order[0]] * space[order[1]] > TORCH_LIMIT:
+            weights = "channels_last"
+            reasons.append(f"{channels} channels fill no vector")
+    return Kernel(forward, data, weights, order, "; ".join(reasons))
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *local: Any) -> Tensor:
+    """Convolve, as ``torch.ops.aten.convolution``. Not collective."""
+    return _forward(kernel_of(x, weight, local), x, weight, bias, local)  # type: ignore[arg-type]
+
+
+def _forward(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, local: Local) -> Tensor:
+    if kernel.forward == "torch":
+        return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
+    stride, padding, dilation, _, _, groups = local
+    return _onednn_forward(x, weight, bias, padding, stride, dilation, groups)  # type: ignore[no-any-return]
+
+
+def convolution_backward(
+    g: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> Gradients:
+    """Return the cotangents, as ``torch.ops.aten.convolution_backward``. Not collective."""
+    *local, needs = rest
+    return _backward(kernel_of(x, weight, tuple(local)), g, x, weight, bias_sizes, tuple(local), needs)  # type: ignore[arg-type]
+
+
+def _backward(
+    kernel: Kernel,
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    local: Local,
+    needs: Sequence[bool],
+) -> Gradients:
+    if kernel.is_torch:
+        return _torch_backward(g, x, weight, bias_sizes, *local, needs)  # type: ignore[no-any-return]
+    g = g if g.is_contiguous(memory_format=_formats[x.ndim]) else g.contiguous()
+    gx = _of_data(kernel.data, g, x, weight, local) if needs[0] else None
+    gw = gb = None
+    if needs[1]:
+        gw, gb = _of_weight(kernel, g, x, weight, bias_sizes, local, needs[2])
+    elif needs[2]:
+        gb = g.sum([d for d in range(g.ndim) if d != 1])
+    return gx, gw, gb
+
+
+_formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Tensor:
+    stride, padding, dilation, transposed, _, groups = local
+    if how == "forward" and transposed:
+        return _onednn_forward(g, weight, None, padding, stride, dilation, groups)  # type: ignore[no-any-return]
+    if how == "forward":
+        turned = weight.flip(tuple(range(2, weight.ndim))).transpose(0, 1)
+        pads = [d * (k - 1) - p for k, d, p in zip(weight.shape[2:], dilation, padding)]
+        return _onednn_forward(g, turned, None, pads, stride, dilation, groups)  # type: ignore[no-any-return]
+    mask = [True, False, False]
+    if how == "onednn":
+        gx = _torch_backward(g.to_mkldnn(), x.contiguous().to_mkldnn(), weight, None, *local, mask)[0]
+        return gx.to_dense()  # type: ignore[no-any-return]
+    return _torch_backward(g, x, weight, None, *local, mask)[0]  # type: ignore[no-any-return]
+
+
+def _of_weight(
+    kernel: Kernel,
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    local: Local,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    mask = [False, True, with_bias]
+    if kernel.weight == "onednn":
+        # a tensor of oneDNN's own goes to oneDNN, whatever its size
+        g, x = g.contiguous().to_mkldnn(), x.contiguous().to_mkldnn()
+    elif kernel.weight == "channels_last":
+        order = kernel.order
+        there, back = (0, 1, *(2 + d for d in order)), (0, 1, *(2 + order.index(d) for d in range(len(order))))
+        g, x, weight = (t.permute(there).contiguous(memory_format=_formats[x.ndim]) for t in (g, x, weight))
+        stride, padding, dilation, *rest = local
+        geometry = [[a[d] for d in order] for a in (stride, padding, dilation)]
+        _, gw, gb = _torch_backward(g, x, weight, bias_sizes, *geometry, *rest, mask)
+        return gw.permute(back).contiguous(), gb
+    _, gw, gb = _torch_backward(g, x, weight, bias_sizes, *local, mask)
+    return gw, gb
+
+
+class _Convolved(Function):
+    """A convolution by the kernels of this module; derivatives of the gradient are torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.kernel, ctx.local = kernel, local
+        ctx.save_for_backward(x, weight, bias)
+        return _forward(kernel, x, weight, bias, local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (g,), local = grads, ctx.local
+        x, weight, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        if differentiated_again():
+            return None, None, *again(lambda *three: _torch_forward(*three, *local), (x, weight, bias), needs, g)
+        sizes = [g.shape[1]] if needs[2] else None
+        return None, None, *_backward(ctx.kernel, g, x, weight, sizes, local, needs)
+
+
+def convolved(kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the differentiable convolution of a block by ``kernel``, which is not torch's. Not collective."""
+    if in_transform():
+        return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
+    return _Convolved.apply(kernel, local, x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,0 +1,114 @@
+"""Which kernel convolves a block: each gives what torch's gives, to second order, and the plan says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.ops.window.conv_kernel import Kernel, convolved, kernel_of
+from tests.compare import WORLD, compare, mesh_of
+
+# input, weight, stride, padding, dilation, transposed -> forward, gradient of the input, gradient of the weight
+CASES = {
+    "unfolds": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
+    "uneven": ((1, 8, 13, 17, 19), (16, 8, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
+    "thin": ((1, 8, 6, 64, 48), (8, 8, 3, 3, 3), (1, 1, 1), (1, 0, 2), 1, False, "onednn", "forward", "channels_last"),
+    "dilated": ((1, 16, 9, 16, 12), (16, 16, 3, 3, 3), 1, (2, 0, 4), (2, 1, 3), False, "onednn", "forward", "onednn"),
+    "padded far": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 3, 1, False, "onednn", "torch", "onednn"),
+    "strided": ((1, 16, 17, 30, 22), (8, 16, 3, 3, 3), 2, 1, 1, False, "onednn", "onednn", "onednn"),
+    "transposed": ((1, 16, 16, 16, 16), (16, 8, 2, 2, 2), 2, 0, 1, True, "torch", "forward", "torch"),
+    "large": ((1, 8, 64, 64, 5), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
+    "batch": ((2, 8, 12, 16, 12), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
+    "plane": ((1, 8, 96, 90), (8, 8, 3, 3), 1, 1, 1, False, "torch", "forward", "torch"),
+}
+
+
+def each(value, ndim):
+    return (value,) * ndim if isinstance(value, int) else value
+
+
+def operands(name):
+    shape, kernel, stride, padding, dilation, transposed, *chosen = CASES[name]
+    generator = torch.Generator().manual_seed(3)
+    bias = kernel[1] if transposed else kernel[0]
+    tensors = [torch.randn(s, generator=generator).requires_grad_() for s in (shape, kernel, (bias,))]
+    ndim = len(shape) - 2
+    local = (each(stride, ndim), each(padding, ndim), each(dilation, ndim), transposed, (0,) * ndim, 1)
+    return tensors, local, chosen
+
+
+def close(found, expected):
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch(name):
+    tensors, local, chosen = operands(name)
+    kernel = kernel_of(*tensors[:2], local)
+    assert [kernel.forward, kernel.data, kernel.weight] == chosen
+    assert kernel.reason
+    y = convolved(kernel, local, *tensors)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    z = torch.convolution(*exact, *local)
+    close(y, z)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    for found, expected in zip(
+        torch.autograd.grad(y, tensors, g, retain_graph=True), torch.autograd.grad(z, exact, g.double()), strict=True
+    ):
+        close(found, expected)
+    # a cotangent with steps of 0, and gradients of some operands only
+    close(
+        torch.autograd.grad(y, tensors[2], torch.ones(()).expand(y.shape), retain_graph=True)[0],
+        torch.full((len(tensors[2]),), z.numel() / len(tensors[2]), dtype=torch.float64),
+    )
+    weight = torch.autograd.grad(y, tensors[1], g)[0]
+    close(weight, torch.autograd.grad(torch.convolution(*exact, *local), exact[1], g.double())[0])
+
+
+@pytest.mark.parametrize("name", ["unfolds", "thin", "strided", "transposed"])
+def test_gradients_of_gradients(name):
+    tensors, local, _ = operands(name)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+
+    def second(f, x, weight, bias):
+        (g,) = torch.autograd.grad((f(x, weight, bias) ** 2).mean(), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), (x, weight))
+
+    found = second(lambda *t: convolved(kernel_of(*t[:2], local), local, *t), *tensors)
+    for a, b in zip(found, second(lambda *t: torch.convolution(*t, *local), *exact), strict=True):
+        close(a, b)
+
+
+def test_channels_last_stays():
+    tensors, local, _ = operands("unfolds")
+    x = tensors[0].detach().contiguous(memory_format=torch.channels_last_3d)
+    y = convolved(kernel_of(x, tensors[1], local), local, x, *tensors[1:])
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    close(y, torch.convolution(*(t.double() for t in (x, *tensors[1:])), *local))
+
+
+def test_torch_where_it_is_better_or_asked_for(monkeypatch):
+    tensors, local, _ = operands("unfolds")
+    assert kernel_of(tensors[0].double(), tensors[1].double(), local) == Kernel()
+    assert kernel_of(tensors[0][:, :, :4, :4, :4], tensors[1], local) == Kernel()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert kernel_of(*tensors[:2], local) == Kernel()
+
+
+def test_the_plan_says_why():
+    full = torch.randn(1, 16, 8 * WORLD.size, 12, 12, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(16, 16, 3, 3, 3, generator=torch.Generator().manual_seed(6)) / 20
+    mesh = mesh_of((WORLD.size,))
+    compare(
+        lambda x, w: F.conv3d(x, w, padding=1),
+        [(full, mesh, (ms.Shard(2),), None), (weight, mesh, None, None)],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    mesh = ms.init_mesh((WORLD.size,), ("x",))
+    F.conv3d(ms.distribute_tensor(full, mesh, (ms.Shard(2),)), weight, padding=1)
+    (plan,) = (plan for key, plan in mesh.plans.items() if str(key[0]) == "conv3d")
+    assert plan.kernel.forward == "onednn"
+    assert "too few cells" in plan.kernel.reason
