@@ -116,6 +116,31 @@ def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
 def _plan_conv(
     x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
 ) -> ConvPlan:
+    """Plan a convolution: which input cells this rank's output cells read, and what torch pads itself.
+
+    Along a dim of ``n`` cells, with ``k`` weights, stride ``s``, dilation ``d`` and padding ``(l, h)``::
+
+        y[j] = sum_t w[t] x[j s - l + t d],  0 <= t < k,  0 <= j < floor((n + l + h - r) / s) + 1,  r = (k - 1) d + 1
+
+    with ``x = 0`` outside ``[0, n)``. Where the dim is cut at ``b[i]``, the results are cut so that a cell lies where
+    the middle of its window does, and rank ``i`` reads (`Sliding.follow`, `Sliding.window`)::
+
+        a[i] = min {j: j s - l + floor((r - 1) / 2) >= b[i]}
+        [a[i] s - l,  (a[i + 1] - 1) s - l + r)
+
+    For ``k = 3``, ``s = 1``, ``l = h = 1`` on two ranks::
+
+        x         | 0 1 2 3 | 4 5 6 7 |
+        rank 0    . 0 1 2 3   4             window [-1, 5): zeros at -1, and 4 comes from rank 1
+        rank 1            3   4 5 6 7 .     window [3, 9)
+        y         | 0 1 2 3 | 4 5 6 7 |
+
+    The windows are fetched (``window``), with zeros beyond the domain, and torch's convolution pads nothing along
+    these dims. Nothing is fetched where all blocks are their own windows (`_stays`). Dims that are not cut are padded
+    by torch where ``l = h``; else the window is the padded dim. A rank without output cells computes one, and crops it.
+
+    Large blocks are not copied into a window: see ``form``.
+    """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
     slides = _slides(weight.shape[2:], stride, padding, dilation)
@@ -208,6 +233,30 @@ def _plan_transposed(
     dilation: Any,
     name: str,
 ) -> ConvPlan:
+    """Plan a transposed convolution: which input cells reach this rank's output cells, and what is cropped.
+
+    Along a dim of ``n`` cells, with ``k`` weights, stride ``s``, dilation ``d``, padding ``l`` and output padding
+    ``e``, input cell ``i`` adds ``w[t] x[i]`` to output cell ``i s - l + t d``::
+
+        y[j] = sum of w[t] x[i] over i s - l + t d = j,   0 <= j < (n - 1) s - 2 l + r + e,   r = (k - 1) d + 1
+
+    A result lies where the input cell in its middle does (`Transposed.follow`: a cut at ``b`` becomes one at
+    ``b s - l + floor((r - 1) / 2)``), and output cells ``[a, b)`` read the input cells (`Transposed.window`)::
+
+        ceil((a + l - r + 1) / s) <= i <= floor((b - 1 + l) / s)
+
+    and one more on either side where ``r < s`` leaves gaps, so that what comes out covers them. From input cells
+    ``[lo, hi)`` come the output cells ``[lo s - l, (hi - 1) s - l + r)``, of which ``before`` lie before ``a`` and
+    ``after`` behind ``b``. Torch crops both ends alike, by its padding; the rest of the longer end is left out of a
+    view (``crops``). For ``k = 3``, ``s = 2``, ``l = 1`` on two ranks, cell ``i`` adding to ``y[2 i - 1 .. 2 i + 1]``::
+
+        x                     | 0   1 | 2   3 |
+        y               (-1) | 0 1 2 3 | 4 5 6 | (7)
+        rank 0 reads x[0:3): y[-1:6), torch crops one at either end, y[0:5), and a view leaves y[0:4)
+        rank 1 reads x[2:4): y[3:8), torch crops one at either end
+
+    Dims that are not cut are torch's own. A rank without output cells computes one, and crops it.
+    """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
     strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
