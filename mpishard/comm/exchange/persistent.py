@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from mpi4py import MPI
+from torch import Tensor
 
-from mpishard.comm import counter
-from mpishard.comm.memory.buffer import address, pieces
-from mpishard.comm.mesh import Group
-from mpishard.comm.tag import Flight, Label, said
-
-_ALIGN = 64  # of every message
+from mpishard.comm.memory.copy_table import UNITS, Box, plan_table
+from mpishard.comm.tag import Label
+from mpishard.comm.transport.choice import Transport
+from mpishard.comm.transport.device_message import Envelope
+from mpishard.comm.transport.host import Storage
 
 Parts = Sequence["tuple[int, Sequence[torch.Size | tuple[int, ...]]]"]
-
-
-class Storage:
-    """Host memory for the messages of many exchanges, of one at a time."""
-
-    __slots__ = ("busy", "memory")
-
-    def __init__(self, nbytes: int) -> None:
-        # made in inference mode, it would serve no other
-        with torch.inference_mode(False):
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        self.busy = False
+Offsets = list[list[int]]
 
 
 class Exchange:
     """One message to and from each peer of a group, reversible.
 
     Forward, it sends ``sends`` and receives ``recvs``; in the adjoint direction the same buffers travel the
-    other way. For tensors in host memory.
+    other way.
 
     Parameters
     ----------
-    group
-        Ranks that take part; peers are ranks of its communicator.
+    transport
+        What carries them.
     sends, recvs
         Per peer, the shapes of the blocks in its message, in order.
     dtype
@@ -49,23 +36,39 @@ class Exchange:
     op, label
         Name for counters and the watchdog, and what the plan is called.
     storages
-        Where the messages may lie; one is added where none is free and large enough.
+        Host memory where the messages may lie; some is added where none is free and large enough.
 
     Attributes
     ----------
     sends, recvs : list of list of Tensor
         Views of the buffers, per peer and block.
-    storage : Storage
-        Where they lie; this exchange's own from `start` to `release` only.
+    send_offsets, recv_offsets : list of list of int
+        Where these begin in the buffers, in bytes.
+    acquire, start, finish, release
+        Of the messages: make the buffers this stream's, start and finish them in one direction or the other, and
+        give the buffers back when what came is unpacked.
     """
 
-    __slots__ = ("__weakref__", "_flights", "_nbytes", "_op", "dtype", "recvs", "sends", "storage")
-
-    device = torch.device("cpu")
+    __slots__ = (
+        "__weakref__",
+        "_driver",
+        "_messages",
+        "_storage",
+        "_tables",
+        "acquire",
+        "finish",
+        "recv_offsets",
+        "recvs",
+        "release",
+        "send_offsets",
+        "sends",
+        "start",
+        "transport",
+    )
 
     def __init__(
         self,
-        group: Group,
+        transport: Transport,
         sends: Parts,
         recvs: Parts,
         dtype: torch.dtype,
@@ -73,76 +76,63 @@ class Exchange:
         label: Label,
         storages: list[Storage],
     ) -> None:
-        self._op = op
-        self.dtype = dtype
-        starts = list(accumulate((_aligned(_nbytes(shapes, dtype)) for _, shapes in (*sends, *recvs)), initial=0))
-        self.storage = _free_storage(storages, starts[-1])
-        self.sends, out = self._views(sends, starts)
-        self.recvs, into = self._views(recvs, starts[len(sends) :])
-        comm = group.comm
-
-        def flight(coming: Any, going: Any, adjoint: bool) -> Flight:
-            tag = label.tag(adjoint)
-            return Flight(
-                comm,
-                said(op, label, adjoint),
-                [(peer, comm.Recv_init(b, peer, MPI.ANY_TAG), tag, len(b)) for peer, b in coming],
-                [(peer, comm.Send_init(b, peer, tag)) for peer, b in going],
-            )
-
-        self._flights = (flight(into, out, False), flight(out, into, True))
-        self._nbytes = ((len(out), sum(len(b) for _, b in out)), (len(into), sum(len(b) for _, b in into)))
+        self.transport = transport
+        (out, out_blocks), (into, into_blocks) = (_envelopes(parts, dtype, label) for parts in (sends, recvs))
+        # made in inference mode, they would serve no other
+        with torch.inference_mode(False):
+            self._messages = m = transport.messages(out, into, op, label, storages)
+            self.sends, self.send_offsets = _views(m.out.tensor, m.out_starts, sends, out_blocks, dtype)
+            self.recvs, self.recv_offsets = _views(m.into.tensor, m.into_starts, recvs, into_blocks, dtype)
+        self._driver: Any = transport.driver
+        self._storage = m.storage
+        self._tables: dict[Any, Any] = {}
+        self.acquire, self.start, self.finish, self.release = m.acquire, m.start, m.finish, m.release
 
     @property
     def busy(self) -> bool:
-        """Whether this exchange, or another one in the same storage, is in flight."""
-        return self.storage.busy
+        """Whether this exchange, or another one in the same memory, is in flight."""
+        return self._storage.busy
 
-    def _views(self, parts: Parts, starts: Sequence[int]) -> tuple[list[list[torch.Tensor]], Any]:
-        """Return the blocks of messages that begin at ``starts``, and each message's peer and memory."""
-        memory, dtype = self.storage.memory, self.dtype
-        views, messages = [], []
-        with torch.inference_mode(False):
-            for (peer, shapes), start in zip(parts, starts):
-                ends = pairwise(accumulate((_nbytes([s], dtype) for s in shapes), initial=start))
-                views.append([memory[a:b].view(dtype).view(tuple(s)) for (a, b), s in zip(ends, shapes)])
-                whole = pieces(_nbytes(shapes, dtype))
-                messages += [(peer, address(memory.data_ptr() + start + at, n)) for at, n in whole if n]
-        return views, messages
+    def kernel_serves(self, x: Tensor) -> bool:
+        """Whether `pack` and `unpack` can move cells of ``x``. Not collective."""
+        return self.transport.has_kernel and not (x.is_conj() or x.is_neg())
 
-    def start(self, adjoint: bool = False) -> None:
-        """Start the messages; the buffers to send are packed. Neighborwise collective."""
-        if counter.active:
-            counter.record(self._op, *self._nbytes[adjoint])
-        self._flights[adjoint].start()
-        self.storage.busy = True
+    def pack(self, x: Tensor, key: Any, boxes: Callable[[], Iterable[Box]], *, adjoint: bool = False) -> None:
+        """Queue the copy of boxes of ``x`` to the buffer that the direction sends from. Not collective."""
+        memory: Any = self._messages.into if adjoint else self._messages.out
+        self._driver.pack(self._table(x, key, boxes), x.data_ptr(), memory)
 
-    def finish(self, adjoint: bool = False) -> None:
-        """Wait for the messages; afterwards the receive buffers are filled. Neighborwise collective."""
-        self._flights[adjoint].wait()
+    def unpack(self, x: Tensor, key: Any, boxes: Callable[[], Iterable[Box]]) -> None:
+        """Queue the copy of what arrived to boxes of ``x``. Not collective."""
+        self._driver.unpack(self._table(x, key, boxes), x.data_ptr(), self._messages.into)  # type: ignore[arg-type]
 
-    def release(self) -> None:
-        """Give the buffers back: what was received is unpacked. Not collective."""
-        self.storage.busy = False
+    def _table(self, x: Tensor, key: Any, boxes: Callable[[], Iterable[Box]]) -> Any:
+        address = x.data_ptr() | UNITS[0]
+        alignment = address & -address  # the lowest bit
+        key = (key, x.shape, x.stride(), x.itemsize, alignment)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._driver.table(plan_table(boxes(), alignment))
+        return table
 
     def free(self) -> None:
-        """Free the persistent requests. Not collective."""
-        for flight in self._flights:
-            flight.free()
+        """Free requests and buffers. Not collective."""
+        self.sends, self.recvs = [], []
+        self._tables.clear()
+        self._messages.free()
 
 
-def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+def _envelopes(parts: Parts, dtype: torch.dtype, label: Label) -> tuple[list[Envelope], list[list[int]]]:
+    sizes = [[torch.Size(s).numel() * dtype.itemsize for s in shapes] for _, shapes in parts]
+    return [Envelope(peer, label.tag(False), sum(own)) for (peer, _), own in zip(parts, sizes)], sizes
 
 
-def _aligned(nbytes: int) -> int:
-    return math.ceil(nbytes / _ALIGN) * _ALIGN
-
-
-def _free_storage(storages: list[Storage], nbytes: int) -> Storage:
-    """Return the smallest storage that serves, of powers of two: few serve all."""
-    found = [s for s in storages if not s.busy and s.memory.numel() >= nbytes]
-    if found:
-        return min(found, key=lambda s: s.memory.numel())
-    storages.append(Storage(1 << (nbytes - 1).bit_length() if nbytes else 0))
-    return storages[-1]
+def _views(
+    memory: Tensor, starts: Sequence[int], parts: Parts, sizes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[list[list[Tensor]], Offsets]:
+    views, offsets = [], []
+    for start, (_, shapes), own in zip(starts, parts, sizes):
+        places = list(accumulate(own, initial=start))
+        offsets.append(places[:-1])
+        views.append([memory[a:b].view(dtype).view(tuple(s)) for a, b, s in zip(places, places[1:], shapes)])
+    return views, offsets

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.device.driver import driver_at
-from mpishard.comm.exchange.device import DeviceExchange
-from mpishard.comm.exchange.host import Exchange
-from mpishard.comm.exchange.pool import ExchangePool, kernel_of
+from mpishard.comm.exchange.persistent import Exchange
+from mpishard.comm.exchange.pool import ExchangePool
 from mpishard.comm.exchange.window_single_round import AtOnce
 from mpishard.comm.memory.copy_table import Box
 from mpishard.comm.memory.piece import add_cells, cells, empty_as, repeats
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label, said
+from mpishard.comm.transport.choice import transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Stage
@@ -78,16 +77,16 @@ class StageRun:
                     packed,
                 )
 
-    def start(self, x: Tensor, at: int = 0) -> Exchange | DeviceExchange | None:
+    def start(self, x: Tensor, at: int = 0) -> Exchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
         assert x.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
             self._check(False)
-        exchange = self._pool.take(x.device)
+        exchange = self._pool.take(x)
         if exchange is not None:
-            kernel = kernel_of(exchange, x)
-            if kernel is not None:
-                kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
+            kernel = exchange.kernel_serves(x)
+            if kernel:
+                exchange.pack(x, ("out", at), lambda: self._boxes(exchange.send_offsets, x, at))
             else:
                 for (_, pieces), views in zip(self.stage.sends, exchange.sends):
                     for p, view in zip(pieces, views):
@@ -95,40 +94,40 @@ class StageRun:
             exchange.start()
         return exchange
 
-    def finish(self, exchange: Exchange | DeviceExchange | None, out: Tensor, value: float = 0.0) -> None:
+    def finish(self, exchange: Exchange | None, out: Tensor, value: float = 0.0) -> None:
         """Fill ``out`` with what arrives, and with ``value`` beyond the domain. Neighborwise collective."""
         for lo, hi in self.stage.fill:
             out.narrow(self.dim, lo, hi - lo).fill_(value)
         if exchange is not None:
             exchange.finish()
-            kernel = kernel_of(exchange, out)
-            if kernel is not None:
-                kernel.unpack(out, "into", lambda: self._boxes(kernel.recv_offsets, out, None))
+            kernel = exchange.kernel_serves(out)
+            if kernel:
+                exchange.unpack(out, "into", lambda: self._boxes(exchange.recv_offsets, out, None))
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    if kernel is None or repeats(p):
+                    if not kernel or repeats(p):
                         out.narrow(self.dim, p.dst, p.count).copy_(view)
             exchange.release()
 
-    def start_adjoint(self, g: Tensor) -> Exchange | DeviceExchange | None:
+    def start_adjoint(self, g: Tensor) -> Exchange | None:
         """Send home the cotangents of the cells that arrived. Neighborwise collective."""
         assert g.dtype == self.dtype, "planned for another dtype"
         if guard.DEBUG:
             self._check(True)
-        exchange = self._pool.take(g.device)
+        exchange = self._pool.take(g)
         if exchange is not None:
-            kernel = kernel_of(exchange, g)
-            if kernel is not None:
-                kernel.pack(g, "into", lambda: self._boxes(kernel.recv_offsets, g, None), adjoint=True)
+            kernel = exchange.kernel_serves(g)
+            if kernel:
+                exchange.pack(g, "into", lambda: self._boxes(exchange.recv_offsets, g, None), adjoint=True)
             for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
                 for p, view in zip(pieces, views):
-                    if kernel is None or repeats(p):
+                    if not kernel or repeats(p):
                         values = g.narrow(self.dim, p.dst, p.count)
                         view.copy_(values.sum(self.dim, keepdim=True) if repeats(p) else values)
             exchange.start(adjoint=True)
         return exchange
 
-    def finish_adjoint(self, exchange: Exchange | DeviceExchange | None, own: Tensor) -> None:
+    def finish_adjoint(self, exchange: Exchange | None, own: Tensor) -> None:
         """Add what comes back to the block's cotangent ``own``, in place. Neighborwise collective."""
         if exchange is not None:
             exchange.finish(adjoint=True)
@@ -210,7 +209,7 @@ class WindowOp:
         """Fetch the window of the block ``x``. Neighborwise collective."""
         if self.identity:
             return x
-        if self._rounds > 1 and driver_at(x) is not None:
+        if self._rounds > 1 and transport_of(self.mesh.group(tuple(range(self.mesh.ndim))), x).driver is not None:
             return self._at_once(x, empty_as(x, self.out_shape), self.value)
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 

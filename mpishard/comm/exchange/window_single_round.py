@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm import guard
 from mpishard.comm.exchange.neighbours import across
-from mpishard.comm.exchange.pool import ExchangePool, kernel_of
+from mpishard.comm.exchange.pool import ExchangePool
 from mpishard.comm.memory.copy_table import Box
 from mpishard.comm.memory.piece import cells, repeats
 from mpishard.comm.mesh import CartMesh
@@ -70,12 +70,12 @@ class AtOnce:
         """Fill ``out`` with the window of the block ``x``. Neighborwise collective."""
         if guard.DEBUG:
             guard.check(self._mesh.comm, said(self._op, self._label))
-        exchange = self._pool.take(x.device)
+        exchange = self._pool.take(x)
         if exchange is not None:
-            kernel = kernel_of(exchange, x)
-            if kernel is not None:
-                places = kernel.send_offsets
-                kernel.pack(x, "out", lambda: self._boxes(places, self._sends, x, sending=True))
+            kernel = exchange.kernel_serves(x)
+            if kernel:
+                places = exchange.send_offsets
+                exchange.pack(x, "out", lambda: self._boxes(places, self._sends, x, sending=True))
             else:
                 for (_, parts), views in zip(self._sends, exchange.sends):
                     for part, view in zip(parts, views):
@@ -88,13 +88,13 @@ class AtOnce:
                 out.narrow(stage.dim, lo, hi - lo).fill_(value)
         if exchange is not None:
             exchange.finish()
-            kernel = kernel_of(exchange, out)
-            if kernel is not None:
-                there = kernel.recv_offsets
-                kernel.unpack(out, "into", lambda: self._boxes(there, self._recvs, out, sending=False))
+            kernel = exchange.kernel_serves(out)
+            if kernel:
+                there = exchange.recv_offsets
+                exchange.unpack(out, "into", lambda: self._boxes(there, self._recvs, out, sending=False))
             for (_, parts), views in zip(self._recvs, exchange.recvs):
                 for part, view in zip(parts, views):
-                    if kernel is None or any(map(repeats, part)):
+                    if not kernel or any(map(repeats, part)):
                         self._target(out, part).copy_(view)
             exchange.release()
         return out

@@ -17,8 +17,8 @@ from mpishard.comm.exchange.neighbours import Way, across
 from mpishard.comm.memory.block import Block, copy_views
 from mpishard.comm.memory.buffer import pieces
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.point_to_point.device_message import PATIENCE_S
 from mpishard.comm.tag import Flight
+from mpishard.comm.transport.device_message import PATIENCE_S
 from mpishard.layout.halo import Strip, Strips, plan_strips
 
 OP = "halo_refresh"
