@@ -1,11 +1,12 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
+from mpishard.layout.halo import plan_halo
 from mpishard.layout.layout import Layout, by_dim, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
-from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_stage
+from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Leg",
     "Partial",
     "Piece",
+    "Pieces",
     "Placement",
     "Replicate",
     "Run",
@@ -32,6 +34,7 @@ __all__ = [
     "layout_of",
     "owner",
     "plan_fetch",
+    "plan_halo",
     "plan_route",
     "plan_sources",
     "plan_stage",
