@@ -46,7 +46,7 @@ def plan_halo(
     los, his = ((w,) * len(sizes) if isinstance(w, int) else w for w in (lo, hi))
     near = _near(borders, max(los), max(his), mode, index)
     windows = {
-        i: interval_runs(borders[-1], borders[i] - los[i], borders[i + 1] + his[i], mode) for i in (index, *near)
+        i: interval_runs(borders[-1], borders[i] - los[i], borders[i + 1] + his[i], mode) for i in {index, *near}
     }
     return plan_stage(dim, mesh_dims, sizes, windows, {index: sizes[index] + los[index] + his[index]}, index, near=near)
 
@@ -60,7 +60,7 @@ def _near(borders: Sequence[int], lo: int, hi: int, mode: str, index: int) -> li
     # window [b_i - lo, b_(i+1) + hi) meets [start, stop) + k n
     spans = [(start + k * n - hi, stop + k * n + lo) for k in shifts]
     if mode in ("reflect", "replicate"):
-        spans += [(-hi, lo), (n - hi, n + lo)]  # those that pass an edge may need any cell within
+        spans += [(-1, lo), (n - hi, n + lo + 1)]  # those that pass an edge may need any cell within
     found: set[int] = set()
     for first, last in spans:
         found.update(range(max(bisect_right(borders, first) - 1, 0), min(bisect_left(borders, last), len(borders) - 1)))
