@@ -40,6 +40,8 @@ class Exchange:
 
     Attributes
     ----------
+    transport, device
+        What carries them, and where they lie.
     sends, recvs : list of list of Tensor
         Views of the buffers, per peer and block.
     send_offsets, recv_offsets : list of list of int
@@ -53,16 +55,18 @@ class Exchange:
         "__weakref__",
         "_driver",
         "_messages",
-        "_storage",
         "_tables",
         "acquire",
+        "device",
         "finish",
+        "has_kernel",
         "recv_offsets",
         "recvs",
         "release",
         "send_offsets",
         "sends",
         "start",
+        "storage",
         "transport",
     )
 
@@ -76,7 +80,7 @@ class Exchange:
         label: Label,
         storages: list[Storage],
     ) -> None:
-        self.transport = transport
+        self.transport, self.device, self.has_kernel = transport, transport.device, transport.has_kernel
         (out, out_blocks), (into, into_blocks) = (_envelopes(parts, dtype, label) for parts in (sends, recvs))
         # made in inference mode, they would serve no other
         with torch.inference_mode(False):
@@ -84,18 +88,18 @@ class Exchange:
             self.sends, self.send_offsets = _views(m.out.tensor, m.out_starts, sends, out_blocks, dtype)
             self.recvs, self.recv_offsets = _views(m.into.tensor, m.into_starts, recvs, into_blocks, dtype)
         self._driver: Any = transport.driver
-        self._storage = m.storage
+        self.storage = m.storage
         self._tables: dict[Any, Any] = {}
         self.acquire, self.start, self.finish, self.release = m.acquire, m.start, m.finish, m.release
 
     @property
     def busy(self) -> bool:
         """Whether this exchange, or another one in the same memory, is in flight."""
-        return self._storage.busy
+        return self.storage.busy
 
     def kernel_serves(self, x: Tensor) -> bool:
         """Whether `pack` and `unpack` can move cells of ``x``. Not collective."""
-        return self.transport.has_kernel and not (x.is_conj() or x.is_neg())
+        return self.has_kernel and not (x.is_conj() or x.is_neg())
 
     def pack(self, x: Tensor, key: Any, boxes: Callable[[], Iterable[Box]], *, adjoint: bool = False) -> None:
         """Queue the copy of boxes of ``x`` to the buffer that the direction sends from. Not collective."""

@@ -43,11 +43,12 @@ class ExchangePool:
         """Return an exchange beside ``x`` that is not in flight, or None where nothing travels. Not collective."""
         if not self._sends and not self._recvs:
             return None
-        transport = transport_of(self._mesh.group(self._mesh_dims), x)
         for exchange in self._made:
-            if not exchange.busy and exchange.transport is transport:
-                exchange.acquire()
+            if not exchange.storage.busy and exchange.device == x.device:
+                if exchange.transport.driver is not None:
+                    exchange.acquire()
                 return exchange
+        transport = transport_of(self._mesh.group(self._mesh_dims), x)
         made = Exchange(transport, self._sends, self._recvs, self._dtype, self._op, self._label, self._mesh.storages)
         self._mesh.own_weakly(made)
         self._made.append(made)

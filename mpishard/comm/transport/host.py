@@ -95,7 +95,7 @@ class Messages:
         self._travel = tuple((len(side), sum(len(b) for *_, b in side)) for side in (out, into))
 
     def acquire(self) -> None:
-        """Do nothing: what is in the buffers is used. Not collective."""
+        """Do nothing: no stream has work left on the buffers. Not collective."""
 
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; the buffers to send are packed. Neighborwise collective."""

@@ -38,10 +38,9 @@ class ConvPlan(NamedTuple):
     ----------
     window
         Fetch of the input cells.
-    padding
-        What the local convolution pads (the dims that are not fetched), or crops if transposed.
-    extra
-        Output padding of the local transposed convolution.
+    arguments
+        Of torch's operation on the window, behind the operands: it pads the dims that are not fetched, or crops if it
+        is transposed.
     crops
         (dim, start, length) of the local result, for results with cells too many.
     out
@@ -55,8 +54,7 @@ class ConvPlan(NamedTuple):
     """
 
     window: WindowOp
-    padding: tuple[int, ...]
-    extra: tuple[int, ...]
+    arguments: tuple[Any, ...]
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
     used: tuple[int, ...]
@@ -114,7 +112,7 @@ def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
 
 
 def _plan_conv(
-    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
+    x: ShardTensor, weight: Tensor, ndim: int, name: str, groups: int, stride: Any, padding: Any, dilation: Any
 ) -> ConvPlan:
     """Plan a convolution: which input cells this rank's output cells read, and what torch pads itself.
 
@@ -136,8 +134,9 @@ def _plan_conv(
         y         | 0 1 2 3 | 4 5 6 7 |
 
     The windows are fetched (``window``), with zeros beyond the domain, and torch's convolution pads nothing along
-    these dims. Nothing is fetched where all blocks are their own windows (`_stays`). Dims that are not cut are padded
-    by torch where ``l = h``; else the window is the padded dim. A rank without output cells computes one, and crops it.
+    these dims. A window that ends before the block does is longer where no more cells come out (`_with_block`). Nothing
+    is fetched where all blocks are their own windows (`_stays`). Dims that are not cut are padded by torch where
+    ``l = h``; else the window is the padded dim. A rank without output cells computes one, and crops it.
 
     Large blocks are not copied into a window: see ``form``.
     """
@@ -162,7 +161,8 @@ def _plan_conv(
             intervals = [g.window(0, shape[dim])]
         else:
             sharded[dim] = g
-            intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
+            windows = [g.window(a, b) for a, b in pairs(borders[dim])]
+            intervals = [_with_block(g, *ends) for ends in zip(windows, pairwise(bounds(layout.sizes[dim])))]
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
@@ -179,15 +179,14 @@ def _plan_conv(
         overlapped: Overlapped | str = "padding differs at the two ends"
         lows = [g.lo for g in slides]
         if lows == [g.hi for g in slides]:
-            overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, local(lows))
+            overlapped = plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
         if isinstance(overlapped, str):
             form, reason = Fetched(window, local(local_padding)), overlapped
         else:
             form = overlapped
     return ConvPlan(
         window,
-        tuple(local_padding),
-        (),
+        (stride, tuple(local_padding), dilation, groups),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
@@ -226,12 +225,12 @@ def _plan_transposed(
     x: ShardTensor,
     weight: Tensor,
     ndim: int,
+    name: str,
+    groups: int,
     stride: Any,
     padding: Any,
     output_padding: Any,
-    groups: int,
     dilation: Any,
-    name: str,
 ) -> ConvPlan:
     """Plan a transposed convolution: which input cells reach this rank's output cells, and what is cropped.
 
@@ -299,14 +298,24 @@ def _plan_transposed(
     local = (list(strides), local_padding, list(dilations), True, local_extra, groups)
     return ConvPlan(
         window,
-        tuple(local_padding),
-        tuple(local_extra),
+        (stride, tuple(local_padding), tuple(local_extra), groups, dilation),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
         None if reason else Fetched(window, local),
         reason or "transposed",
     )
+
+
+def _with_block(g: Sliding, window: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return a window up to the end of the block, where that gives no more output cells: so it lies there in one piece.
+
+    Not collective.
+    """
+    lo, hi = window
+    longer = max(hi, block[1])
+    alike = lo <= block[0] and (longer - lo - g.reach) // g.stride == (hi - lo - g.reach) // g.stride
+    return (lo, longer) if alike else window
 
 
 def _stays(g: Sliding, sizes: tuple[int, ...], windows: list[tuple[int, int]]) -> bool:
@@ -330,10 +339,6 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
     if math.prod(x.shape) // x.mesh.size < LARGE_CELLS:
         return "small: a copy costs less"
     return ""
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _convolved(
@@ -361,8 +366,44 @@ def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPlan]) -> Callable[..., ShardTensor]:
+    """Return the rule of ``func``; ``geometry`` are the last arguments of ``plan_of``."""
     name = func.__name__
+
+    def convolved(input: Any, weight: Any, bias: Any, groups: int, *geometry: Any) -> ShardTensor:
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
+        for i, value in enumerate(geometry):
+            # 1, (1, 1) and [1, 1] are one plan
+            if type(value) is not tuple and type(value) is not str:
+                geometry = (*geometry[:i], per_dim(value, ndim), *geometry[i + 1 :])
+        key = (name, x.sharding, x.dtype, weight.shape, groups, geometry)
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, lambda: plan_of(x, weight, ndim, name, groups, *geometry))
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        halo = x._halo
+        if halo is not None and plan_of is _plan_conv and not in_transform():
+            beside = mesh.plans.get((key, halo.key))
+            if beside is None:
+                beside = mesh.plan((key, halo.key), lambda: _plan_beside(x, weight, ndim, *geometry, plan, halo))
+            if not isinstance(beside, str) and (halo.writable or halo.fresh(x.block)):
+                if weight.requires_grad or x.block.requires_grad:
+                    halo.watch(x.block, all_cells=True)
+                window = apply(ReadBeside(beside, halo, x.sharding), x.block)
+                stride, _, dilation = geometry
+                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
+                return wrap(cropped(y, beside.crops), plan.out, mesh)
+
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return func(apply(plan.window, local), weight, bias, *plan.arguments)
+
+        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+
+    return convolved
+
+
+def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    convolved = _rule(func, ndim, _plan_conv)
 
     def conv(
         input: Any,
@@ -373,38 +414,13 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         dilation: Any = 1,
         groups: int = 1,
     ) -> ShardTensor:
-        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
-        key = (name, x.sharding, x.dtype, weight.shape, stride, padding, dilation, groups)
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
-        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-        halo = x._halo
-        if halo is not None and not in_transform():
-            beside = mesh.plans.get((key, halo.key))
-            if beside is None:
-                beside = mesh.plan(
-                    (key, halo.key),
-                    lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
-                )
-            if not isinstance(beside, str) and (halo.writable or halo.fresh(x.block)):
-                if weight.requires_grad or x.block.requires_grad:
-                    halo.watch(x.block, all_cells=True)
-                window = apply(ReadBeside(beside, halo, x.sharding), x.block)
-                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
-                return wrap(cropped(y, beside.crops), plan.out, mesh)
-
-        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return func(apply(plan.window, local), weight, bias, stride, plan.padding, dilation, groups)
-
-        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+        return convolved(input, weight, bias, groups, stride, padding, dilation)
 
     return conv
 
 
 def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
-    name = func.__name__
+    convolved = _rule(func, ndim, _plan_transposed)
 
     def conv_transpose(
         input: Any,
@@ -416,32 +432,7 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         groups: int = 1,
         dilation: Any = 1,
     ) -> ShardTensor:
-        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _hashable(stride), _hashable(padding), _hashable(dilation)
-        output_padding = _hashable(output_padding)
-        key = (
-            name,
-            x.sharding,
-            x.dtype,
-            weight.shape,
-            stride,
-            padding,
-            output_padding,
-            dilation,
-            groups,
-        )
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(
-                key,
-                lambda: _plan_transposed(x, weight, ndim, stride, padding, output_padding, groups, dilation, name),
-            )
-        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-
-        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return func(apply(plan.window, local), weight, bias, stride, plan.padding, plan.extra, groups, dilation)
-
-        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+        return convolved(input, weight, bias, groups, stride, padding, output_padding, dilation)
 
     return conv_transpose
 
