@@ -19,7 +19,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.device.driver import driver_of
 from mpishard.comm.memory.buffer import as_bytes
 from mpishard.comm.memory.copy_table import Box, plan_table
-from mpishard.comm.point_to_point.device_message import Envelope, Relay
+from mpishard.comm.transport.device_message import Envelope, Relay
 
 
 def synchronous(call: Callable[[], object]) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Box, Layout, Runs, bounds, by_dim, interval_runs, plan_fetch, plan_stage
+from mpishard.layout import Box, Layout, Runs, Stage, by_dim, interval_runs, plan_fetch, plan_halo, plan_stage
 
 
 class Wanted(NamedTuple):
@@ -42,7 +42,7 @@ def window_op(
     mesh: CartMesh,
     layout: Layout,
     dtype: torch.dtype,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Wanted | Stage],
     *,
     value: float = 0.0,
     op: str = "window",
@@ -56,7 +56,7 @@ def window_op(
     mesh, layout, dtype
         Of the tensor.
     wanted
-        One entry per tensor dim that changes.
+        One entry per tensor dim that changes: the windows of all positions, or this rank's stage.
     value
         What cells beyond the domain hold (the window is then affine; its derivative is that of zero).
     op
@@ -68,16 +68,20 @@ def window_op(
         Local block in, local window out.
     """
     stages = []
-    for dim, runs, n_outs in wanted:
-        sizes = layout.sizes[dim] or (layout.shape[dim],)
-        mesh_dims = layout.shard_dims.get(dim, ())
-        stage = plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords))
+    for entry in wanted:
+        stage = entry if isinstance(entry, Stage) else _staged(mesh, layout, entry)
         unchanged = stage.resident == 0 and stage.n_in == stage.n_out
         # calls are compared on all ranks, also where this one has nothing to do
         if guard.DEBUG or not (unchanged and not stage.sends and not stage.recvs):
             stages.append(stage)
-    rounds = sum(dim in layout.shard_dims for dim, _, _ in wanted)
+    rounds = sum(entry.dim in layout.shard_dims for entry in wanted)
     return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, rounds=rounds, value=value, op=op)
+
+
+def _staged(mesh: CartMesh, layout: Layout, wanted: Wanted) -> Stage:
+    dim, runs, n_outs = wanted
+    sizes, mesh_dims = layout.sizes[dim] or (layout.shape[dim],), layout.shard_dims.get(dim, ())
+    return plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords))
 
 
 def fetch_box(
@@ -216,7 +220,7 @@ def _halo_op(
                     fix="give mode='zeros', 'replicate' or 'circular', or make the mesh dim periodic",
                 )
             )
-        b = bounds(layout.sizes[dim] or (n,))
-        intervals = [(b[i] - lo, b[i + 1] + hi) for i in range(len(b) - 1)]
-        wanted.append(intervals_wanted(n, dim, intervals, "circular" if periodic else mode or "zeros"))
+        sizes, mesh_dims = layout.sizes[dim] or (n,), layout.shard_dims.get(dim, ())
+        fill = "circular" if periodic else mode or "zeros"
+        wanted.append(plan_halo(dim, mesh_dims, sizes, lo, hi, fill, layout.index(dim, mesh.coords)))
     return window_op(mesh, layout, dtype, wanted, op="halo_exchange")

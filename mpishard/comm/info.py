@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpishard.comm.collective import nccl
 from mpishard.comm.device import gpu_aware
-from mpishard.comm.device.driver import driver_of
 from mpishard.comm.memory.buffer import as_bytes
 from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.comm.transport import nccl
+from mpishard.comm.transport.choice import transport_of
 
 PACKAGES = ("mpishard", "torch", "mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 _PROBE_NBYTES = (8, 1 << 20)
@@ -100,7 +100,7 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
     tell(
         f"NCCL: {'serves large collectives' if link else 'not used (needs cupy, and a GPU of its own for every rank)'}"
     )
-    driver = driver_of(mesh.device)
+    driver = transport_of(mesh.group((0,)), mesh.device).driver
     packs = (
         "one kernel" if driver is not None and driver.has_kernel else "torch, box by box (install cupy for one kernel)"
     )
@@ -109,7 +109,7 @@ def _tell_route(mesh: CartMesh, tell: Callable[[str], None]) -> None:
 
 def probe(mesh: CartMesh) -> bool:
     """Send device memory to the next rank and compare what comes. Collective."""
-    driver = driver_of(mesh.device)
+    driver = transport_of(mesh.group((0,)), mesh.device).driver
     assert driver is not None
     right = True
     for nbytes in _PROBE_NBYTES:

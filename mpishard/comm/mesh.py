@@ -34,7 +34,7 @@ class Group(NamedTuple):
     comm: MPI.Intracomm
     rank: int
     size: int
-    links: dict[str, Any]
+    links: dict[Any, Any]
     aware: bool = False
 
 

@@ -2,11 +2,12 @@
 
 from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_of, first_sharded, in_full
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
+from mpishard.layout.halo import plan_halo
 from mpishard.layout.layout import Layout, by_dim, layout_of
 from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
-from mpishard.layout.stage import Piece, Run, Runs, Stage, interval_runs, plan_stage
+from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Leg",
     "Partial",
     "Piece",
+    "Pieces",
     "Placement",
     "Replicate",
     "Run",
@@ -40,6 +42,7 @@ __all__ = [
     "layout_of",
     "owner",
     "plan_fetch",
+    "plan_halo",
     "plan_route",
     "plan_sources",
     "plan_stage",

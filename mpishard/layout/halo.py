@@ -1,73 +1,67 @@
-"""Halos of ghosted arrays along one dim: which cells come from which rank, and where they go."""
+"""Halos along one dim, of tensors and of ghosted arrays: which cells come from which rank, and where they go.
+
+A block with its halo is the window ``[start - lo, stop + hi)``; `plan_stage` plans it as any other window, from the
+windows of the positions that are near enough to need cells of this one. A ghosted array holds that window: cell ``k``
+of the window is cell ``k`` of the array, and a block begins at cell ``lo``.
+
+Not collective.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from mpishard.layout.partition import bounds
+from mpishard.layout.stage import Stage, interval_runs, plan_stage
+
+Widths = int | Sequence[int]
 
 
-class Strip(NamedTuple):
-    """Cells of one array that travel together.
+def plan_halo(
+    dim: int, mesh_dims: Sequence[int], sizes: Sequence[int], lo: Widths, hi: Widths, mode: str, index: int
+) -> Stage:
+    """Plan the halo along one dim for the rank at position ``index``.
 
-    ``peer`` is the other rank's position along the dim; ``side`` is 0 for the low and 1 for the high halo of
-    the receiver; ``at`` is the first cell along the dim, in this rank's array.
-    """
+    Parameters
+    ----------
+    dim, mesh_dims, sizes, index
+        As for `plan_stage`.
+    lo, hi
+        Widths of all positions, or of each; the halo may be wider than any block.
+    mode
+        As for `interval_runs`: what lies beyond the domain.
 
-    peer: int
-    side: int
-    at: int
-    count: int  # type: ignore[assignment]
-
-
-class Strips(NamedTuple):
-    """What one rank does along one dim; ``local`` are (source, destination, count) in its own array."""
-
-    local: tuple[tuple[int, int, int], ...]
-    sends: tuple[Strip, ...]
-    recvs: tuple[Strip, ...]
-
-
-def plan_strips(
-    sizes: Sequence[int], lo: int | Sequence[int], hi: int | Sequence[int], periodic: bool, index: int
-) -> Strips:
-    """Plan the halo of width ``(lo, hi)`` along one dim for the rank at position ``index``.
-
-    Not collective. ``sizes`` are the interior extents of all positions, ``lo`` and ``hi`` the widths of all of
-    them, or of each; the halo may be wider than any interior. Cells beyond a non-periodic edge are in no strip.
-    Sender and receiver list the strips of a (peer, side) in the same order.
+    Returns
+    -------
+    Stage
+        Sender and receiver list the pieces of a message in the same order: those of the low halo first.
 
     Examples
     --------
-    >>> plan_strips((4, 3), 1, 0, False, 1)
-    Strips(local=(), sends=(), recvs=(Strip(peer=0, side=0, at=0, count=1),))
+    >>> plan_halo(0, (0,), (4, 3), 1, 0, "zeros", 1).recvs
+    ((0, (Piece(src=3, count=1, step=1, dst=0),)),)
     """
-    borders = (0, *accumulate(sizes))
+    borders = bounds(tuple(sizes))
     los, his = ((w,) * len(sizes) if isinstance(w, int) else w for w in (lo, hi))
-    local, sends, recvs = [], [], []
-    for receiver, n in enumerate(sizes):
-        start, stop = borders[receiver], borders[receiver + 1]
-        below, above = los[receiver], his[receiver]
-        for side, first, last, origin in ((0, start - below, start, 0), (1, stop, stop + above, below + n)):
-            for owner, cell, offset, count in _sources(borders, first, last, periodic):
-                src, dst = los[owner] + cell, origin + offset
-                if owner == receiver == index:
-                    local.append((src, dst, count))
-                elif receiver == index:
-                    recvs.append(Strip(owner, side, dst, count))
-                elif owner == index:
-                    sends.append(Strip(receiver, side, src, count))
-    return Strips(tuple(local), tuple(sends), tuple(recvs))
+    near = _near(borders, max(los), max(his), mode, index)
+    windows = {
+        i: interval_runs(borders[-1], borders[i] - los[i], borders[i + 1] + his[i], mode) for i in {index, *near}
+    }
+    return plan_stage(dim, mesh_dims, sizes, windows, {index: sizes[index] + los[index] + his[index]}, index, near=near)
 
 
-def _sources(borders: Sequence[int], first: int, last: int, periodic: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (owner, cell in its interior, offset from ``first``, count) of the global cells [first, last)."""
-    extent = borders[-1]
-    at, last = (first, last) if periodic else (max(first, 0), min(last, extent))
-    while at < last:
-        cell = at % extent
-        owner = bisect_right(borders, cell) - 1
-        count = min(last - at, borders[owner + 1] - cell)
-        yield owner, cell - borders[owner], at - first, count
-        at += count
+def _near(borders: Sequence[int], lo: int, hi: int, mode: str, index: int) -> list[int]:
+    """Return, ascending, the positions whose windows may hold cells of block ``index``, by bisection."""
+    start, stop, n = borders[index], borders[index + 1], borders[-1]
+    if start == stop:
+        return []
+    shifts = range(-(hi // n) - 1, lo // n + 2) if mode == "circular" else (0,)
+    # window [b_i - lo, b_(i+1) + hi) meets [start, stop) + k n
+    spans = [(start + k * n - hi, stop + k * n + lo) for k in shifts]
+    if mode in ("reflect", "replicate"):
+        spans += [(-1, lo), (n - hi, n + lo + 1)]  # those that pass an edge may need any cell within
+    found: set[int] = set()
+    for first, last in spans:
+        found.update(range(max(bisect_right(borders, first) - 1, 0), min(bisect_left(borders, last), len(borders) - 1)))
+    return sorted(found)

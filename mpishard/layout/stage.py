@@ -8,7 +8,7 @@ testable in one process for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpishard.errors import LayoutError, described
@@ -146,9 +146,11 @@ def plan_stage(
     dim: int,
     mesh_dims: Sequence[int],
     sizes: Sequence[int],
-    windows: Sequence[Runs],
-    n_outs: Sequence[int],
+    windows: Sequence[Runs] | Mapping[int, Runs],
+    n_outs: Sequence[int] | Mapping[int, int],
     index: int,
+    *,
+    near: Iterable[int] | None = None,
 ) -> Stage:
     """Plan the exchange along one dim for the rank at block ``index``.
 
@@ -168,6 +170,9 @@ def plan_stage(
         Window extents, one per position.
     index
         This rank's position.
+    near
+        The positions, ascending, whose windows may hold cells of this one's block; all of them, if not given. Only
+        their windows are looked at, and this one's.
 
     Returns
     -------
@@ -186,9 +191,9 @@ def plan_stage(
     lo, hi = borders[index], borders[index + 1]
     sends = []
     if hi > lo:
-        for peer, runs in enumerate(windows):
-            if peer != index and _touches(runs, lo, hi):
-                pieces = _owned_pieces(runs, lo, hi)
+        for peer in range(len(sizes)) if near is None else near:
+            if peer != index and _touches(windows[peer], lo, hi):
+                pieces = _owned_pieces(windows[peer], lo, hi)
                 if pieces:
                     sends.append((peer, pieces))
     return Stage(

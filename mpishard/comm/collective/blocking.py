@@ -15,15 +15,10 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard
-from mpishard.comm.collective import nccl
-from mpishard.comm.device.driver import driver_at
-from mpishard.comm.device.staging import Spans, cut, cut_blocks, of_block, through_host
-from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pack, pieces, spans
+from mpishard.comm.memory.buffer import dense, is_dense, pack
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
-from mpishard.comm.point_to_point.device_message import relayed
-from mpishard.comm.point_to_point.send_recv import start_messages
+from mpishard.comm.transport.choice import transport_of
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -98,28 +93,9 @@ def in_order(deterministic: bool | None) -> bool:
 
 
 def _all_reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, op: str) -> None:
-    comm, datatype, nbytes = group.comm, rule.datatype, x.nbytes
     if counter.active:
-        counter.record("all_reduce", 1, nbytes)
-    driver = driver_at(x)
-    if driver is None:
-        at, to = x.data_ptr(), y.data_ptr()
-        with guard.waiting("all_reduce", (), comm):
-            for a, n in pieces(nbytes):
-                send = MPI.IN_PLACE if at == to else (address(at + a, n), datatype)
-                comm.Allreduce(send, (address(to + a, n), datatype), rule.op)
-        return
-    link = nccl.link_of(group, x, nbytes)
-    if link is not None and link.serves(x.dtype, op):
-        link.all_reduce(x, y, op)
-        return
-
-    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
-        with guard.waiting("all_reduce", (), comm):
-            comm.Allreduce((as_bytes(here), datatype), (as_bytes(there), datatype), rule.op)
-
-    parts = cut(nbytes, x.itemsize)
-    through_host(driver, x, parts, y, parts, move)
+        counter.record("all_reduce", 1, x.nbytes)
+    transport_of(group, x).all_reduce(x, y, rule, op)
 
 
 def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
@@ -177,35 +153,10 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
     flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
     lengths = [s * row for s in sizes]
-    _all_gather(x, flat, [n * x.itemsize for n in lengths], group)
-    return whole if direct else _joined(flat, lengths, shape, dim, sizes, whole)
-
-
-def _all_gather(x: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], group: Group) -> None:
-    comm = group.comm
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
-    driver = driver_at(x)
-    if driver is None:
-        with guard.waiting("all_gather", (), comm):
-            if flat.nbytes > buffer.MESSAGE_NBYTES:
-                MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * group.size, flat, spans(counts), group))
-            elif counts.count(counts[0]) == group.size:
-                comm.Allgather(as_bytes(x), as_bytes(flat))
-            else:
-                comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
-        return
-    link = nccl.link_of(group, x, flat.nbytes)
-    if link is not None:
-        link.all_gather(x, flat, [n // x.itemsize for n in counts])
-        return
-    parts = cut_blocks(counts)
-
-    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
-        with guard.waiting("all_gather", (), comm):
-            comm.Allgatherv(as_bytes(here), [as_bytes(there), [b - a for a, b in parts[k]]])
-
-    through_host(driver, x, of_block(parts, group.rank), flat, parts, move)
+    transport_of(group, x).all_gather(x, flat, [n * x.itemsize for n in lengths])
+    return whole if direct else _joined(flat, lengths, shape, dim, sizes, whole)
 
 
 def _joined(
@@ -270,34 +221,10 @@ def reduce_scatter(
     dtype = rule.carrier or x.dtype
     flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
     result = flat.new_empty(own)
-    _reduce_scatter(flat, result, [b.numel() for b in blocks], group, rule)
-    return result.to(x.dtype)
-
-
-def _reduce_scatter(flat: torch.Tensor, result: torch.Tensor, counts: Sequence[int], group: Group, rule: Rule) -> None:
-    comm, datatype, size = group.comm, rule.datatype, flat.itemsize
     if counter.active:
         counter.record("reduce_scatter", 1, flat.nbytes)
-    driver = driver_at(flat)
-    if driver is None:
-        with guard.waiting("reduce_scatter", (), comm):
-            if flat.nbytes <= buffer.MESSAGE_NBYTES:
-                comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
-            else:
-                for root, (lo, hi) in enumerate(spans([n * size for n in counts])):
-                    for a, n in pieces(hi - lo):
-                        send = (address(flat.data_ptr() + lo + a, n), datatype)
-                        recv = (address(result.data_ptr() + a, n), datatype) if root == group.rank else None
-                        comm.Reduce(send, recv, rule.op, root)
-        return
-    parts = cut_blocks([n * size for n in counts], size)
-
-    def move(k: int, here: torch.Tensor, there: torch.Tensor) -> None:
-        each = [(b - a) // size for a, b in parts[k]]
-        with guard.waiting("reduce_scatter", (), comm):
-            comm.Reduce_scatter((as_bytes(here), datatype), (as_bytes(there), datatype), each, rule.op)
-
-    through_host(driver, flat, parts, result, of_block(parts, group.rank), move)
+    transport_of(group, flat).reduce_scatter(flat, result, [b.numel() for b in blocks], rule)
+    return result.to(x.dtype)
 
 
 def all_to_all(
@@ -332,23 +259,10 @@ def all_to_all(
         return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
     counts = [torch.Size(s).numel() for s in shapes]
     into = blocks[0].new_empty(sum(counts))
-    came = into.split(counts)
     if counter.active:
         counter.record("all_to_all", 1, sum(b.nbytes for b in blocks))
-    driver = driver_at(into)
-    if driver is None:
-        flat, size = pack(blocks, into.dtype), into.itemsize
-        out, back = [b.numel() * size for b in blocks], [n * size for n in counts]
-        with guard.waiting("all_to_all", (), group.comm):
-            if bound_nbytes > buffer.MESSAGE_NBYTES:
-                MPI.Request.Waitall(start_messages(flat, spans(out), into, spans(back), group))
-            else:
-                group.comm.Alltoallv([as_bytes(flat), out], [as_bytes(into), back])
-    elif (link := nccl.link_of(group, into, bound_nbytes)) is not None:
-        link.all_to_all([dense(b) for b in blocks], came)
-    else:
-        relayed(driver, group, list(enumerate(blocks)), list(enumerate(came)), "all_to_all")
-    return [b.view(s) for b, s in zip(came, shapes)]
+    transport_of(group, into).all_to_all(blocks, into, counts, bound_nbytes)
+    return [b.view(s) for b, s in zip(into.split(counts), shapes)]
 
 
 def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
@@ -383,32 +297,10 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
         y = dense(x).clone(memory_format=torch.contiguous_format)
     else:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _broadcast(y, group, root)
-    return x.copy_(y) if in_place and y is not x else y
-
-
-def _broadcast(x: torch.Tensor, group: Group, root: int) -> None:
-    comm, at_root = group.comm, group.rank == root
     if counter.active:
-        counter.record("broadcast", 1, x.nbytes if at_root else 0)
-    driver = driver_at(x)
-    if driver is None:
-        with guard.waiting("broadcast", (), comm):
-            for a, n in pieces(x.nbytes):
-                comm.Bcast(address(x.data_ptr() + a, n), root)
-        return
-    link = nccl.link_of(group, x, x.nbytes)
-    if link is not None:
-        link.broadcast(x, root)
-        return
-
-    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
-        with guard.waiting("broadcast", (), comm):
-            comm.Bcast(as_bytes(here if at_root else there), root)
-
-    parts = cut(x.nbytes)
-    none: list[Spans] = [()] * len(parts)
-    through_host(driver, x, parts if at_root else none, x, none if at_root else parts, move)
+        counter.record("broadcast", 1, y.nbytes if at_root else 0)
+    transport_of(group, y).broadcast(y, root)
+    return x.copy_(y) if in_place and y is not x else y
 
 
 def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | None = None) -> torch.Tensor:
@@ -447,25 +339,7 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
         guard.check(group.comm, "reduce", tuple(x.shape), x.dtype)
     work = dense(x) if rule.carrier is None else dense(x).to(rule.carrier)
     result = torch.empty_like(work) if group.rank == root else torch.zeros_like(work)
-    _reduce(work, result, group, rule, root)
-    return result.to(x.dtype)
-
-
-def _reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, root: int) -> None:
-    comm, datatype, at_root = group.comm, rule.datatype, group.rank == root
     if counter.active:
-        counter.record("reduce", 1, x.nbytes)
-    driver = driver_at(x)
-    if driver is None:
-        with guard.waiting("reduce", (), comm):
-            for a, n in pieces(x.nbytes):
-                into = (address(y.data_ptr() + a, n), datatype) if at_root else None
-                comm.Reduce((address(x.data_ptr() + a, n), datatype), into, rule.op, root)
-        return
-
-    def move(_: int, here: torch.Tensor, there: torch.Tensor) -> None:
-        with guard.waiting("reduce", (), comm):
-            comm.Reduce((as_bytes(here), datatype), (as_bytes(there), datatype) if at_root else None, rule.op, root)
-
-    parts = cut(x.nbytes, x.itemsize)
-    through_host(driver, x, parts, y, parts if at_root else [()] * len(parts), move)
+        counter.record("reduce", 1, work.nbytes)
+    transport_of(group, work).reduce(work, result, rule, root)
+    return result.to(x.dtype)

@@ -9,14 +9,12 @@ from mpi4py import MPI
 
 from mpishard.comm import counter, guard
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
-from mpishard.comm.collective.nccl import link_of
-from mpishard.comm.device.driver import Driver, driver_at
-from mpishard.comm.device.staging import cut
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, as_bytes, byte_view, dense, pieces, spans, to_host
-from mpishard.comm.memory.reduction_type import Rule, ordered, rule_of
+from mpishard.comm.memory.buffer import as_bytes, dense, spans
+from mpishard.comm.memory.reduction_type import ordered, rule_of
 from mpishard.comm.mesh import Group
-from mpishard.comm.point_to_point.send_recv import start_messages
+from mpishard.comm.transport.choice import transport_of
+from mpishard.comm.transport.host import start_messages
 
 
 class PendingReduction:
@@ -78,44 +76,18 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
         guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
         return PendingReduction([], lambda: x, group)
-    driver = driver_at(x)
-    if driver is not None:
-        driver.check()
+    transport = transport_of(group, x)
+    if transport.driver is not None:
+        transport.driver.check()
     if rule.ordered and in_order(deterministic):
-        return _start_ordered(x, x if driver is None else to_host(x), group)
+        return _start_ordered(x, transport.on_host(x), group)
     work = x if rule.carrier is None else x.to(rule.carrier)
     if counter.active:
         counter.record("all_reduce", 1, work.nbytes)
-    if driver is not None:
-        return _start_on_device(driver, x, work, group, rule)
-    at = work.data_ptr()
-    requests = [
-        group.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
-        for a, n in pieces(work.nbytes)
-    ]
-    return PendingReduction(requests, lambda: x if work is x else x.copy_(work), group)
-
-
-def _start_on_device(driver: Driver, x: torch.Tensor, work: torch.Tensor, group: Group, rule: Rule) -> PendingReduction:
-    """Start the sum of ``work``, which is ``x`` or carries it. A piece travels while the next one comes down."""
-    link = link_of(group, work, work.nbytes)
-    if link is not None and link.serves(work.dtype):
-        link.all_reduce(work, work, "sum")
-        return PendingReduction([], lambda: x if work is x else x.copy_(work), group)
-    memory, host = byte_view(work), driver.pinned(work.nbytes)
-    parts = [(a, b) for ((a, b),) in cut(work.nbytes, work.itemsize)]
-    marks, requests = [], []
-    for a, b in parts:
-        driver.download(host[a:b], memory[a:b])
-        marks.append(driver.mark())
-    for (a, b), mark in zip(parts, marks):
-        driver.wait(mark)
-        driver.lend([], [host[a:b]])
-        requests.append(group.comm.Iallreduce(MPI.IN_PLACE, (as_bytes(host[a:b]), rule.datatype), rule.op))
+    requests, arrived = transport.start_sum(work, rule)
 
     def finish() -> torch.Tensor:
-        driver.take_back([], [host])
-        driver.upload(memory, host)
+        arrived()
         return x if work is x else x.copy_(work)
 
     return PendingReduction(requests, finish, group)
@@ -158,7 +130,7 @@ def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pending
         Whose ``wait()`` returns all values, 1-D. Over before it, where they lie on a GPU or are very many.
     """
     nbytes = [n * x.itemsize for n in counts]
-    if group.size == 1 or driver_at(x) is not None or not 0 < sum(nbytes) <= buffer.MESSAGE_NBYTES:
+    if group.size == 1 or transport_of(group, x).driver is not None or not 0 < sum(nbytes) <= buffer.MESSAGE_NBYTES:
         whole = all_gather(x, group, 0, counts)
         return PendingReduction([], lambda: whole, group, "all_gather")
     if guard.DEBUG:
@@ -203,7 +175,12 @@ def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pen
     """
     rule = rule_of("sum", x.dtype)
     simple = rule.carrier is None and not (rule.ordered and in_order(None))
-    if group.size == 1 or not simple or driver_at(x) is not None or not 0 < x.nbytes <= buffer.MESSAGE_NBYTES:
+    if (
+        group.size == 1
+        or not simple
+        or transport_of(group, x).driver is not None
+        or not 0 < x.nbytes <= buffer.MESSAGE_NBYTES
+    ):
         sums = reduce_scatter(x, group, 0, counts)
         return PendingReduction([], lambda: sums, group, "reduce_scatter")
     if guard.DEBUG:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import counter, guard
-from mpishard.comm.collective import nccl
-from mpishard.comm.device.driver import Driver, driver_at
-from mpishard.comm.memory.buffer import address, dense, pieces
+from mpishard.comm.memory.buffer import address, pieces
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.point_to_point.device_message import Envelope, Relay
 from mpishard.comm.tag import Flight, hashed
+from mpishard.comm.transport import nccl
+from mpishard.comm.transport.choice import transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
@@ -67,73 +65,23 @@ def run_transfer(
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
-    driver = driver_at(x)
-    if driver is not None:
-        _run_on_device(mesh, driver, plan, x, out, op, put, tag)
-        return out
-    comm = mesh.comm
-    incoming = []
-    recvs, sends = [], []
-    for peer, box in plan.recvs:
-        buffer = torch.empty([hi - lo for lo, hi in box], dtype=x.dtype)
-        incoming.append((box, buffer))
-        recvs += [(peer, comm.Irecv(part, peer, MPI.ANY_TAG), tag, part.nbytes) for part in byte_parts(buffer)]
-    outgoing = [_narrow(x, box).contiguous().resolve_conj().resolve_neg() for _, box in plan.sends]
-    for (peer, _), block in zip(plan.sends, outgoing):
-        sends += [(peer, comm.Isend(part, peer, tag)) for part in byte_parts(block)]
+    sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
+    recvs = [(peer, x.new_empty([hi - lo for lo, hi in box])) for peer, box in plan.recvs]
     if counter.active:
-        counter.record(op, len(plan.sends), sum(b.nbytes for b in outgoing))
+        counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
+    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, f"{op} {call}", tag, bulk=True)
     _move(out, x, plan.local, put)
-    Flight(comm, f"{op} {call}", recvs, sends).wait()
-    for box, buffer in incoming:
-        put(_narrow(out, box), buffer)
+    posted.wait()
+    # in the order of the plan: sums are the same in every run
+    for (_, box), (_, block) in zip(plan.recvs, recvs):
+        put(_narrow(out, box), block)
     return out
-
-
-def _run_on_device(
-    mesh: CartMesh, driver: Driver, plan: Transfer, x: Tensor, out: Tensor, op: str, put: Callable[..., Any], tag: int
-) -> None:
-    """Run a plan on blocks in a GPU's memory. Collective over the ranks that exchange boxes."""
-    link = mesh.group(tuple(range(mesh.ndim))).links.get("nccl")
-    # both ends know a message's size: so both take the same way
-    large = nccl.LEAST_NBYTES if link is not None else math.inf
-    sides = [[(peer, box, _numel(box) * x.itemsize) for peer, box in side] for side in (plan.sends, plan.recvs)]
-    small = [[m for m in side if m[2] < large] for side in sides]
-    going, coming = ([Envelope(peer, tag, nbytes) for peer, _, nbytes in side] for side in small)
-    relay = Relay(mesh.comm, driver, going, coming, op, mesh.gpu_aware, counted=False)
-    if counter.active:
-        counter.record(op, len(sides[0]), sum(nbytes for *_, nbytes in sides[0]))
-    try:
-        for (_, box, nbytes), at in zip(small[0], relay.out_starts):
-            block = _narrow(x, box)
-            relay.out.tensor[at : at + nbytes].view(x.dtype).view(block.shape).copy_(block)
-        arrived = []
-        if link is not None:
-            arrived = [(b, x.new_empty([hi - lo for lo, hi in b]), p) for p, b, nbytes in sides[1] if nbytes >= large]
-            sends = [(peer, dense(_narrow(x, box))) for peer, box, nbytes in sides[0] if nbytes >= large]
-            link.exchange(sends, [(peer, block) for _, block, peer in arrived])
-        relay.start()
-        _move(out, x, plan.local, put)
-        relay.finish()
-        found = {(peer, box): block for box, block, peer in arrived}
-        for (peer, box, nbytes), at in zip(small[1], relay.into_starts):
-            found[peer, box] = relay.into.tensor[at : at + nbytes].view(x.dtype).view(_narrow(out, box).shape)
-        # in the order of the plan: sums are the same in every run
-        for peer, box in plan.recvs:
-            put(_narrow(out, box), found[peer, box])
-        relay.release()
-    finally:
-        relay.free()
 
 
 def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any]) -> None:
     """Put what stays on this rank: the (source, target) boxes, if any."""
     if local is not None:
         put(_narrow(out, local[1]), _narrow(x, local[0]))
-
-
-def _numel(box: Sequence[tuple[int, int]]) -> int:
-    return math.prod(hi - lo for lo, hi in box)
 
 
 def scatter_blocks(

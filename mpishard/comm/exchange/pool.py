@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import exit
-from mpishard.comm.device.driver import driver_of
-from mpishard.comm.exchange.device import DeviceExchange
-from mpishard.comm.exchange.host import Exchange, Parts
+from mpishard.comm.exchange.persistent import Exchange, Parts
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label
+from mpishard.comm.transport.choice import transport_of
 
 _EXCHANGE_NBYTES = 8 << 10  # of requests and views, which come when they are used
 
@@ -23,7 +22,7 @@ class ExchangePool:
     mesh, mesh_dims
         The mesh, and the dims along which the peers lie.
     sends, recvs, dtype, op, label
-        As for `Exchange`.
+        As for an `Exchange`.
     """
 
     def __init__(
@@ -38,23 +37,19 @@ class ExchangePool:
     ) -> None:
         self._mesh, self._mesh_dims, self._dtype, self._op, self._label = mesh, mesh_dims, dtype, op, label
         self._sends, self._recvs = sends, recvs
-        self._made: list[Exchange | DeviceExchange] = []
+        self._made: list[Exchange] = []
 
-    def take(self, device: torch.device) -> Exchange | DeviceExchange | None:
-        """Return an exchange that is not in flight, or None where nothing travels. Not collective."""
+    def take(self, x: Tensor) -> Exchange | None:
+        """Return an exchange beside ``x`` that is not in flight, or None where nothing travels. Not collective."""
         if not self._sends and not self._recvs:
             return None
         for exchange in self._made:
-            if not exchange.busy and exchange.device == device:
-                if isinstance(exchange, DeviceExchange):
+            if not exchange.storage.busy and exchange.device == x.device:
+                if exchange.transport.driver is not None:
                     exchange.acquire()
                 return exchange
-        group, driver = self._mesh.group(self._mesh_dims), driver_of(device)
-        made: Exchange | DeviceExchange
-        if driver is None:
-            made = Exchange(group, self._sends, self._recvs, self._dtype, self._op, self._label, self._mesh.storages)
-        else:
-            made = DeviceExchange(group, self._sends, self._recvs, self._dtype, driver, self._op, self._label)
+        transport = transport_of(self._mesh.group(self._mesh_dims), x)
+        made = Exchange(transport, self._sends, self._recvs, self._dtype, self._op, self._label, self._mesh.storages)
         self._mesh.own_weakly(made)
         self._made.append(made)
         return made
@@ -68,8 +63,3 @@ class ExchangePool:
 
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + (_EXCHANGE_NBYTES if self._sends or self._recvs else 0)
-
-
-def kernel_of(exchange: Exchange | DeviceExchange, x: Tensor) -> DeviceExchange | None:
-    """Return the exchange where one kernel can move its cells of ``x``. Not collective."""
-    return exchange if isinstance(exchange, DeviceExchange) and exchange.kernel_serves(x) else None

@@ -9,133 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard
-from mpishard.comm.device.driver import driver_at
-from mpishard.comm.exchange.device import DeviceExchange
-from mpishard.comm.exchange.host import Exchange
-from mpishard.comm.exchange.pool import ExchangePool, kernel_of
-from mpishard.comm.exchange.window_single_round import AtOnce
-from mpishard.comm.memory.copy_table import Box
-from mpishard.comm.memory.piece import add_cells, cells, empty_as, repeats
+from mpishard.comm.exchange.round import Round
+from mpishard.comm.memory.piece import empty_as
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.tag import Label, said
+from mpishard.comm.tag import Label
+from mpishard.comm.transport.choice import transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Stage
-
-
-class StageRun:
-    """One stage on blocks of one shape, in steps, so that work can go on while messages travel.
-
-    Parameters
-    ----------
-    mesh, stage
-        The mesh and this rank's stage on it.
-    shape, dtype
-        Of the block that the stage starts from.
-    op, label
-        Name for counters and the watchdog, and what the plan is called; that which is being made, if not given.
-    """
-
-    def __init__(
-        self,
-        mesh: CartMesh,
-        stage: Stage,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        op: str,
-        label: Label | None = None,
-    ) -> None:
-        self.mesh, self.stage, self.shape, self.dtype, self.op = mesh, stage, tuple(shape), dtype, op
-        self.label = mesh.label if label is None else label
-        d = self.dim = stage.dim
-        sends, recvs = (
-            [(peer, [(*self.shape[:d], p.wire_count, *self.shape[d + 1 :]) for p in pieces]) for peer, pieces in side]
-            for side in (stage.sends, stage.recvs)
-        )
-        self._pool = ExchangePool(mesh, stage.mesh_dims, sends, recvs, dtype, op, self.label)
-
-    def _check(self, adjoint: bool) -> None:
-        # of the whole mesh, also on ranks to which nothing comes
-        if self.stage.mesh_dims:
-            guard.check(self.mesh.comm, said(self.op, self.label, adjoint))
-
-    def _boxes(self, offsets: Sequence[Sequence[int]], x: Tensor, at: int | None) -> Iterator[Box]:
-        """Yield what one kernel moves: the cells to send of a block at ``at``, or those that arrive (None)."""
-        dim, size = self.dim, x.itemsize
-        strides = [s * size for s in x.stride()]
-        side = self.stage.recvs if at is None else self.stage.sends
-        for (_, pieces), places in zip(side, offsets):
-            for p, packed in zip(pieces, places):
-                if at is None and repeats(p):
-                    continue
-                first, step = (p.dst, 1) if at is None else (p.src + at, p.step)
-                yield Box(
-                    first * strides[dim],
-                    (*x.shape[:dim], p.count if at is None else p.wire_count, *x.shape[dim + 1 :]),
-                    (*strides[:dim], strides[dim] * step, *strides[dim + 1 :]),
-                    size,
-                    packed,
-                )
-
-    def start(self, x: Tensor, at: int = 0) -> Exchange | DeviceExchange | None:
-        """Send strips of ``x``, whose own block begins at cell ``at`` of the dim. Neighborwise collective."""
-        assert x.dtype == self.dtype, "planned for another dtype"
-        if guard.DEBUG:
-            self._check(False)
-        exchange = self._pool.take(x.device)
-        if exchange is not None:
-            kernel = kernel_of(exchange, x)
-            if kernel is not None:
-                kernel.pack(x, ("out", at), lambda: self._boxes(kernel.send_offsets, x, at))
-            else:
-                for (_, pieces), views in zip(self.stage.sends, exchange.sends):
-                    for p, view in zip(pieces, views):
-                        view.copy_(cells(x, self.dim, p.src + at, p.count, p.step))
-            exchange.start()
-        return exchange
-
-    def finish(self, exchange: Exchange | DeviceExchange | None, out: Tensor, value: float = 0.0) -> None:
-        """Fill ``out`` with what arrives, and with ``value`` beyond the domain. Neighborwise collective."""
-        for lo, hi in self.stage.fill:
-            out.narrow(self.dim, lo, hi - lo).fill_(value)
-        if exchange is not None:
-            exchange.finish()
-            kernel = kernel_of(exchange, out)
-            if kernel is not None:
-                kernel.unpack(out, "into", lambda: self._boxes(kernel.recv_offsets, out, None))
-            for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
-                for p, view in zip(pieces, views):
-                    if kernel is None or repeats(p):
-                        out.narrow(self.dim, p.dst, p.count).copy_(view)
-            exchange.release()
-
-    def start_adjoint(self, g: Tensor) -> Exchange | DeviceExchange | None:
-        """Send home the cotangents of the cells that arrived. Neighborwise collective."""
-        assert g.dtype == self.dtype, "planned for another dtype"
-        if guard.DEBUG:
-            self._check(True)
-        exchange = self._pool.take(g.device)
-        if exchange is not None:
-            kernel = kernel_of(exchange, g)
-            if kernel is not None:
-                kernel.pack(g, "into", lambda: self._boxes(kernel.recv_offsets, g, None), adjoint=True)
-            for (_, pieces), views in zip(self.stage.recvs, exchange.recvs):
-                for p, view in zip(pieces, views):
-                    if kernel is None or repeats(p):
-                        values = g.narrow(self.dim, p.dst, p.count)
-                        view.copy_(values.sum(self.dim, keepdim=True) if repeats(p) else values)
-            exchange.start(adjoint=True)
-        return exchange
-
-    def finish_adjoint(self, exchange: Exchange | DeviceExchange | None, own: Tensor) -> None:
-        """Add what comes back to the block's cotangent ``own``, in place. Neighborwise collective."""
-        if exchange is not None:
-            exchange.finish(adjoint=True)
-            for (_, pieces), views in zip(self.stage.sends, exchange.sends):
-                for p, view in zip(pieces, views):
-                    add_cells(own, self.dim, p.src, p.count, p.step, view)
-            exchange.release()
 
 
 class WindowOp:
@@ -155,7 +36,7 @@ class WindowOp:
     value
         What cells beyond the domain hold.
     op, label
-        As of `StageRun`.
+        Name for counters and the watchdog, and what the plan is called; that which is being made, if not given.
 
     Notes
     -----
@@ -176,12 +57,13 @@ class WindowOp:
         label: Label | None = None,
     ) -> None:
         self.label = mesh.label if label is None else label
-        self.mesh, self.dtype, self.value, self.op, self._rounds = mesh, dtype, value, op, rounds
+        self.mesh, self.dtype, self.value, self.op, self._along = mesh, dtype, value, op, rounds
         self.in_shape = tuple(shape)
-        self.runs: list[StageRun] = []
+        self.stages = list(stages)
+        self.rounds: list[Round] = []
         now = list(shape)
         for stage in stages:
-            self.runs.append(StageRun(mesh, stage, now, dtype, op, self.label))
+            self.rounds.append(Round.along(mesh, stage, now, dtype, op, self.label))
             now[stage.dim] = stage.n_out
         self.out_shape = tuple(now)
         # where the whole own block lies in the window, one array serves all stages
@@ -189,8 +71,8 @@ class WindowOp:
         self.identity = not stages
 
     @cached_property
-    def _at_once(self) -> AtOnce:
-        return AtOnce(self.mesh, [run.stage for run in self.runs], self.in_shape, self.dtype, self.op, self.label)
+    def _at_once(self) -> Round:
+        return Round.at_once(self.mesh, self.stages, self.in_shape, self.dtype, self.op, self.label)
 
     @cached_property
     def adjoint(self) -> WindowAdjoint:
@@ -202,16 +84,19 @@ class WindowOp:
         """The linear part: the same window with zeros beyond the domain."""
         if self.value == 0:
             return self
-        stages = [r.stage for r in self.runs]
         shape, dtype = self.in_shape, self.dtype
-        return WindowOp(self.mesh, stages, shape, dtype, rounds=self._rounds, op=self.op, label=self.label)
+        return WindowOp(self.mesh, self.stages, shape, dtype, rounds=self._along, op=self.op, label=self.label)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fetch the window of the block ``x``. Neighborwise collective."""
         if self.identity:
             return x
-        if self._rounds > 1 and driver_at(x) is not None:
-            return self._at_once(x, empty_as(x, self.out_shape), self.value)
+        if self._along > 1 and transport_of(self.mesh.group(tuple(range(self.mesh.ndim))), x).driver is not None:
+            out, every = empty_as(x, self.out_shape), self._at_once
+            exchange = every.start(x)
+            every.copy(x, out)
+            every.finish(exchange, out, self.value)
+            return out
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
     def halo_of(self, window: Tensor) -> list[Tensor]:
@@ -236,49 +121,44 @@ class WindowOp:
         return window
 
     def _beside(self, window: Tensor) -> Iterator[Tensor]:
-        for run in self.runs:
-            lo, n = run.stage.resident, run.stage.n_in
+        for stage in self.stages:
+            lo, n = stage.resident, stage.n_in
             assert lo is not None
-            for at, count in ((0, lo), (lo + n, run.stage.n_out - lo - n)):
+            for at, count in ((0, lo), (lo + n, stage.n_out - lo - n)):
                 if count:
-                    yield window.narrow(run.dim, at, count)
-            window = window.narrow(run.dim, lo, n)
+                    yield window.narrow(stage.dim, at, count)
+            window = window.narrow(stage.dim, lo, n)
 
-    def _own(self, window: Tensor) -> Tensor:
-        for run in self.runs:
-            window = window.narrow(run.dim, run.stage.resident, run.stage.n_in)  # type: ignore[arg-type]
+    def _own(self, window: Tensor, since: int = 0) -> Tensor:
+        for stage in self.stages[since:]:
+            window = window.narrow(stage.dim, stage.resident, stage.n_in)  # type: ignore[arg-type]
         return window
 
     def _in_one_array(self, x: Tensor) -> Tensor:
         window = empty_as(x, self.out_shape)
-        for k, run in enumerate(self.runs):
-            at: int = run.stage.resident  # type: ignore[assignment]
-            view = window
-            for later in self.runs[k + 1 :]:
-                view = view.narrow(later.dim, later.stage.resident, later.stage.n_in)  # type: ignore[arg-type]
+        for k, (stage, one) in enumerate(zip(self.stages, self.rounds)):
+            at: int = stage.resident  # type: ignore[assignment]
+            view = self._own(window, k + 1)
             if k == 0:
                 # the first strips leave before the block is copied
-                exchange = run.start(x)
+                exchange = one.start(x)
                 self._own(window).copy_(x)
             else:
-                exchange = run.start(view, at)
-            for p in run.stage.local:
-                view.narrow(run.dim, p.dst, p.count).copy_(cells(view, run.dim, p.src + at, p.count, p.step))
-            run.finish(exchange, view, self.value)
+                exchange = one.start(view, at)
+            one.copy(view, view, at)
+            one.finish(exchange, view, self.value)
         return window
 
     def _array_per_stage(self, x: Tensor) -> Tensor:
-        for run in self.runs:
-            stage = run.stage
-            exchange = run.start(x)
+        for stage, one in zip(self.stages, self.rounds):
+            exchange = one.start(x)
             shape = list(x.shape)
-            shape[run.dim] = stage.n_out
+            shape[stage.dim] = stage.n_out
             out = empty_as(x, shape)
             if stage.resident is not None:
-                out.narrow(run.dim, stage.resident, stage.n_in).copy_(x)
-            for p in stage.local:
-                out.narrow(run.dim, p.dst, p.count).copy_(cells(x, run.dim, p.src, p.count, p.step))
-            run.finish(exchange, out, self.value)
+                out.narrow(stage.dim, stage.resident, stage.n_in).copy_(x)
+            one.copy(x, out)
+            one.finish(exchange, out, self.value)
             x = out
         return x
 
@@ -297,19 +177,17 @@ class WindowAdjoint:
     def __call__(self, g: Tensor) -> Tensor:
         """Send halo cotangents home and add what comes back. Neighborwise collective."""
         ours = False  # whether g is already an array of our own
-        for run in reversed(self._forward.runs):
-            stage = run.stage
-            exchange = run.start_adjoint(g)
+        for stage, one in reversed(list(zip(self._forward.stages, self._forward.rounds))):
+            exchange = one.start_adjoint(g)
             if stage.resident is None:
                 shape = list(g.shape)
-                shape[run.dim] = stage.n_in
+                shape[stage.dim] = stage.n_in
                 own = g.new_zeros(shape)
             else:
-                own = g.narrow(run.dim, stage.resident, stage.n_in)
+                own = g.narrow(stage.dim, stage.resident, stage.n_in)
                 if not ours:
                     own = empty_as(g, own.shape).copy_(own)
-            for p in stage.local:
-                add_cells(own, run.dim, p.src, p.count, p.step, g.narrow(run.dim, p.dst, p.count))
-            run.finish_adjoint(exchange, own)
+            one.add(g, own)
+            one.finish_adjoint(exchange, own)
             g, ours = own, True
         return g

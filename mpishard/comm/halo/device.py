@@ -11,7 +11,7 @@ from mpishard.comm.device.driver import Driver, Memory
 from mpishard.comm.halo.host import OP, Message, Refresh, Sweep, placed
 from mpishard.comm.memory.block import Block, copy_views
 from mpishard.comm.memory.copy_table import Box, plan_table
-from mpishard.comm.point_to_point.device_message import Envelope, Relay
+from mpishard.comm.transport.device_message import Envelope, Relay
 
 
 class _DeviceStep:

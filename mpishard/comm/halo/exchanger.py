@@ -19,12 +19,12 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.device.driver import driver_of
 from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.transport.choice import transport_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
 
 _HOST = torch.device("cpu")
@@ -305,7 +305,7 @@ class HaloExchanger:
                 return
 
     def _build(self, fields: tuple[Any, ...], slot: int) -> Refresh:
-        self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        group = self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
         if not fields or (len(self.dtypes) > 1 and len(fields) != len(self.dtypes)):
             raise LayoutError(
                 described(
@@ -336,7 +336,7 @@ class HaloExchanger:
         # small numbers never meet; those of many exchangers and fields may
         tag = (self._number + _SLOT_STEP * slot + _FIELDS_STEP * (len(fields) - 1)) % (_TAGS // ways) * ways
         op = f"HaloExchanger {self._number} of shape {self.shape}, halo {self.halo_width}, {len(fields)} fields"
-        driver = driver_of(blocks[0].device or _HOST)
+        driver = transport_of(group, blocks[0].device or _HOST).driver
         if driver is None:
             return Refresh(comm, self._sweeps, blocks, tag, self._reversed, op)
         return DeviceRefresh(
@@ -348,7 +348,7 @@ class HaloExchanger:
             op,
             foreign=foreign,
             driver=driver,
-            aware=self.mesh.gpu_aware,
+            aware=group.aware,
         )
 
     def _check(self, fields: tuple[Any, ...]) -> None:

@@ -17,9 +17,10 @@ from mpishard.comm.exchange.neighbours import Way, across
 from mpishard.comm.memory.block import Block, copy_views
 from mpishard.comm.memory.buffer import pieces
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.point_to_point.device_message import PATIENCE_S
 from mpishard.comm.tag import Flight
-from mpishard.layout.halo import Strip, Strips, plan_strips
+from mpishard.comm.transport.device_message import PATIENCE_S
+from mpishard.layout import Piece, Pieces, Stage
+from mpishard.layout.halo import plan_halo
 
 OP = "halo_refresh"
 _ALIGN = 16  # of every part of a message: the largest item
@@ -51,28 +52,44 @@ def plan_sweep(
 
     ``widths`` are those of the halo at the low and at the high side, for each position along the dim.
     """
-    coords = mesh.coords
-    lo, hi = widths
-    strips = plan_strips(sizes, lo, hi, mesh.periodic[mesh_dim], coords[mesh_dim])
+    coords, (lo, _) = mesh.coords, widths
+    place = coords[mesh_dim]
+    stage = _stage(mesh, dim, mesh_dim, sizes, widths)
 
-    def box(at: int, count: int) -> Box:
-        return (*ranges[:dim], (at, at + count), *ranges[dim + 1 :])
+    def box(interval: tuple[int, int]) -> Box:
+        return (*ranges[:dim], interval, *ranges[dim + 1 :])
 
-    def messages(found: Sequence[Strip]) -> tuple[Message, ...]:
-        grouped = groupby(sorted(found, key=lambda s: s[:2]), key=lambda s: s[:2])  # stable: keeps their order
+    def messages(found: Sequence[tuple[int, Pieces]], end: int) -> tuple[Message, ...]:
+        # the low and the high halo of a receiver are messages of their own
         return tuple(
             Message(
                 mesh.rank_at((*coords[:mesh_dim], peer, *coords[mesh_dim + 1 :])),
                 2 * dim + side,
-                tuple(box(s.at, s.count) for s in group),
+                tuple(box(_ends(p, lo[place])[end]) for p in group),
             )
-            for (peer, side), group in grouped
+            for peer, pieces in found
+            for side, group in groupby(pieces, key=lambda p: int(p.dst >= lo[place if end else peer]))
         )
 
     if any(start == stop for d, (start, stop) in enumerate(ranges) if d != dim):
         return Sweep((), (), ())
-    local = tuple((box(src, n), box(dst, n)) for src, dst, n in strips.local)
-    return Sweep(local, messages(strips.sends), messages(strips.recvs))
+    local = tuple((box(src), box(dst)) for src, dst in (_ends(p, lo[place]) for p in _copied(stage, lo[place])))
+    return Sweep(local, messages(stage.sends, 0), messages(stage.recvs, 1))
+
+
+def _stage(mesh: CartMesh, dim: int, mesh_dim: int, sizes: Sequence[int], widths: Widths) -> Stage:
+    mode = "circular" if mesh.periodic[mesh_dim] else "zeros"
+    return plan_halo(dim, (mesh_dim,), sizes, *widths, mode, mesh.coords[mesh_dim])
+
+
+def _ends(p: Piece, lo: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the cells of a piece lie in the array that sends them, and in the one that receives them."""
+    return (p.src + lo, p.src + lo + p.count), (p.dst, p.dst + p.count)
+
+
+def _copied(stage: Stage, lo: int) -> list[Piece]:
+    """Return what is copied within an array: all that this rank has, but its interior, which stays."""
+    return [p for p in stage.own if p.dst != lo]
 
 
 def plan_at_once(
@@ -102,14 +119,14 @@ def plan_at_once(
     ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
     for d, own in enumerate(ranges):
         m = mesh_dims.get(d)
-        strips = (
-            Strips((), (), ()) if m is None else plan_strips(sizes[d], *widths[d], mesh.periodic[m], mesh.coords[m])
-        )
-        for k, (way, found) in enumerate(zip(ways, (strips.sends, strips.recvs))):
+        stage = None if m is None else _stage(mesh, d, m, sizes[d], widths[d])
+        lo = 0 if m is None else widths[d][0][mesh.coords[m]]
+        for k, way in enumerate(ways):
             by_place: dict[int | None, list[tuple[int, int]]] = {None: [own]}
-            by_place[None] += [(part[k], part[k] + part[2]) for part in strips.local]
-            for s in sorted(found, key=lambda s: s[:2]):  # stable: keeps their order
-                by_place.setdefault(s.peer, []).append((s.at, s.at + s.count))
+            if stage is not None:
+                by_place[None] += [_ends(p, lo)[k] for p in _copied(stage, lo)]
+                for peer, pieces in (stage.sends, stage.recvs)[k]:
+                    by_place[peer] = [_ends(p, lo)[k] for p in pieces]
             way.append(by_place)
     on_mesh = [(mesh_dims[d],) if d in mesh_dims else () for d in range(len(ranges))]
     sends, recvs = (

@@ -1,7 +1,15 @@
 """Ring attention: blocks of keys and values go round the ranks, each travelling while the one before is used.
 
-Backward recomputes the weights of every block from the saved logarithm of their sum; the cotangents of keys and
-values travel with the blocks, and home at the end. Nothing is ever whole on a rank.
+In hop ``h``, rank ``i`` of ``p`` has block ``j = (i - h) mod p`` and sends it to rank ``i + 1``. How blocks are added
+up forward is told where they are planned (`mpishard.ops.attention.scaled_dot_product`).
+
+Backward recomputes the weights of every block from the saved logarithm of their sum, ``L = m + log l``. With the
+result ``O``, its cotangent ``dO`` and ``D = sum_v dO O`` per row, block ``j`` has::
+
+    P_j = exp(S_j - L),  dV_j = P_j^T dO,  dS_j = P_j (dO V_j^T - D),  dK_j = scale dS_j^T Q,  dQ += scale dS_j K_j
+
+``dK_j`` and ``dV_j`` are sums over the ranks that had the block: they travel one hop behind it, each rank adding its
+share, and from the last such rank, ``j + reach[j]``, straight home to ``j``. Nothing is ever whole on a rank.
 """
 
 from __future__ import annotations
@@ -52,6 +60,8 @@ class RingPlan(NamedTuple):
         How queries, keys and values are brought to one batch dim.
     scale, causal
         As in torch.
+    reach
+        How many hops every block travels: to the last rank that sees any of it.
     label
         What the ranks call this plan.
     """

@@ -274,6 +274,41 @@ def _plan(
     dropped: bool,
     method: str,
 ) -> AttentionPlan:
+    """Plan an attention: who has which rows of the scores, and how keys and values reach them.
+
+    With queries ``Q`` (rows), keys ``K``, values ``V`` and masks ``M``, of one batch cell and head::
+
+        S = scale Q K^T + M,    y[r] = sum_c exp(S[r, c] - m[r]) V[c] / l[r]
+        m[r] = max_c S[r, c],   l[r] = sum_c exp(S[r, c] - m[r])
+
+    Rows are independent: batch, heads and rows that are sharded alike need nothing from other ranks, and torch's own
+    function does them (``ring`` is None). Where columns (keys and values) are cut too, the first of these that serves:
+
+    1. few rows, which every rank has: each rank attends to its own columns; ``m``, ``l`` and the sums are reduced
+       (``meeting.keys``; `_attend_by_keys`).
+    2. heads instead of sequences: all-to-all, whole rows and columns of some heads, and back (`_by_heads`).
+    3. the ring: in hop ``h`` rank ``i`` of ``p`` has the block of columns ``(i - h) mod p``, and adds it to what it
+       has, for a block ``j`` with its own scores ``S_j``::
+
+           m' = max(m, max_c S_j),  l' = l e^(m - m') + sum_c e^(S_j - m'),  y' = y e^(m - m') + e^(S_j - m') V_j
+
+           hop      0  1  2  3       causal, contiguous: row r sees columns c <= r, so rank i needs the blocks
+           rank 0   0  3  2  1       0 .. i only: those right of the diagonal of hops (3 2 1; 3 2; 3) are neither
+           rank 1   1  0  3  2       sent nor computed, and block j makes p - 1 - j hops (``reach``)
+           rank 2   2  1  0  3
+           rank 3   3  2  1  0
+
+    Causal work is uneven there: rank 0 has one block of it, the last one ``p``. Long sequences are balanced: cut in
+    ``2 p`` pieces, of which rank ``i`` has the pieces ``i`` and ``2 p - 1 - i``. These see ``i + 1`` and ``2 p - i``
+    pieces: ``2 p + 1`` on every rank. The windows in ``balance`` bring queries, keys and values there; ``back``
+    returns the rows::
+
+        pieces   | 0 1 | 2 3 |    two ranks, as they lie in the layout
+        rank 0     0       3
+        rank 1       1   2
+
+    Columns beyond the last row are seen by none, and are left out.
+    """
     groups = (1, 1)
     if enable_gqa:
         groups = tuple(layouts[0].shape[-3] // o.shape[-3] for o in layouts[1:3])  # type: ignore[assignment]

@@ -119,7 +119,29 @@ def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 def _plan(
     name: str, func: Transform, x: ShardTensor, given: tuple[Any, Any, Any], wanted: Any, order: Any
 ) -> FourierPlan:
-    """Plan a transform; ``given`` are torch's arguments, ``wanted`` and ``order`` the extents and dims in them."""
+    """Plan a transform: in which layouts its dims are whole, and what torch transforms in each.
+
+    The sum is separable: dims are transformed one after the other, each along whole lines::
+
+        X[k0, k1] = sum_n0 w0^(k0 n0) (sum_n1 w1^(k1 n1) x[n0, n1]),    w = exp(-2 pi i / N), inverse: conj(w)
+
+    So dims that are whole go first, all in one call of torch; then a sharded one becomes whole, as another is cut in
+    its place, by one exchange among the ranks along that mesh dim (a transpose). `plan_route` finds the cheapest way::
+
+        two ranks, Shard(0)        Shard(1)             Shard(0)
+        0 0 0 0                    0 0 1 1              0 0 0 0
+        0 0 0 0    transform   ->  0 0 1 1  transform   0 0 0 0
+        1 1 1 1    dim 1 (rows)    0 0 1 1  dim 0   ->  1 1 1 1
+        1 1 1 1                    0 0 1 1  (columns)   1 1 1 1
+
+    Order matters where a result is real, or half of a Hermitian one, ``X[N - k] = conj(X[k])``, of which
+    ``N // 2 + 1`` cells are kept. `rfft` and `ihfft` halve the last dim named: that one goes first, from real cells,
+    and the others, complex, as `fft` or `ifft`. `irfft` and `hfft` are their inverses: it goes last.
+
+    A dim is cut, or filled up with zeros, to its length in ``wanted`` as it is transformed (of `irfft`: the length
+    of the real result). ``norm`` is a factor per dim, so each pass has that of its own dims. Shape, dtype and errors
+    are those of torch's function on a tensor without data.
+    """
     layout = x.sharding
     if x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
         # refused on some devices only; an empty block would not meet the error

@@ -88,6 +88,35 @@ class AdaptivePlan(NamedTuple):
 
 
 def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> AdaptivePlan:
+    """Plan an adaptive pooling: per dim, what is fetched and who has the result.
+
+    A dim of ``n`` cells becomes one of ``m``; output cell ``j`` is the mean, or the largest, of the input cells::
+
+        [floor(j n / m), ceil((j + 1) n / m))
+
+    Windows overlap unless ``m`` divides ``n``. For ``n = 10``, ``m = 4``, cut in blocks of 6 and 4::
+
+        x       | 0 1 2 3 4 5 | 6 7 8 9 |
+        y[0]      0 1 2
+        y[1]          2 3 4                   rank 0 has y[0:2), which read [0, 5)
+        y[2]                5   6 7
+        y[3]                      7 8 9       rank 1 has y[2:4), which read [5, 10): cell 5 is fetched
+
+    Each of the dims is one of three:
+
+    1. whole in the input: whole in the result.
+    2. cut, and ``m`` is 1 or less than the blocks: the result is whole on every rank (``reduced``). Each reduces the
+       part of every window that lies in its block; parts are summed and divided by the window's length, or, for the
+       maximum, stacked along a new dim and gathered (``stacked`` to ``whole``), and the first of the largest wins.
+    3. cut otherwise: an output cell lies where the middle of its window does (`Adaptive.follow`), and the windows of
+       each rank's cells are fetched.
+
+    Where ``m`` divides ``n`` in every cut dim, and no dim is reduced, a fetched window has ``n / m`` cells for each of
+    its ``local`` output cells, and torch's own function of that size finds the same windows. Elsewhere it would find
+    others, and cells are taken by index (``cuts``), dim by dim.
+
+    A rank without output cells computes one, and crops it.
+    """
     layout, mesh = x.sharding, x.mesh
     first = x.ndim - ndim
     placements, sizes = list(layout.placements), list(layout.sizes)

@@ -116,8 +116,34 @@ def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
 
 
 def _plan_conv(
-    x: ShardTensor, weight: Tensor, ndim: int, stride: Any, padding: Any, dilation: Any, groups: int, name: str
+    x: ShardTensor, weight: Tensor, ndim: int, name: str, groups: int, stride: Any, padding: Any, dilation: Any
 ) -> ConvPlan:
+    """Plan a convolution: which input cells this rank's output cells read, and what torch pads itself.
+
+    Along a dim of ``n`` cells, with ``k`` weights, stride ``s``, dilation ``d`` and padding ``(l, h)``::
+
+        y[j] = sum_t w[t] x[j s - l + t d],  0 <= t < k,  0 <= j < floor((n + l + h - r) / s) + 1,  r = (k - 1) d + 1
+
+    with ``x = 0`` outside ``[0, n)``. Where the dim is cut at ``b[i]``, the results are cut so that a cell lies where
+    the middle of its window does, and rank ``i`` reads (`Sliding.follow`, `Sliding.window`)::
+
+        a[i] = min {j: j s - l + floor((r - 1) / 2) >= b[i]}
+        [a[i] s - l,  (a[i + 1] - 1) s - l + r)
+
+    For ``k = 3``, ``s = 1``, ``l = h = 1`` on two ranks::
+
+        x         | 0 1 2 3 | 4 5 6 7 |
+        rank 0    . 0 1 2 3   4             window [-1, 5): zeros at -1, and 4 comes from rank 1
+        rank 1            3   4 5 6 7 .     window [3, 9)
+        y         | 0 1 2 3 | 4 5 6 7 |
+
+    The windows are fetched (``window``), with zeros beyond the domain, and torch's convolution pads nothing along
+    these dims. A window that ends before the block does is longer where no more cells come out (`_with_block`). Nothing
+    is fetched where all blocks are their own windows (`_stays`). Dims that are not cut are padded by torch where
+    ``l = h``; else the window is the padded dim. A rank without output cells computes one, and crops it.
+
+    Large blocks are not copied into a window: see ``form``.
+    """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
     slides = _slides(weight.shape[2:], stride, padding, dilation)
@@ -139,7 +165,8 @@ def _plan_conv(
             intervals = [g.window(0, shape[dim])]
         else:
             sharded[dim] = g
-            intervals = [g.window(a, b) for a, b in pairs(borders[dim])]
+            windows = [g.window(a, b) for a, b in pairs(borders[dim])]
+            intervals = [_with_block(g, *ends) for ends in zip(windows, pairwise(bounds(layout.sizes[dim])))]
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
@@ -157,7 +184,7 @@ def _plan_conv(
         overlapped: Overlapped | str = "padding differs at the two ends"
         lows = [g.lo for g in slides]
         if lows == [g.hi for g in slides]:
-            overlapped = plan_overlapped(mesh, layout, x.dtype, first, sharded, borders, local(lows))
+            overlapped = plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
         if isinstance(overlapped, str):
             form, reason = Fetched(window, local(local_padding)), overlapped
         else:
@@ -204,13 +231,37 @@ def _plan_transposed(
     x: ShardTensor,
     weight: Tensor,
     ndim: int,
+    name: str,
+    groups: int,
     stride: Any,
     padding: Any,
     output_padding: Any,
-    groups: int,
     dilation: Any,
-    name: str,
 ) -> ConvPlan:
+    """Plan a transposed convolution: which input cells reach this rank's output cells, and what is cropped.
+
+    Along a dim of ``n`` cells, with ``k`` weights, stride ``s``, dilation ``d``, padding ``l`` and output padding
+    ``e``, input cell ``i`` adds ``w[t] x[i]`` to output cell ``i s - l + t d``::
+
+        y[j] = sum of w[t] x[i] over i s - l + t d = j,   0 <= j < (n - 1) s - 2 l + r + e,   r = (k - 1) d + 1
+
+    A result lies where the input cell in its middle does (`Transposed.follow`: a cut at ``b`` becomes one at
+    ``b s - l + floor((r - 1) / 2)``), and output cells ``[a, b)`` read the input cells (`Transposed.window`)::
+
+        ceil((a + l - r + 1) / s) <= i <= floor((b - 1 + l) / s)
+
+    and one more on either side where ``r < s`` leaves gaps, so that what comes out covers them. From input cells
+    ``[lo, hi)`` come the output cells ``[lo s - l, (hi - 1) s - l + r)``, of which ``before`` lie before ``a`` and
+    ``after`` behind ``b``. Torch crops both ends alike, by its padding; the rest of the longer end is left out of a
+    view (``crops``). For ``k = 3``, ``s = 2``, ``l = 1`` on two ranks, cell ``i`` adding to ``y[2 i - 1 .. 2 i + 1]``::
+
+        x                     | 0   1 | 2   3 |
+        y               (-1) | 0 1 2 3 | 4 5 6 | (7)
+        rank 0 reads x[0:3): y[-1:6), torch crops one at either end, y[0:5), and a view leaves y[0:4)
+        rank 1 reads x[2:4): y[3:8), torch crops one at either end
+
+    Dims that are not cut are torch's own. A rank without output cells computes one, and crops it.
+    """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
     strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
@@ -263,6 +314,17 @@ def _plan_transposed(
     )
 
 
+def _with_block(g: Sliding, window: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return a window up to the end of the block, where that gives no more output cells: so it lies there in one piece.
+
+    Not collective.
+    """
+    lo, hi = window
+    longer = max(hi, block[1])
+    alike = lo <= block[0] and (longer - lo - g.reach) // g.stride == (hi - lo - g.reach) // g.stride
+    return (lo, longer) if alike else window
+
+
 def _stays(g: Sliding, sizes: tuple[int, ...], windows: list[tuple[int, int]]) -> bool:
     """Tell whether every rank's block gives its output cells, all of them and no others. Not collective."""
     return all(
@@ -287,9 +349,7 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
 
 
 def _normal(value: Any, ndim: int) -> Any:
-    """Return strides, paddings or dilations as they are part of a key: one per dim."""
-    if type(value) is tuple and len(value) == ndim:  # the usual case first
-        return value
+    """Return a stride, padding or dilation as it is part of a key: one per dim. Not collective."""
     if isinstance(value, str):
         return (0,) * ndim if value == "valid" else value
     return per_dim(value, ndim)
@@ -320,8 +380,51 @@ def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPlan]) -> Callable[..., ShardTensor]:
+    """Return the rule of ``func``; ``geometry`` are the last arguments of ``plan_of``."""
     name = func.__name__
+
+    def rule(input: Any, weight: Any, bias: Any, groups: int, *geometry: Any) -> ShardTensor:
+        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
+        for i, value in enumerate(geometry):
+            # 1, (1, 1) and [1, 1] are one plan
+            if type(value) is not tuple or len(value) != ndim:
+                geometry = (*geometry[:i], _normal(value, ndim), *geometry[i + 1 :])
+        key = (name, x.sharding, x.dtype, weight.shape, groups, geometry)
+        plan = mesh.plans.get(key)
+        if plan is None:
+            plan = mesh.plan(key, lambda: plan_of(x, weight, ndim, name, groups, *geometry))
+        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
+        halo = x._halo
+        if halo is not None and plan_of is _plan_conv and not in_transform():
+            beside = mesh.plans.get((key, halo.key))
+            if beside is None:
+                beside = mesh.plan((key, halo.key), lambda: _plan_beside(x, weight, ndim, *geometry, plan, halo))
+            window = None
+            if not isinstance(beside, str):
+                saved = weight.requires_grad or x.block.requires_grad
+                window = read_beside(x, beside.window, beside.extents, saved=saved)
+            if window is not None:
+                stride, _, dilation = geometry
+                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
+                return wrap(cropped(y, beside.crops), plan.out, mesh)
+
+        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            window = apply(plan.window, local)
+            if not plan.kernel.is_torch:
+                return convolved(plan.kernel, plan.local, window, weight, bias)
+            stride, padding, dilation, transposed, extra, groups = plan.local
+            if transposed:
+                return func(window, weight, bias, stride, padding, extra, groups, dilation)
+            return func(window, weight, bias, stride, padding, dilation, groups)
+
+        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+
+    return rule
+
+
+def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
+    rule = _rule(func, ndim, _plan_conv)
 
     def conv(
         input: Any,
@@ -332,42 +435,13 @@ def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTen
         dilation: Any = 1,
         groups: int = 1,
     ) -> ShardTensor:
-        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _normal(stride, ndim), _normal(padding, ndim), _normal(dilation, ndim)
-        key = (name, x.sharding, x.dtype, weight.shape, stride, padding, dilation, groups)
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, lambda: _plan_conv(x, weight, ndim, stride, padding, dilation, groups, name))
-        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-        halo = x._halo
-        if halo is not None and not in_transform():
-            beside = mesh.plans.get((key, halo.key))
-            if beside is None:
-                beside = mesh.plan(
-                    (key, halo.key),
-                    lambda: _plan_beside(x, weight, ndim, stride, padding, dilation, plan, halo),
-                )
-            window = None
-            if not isinstance(beside, str):
-                saved = weight.requires_grad or x.block.requires_grad
-                window = read_beside(x, beside.window, beside.extents, saved=saved)
-            if window is not None:
-                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
-                return wrap(cropped(y, beside.crops), plan.out, mesh)
-
-        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            window = apply(plan.window, local)
-            if not plan.kernel.is_torch:
-                return convolved(plan.kernel, plan.local, window, weight, bias)
-            return func(window, weight, bias, stride, plan.local[1], dilation, groups)
-
-        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+        return rule(input, weight, bias, groups, stride, padding, dilation)
 
     return conv
 
 
 def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:
-    name = func.__name__
+    rule = _rule(func, ndim, _plan_transposed)
 
     def conv_transpose(
         input: Any,
@@ -379,35 +453,7 @@ def _transposed_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Sh
         groups: int = 1,
         dilation: Any = 1,
     ) -> ShardTensor:
-        mesh, x, weight, bias = _operands(input, weight, bias, ndim)
-        stride, padding, dilation = _normal(stride, ndim), _normal(padding, ndim), _normal(dilation, ndim)
-        output_padding = _normal(output_padding, ndim)
-        key = (
-            name,
-            x.sharding,
-            x.dtype,
-            weight.shape,
-            stride,
-            padding,
-            output_padding,
-            dilation,
-            groups,
-        )
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(
-                key,
-                lambda: _plan_transposed(x, weight, ndim, stride, padding, output_padding, groups, dilation, name),
-            )
-        weight, bias = use(weight, mesh, plan.used), bias if bias is None else use(bias, mesh, plan.used)
-
-        def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            window = apply(plan.window, local)
-            if not plan.kernel.is_torch:
-                return convolved(plan.kernel, plan.local, window, weight, bias)
-            return func(window, weight, bias, stride, plan.local[1], plan.local[4], groups, dilation)
-
-        return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
+        return rule(input, weight, bias, groups, stride, padding, output_padding, dilation)
 
     return conv_transpose
 

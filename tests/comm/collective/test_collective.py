@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mpishard.comm import guard
-from mpishard.comm.collective import blocking, nccl, nonblocking
+from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.counter import comm_counter
 from mpishard.comm.device import staging
 from mpishard.comm.memory import buffer
 from mpishard.comm.point_to_point import ring, send_recv
 from mpishard.comm.tag import Label
+from mpishard.comm.transport import nccl
 from mpishard.errors import DesyncError, LayoutError, UnsupportedDtypeError
 from tests.emulated import emulated
 

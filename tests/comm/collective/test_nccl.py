@@ -7,7 +7,8 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm.collective import blocking, nccl, nonblocking
+from mpishard.comm.collective import blocking, nonblocking
+from mpishard.comm.transport import nccl
 from tests.emulated import emulated
 
 WORLD = MPI.COMM_WORLD

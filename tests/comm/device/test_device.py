@@ -10,7 +10,8 @@ import mpishard as ms
 from mpishard.comm import mesh as mesh_module
 from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.device import staging
-from mpishard.comm.point_to_point import device_message
+from mpishard.comm.transport import device_message
+from mpishard.comm.transport.device import Device
 from mpishard.layout import layout_of
 from tests.compare import compare, mesh_shapes
 from tests.emulated import OutOfOrder, emulated
@@ -294,7 +295,7 @@ def test_freed_memory_is_used_again_in_order(device):
         for stream in (0, 1):
             with device.on_stream(stream):
                 y = torch.empty_like(x)
-                device_message.relayed(device, group, [(0, x)], [(0, y)], "probe")
+                Device(group, device).post([(0, x)], [(0, y)], "probe", 1).wait()
                 memory = device.allocate(320)
                 memory.tensor.view(torch.float64).copy_(y)
                 memory.free(device.mark())

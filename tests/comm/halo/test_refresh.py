@@ -1,8 +1,9 @@
-"""The exchange along all dims at once, run for every rank of a mesh in one process."""
+"""The exchange along one dim and along all at once, run for every rank of a mesh in one process."""
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.comm.halo.host import plan_at_once
+from mpishard.comm.halo.host import plan_at_once, plan_sweep
 from mpishard.layout.partition import bounds
 
 pytestmark = pytest.mark.ranks(1)
@@ -78,3 +79,45 @@ def test_every_halo_cell_comes_straight_from_its_owner(problem):
         assert sum(m.peer == rank for s in sweeps for m in s.sends) == len(sweep.recvs)
     for array, want in zip(arrays, wanted, strict=True):
         np.testing.assert_array_equal(array, want)
+
+
+def strips(sizes, lo, hi, periodic, index):
+    """Return, from the definition, what one rank copies, sends and receives: (peer, side) -> [(first cell, count)]."""
+    borders, local, sends, recvs = bounds(tuple(sizes)), [], {}, {}
+    for receiver, n in enumerate(sizes):
+        start, stop = borders[receiver], borders[receiver + 1]
+        halos = (start - lo[receiver], start, 0), (stop, stop + hi[receiver], lo[receiver] + n)
+        for side, (first, last, origin) in enumerate(halos):
+            at, last = (first, last) if periodic else (max(first, 0), min(last, borders[-1]))
+            while at < last:
+                cell = at % borders[-1]
+                owner = bisect_right(borders, cell) - 1
+                count = min(last - at, borders[owner + 1] - cell)
+                src, dst = lo[owner] + cell - borders[owner], origin + at - first
+                at += count
+                if owner == receiver == index:
+                    local.append((src, dst, count))
+                elif receiver == index:
+                    recvs.setdefault((owner, side), []).append((dst, count))
+                elif owner == index:
+                    sends.setdefault((receiver, side), []).append((src, count))
+    return local, sends, recvs
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6).filter(
+        lambda drawn: any(n for n, _, _ in drawn)
+    ),
+    st.booleans(),
+)
+def test_one_dim_by_definition(drawn, periodic):
+    sizes, lo, hi = zip(*drawn)
+    for i in range(len(sizes)):
+        mesh = SimpleNamespace(coords=(i,), periodic=(periodic,), rank_at=lambda coords: coords[0])
+        sweep = plan_sweep(mesh, 0, 0, sizes, (lo, hi), [(lo[i], lo[i] + sizes[i])])
+        local, sends, recvs = strips(sizes, lo, hi, periodic, i)
+        copied = [(src[0][0], dst[0][0], dst[0][1] - dst[0][0]) for src, dst in sweep.local]
+        assert sorted(copied) == sorted(local)
+        for messages, expected in ((sweep.sends, sends), (sweep.recvs, recvs)):
+            found = [((m.peer, m.tag), [(a, b - a) for ((a, b),) in m.boxes]) for m in messages]
+            assert found == sorted(expected.items())

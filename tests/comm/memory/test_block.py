@@ -1,64 +1,13 @@
-"""Halo strips against the window planner, and strided copies against numpy's."""
+"""Strided copies against numpy's."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpishard.comm.memory.block import Block, copy_views
-from mpishard.layout.halo import plan_strips
-from mpishard.layout.partition import bounds
-from mpishard.layout.stage import interval_runs, plan_stage
 
 pytestmark = pytest.mark.ranks(1)
-
-
-@given(
-    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
-    lo=st.integers(0, 9),
-    hi=st.integers(0, 9),
-    periodic=st.booleans(),
-)
-def test_strips_agree_with_the_window_planner(sizes, lo, hi, periodic):
-    borders = bounds(tuple(sizes))
-    mode = "circular" if periodic else "zeros"
-    windows = [interval_runs(borders[-1], borders[i] - lo, borders[i + 1] + hi, mode) for i in range(len(sizes))]
-    n_outs = [n + lo + hi for n in sizes]
-    for i, n in enumerate(sizes):
-        stage = plan_stage(0, (0,), sizes, windows, n_outs, i)
-        strips = plan_strips(sizes, lo, hi, periodic, i)
-
-        def cells(found, base):
-            return sorted((peer, at + k - base) for peer, at, count in found for k in range(count))
-
-        recvs = [(s.peer, s.at, s.count) for s in strips.recvs]
-        assert cells(recvs, 0) == cells([(p, x.dst, x.count) for p, pieces in stage.recvs for x in pieces], 0)
-        sends = [(s.peer, s.at, s.count) for s in strips.sends]
-        assert cells(sends, lo) == cells([(p, x.src, x.count) for p, pieces in stage.sends for x in pieces], 0)
-        own = {(x.src + k, x.dst + k) for x in stage.local for k in range(x.count)}
-        if stage.resident is not None:
-            own |= {(k, stage.resident + k) for k in range(n)}
-        own -= {(k, lo + k) for k in range(n)}  # the interior itself stays where it is
-        assert {(src + k - lo, dst + k) for src, dst, count in strips.local for k in range(count)} == own
-
-
-@given(
-    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
-    lo=st.integers(0, 7),
-    hi=st.integers(0, 7),
-    periodic=st.booleans(),
-)
-def test_both_ends_list_the_same_messages(sizes, lo, hi, periodic):
-    plans = [plan_strips(sizes, lo, hi, periodic, i) for i in range(len(sizes))]
-    for a, b in itertools.permutations(range(len(sizes)), 2):
-        for side in (0, 1):
-            sent = [s.count for s in plans[a].sends if (s.peer, s.side) == (b, side)]
-            received = [s.count for s in plans[b].recvs if (s.peer, s.side) == (a, side)]
-            assert sent == received
 
 
 def block_of(array: np.ndarray) -> Block:

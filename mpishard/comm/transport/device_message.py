@@ -18,9 +18,8 @@ from mpishard.comm import counter
 from mpishard.comm.device import staging
 from mpishard.comm.device.driver import Driver, Memory
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, byte_view, dense
-from mpishard.comm.mesh import Group
-from mpishard.comm.tag import Flight, Label, hashed, said
+from mpishard.comm.memory.buffer import address, byte_view
+from mpishard.comm.tag import Flight, Label, said
 
 ALIGN = 64  # of every message in its buffer
 # Freed in flight, which is a mistake, messages get this long to arrive: MPI crashes if their memory goes first.
@@ -100,6 +99,8 @@ class Relay:
         ``into_starts[k]``.
     released : object or None
         The device's mark behind the last use of the buffers, by `release`.
+    busy : bool
+        Whether the buffers are in use.
     """
 
     def __init__(
@@ -126,6 +127,8 @@ class Relay:
         # of the forward and of the adjoint direction; made at their first use
         self._ways: list[Flight | None] = [None, None]
         self.released: Any = None
+        self.storage = self  # nobody else's
+        self.busy = False
         self._flying: Flight | None = None
 
     def _way(self, adjoint: bool) -> Flight:
@@ -153,6 +156,7 @@ class Relay:
         """Start the messages; what fills the buffers to send is queued. Neighborwise collective."""
         driver, way = self._driver, self._way(adjoint)
         here, there = self._sides[::-1] if adjoint else self._sides
+        self.busy = True
         self._flying, requests = way, way.requests
         if self._counted and counter.active:
             counter.record(self._op, here.count, here.nbytes)
@@ -208,6 +212,7 @@ class Relay:
         """Give the buffers back: what reads them is queued. Not collective."""
         self.released = self._driver.mark()
         self._flying = None
+        self.busy = False
 
     def free(self) -> None:
         """Free requests and memory. Not collective."""
@@ -223,49 +228,3 @@ class Relay:
             side.memory.free(self.released)
             side.host, side.copies = None, []
         self._sides = ()  # type: ignore[assignment]
-
-
-def relayed(
-    driver: Driver,
-    group: Group,
-    sends: Sequence[tuple[int, Tensor]],
-    recvs: Sequence[tuple[int, Tensor]],
-    op: str,
-) -> None:
-    """Send tensors to ranks of a group and fill others with what they send, once. Neighborwise collective.
-
-    Parameters
-    ----------
-    driver, group
-        The device, and the ranks that take part.
-    sends, recvs
-        (rank, tensor), in the device's memory; those of ``recvs`` are contiguous. What a rank sends to itself is
-        copied. Both ends know how long a message is.
-    op
-        Name for the watchdog; the caller counts.
-
-    Raises
-    ------
-    UnsupportedOperationError
-        A CUDA graph is being captured.
-    """
-    tag = hashed(op)
-    going, coming = ([(r, x) for r, x in side if r != group.rank and x.numel()] for side in (sends, recvs))
-    out, into = ([Envelope(r, tag, x.nbytes) for r, x in side] for side in (going, coming))
-    tensors = None if group.aware else ([dense(x) for _, x in going], [y for _, y in coming])
-    relay = Relay(group.comm, driver, out, into, op, group.aware, tensors=tensors, counted=False)
-    try:
-        if group.aware:
-            for (_, x), at in zip(going, relay.out_starts):
-                relay.out.tensor[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x.detach())
-        relay.start()
-        own = ([x for r, x in side if r == group.rank] for side in (sends, recvs))
-        for x, y in zip(*own):
-            byte_view(y).copy_(byte_view(dense(x)))
-        relay.finish()
-        if group.aware:
-            for (_, y), at in zip(coming, relay.into_starts):
-                byte_view(y).copy_(relay.into.tensor[at : at + y.nbytes])
-        relay.release()
-    finally:
-        relay.free()
