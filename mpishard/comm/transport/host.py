@@ -256,8 +256,13 @@ class Host:
         """
         comm, status = self.comm, MPI.Status()
         if max(x.nbytes, y.nbytes) > buffer.MESSAGE_NBYTES:
-            sends, recvs = ([(r, t)] if r != MPI.PROC_NULL else [] for r, t in ((to, x), (of, y)))
-            self.post(sends, recvs, call, tag).wait()
+            # also an empty message: the other end may expect a small one, by the way below
+            going, coming = (
+                [(r, address(t.data_ptr() + a, n)) for a, n in pieces(t.nbytes)] if r != MPI.PROC_NULL else []
+                for r, t in ((to, x), (of, y))
+            )
+            recvs = [(r, comm.Irecv(b, r, MPI.ANY_TAG), tag, len(b)) for r, b in coming]
+            Flight(comm, call, recvs, [(r, comm.Isend(b, r, tag)) for r, b in going]).wait()
             return y.nbytes
         try:
             swap(comm, call, as_bytes(x), to, as_bytes(y), of, tag, status)
