@@ -18,7 +18,7 @@ Intervals = Sequence[tuple[int, int]]
 def funnel(
     x: torch.Tensor,
     offset: Sequence[int],
-    slabs: Sequence[Sequence[Intervals]],
+    slabs: Callable[[int], Sequence[Intervals]],
     group: Group,
     consume: Callable[[Intervals, torch.Tensor], None],
     *,
@@ -37,7 +37,7 @@ def funnel(
     offset
         Global index of its first cell.
     slabs
-        Per rank of the group, the boxes that it gives, in global indices; the same on every rank.
+        Returns the boxes that a rank of the group gives, in global indices; the same on every rank.
     group
         Ranks that take part.
     consume
@@ -50,7 +50,7 @@ def funnel(
         guard.check(comm, op, None, x.dtype)
     tag = hashed(op, x.dtype)
     if rank:
-        for box in slabs[rank]:
+        for box in slabs(rank):
             part = _host(_slab(x, offset, box))
             if counter.active:
                 counter.record(op, len(pieces(part.nbytes)), part.nbytes)
@@ -59,8 +59,8 @@ def funnel(
                     comm.Send(address(part.data_ptr() + at, nbytes), 0, tag)
         return
     buffer = x.new_empty(0, device="cpu")
-    for source, boxes in enumerate(slabs):
-        for box in boxes:
+    for source in range(group.size):
+        for box in slabs(source):
             if source == 0:
                 consume(box, _host(_slab(x, offset, box)))
                 continue

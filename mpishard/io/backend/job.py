@@ -6,10 +6,10 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,13 +90,12 @@ class Job(NamedTuple):
                 self.partial.unlink(missing_ok=True)
 
 
-def given(layout: Layout, nbytes: int, itemsize: int) -> list[list[Box]]:
-    """Return each rank's slabs of at most ``nbytes``; of ranks with one block, the first gives it. Not collective."""
-    held = [m for m, p in enumerate(layout.placements) if not p.is_shard()]
-    return [
-        [] if any(coords[m] for m in held) else list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
-        for coords in product(*map(range, layout.mesh_shape))
-    ]
+def given(layout: Layout, position: int, nbytes: int, itemsize: int) -> list[Box]:
+    """Return a rank's slabs of at most ``nbytes``; of ranks with one block, the first gives it. Not collective."""
+    coords = [int(c) for c in np.unravel_index(position, layout.mesh_shape)]
+    if any(c for c, p in zip(coords, layout.placements) if not p.is_shard()):
+        return []
+    return list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
 
 
 def cells_of(local: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:

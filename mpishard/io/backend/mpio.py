@@ -90,11 +90,12 @@ def write_mpio(job: Job) -> str:
             error = e
         job.agree(error)
         for name, layout, local in job.blocks():
-            staged = comm.allreduce(int(not is_host_dense(local)))
-            slabs = given(layout, STAGED_NBYTES if staged else DIRECT_NBYTES, local.element_size())
+            most = DIRECT_NBYTES if is_host_dense(local) else STAGED_NBYTES
+            slabs = given(layout, job.group.rank, most, local.element_size())
+            calls, _ = guard.agree(comm, None, numbers=(len(slabs), 0))
             at = layout.offset(job.tensors[name].mesh.coords)
             with guard.waiting("io.write", (), comm):
-                error = _write(file[name], slabs, job.group.rank, local, at, step, modes) or error
+                error = _write(file[name], slabs, calls, local, at, step, modes) or error
         if step is not None and job.form.append is not None:
             error = _stamp(file, job, job.form.append, step) or error
         # on disk before success is told
@@ -166,7 +167,7 @@ def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exce
     comm = group.comm
     modes: set[str] = set()
     error: Exception | None = None
-    count = max(comm.allgather(len(block.pieces)))
+    count, _ = guard.agree(comm, None, numbers=(len(block.pieces), 0))
     dxpl = _collective()
     steps = block.read(dataset, dxpl)
     for i in range(count):
@@ -214,8 +215,8 @@ def _collective() -> Any:
 
 def _write(
     dataset: Any,
-    slabs: list[list[Box]],
-    rank: int,
+    slabs: list[Box],
+    calls: int,
     local: Tensor,
     offset: tuple[int, ...],
     step: int | None,
@@ -224,12 +225,12 @@ def _write(
     h5s = import_h5py().h5s
     dxpl = _collective()
     error: Exception | None = None
-    for i in range(max(map(len, slabs))):
+    for i in range(calls):
         try:
-            if i >= len(slabs[rank]):
+            if i >= len(slabs):
                 _nothing(dataset, dxpl, write=True)
             else:
-                box = slabs[rank][i]
+                box = slabs[i]
                 array = cells_of(local, offset, box).numpy().astype(dataset.dtype, copy=False)
                 space = dataset.id.get_space()
                 start = tuple(lo for lo, _ in box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def write_root(job: Job) -> str:
     try:
         job.agree(target.open() if target is not None else None)
         for name, layout, local in job.blocks():
-            slabs = given(layout, STAGED_NBYTES, local.element_size())
+            slabs = partial(given, layout, nbytes=STAGED_NBYTES, itemsize=local.element_size())
             put = None if target is None else target.putter(name)
             funnel(local, layout.offset(job.tensors[name].mesh.coords), slabs, job.group, put, op="io.write")  # type: ignore[arg-type]
         job.agree(target.close() if target is not None else None)

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from mpishard.comm import guard
 from mpishard.comm.collective.gather_slabs import Intervals, funnel
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.io.backend.job import given
 from mpishard.io.checkpoint.folder import flush
-from mpishard.io.checkpoint.snapshot import gives, stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import stored_dtype, the_mesh
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.trust import absolute, check_replaceable, fresh, told
-from mpishard.layout import Layout
-from mpishard.layout.slab import slabs
 from mpishard.tensor.operand import on_mesh
 
 _SLAB_NBYTES = 64 << 20
@@ -111,7 +110,7 @@ def export_safetensors(
                 whole = on_mesh(x, mesh)
                 local = whole.block.detach().resolve_conj().resolve_neg().view(stored_dtype(x.dtype))
             consume = None if target is None else target.putter(name, tuple(x.shape), local.dtype)
-            boxes = _given(whole.sharding, local.dtype)
+            boxes = partial(given, whole.sharding, nbytes=_SLAB_NBYTES, itemsize=local.itemsize)
             funnel(local, whole.sharding.offset(mesh.coords), boxes, group, consume, op="export")  # type: ignore[arg-type]
         guard.agree(group.comm, None if target is None else target.close())
     finally:
@@ -133,14 +132,6 @@ def _check(name: str, x: Any) -> None:
                 fix="convert it first",
             )
         )
-
-
-def _given(layout: Layout, dtype: torch.dtype) -> list[list[Intervals]]:
-    cells = _SLAB_NBYTES // dtype.itemsize
-    return [
-        list(slabs(layout.box(coords), cells)) if gives(layout, coords) else []
-        for coords in product(*map(range, layout.mesh_shape))
-    ]
 
 
 class _Target:
