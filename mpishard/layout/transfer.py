@@ -5,11 +5,13 @@ Nothing here is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from mpishard.layout.layout import Layout
+from mpishard.layout.partition import bounds
 from mpishard.layout.placement import Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -42,9 +44,55 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
     """Plan the redistribution of a tensor without Partial placements for the rank at ``coords``.
 
     A cell that several ranks hold comes from the holder that agrees with the receiver in every mesh dim in
-    which the source is replicated, so that no rank serves more than its share.
+    which the source is replicated, so that no rank serves more than its share. Peers are found by bisection: other
+    ranks are not looked at.
     """
-    return plan_fetch(source, target.box, coords)
+    fixed = {m: coords[m] for m, p in enumerate(source.placements) if type(p) is not Shard}
+    my_source, my_target, me = source.box(coords), target.box(coords), rank_of(coords, source.mesh_shape)
+    stays = _meet(my_source, my_target)
+    sends = sorted((r, _shift(out, my_source)) for r, out in _meeting(target, my_source, fixed) if r != me)
+    recvs = sorted((r, _shift(into, my_target)) for r, into in _meeting(source, my_target, fixed) if r != me)
+    local = None if stays is None else (_shift(stays, my_source), _shift(stays, my_target))
+    return Transfer(local, tuple(sends), tuple(recvs))
+
+
+def rank_of(coords: Sequence[int], mesh_shape: Sequence[int]) -> int:
+    """Return the rank at the coordinates of a mesh: row-major. Not collective."""
+    rank = 0
+    for at, n in zip(coords, mesh_shape):
+        rank = rank * n + at
+    return rank
+
+
+def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tuple[int, Box]]:
+    """Give the ranks, at the ``fixed`` coordinates, whose blocks have cells of a box, and these cells."""
+    shape = layout.mesh_shape
+    along: list[list[tuple[tuple[tuple[int, int], ...], tuple[int, int]]]] = []
+    for dim, (lo, hi) in enumerate(box):
+        if lo >= hi:
+            return
+        sizes, mesh_dims = layout.sizes[dim], layout.shard_dims.get(dim, ())
+        if sizes is None:
+            along.append([((), (lo, hi))])
+            continue
+        b, choices = bounds(sizes), []
+        for i in range(bisect_right(b, lo) - 1, bisect_left(b, hi)):
+            start, stop, left, at = max(lo, b[i]), min(hi, b[i + 1]), i, []
+            for m in reversed(mesh_dims):
+                left, c = divmod(left, shape[m])
+                at.append((m, c))
+            if start < stop and all(fixed.get(m, c) == c for m, c in at):
+                choices.append((tuple(at), (start, stop)))
+        along.append(choices)
+    rest = [m for m in range(len(shape)) if m not in layout.sharded_mesh_dims]
+    copies = [[(m, fixed[m])] if m in fixed else [(m, c) for c in range(shape[m])] for m in rest]
+    for each in product(*along):
+        cells = tuple(interval for _, interval in each)
+        for copy in product(*copies):
+            place = dict(copy)
+            for some, _ in each:
+                place.update(some)
+            yield rank_of([place[m] for m in range(len(shape))], shape), cells
 
 
 def plan_fetch(source: Layout, wanted: Callable[[tuple[int, ...]], Box], coords: tuple[int, ...]) -> Transfer:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.layout import Layout, Shard, plan_transfer
+from mpishard.layout import Layout, Shard, layout_of, plan_fetch, plan_transfer, transfer
 from tests.layout.strategies import layouts, mesh_shapes
 
 
@@ -83,3 +83,23 @@ def test_copies_share_the_work(pair):
 @given(layouts())
 def test_nothing_travels_to_the_same_layout(layout):
     assert play(layout, layout)[1] == {}
+
+
+@given(pairs())
+def test_bisection_finds_the_peers_that_a_look_at_all_ranks_finds(pair):
+    source, target = pair
+    for coords in product(*map(range, source.mesh_shape)):
+        assert plan_transfer(source, target, coords) == plan_fetch(source, target.box, coords)
+
+
+def test_other_ranks_are_not_looked_at(monkeypatch):
+    mesh, shape = (64, 32, 32), (2048, 2048, 2048)
+    source = layout_of(mesh, (Shard(0), Shard(1), Shard(2)), shape)
+    target = layout_of(mesh, (Shard(0), Shard(2), Shard(1)), shape)
+    calls = []
+    meet, box = transfer._meet, Layout.box
+    monkeypatch.setattr(transfer, "_meet", lambda a, b: calls.append(1) or meet(a, b))
+    monkeypatch.setattr(Layout, "box", lambda *args: calls.append(1) or box(*args))
+    plan = transfer.plan_transfer(source, target, (3, 5, 7))
+    assert len(plan.sends) == len(plan.recvs) == 1
+    assert len(calls) < 10

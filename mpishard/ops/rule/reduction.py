@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,14 +127,17 @@ def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
 
 def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
     """Return the cells along ``dims`` that each rank of the group ``over`` holds, in rank order. Not collective."""
-    coords = list(mesh.coords)
-    counts = []
-    for i in range(math.prod(mesh.shape[m] for m in over)):
-        for m in reversed(over):
-            i, coords[m] = divmod(i, mesh.shape[m])
-        shape = layout.local_shape(coords)
-        counts.append(math.prod(shape[d] for d in dims))
-    return tuple(counts)
+    counts = np.ones([mesh.shape[m] for m in over], np.int64)
+    for d in dims:
+        sizes = layout.sizes[d]
+        if sizes is None:
+            counts *= layout.shape[d]
+            continue
+        mesh_dims = layout.shard_dims[d]
+        own = np.array(sizes, np.int64).reshape([mesh.shape[m] for m in mesh_dims])
+        own = own[tuple(slice(None) if m in over else mesh.coords[m] for m in mesh_dims)]
+        counts *= own.reshape([mesh.shape[m] if m in mesh_dims else 1 for m in over])
+    return tuple(counts.reshape(-1).tolist())
 
 
 def worst(dtype: torch.dtype, largest: bool) -> Any:
