@@ -92,26 +92,28 @@ def transpose_step(
     extents
         Of every rank's tensor along ``concat_dim``.
     """
-    # cuts[r]: how rank r cuts its tensor
+    ranks = range(group.size)
     lengths = extents if split_dim == concat_dim else (shape[split_dim],) * group.size
-    cuts = [split or balanced(n, group.size) for n in lengths]
-    cut = list(cuts[group.rank])
+    cut = list(split or balanced(lengths[group.rank], group.size))
 
-    def block(source: int, dest: int) -> tuple[int, ...]:
+    def block(source: int, n: int) -> tuple[int, ...]:
         sizes = list(shape)
         sizes[concat_dim] = extents[source]
-        sizes[split_dim] = cuts[source][dest]
+        sizes[split_dim] = n
         return tuple(sizes)
 
-    ranks = range(group.size)
-    sent = [block(group.rank, r) for r in ranks]
-    received = [block(r, group.rank) for r in ranks]
+    sent = [block(group.rank, n) for n in cut]
+    # of every rank's tensor: larger blocks come first
+    mine = [cut[group.rank] if split else n // group.size + (group.rank < n % group.size) for n in lengths]
+    received = [block(r, n) for r, n in enumerate(mine)]
     joined = [s[concat_dim] for s in received]
     row = itemsize * math.prod(n for d, n in enumerate(shape) if d not in (split_dim, concat_dim))
     rows = (1,) * group.size if split_dim == concat_dim else extents
-    sends = [rows[s] * sum(cuts[s]) for s in ranks]
-    recvs = [sum(rows[s] * cuts[s][r] for s in ranks) for r in ranks]
-    bound = row * max(*sends, *recvs)
+    # most that any rank sends, and receives: the first block of a balanced cut is the largest
+    most = max(split) if split else None
+    sends = max(rows[s] * (sum(split) if split else lengths[s]) for s in ranks)
+    recvs = sum(rows[s] * (-(-lengths[s] // group.size) if most is None else most) for s in ranks)
+    bound = row * max(sends, recvs)
 
     def forward(x: Tensor) -> Tensor:
         return torch.cat(blocking.all_to_all(x.split(cut, split_dim), received, group, bound), concat_dim)

@@ -167,11 +167,16 @@ def moved_back(blocks: Sequence[Stretches], dim: int, sizes: Sequence[int]) -> W
     )
     borders = bounds(tuple(sizes))
     windows: list[Runs] = []
+    nearest = 0
     for lo, hi in zip(borders[:-1], borders[1:]):
-        runs = []
-        for start, count, source in placed:
+        while nearest < len(placed) and placed[nearest][0] + placed[nearest][1] <= lo:
+            nearest += 1
+        runs, i = [], nearest
+        while i < len(placed) and placed[i][0] < hi:
+            start, count, source = placed[i]
             a, b = max(lo, start), min(hi, start + count)
             if b > a:
                 runs.append(Run(a - lo, b - a, source + a - start, 1))
+            i += 1
         windows.append(tuple(runs))
     return Wanted(dim, tuple(windows), tuple(sizes))

@@ -15,6 +15,7 @@ share, and from the last such rank, ``j + reach[j]``, straight home to ``j``. No
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -93,11 +94,25 @@ class RingPlan(NamedTuple):
 
 
 def reach_of(rows: Sequence[Stretches], columns: Sequence[Stretches], causal: bool) -> tuple[int, ...]:
-    """Return how many hops every block travels: to the last rank that sees any of it. Not collective."""
+    """Return how many hops every block travels: to the last rank that sees any of it. Not collective.
+
+    That is the nearest one behind it in the ring whose last row (0 if all see all) is no earlier than the block's first
+    column. Of the ranks behind, only those can be it that have a later row than all that are nearer.
+    """
     n = len(columns)
-    return tuple(
-        max((h for h in range(n) if is_needed(rows[(j + h) % n], columns[j], causal)), default=0) for j in range(n)
-    )
+    last = [max((s.start + s.count - 1 if causal else 0 for s in row), default=-1) for row in rows]
+    first = [min((s.start if causal else 0 for s in column), default=math.inf) for column in columns]
+    out = [0] * n
+    behind: list[int] = []  # positions, of two rounds: the nearest is the last, with the earliest last row
+    for p in range(2 * n):
+        if p >= n:
+            seeing = bisect_right(behind, -first[p % n], key=lambda i: -last[i % n])
+            if seeing:
+                out[p % n] = max(0, n - p + behind[seeing - 1])
+        while behind and last[behind[-1] % n] <= last[p % n]:
+            behind.pop()
+        behind.append(p)
+    return tuple(out)
 
 
 class _Blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpishard as ms
 from mpishard.ops.attention import online_softmax, scaled_dot_product
-from mpishard.ops.attention.layout import mirrored, moved_back, moved_into
+from mpishard.ops.attention.layout import Stretch, mirrored, moved_back, moved_into
+from mpishard.ops.attention.online_softmax import is_needed
+from mpishard.ops.attention.ring import reach_of
 from tests.compare import WORLD, compare, gathered, mesh_of, mesh_shapes, shard, skew
 from tests.ops.windows import field
 
@@ -177,6 +180,22 @@ def test_mirrored_blocks_have_equal_work():
         assert sorted(itertools.chain(*cells)) == list(range(8 * count))
         assert moved_into(blocks, 2).n_outs == (8,) * count
         assert moved_back(blocks, 2, (8,) * count).n_outs == (8,) * count
+
+
+def test_hops_are_those_to_the_last_rank_that_sees_a_block(request):
+    rng = random.Random(request.config.option.seed)
+    for _ in range(300):
+        n, cells = rng.randint(1, 9), rng.randint(0, 20)
+        cuts = [sorted([0, cells, *(rng.randint(0, cells) for _ in range(n - 1))]) for _ in range(2)]
+        rows, columns = ([(Stretch(0, b - a, a),) if b > a else () for a, b in itertools.pairwise(cut)] for cut in cuts)
+        if rng.random() < 0.3:
+            rows = columns = mirrored(cells, n)
+        for causal in (False, True):
+            expected = [
+                max((h for h in range(n) if is_needed(rows[(j + h) % n], columns[j], causal)), default=0)
+                for j in range(n)
+            ]
+            assert list(reach_of(rows, columns, causal)) == expected, (rows, columns, causal)
 
 
 @pytest.mark.parametrize("method", METHODS)
