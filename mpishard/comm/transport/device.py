@@ -192,7 +192,10 @@ class Posted:
 
     def __init__(self, device: Device, sends: Parcels, recvs: Parcels, op: str, tag: int, in_order: bool) -> None:
         group, aware = device.group, device.group.aware
-        going, coming = ([(r, x) for r, x in side if r != group.rank and x.numel()] for side in (sends, recvs))
+        # what goes to oneself is copied, where both ends of it are here
+        own = [[x for r, x in side if r == group.rank] for side in (sends, recvs)]
+        local = group.rank if len(own[0]) == len(own[1]) else -1
+        going, coming = ([(r, x) for r, x in side if r != local and x.numel()] for side in (sends, recvs))
         out, into = ([Envelope(r, tag, x.nbytes) for r, x in side] for side in (going, coming))
         tensors = None if aware else ([dense(x) for _, x in going], [y for _, y in coming])
         self._coming = coming if aware else []
@@ -204,7 +207,7 @@ class Posted:
                 for (_, x), at in zip(going, relay.out_starts):
                     relay.out.tensor[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x.detach())
             relay.start()
-            for x, y in zip(*([x for r, x in side if r == group.rank] for side in (sends, recvs))):
+            for x, y in zip(*own) if local >= 0 else ():
                 byte_view(y).copy_(byte_view(dense(x)))
         except BaseException:
             relay.free()
