@@ -3,9 +3,10 @@
 #
 #   make demo           the main job on 4 ranks (2 x 2); ARGS="--help" lists its options
 #   make demo-insitu    a simulation on 4 ranks, beside it a model on 2 that learns meanwhile; ARGS="--help"
-#   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, what sends messages or
-#                       files at 4 too, the rest of 4 and those of 1 and 3 by a sample that each run draws anew
-#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5, and Slurm jobs
+#   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, at 1, 3 and 4 a sample that
+#                       each run draws anew
+#   make test-cluster   what another MPI or HDF5 may change, in full at 2 and 4 ranks, on Debian's Open MPI and parallel
+#                       HDF5, and Slurm jobs
 #   make test-all       every test at every number of ranks, on both
 #   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter

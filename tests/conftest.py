@@ -46,7 +46,7 @@ STACK = (
     *("autograd", "cluster", "comm", "coupling", "failure", "insitu", "io", "models", "nn", "testing"),
     *("test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
-# Where every test runs, and what may depend on messages or files too; other sizes may take a sample.
+# Where every test runs, and where on another stack; other sizes may take a sample.
 FULL_SIZES, FULL_STACK_SIZES = {2}, {2, 4}
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
@@ -161,7 +161,7 @@ def chosen(item: pytest.Item, config: pytest.Config) -> bool:
     sizes = {REHEARSAL_SIZE} if folder == GPU and not has_gpu() else set(sizes_of(item))
     if size not in sizes:
         return False
-    full = sizes & (FULL_STACK_SIZES if of_stack else FULL_SIZES)
+    full = sizes & (FULL_STACK_SIZES if config.getoption("--stack") else FULL_SIZES)
     of_sample = zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % config.getoption("--sample") == 0
     return size in full or not full or of_sample
 

@@ -143,7 +143,6 @@ class Saving:
     def _run(self) -> None:
         taken = self._taken
         assert taken is not None
-        first = self._group.rank == 0
         with contextlib.suppress(AttributeError, OSError):
             # this thread, not the process (Linux): the program goes first where cores are short
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -152,23 +151,35 @@ class Saving:
             try:
                 _write_part(taken, self._group, pace)
                 sums = taken.shares(pace)
+            except BaseException as e:  # noqa: BLE001 (told where the program waits for it)
+                self._fail(taken, e)
+                return
             finally:
                 self._own.set()
-            total = self._heard(taken, sums, pace)
-            if total is not None and first:
-                shutil.rmtree(taken.partial / _NOTES)
-                self._name = taken.complete(total).name
-            elif total is not None:
-                _leave(taken.partial, self._group.rank, None, total)
-        except BaseException as e:  # noqa: BLE001 (told where the program waits for it)
-            self._error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
-            if not first:
-                # where there is no room for the note either, `wait` tells the others
-                with contextlib.suppress(OSError):
-                    _leave(taken.partial, self._group.rank, self._error, torch.zeros(0, dtype=torch.int64))
+            try:
+                self._pass_on(taken, sums, pace)
+            except BaseException as e:  # noqa: BLE001
+                self._fail(taken, e)
         finally:
-            self._own.set()
             self._taken = None  # its copies
+
+    def _fail(self, taken: Snapshot, e: BaseException) -> None:
+        self._error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
+        if self._group.rank:
+            # where there is no room for the note either, `wait` tells the others
+            with contextlib.suppress(OSError):
+                _leave(taken.partial, self._group.rank, self._error, torch.zeros(0, dtype=torch.int64))
+
+    def _pass_on(self, taken: Snapshot, sums: Tensor, pace: _Pace) -> None:
+        """Tell the rank above this one in the tree, when all below have told; on rank 0 finish."""
+        total = self._heard(taken, sums, pace)
+        if total is None:
+            return
+        if self._group.rank:
+            _leave(taken.partial, self._group.rank, None, total)
+        else:
+            shutil.rmtree(taken.partial / _NOTES)
+            self._name = taken.complete(total).name
 
     def _heard(self, taken: Snapshot, total: Tensor, pace: _Pace) -> Tensor | None:
         """Add the sums of the ranks below this one in the tree; None where the program has given up."""
