@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,10 +25,6 @@ class DeviceMeshNames:
     root_comm: MPI.Intracomm
     mesh_dim: Callable[[int | str], int]
 
-    # set by mpishard.comm.torch_distributed
-    get_group: Callable[..., Any]
-    get_all_groups: Callable[..., Any]
-
     @property
     def device_type(self) -> str:
         """``"cpu"`` or ``"cuda"``."""
@@ -44,6 +41,14 @@ class DeviceMeshNames:
     def get_coordinate(self) -> tuple[int, ...]:
         """Return this rank's coordinates. Not collective."""
         return self.coords
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the `process_group` of a mesh dim, which may be left out where there is one. Collective over it."""
+        return _groups().get_group(self, mesh_dim)
+
+    def get_all_groups(self) -> list[Any]:
+        """Return the `process_group` of every mesh dim. Collective."""
+        return _groups().get_all_groups(self)  # type: ignore[no-any-return]
 
     def one_dim(self, what: str, mesh_dim: int | str | None) -> int:
         """Return the index of the mesh dim that is meant.
@@ -67,6 +72,11 @@ class DeviceMeshNames:
                 )
             )
         return 0
+
+
+def _groups() -> Any:
+    # stands above the mesh, and needs torch.distributed
+    return import_module("mpishard.comm.torch_distributed.device_mesh")
 
 
 def names_device_mesh(function: F) -> F:

@@ -117,8 +117,8 @@ def distribute_tensor(
 ) -> ShardTensor:
     """Shard a tensor that every rank holds: each takes its block.
 
-    Not collective (shapes and values are compared across ranks the first time that a shape occurs), unless
-    ``src_data_rank`` is given.
+    Not collective (shapes are compared across ranks the first time that one occurs, with ``MPISHARD_DEBUG=1`` values,
+    too), unless ``src_data_rank`` is given.
 
     Parameters
     ----------
@@ -160,11 +160,10 @@ def distribute_tensor(
         given = tensor.detach().to(mesh.device)
         return scatter_tensor(given, src, mesh, placements, requires_grad=leaf, sizes=sizes, multiple=multiple)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
-    is_new = mesh.plans.get(key) is None
     layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
     if isinstance(tensor, ShardTensor):
         return moved(tensor, layout)
-    if is_new:
+    if guard.DEBUG:
         check_same_values(tensor, mesh)
     whole = replicated_layout(mesh, tensor.shape)
     local = autograd.redistribute(tensor.to(mesh.device), mesh, whole, layout)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpishard as ms
+from mpishard.comm import guard
 from tests.compare import WORLD, mesh_of
 
 # as published programs write it, but for one line of its imports: that of physicsnemo.distributed
@@ -113,7 +114,8 @@ def test_meshes_that_are_refused(given, text):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_tensors_that_differ_need_a_source():
+def test_tensors_that_differ_need_a_source(monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", True)
     mesh = line()
     own = values(5, 3, seed=WORLD.rank)
     with pytest.raises(ms.LayoutError, match=r"the ranks hold different tensors[\s\S]*src_data_rank=0"):

@@ -75,7 +75,3 @@ def get_group(self: CartMesh, mesh_dim: int | str | None = None) -> dist.Process
 def get_all_groups(self: CartMesh) -> list[dist.ProcessGroup]:
     """Return the `process_group` of every mesh dim. Collective."""
     return [process_group(self[m]) for m in range(self.ndim)]
-
-
-CartMesh.get_group = get_group
-CartMesh.get_all_groups = get_all_groups

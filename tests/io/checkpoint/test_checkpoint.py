@@ -728,7 +728,7 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
     """As a full disk, on one rank: it alone writes, or each writes its own."""
     backend = None if asynchronous else "root"
     two(folder, mesh)
-    x = on(mesh, values((300, 400)), 0)
+    x = on(mesh, values((300, 400)), 0, 1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if WORLD.rank == (0 if who == "first" else SIZE - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
