@@ -155,7 +155,6 @@ def test_journals_that_do_not_fit(mesh, folder):
 
     harms = {
         "foreign": lambda raw: b"notes",
-        "empty": lambda raw: b"",
         "cut": lambda raw: raw[:-1],
         "more": lambda raw: raw + b"x",
         "longer file": lambda raw: head(raw, size=size + 1),
@@ -185,9 +184,9 @@ def test_journals_that_do_not_fit(mesh, folder):
             journal_of(at).unlink()
     WORLD.Barrier()
     # kept, but not to its end: the file was not touched
-    if WORLD.rank == 0:
+    for kept in (b"mpishard undo 2 begun\n{", b"") if WORLD.rank == 0 else ():
         Journal(at, [(0, 100)]).close()
-        journal_of(at).write_bytes(b"mpishard undo 2 begun\n{")
+        journal_of(at).write_bytes(kept)
         ms.io.heal(at)
         assert at.read_bytes() == before
     WORLD.Barrier()

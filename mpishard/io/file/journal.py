@@ -272,7 +272,7 @@ def _put_back(path: str | os.PathLike[str], file: IO[bytes], journal: IO[bytes])
     """Write what the journal keeps; the same result however often, and however many do it."""
     journal.seek(0)
     magic = journal.read(len(_WHOLE))
-    if magic == _BEGUN:
+    if magic in (_BEGUN, b""):
         return  # the file was not touched yet
     fix = f"move {journal_of(path)} away, and check what the file holds"
     head = _head_of(journal) if magic == _WHOLE else None
