@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import mpishard as ms
+from mpishard.comm import guard
 from tests.compare import WORLD, mesh_of
 from tests.models.convolutional import UNet
 from tests.models.transformer import VisionTransformer
@@ -231,11 +232,12 @@ def test_members_of_an_ensemble_do_not_meet():
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_bad_meshes_and_batches():
+def test_bad_meshes_and_batches(monkeypatch):
     with pytest.raises(ms.MeshError, match="does not fit the number of ranks"):
         ms.init_mesh((WORLD.size + 1, -1), ("data", "y"))
     mesh = mesh_of((WORLD.size, 1))
     with pytest.raises(ms.MeshError, match="no such mesh dim"):
         mesh["data"]
+    monkeypatch.setattr(guard, "DEBUG", True)
     with pytest.raises(ms.LayoutError, match="differ"):
         ms.distribute_tensor(data(4, 2, seed=WORLD.rank), mesh, (ms.Shard(0), ms.Replicate()))
