@@ -112,7 +112,7 @@ def test_spellings_share_a_plan(name: str) -> None:
     first, *others = SPELLINGS[name]
     y = first(x)
     plans = dict(x.mesh.plans)
-    assert plans
+    assert plans or WORLD.size == 1  # nothing travels from one rank
     for other in others:
         z = other(x)
         assert set(x.mesh.plans) == set(plans)
