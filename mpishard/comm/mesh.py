@@ -19,6 +19,7 @@ from mpishard.comm.mesh_device import as_device, local_device, local_rank
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError, described
+from mpishard.layout.partition import rank_of
 
 T = TypeVar("T")
 
@@ -265,10 +266,7 @@ class CartMesh(DeviceMeshNames):
 
     def rank_at(self, coords: Sequence[int]) -> int:
         """Return the mesh rank at ``coords`` (row-major, as MPI orders Cartesian ranks). Not collective."""
-        rank = 0
-        for c, s in zip(coords, self.shape):
-            rank = rank * s + c
-        return rank
+        return rank_of(coords, self.shape)
 
     def plan(self, key: Any, build: Callable[[], T], mesh_dims: tuple[int, ...] | None = None) -> T:
         """Return the cached plan of ``key``, building it where it is new.

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import bounds
+from mpishard.layout.partition import bounds, rank_of
 from mpishard.layout.transfer import Box
 
 
@@ -134,10 +134,7 @@ def _coords(shape: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def _rank(layout: Layout, at: dict[int, int]) -> int:
-    rank = 0
-    for m, n in enumerate(layout.mesh_shape):
-        rank = rank * n + at[m]
-    return rank
+    return rank_of([at[m] for m in range(len(layout.mesh_shape))], layout.mesh_shape)
 
 
 def _local(box: Box, origin: Box) -> Box:

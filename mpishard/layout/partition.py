@@ -6,6 +6,7 @@ Nothing here is collective.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -79,3 +80,20 @@ def weighted(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     for i in by_remainder[: n - sum(sizes)]:
         sizes[i] += 1
     return tuple(sizes)
+
+
+def rank_of(coords: Sequence[int], mesh_shape: Sequence[int]) -> int:
+    """Return the rank at the coordinates of a mesh: row-major, as MPI orders Cartesian ranks. Not collective."""
+    rank = 0
+    for at, n in zip(coords, mesh_shape):
+        rank = rank * n + at
+    return rank
+
+
+def coords_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of a rank: the inverse of `rank_of`. Not collective."""
+    coords = []
+    for n in reversed(mesh_shape):
+        rank, at = divmod(rank, n)
+        coords.append(at)
+    return tuple(reversed(coords))

@@ -6,12 +6,12 @@ Nothing here is collective.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import bounds
+from mpishard.layout.partition import bounds, rank_of
 from mpishard.layout.placement import Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -54,14 +54,6 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
     recvs = sorted((r, _shift(into, my_target)) for r, into in _meeting(source, my_target, fixed) if r != me)
     local = None if stays is None else (_shift(stays, my_source), _shift(stays, my_target))
     return Transfer(local, tuple(sends), tuple(recvs))
-
-
-def rank_of(coords: Sequence[int], mesh_shape: Sequence[int]) -> int:
-    """Return the rank at the coordinates of a mesh: row-major. Not collective."""
-    rank = 0
-    for at, n in zip(coords, mesh_shape):
-        rank = rank * n + at
-    return rank
 
 
 def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tuple[int, Box]]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +17,10 @@ from mpishard.comm.memory.buffer import dense, is_dense, to_host
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 from mpishard.io.file.open import not_written
+from mpishard.io.file.parts import gives
 from mpishard.io.file.schema import Schema
 from mpishard.layout import Layout
+from mpishard.layout.partition import coords_of
 from mpishard.layout.slab import Box, slabs
 from mpishard.tensor import ShardTensor
 from mpishard.tensor.operand import resolved
@@ -92,8 +93,8 @@ class Job(NamedTuple):
 
 def given(layout: Layout, position: int, nbytes: int, itemsize: int) -> list[Box]:
     """Return a rank's slabs of at most ``nbytes``; of ranks with one block, the first gives it. Not collective."""
-    coords = [int(c) for c in np.unravel_index(position, layout.mesh_shape)]
-    if any(c for c, p in zip(coords, layout.placements) if not p.is_shard()):
+    coords = coords_of(position, layout.mesh_shape)
+    if not gives(layout, coords):
         return []
     return list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
 

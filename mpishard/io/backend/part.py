@@ -10,10 +10,10 @@ import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from mpishard.comm.memory.buffer import address
@@ -22,6 +22,7 @@ from mpishard.io.file.open import empty, import_h5py, no_room, opened, shut
 from mpishard.io.file.parts import Plan, memory_file, place, writes
 from mpishard.io.file.schema import Variable, dataset_in
 from mpishard.layout import Layout
+from mpishard.layout.partition import coords_of
 from mpishard.layout.slab import slabs
 
 # so that no two ranks write to one page of larger blocks
@@ -59,7 +60,7 @@ def lay_out(folder: Path, rank: int, plan: Plan, planned: Iterable[Planned], loc
     blocks = []
     for r in range(rank, min(rank + plan.per_file, plan.size)):
         for variable, layout in planned:
-            coords = [int(c) for c in np.unravel_index(r, layout.mesh_shape)]
+            coords = coords_of(r, layout.mesh_shape)
             if variable.shape and writes(layout, coords):
                 blocks.append((r, Planned(variable._replace(shape=layout.local_shape(coords)), layout)))
     if not blocks:
@@ -126,9 +127,14 @@ class Part:
             There is no room.
         """
         if blocks:
-            with opened(self.path) as file:
-                offsets = [file[place(self.rank, name)].id.get_offset() for name in blocks]
-            fill(self.path, zip(offsets, blocks.values()), pause)
+            fill(self.path, [(self._offsets[name], block) for name, block in blocks.items()], pause)
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        """Where the blocks of this rank lie in the file, by name."""
+        with opened(self.path) as file:
+            own = file[str(self.rank)]
+            return {name: own[name].id.get_offset() for name in _datasets(own)}
 
     def filter(self, name: str, variable: Variable, block: Tensor) -> None:
         """Take a block through HDF5's filters, in memory, for `copy`."""

@@ -32,10 +32,10 @@ from mpishard.comm.mesh import Group
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.backend.part import Part, Planned, fill, lay_out, make_folders, with_room
 from mpishard.io.checkpoint.folder import TENSORS, discard, flush, unwritable
-from mpishard.io.checkpoint.snapshot import Snapshot, gives
+from mpishard.io.checkpoint.snapshot import Snapshot
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py
-from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
+from mpishard.io.file.parts import Parts, Plan, gives, show, show_boxes, tell, writes
 from mpishard.io.file.schema import Variable
 from mpishard.tensor import ShardTensor, wrap
 

@@ -18,7 +18,7 @@ from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
 from mpishard.io.checkpoint.state import encode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py, opened
-from mpishard.io.file.parts import parts_of
+from mpishard.io.file.parts import gives, parts_of
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
 from mpishard.tensor.operand import replicated_layout, resolved
@@ -95,11 +95,6 @@ class Snapshot(NamedTuple):
 def len_of(x: ShardTensor) -> int:
     """Return the number of tiles of a tensor. Not collective."""
     return tile_count(tuple(x.shape), x.dtype)
-
-
-def gives(layout: Layout, coords: tuple[int, ...]) -> bool:
-    """Tell whether this rank is the one that writes its block: of those with the same, the first. Not collective."""
-    return not any(c for c, p in zip(coords, layout.placements) if not isinstance(p, Shard))
 
 
 def snapshot(

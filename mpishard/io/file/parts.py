@@ -24,7 +24,7 @@ from mpishard.errors import FileError, MpishardError, described
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.layout.partition import balanced, bounds
+from mpishard.layout.partition import balanced, bounds, coords_of, rank_of
 from mpishard.layout.slab import Box
 
 RANKS_PER_FILE = 64
@@ -75,13 +75,14 @@ def place(rank: int, name: str) -> str:
     return f"{rank}/{name}"
 
 
-def writes(layout: Layout, coords: Sequence[int]) -> bool:
-    """Tell whether this rank writes its block: of those with the same, the first; none that is empty.
+def gives(layout: Layout, coords: Sequence[int]) -> bool:
+    """Tell whether this rank is the one that writes its block: of those with the same, the first. Not collective."""
+    return not any(c for c, p in zip(coords, layout.placements) if not p.is_shard())
 
-    Not collective.
-    """
-    first = not any(c for c, p in zip(coords, layout.placements) if not p.is_shard())
-    return first and 0 not in layout.local_shape(coords)
+
+def writes(layout: Layout, coords: Sequence[int]) -> bool:
+    """Tell whether this rank has cells to write. Not collective."""
+    return gives(layout, coords) and 0 not in layout.local_shape(coords)
 
 
 class Parts(NamedTuple):
@@ -113,7 +114,7 @@ class Parts(NamedTuple):
                 i = at[dim]
                 for m in reversed(mesh_dims):
                     i, coords[m] = divmod(i, layout.mesh_shape[m])
-            yield int(np.ravel_multi_index(coords, layout.mesh_shape)), box
+            yield rank_of(coords, layout.mesh_shape), box
 
     def touched(self, box: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Box]]:
         """Give the rank and the box of every block that has cells of ``box``: found by bisection."""
@@ -132,7 +133,7 @@ class Parts(NamedTuple):
         layout, plan = self.layout, self.plan
         for first in range(0, plan.size, plan.per_file):
             ranks = range(first, min(first + plan.per_file, plan.size))
-            used = any(writes(layout, [int(c) for c in np.unravel_index(r, layout.mesh_shape)]) for r in ranks)
+            used = any(writes(layout, coords_of(r, layout.mesh_shape)) for r in ranks)
             if used and not (folder / self.path(first)).exists():
                 return self.path(first)
         return None
