@@ -53,8 +53,10 @@ class ShardTensor(Tensor):
     mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
-    # a part of a sharded dim, which in torch has gaps in memory: a block that lies in the part whole does not show them
-    _gapped: bool = False
+    # a part of a sharded dim, which in torch has gaps in memory: a block that lies in the part whole does not show them.
+    # None: of a view whose dims were turned round, where they do not tell whether there are gaps
+    _gapped: bool | None = False
+    _turned: bool = False
     # of a gathered view: the tensor it was taken from, and the basic index
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
@@ -267,8 +269,10 @@ class ShardTensor(Tensor):
         out = wrap(local, self.sharding, self.mesh)
         if self._gathered_view or self.sharding.partial_dims:
             out._gathered_view = True
-        if self._gapped:
-            out._gapped = True
+        if self._gapped is not False:
+            out._gapped = self._gapped
+        if self._turned:
+            out._turned = True
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -122,6 +122,9 @@ VIEWS = {
     "columns of rows": lambda x: x[1:][:, :2],
     "t of columns": lambda x: x[:, 1:].t(),
     "rows of t": lambda x: x.t()[1:3],
+    "columns of t": lambda x: x.t()[:, 1:3],
+    "columns of t, turned back": lambda x: x.t()[:, 1:3].t(),
+    "columns of a permuted one": lambda x: x.unsqueeze(0).permute(2, 0, 1)[:, :, 1:].permute(1, 2, 0),
     "a column": lambda x: x[:, 2:3],
     "every second row": lambda x: x[::2],
 }

@@ -163,7 +163,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
     else:
         out = viewed(x, local, plan.out, steps=True)
         if plan.gapped:
-            out._gapped = True
+            out._gapped = None if x._turned else True
     if out._gathered_view:
         # as the user gave it
         out._origin = x, tuple(slice(*i) if type(i) is tuple else i for i in key)

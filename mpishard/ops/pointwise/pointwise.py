@@ -184,8 +184,8 @@ def _alias_rule(func: Any) -> Callable[..., Any]:
             return x
         if x._gathered_view:  # it may be a view
             out._gathered_view = True
-        if x._gapped:
-            out._gapped = True
+        if x._gapped is not False:
+            out._gapped = x._gapped
         if x._halo is not None and detaches:
             out._halo = x._halo
         return out
@@ -201,14 +201,19 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     if x._halo is not None or x._gapped:
         # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
         return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
+    if x._gapped is None:
+        out = viewed(x, local, x.sharding)
+        out._gathered_view = True  # a copy on some ranks, a view on others
+        return out
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)
     if x._gathered_view:
         return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
-    row_major = memory_format is torch.contiguous_format
-    if row_major and 1 in local.shape and local.stride() != torch.empty(local.shape, device="meta").stride():
-        # contiguous only as a dim has one cell here: on other ranks this is a copy
-        return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
+    if memory_format is torch.contiguous_format and 1 in local.shape:
+        dense = torch.empty(local.shape, device="meta").stride()
+        if any(n > 1 and here != there for n, here, there in zip(x.shape, local.stride(), dense)):
+            # contiguous only as a dim has one cell here: on other ranks this is a copy
+            return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
     return x
 
 

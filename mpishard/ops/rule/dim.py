@@ -103,8 +103,10 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False
         out._halo = x._halo
     if x._gathered_view:
         out._gathered_view = True
-    if x._gapped:
-        out._gapped = True
+    if x._gapped is not False:
+        out._gapped = x._gapped
+    if x._turned:
+        out._turned = True
     return out
 
 

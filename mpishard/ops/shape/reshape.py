@@ -163,7 +163,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     if 1 in x.block.shape and local.data_ptr() == x.block.data_ptr() and _copied_elsewhere(x, plan.out):
         local = local.clone()
     out = viewed(x, local, plan.out, steps=steps)
-    if x._gapped and not steps:
+    if x._gapped is not False and not steps:
         out._gathered_view = True  # a copy on some ranks, a view on others
     return out
 

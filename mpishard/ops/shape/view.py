@@ -42,7 +42,12 @@ def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     order = ints(given) if dims is None else tuple(dims)
     x = settled(input) if input.sharding.partial_dims else input
     out = _permuted(x.sharding, order)
-    return viewed(x, x.block.permute(order), out, steps=True)
+    return _turned(viewed(x, x.block.permute(order), out, steps=True))
+
+
+def _turned(x: ShardTensor) -> ShardTensor:
+    x._turned = True
+    return x
 
 
 @lru_cache(maxsize=CACHED)
@@ -58,7 +63,7 @@ def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
-    return viewed(x, x.block.transpose(dim0, dim1), _swapped(x.sharding, dim0, dim1), steps=True)
+    return _turned(viewed(x, x.block.transpose(dim0, dim1), _swapped(x.sharding, dim0, dim1), steps=True))
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")
