@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -261,28 +258,6 @@ def test_checkpoint_on_another_mesh(mesh, tmp_path):
         fresh.step()
 
 
-class Live(TorchDispatchMode):
-    """Bytes of all storages that operations make while they live: now, and the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = self.peak = 0
-        self._seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
-                self.peak = max(self.peak, self.nbytes)
-        return out
-
-    def _gone(self, nbytes):
-        self.nbytes -= nbytes
-
-
 def test_memory_is_a_share(mesh):
     """Parameters, gradients and Adam's state: a share, and a tenth of all, and two layers with their gradients."""
     width, depth = 64, 8
@@ -299,7 +274,7 @@ def test_memory_is_a_share(mesh):
     before = ms.parameter_memory(model)["parameters"]
     peaks = []
     for _ in range(3):
-        with Live() as live:
+        with ms.testing.LiveMemory() as live:
             model(x).square().sum().backward()
         peaks.append(before + live.peak + ms.parameter_memory(model, optimizer)["optimizer"])
         optimizer.step()
