@@ -82,6 +82,17 @@ class TorchAttention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class Recurrent(nn.Module):
+    """A layer that computes with a list of its parameters."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(8, 8, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
 MODELS = {
     "unet": (lambda: UNet(2), (4, 1, 13, 11)),
     "unet, group norms": (lambda: UNet(2, norm="group"), (4, 1, 13, 11)),
@@ -114,9 +125,16 @@ def test_models_equal_one_process(mesh, name):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"), [(lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)), (Checkpointed, (4, 9, 8))]
+    ("build", "shape"),
+    [
+        (lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)),
+        (Checkpointed, (4, 9, 8)),
+        (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (4, 9, 8)),
+        (lambda: nn.Sequential(Recurrent(nn.GRU), Recurrent(nn.RNN)), (4, 9, 8)),
+        (lambda: Recurrent(nn.LSTM, proj_size=4), (4, 9, 8)),
+    ],
 )
-def test_attention_and_checkpoints(mesh, build, shape):
+def test_attention_recurrence_and_checkpoints(mesh, build, shape):
     full = data(*shape)
     reference = seeded(build, full.dtype)
     expected, _ = run(reference, full, mean_square)
@@ -328,7 +346,6 @@ def test_writing_into_a_parameter_that_backward_needs(mesh):
     ("build", "options", "error", "text"),
     [
         (lambda: nn.Linear(8, 8), {"shard_parameters": "batch"}, ms.MeshError, "no such mesh dim"),
-        (lambda: nn.LSTM(8, 8), {"shard_parameters": "data"}, ms.LayoutError, "keeps a list of its parameters"),
         (lambda: nn.Linear(8, 8), {"gather_dtype": torch.bfloat16}, ms.LayoutError, "which they belong to"),
         (lambda: nn.Linear(8, 8), {"offload": True}, ms.LayoutError, "which they belong to"),
     ],
