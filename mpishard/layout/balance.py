@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from mpishard.errors import LayoutError, described
 
-_TOLD = 6  # measurements that count
-_SWEEPS = 8  # over all of them, until they agree
+_TOLD = 4  # measurements that count
+_SWEEPS = 5  # over all of them, until they agree
 
 
 class CostDensity:
