@@ -72,9 +72,8 @@ def main() -> None:
             if tensors is even:
                 ideal.append(WORLD.allreduce(own) / WORLD.size)
     reached = statistics.median((b - a) / (b - i) if b > i else 1.0 for b, a, i in zip(before, after, ideal))
-    say(
-        f"{WORLD.size} ranks, mesh {mesh.shape}, {n} x {n} cells; cuts {balancer.sizes} after {balancer.changes} changes"
-    )
+    say(f"{WORLD.size} ranks, mesh {mesh.shape}, {n} x {n} cells")
+    say(f"{balancer.changes} changes, to blocks of {balancer.sizes}")
     for name, values in (("even cuts", before), ("balanced", after), ("ideal", ideal)):
         say(f"{name:<12}{1e3 * statistics.median(values):>9.2f} ms of work a step on the slowest rank")
     say(f"{100 * reached:.0f} % of the ideal gain (median of {args.rounds} rounds)")
