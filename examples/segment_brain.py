@@ -93,6 +93,12 @@ def main() -> int:
     args = arguments()
     check_launcher(MPI.COMM_WORLD.size)
     mesh = ms.init_mesh(args.mesh, ("x", "y", "z")[: len(args.mesh)])
+    # around all of it: a signal while the volume is read stops after the first step, one while maps are written is late
+    with ms.io.preemption(mesh) as stop:
+        return segment(args, mesh, stop)
+
+
+def segment(args: argparse.Namespace, mesh: ms.CartMesh, stop: ms.io.preemption) -> int:
     return_freed_memory()
     baseline = peak_nbytes()
     data = brain_path(args.data, args.subsample)
@@ -117,10 +123,7 @@ def main() -> int:
     parts = {"model": model, "optimizer": optimizer, "scheduler": rates, "mesh": mesh}
     steps = resumed(args, mesh, parts)
     left = train(args, model, optimizer, rates, x, truth, args.steps - len(steps))
-    with (
-        ms.io.preemption(mesh) as stop,
-        tqdm(left, initial=len(steps), total=args.steps, unit="step", disable=mesh.rank != 0) as bar,
-    ):
+    with tqdm(left, initial=len(steps), total=args.steps, unit="step", disable=mesh.rank != 0) as bar:
         for step in bar:
             steps.append(step)
             bar.set_postfix(loss=f"{step.loss:.4f}")
@@ -136,7 +139,8 @@ def main() -> int:
     report(args, mesh, data, [step.seconds for step in steps], peak_nbytes() - baseline)
 
     result = args.out / "segment_brain.h5"
-    ms.io.write(result, {name: predicted[0, i] for i, name in enumerate(TISSUES)}, attrs={"title": title})
+    attrs = {"title": title, "loss": [step.loss for step in steps]}
+    ms.io.write(result, {name: predicted[0, i] for i, name in enumerate(TISSUES)}, attrs=attrs)
     if mesh.rank == 0:
         borders = [list(accumulate(sizes or ()))[:-1] for sizes in t1.sharding.sizes]
         draw(args.out / "segment_brain.png", data, result, borders, title)

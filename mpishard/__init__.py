@@ -54,6 +54,7 @@ if _TYPE_CHECKING:
         scatter_tensor,
         zeros,
     )
+    from mpishard.tensor.balance import Balancer, balance
     from mpishard.testing import dot_test
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ _HOMES = {
     "ops.linear.array_module": "einsum tensordot transpose",
     "tensor": "ShardTensor arange distribute_tensor empty full halo_exchange implements ones rand randn"
     " scatter_tensor zeros",
+    "tensor.balance": "Balancer balance",
     "testing": "dot_test",
 }
 _HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
@@ -103,6 +105,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Balancer",
     "CartMesh",
     "CommCounter",
     "DesyncError",
@@ -126,6 +129,7 @@ __all__ = [
     "all_to_all",
     "arange",
     "attention_method",
+    "balance",
     "broadcast",
     "comm_counter",
     "compare_module",

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from mpishard import errors
 from mpishard.comm.exit import GRACE_S, end, place, say
 from mpishard.comm.thread import owner_of
+from mpishard.comm.wait_meter import meters
 from mpishard.errors import DesyncError, MpishardError, described
 
 E = TypeVar("E", bound=BaseException)
@@ -244,16 +245,22 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         _live[self] = (op, peers, comm)
 
     def __enter__(self) -> None:
+        if meters:
+            for meter in meters:
+                meter.enter()
         if _lookouts and (check := _lookouts.get(get_ident())) is not None:
             _, peers, comm = _live[self]
             try:
                 _wait_watchfully(check, peers, comm)
             except BaseException:
-                del _live[self]
+                self.__exit__(None, None, None)
                 raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         op, peers, comm = _live.pop(self)
+        if meters:
+            for meter in meters:
+                meter.leave()
         if isinstance(error, MPI.Exception):
             raise _failed(error, op, peers, comm) from None
 

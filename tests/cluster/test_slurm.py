@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 
 from mpishard.cli import main
@@ -171,15 +173,70 @@ def test_a_job_that_must_stop_is_queued_again(submit: Submit, script: Script, pr
     assert "sum over 4 ranks: 4" in output
 
 
-def test_the_brain_job(submit: Submit, script: Script, tmp_path: Path) -> None:
-    small = ("--mesh", "2", "2", "--subsample", "6", "--steps", "1", f"--data={tmp_path}", f"--out={tmp_path}")
-    options = ("--job-name=segment_brain", f"--checkpoints={tmp_path / 'checkpoints'}")
-    code, output = submit(script("examples/segment_brain.py", *small, options=options))
-    assert code == 0, output
-    assert "on a mesh (2, 2)" in output
-    assert (tmp_path / "segment_brain.png").stat().st_size > 0
-    with h5py.File(tmp_path / "segment_brain.h5") as file:
-        assert {file[name].shape for name in ("gm", "wm")} == {(33, 39, 32)}
+HELD = f"""
+import os, signal, sys, time
+sys.path.insert(0, {os.fspath(ROOT / "examples")!r})
+import segment_brain
+
+train = segment_brain.train
+rank = segment_brain.MPI.COMM_WORLD.rank
+
+def held(*args):
+    # on its first start a job is told to stop after its second step, however busy the machine is
+    for i, step in enumerate(train(*args), 1):
+        if i == 2 and rank == 0 and "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+            told, notice = [], signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *signalled: told.append(notice(*signalled)))
+            print("after two steps", flush=True)
+            while not told:
+                time.sleep(0.05)
+        yield step
+
+segment_brain.train = held
+sys.exit(segment_brain.main())
+"""
+
+
+def test_the_brain_job_survives(submit: Submit, script: Script, tmp_path: Path) -> None:
+    program = tmp_path / "held.py"
+    program.write_text(HELD)
+    small = ("--subsample=12", "--base=2", "--levels=3", "--steps=4", "--dtype=float64", f"--data={tmp_path}")
+    saves = f"--checkpoints={tmp_path / 'checkpoints'}"
+
+    def run(name: str, *options: str, variables: str = "", **how: Any) -> tuple[str, dict[str, np.ndarray]]:
+        job = script(
+            program,
+            *small,
+            f"--out={tmp_path / name}",
+            options=("--job-name=segment_brain", "--ranks-per-node=3", *options),
+        )
+        code, output = submit(job, options=(f"--export=ALL,MPISHARD_DETERMINISTIC=1{variables}",), **how)
+        assert code == 0, output
+        assert (tmp_path / name / "segment_brain.png").stat().st_size > 0
+        with h5py.File(tmp_path / name / "segment_brain.h5") as file:
+            assert {file[tissue].shape for tissue in ("gm", "wm")} == {(17, 20, 16)}
+            return output, {"loss": file.attrs["loss"], "gm": file["gm"][:], "wm": file["wm"][:]}
+
+    output, straight = run("straight")
+    assert "on a mesh (3, 1)" in output
+    assert "going on" not in output
+    assert len(set(straight["loss"])) == 4
+
+    tell = ("after two steps", ("scancel", "--batch", "--signal=USR1"))
+    output, again = run("again", saves, variables=",HOLD=1", when=tell)
+    assert "told to stop: saved after step 2" in output
+    assert "going on after step 2" in output
+    for name, values in straight.items():
+        # the loss of every step, and the maps, to the last bit
+        assert np.array_equal(again[name], values), output
+
+    # what the first start has saved, on another number of ranks
+    output, elsewhere = run("elsewhere", saves, "--ranks-per-node=2")
+    assert "on a mesh (2, 1)" in output
+    assert "going on after step 2" in output
+    assert np.array_equal(elsewhere["loss"][:2], straight["loss"][:2])
+    np.testing.assert_allclose(elsewhere["loss"], straight["loss"], rtol=1e-7)
+    np.testing.assert_allclose(elsewhere["gm"], straight["gm"], atol=1e-4)
 
 
 # the others ask for more nodes, or for GPUs

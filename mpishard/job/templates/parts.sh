@@ -38,4 +38,6 @@ while :; do
     # a signal ends the wait, not the launcher
     if [ "$told" -eq 0 ]; then break; fi
 done
+# 138: USR1 ended the program, which was still starting and did not notice signals yet; it can start again
+if [ "$code" -eq 138 ] && [ "$SECONDS" -lt 300 ]; then code=75; fi
 {% endmacro %}
