@@ -1,0 +1,67 @@
+"""Makes the documentation: `make docs`, then open build/docs/index.html. Needs no network, nor do its readers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePosixPath
+from typing import Any
+
+# an import on one rank, which is no job
+os.environ["MPISHARD_ABORT"] = "0"
+
+import mpishard
+import torch
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+project = "mpishard"
+author = "The mpishard developers"
+copyright = "The mpishard developers, Apache-2.0"
+version = release = mpishard.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_click",
+]
+html_theme = "furo"
+html_title = f"mpishard {release}"
+
+myst_heading_anchors = 4
+# docstrings write `name`, of Python, without a role
+default_role = "py:obj"
+add_module_names = False
+autodoc_member_order = "groupwise"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = False
+napoleon_use_ivar = True
+# A tree may name a page that this version lacks: one that no tree names is a warning, so no page gets lost. And a
+# docstring may say `shape`, which several classes have.
+suppress_warnings = ["toc.not_readable", "ref.python"]
+
+# files above docs/, and the pages that include them
+PAGES = {"CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "README": "what"}
+
+
+def link_pages(_: Sphinx, doctree: nodes.document) -> None:
+    """Lead links to files above docs/, as they must be where the repository is browsed, to pages."""
+    for link in doctree.findall(pending_xref):
+        path = PurePosixPath(link["reftarget"])
+        if path.is_absolute() and path.name in PAGES:
+            link["reftarget"] = PAGES[path.name]
+
+
+def of_torch(_: Sphinx, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Leave torch's methods of a ShardTensor out: torch documents them."""
+    theirs = getattr(torch.Tensor, name, None)
+    return True if theirs is not None and theirs.__doc__ == member.__doc__ else None
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls it."""
+    app.connect("doctree-read", link_pages)
+    app.connect("autodoc-skip-member", of_torch)
