@@ -9,11 +9,12 @@ from typing import Any
 # an import on one rank, which is no job
 os.environ["MPISHARD_ABORT"] = "0"
 
-import mpishard
 import torch
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+
+import mpishard
 
 project = "mpishard"
 author = "The mpishard developers"
@@ -55,7 +56,7 @@ def link_pages(_: Sphinx, doctree: nodes.document) -> None:
             link["reftarget"] = PAGES[path.name]
 
 
-def of_torch(_: Sphinx, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+def of_torch(_app: Sphinx, _what: str, name: str, member: Any, _skip: bool, _options: Any) -> bool | None:
     """Leave torch's methods of a ShardTensor out: torch documents them."""
     theirs = getattr(torch.Tensor, name, None)
     return True if theirs is not None and theirs.__doc__ == member.__doc__ else None
