@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
 # an import on one rank, which is no job
@@ -44,16 +44,19 @@ napoleon_use_ivar = True
 # docstring may say `shape`, which several classes have.
 suppress_warnings = ["toc.not_readable", "ref.python"]
 
+ROOT = Path(__file__).parents[1]
 # files above docs/, and the pages that include them
 PAGES = {"CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "README": "what"}
 
 
 def link_pages(_: Sphinx, doctree: nodes.document) -> None:
-    """Lead links to files above docs/, as they must be where the repository is browsed, to pages."""
-    for link in doctree.findall(pending_xref):
-        path = PurePosixPath(link["reftarget"])
+    """Lead links to files above docs/, as they must be where the repository is browsed, to pages; or leave the text."""
+    for link in list(doctree.findall(pending_xref)):
+        path = Path(link["reftarget"])
         if path.is_absolute() and path.name in PAGES:
             link["reftarget"] = PAGES[path.name]
+        elif link.get("reftype") == "myst" and not link.get("refdomain") and (ROOT / path.name).exists():
+            link.replace_self(link.children)
 
 
 def of_torch(_app: Sphinx, _what: str, name: str, member: Any, _skip: bool, _options: Any) -> bool | None:
