@@ -55,7 +55,7 @@ def link_pages(_: Sphinx, doctree: nodes.document) -> None:
         path = Path(link["reftarget"])
         if path.is_absolute() and path.name in PAGES:
             link["reftarget"] = PAGES[path.name]
-        elif link.get("reftype") == "myst" and not link.get("refdomain") and (ROOT / path.name).exists():
+        elif link.get("reftype") == "myst" and len(path.parts) + len(path.suffixes) > 1 and (ROOT / path.name).exists():
             link.replace_self(link.children)
 
 
