@@ -21,7 +21,7 @@ PYTHON ?= python3
 # index that torch's install page names: make test PIP_ARGS="--extra-index-url URL"
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
-# Numbers of ranks that tests run at, and of those that are not in full there, one in SAMPLE.
+# Numbers of ranks that tests run at (also 6, for operations), and of those that are not in full there, one in SAMPLE.
 RANKS ?= 1 2 3 4
 SAMPLE ?= 4
 # What pytest gets, e.g. make test TESTS=tests/layout PYTEST_ARGS=-x

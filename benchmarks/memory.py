@@ -12,42 +12,17 @@ from __future__ import annotations
 
 import functools
 import statistics
-import weakref
 
 import torch
 import torch.nn.functional as F
 from timing import WORLD, interleaved, options, say
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mpishard as ms
 
 KEPT = [torch.ops.aten.convolution.default]
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that operations make while they live: now, and the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = self.peak = 0
-        self._seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
-                self.peak = max(self.peak, self.nbytes)
-        return out
-
-    def _gone(self, nbytes):
-        self.nbytes -= nbytes
 
 
 class Residual(nn.Module):
@@ -128,7 +103,7 @@ def main():
     floor = times["one process"]
     for name, (model, optimizer, run) in models.items():
         optimizer.zero_grad()
-        with Live() as live:
+        with ms.testing.LiveMemory() as live:
             run()
         memory = ms.parameter_memory(model, optimizer)
         held = memory["parameters"] + memory["optimizer"]

@@ -27,7 +27,7 @@ from mpishard.errors import DesyncError, described
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
 _NUMBERS = (_HASHED - _FIRST) // 2
 _TEXT = 300  # letters of a key that an error shows
-# Open MPI's Waitall (4.1, several threads) never returns where a message comes that is too long while it waits
+# Open MPI's waits (4.1, several threads) never return where a message comes that is too long meanwhile
 _POLLS = "Open MPI" in MPI.Get_library_version()
 
 
@@ -137,6 +137,15 @@ def crossed(
     )
 
 
+def wait_all(requests: Sequence[Any], statuses: list[MPI.Status]) -> None:
+    """Wait for messages of any length. Neighborwise collective."""
+    if _POLLS:
+        while not MPI.Request.Testall(requests, statuses):
+            os.sched_yield()
+    else:
+        MPI.Request.Waitall(requests, statuses)
+
+
 class Flight:
     """Messages that travel together, and what must come.
 
@@ -204,11 +213,7 @@ class Flight:
                 MPI.Request.Waitall(self.requests)
                 return
             try:
-                if _POLLS:
-                    while not MPI.Request.Testall(self.requests, self._statuses):
-                        os.sched_yield()
-                else:
-                    MPI.Request.Waitall(self.requests, self._statuses)
+                wait_all(self.requests, self._statuses)
             except MPI.Exception as e:
                 raise self._crossed(self._expected, e) from None
         self._check()
@@ -230,7 +235,11 @@ class Flight:
 
     def _some(self, statuses: list[MPI.Status]) -> list[int] | None:
         try:
-            return MPI.Request.Waitsome(self.requests, statuses)
+            if not _POLLS:
+                return MPI.Request.Waitsome(self.requests, statuses)
+            while (through := MPI.Request.Testsome(self.requests, statuses)) == []:
+                os.sched_yield()
+            return through
         except MPI.Exception as e:
             raise self._crossed([], e) from None
 

@@ -110,7 +110,6 @@ def distribute_module(
     over: tuple[int, ...] = ()
     try:
         over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
-        error = error or (sharding.refusal(module) if over else None)
     except MpishardError as e:
         error = e
     if not over and (gather_dtype is not None or offload):

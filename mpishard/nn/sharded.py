@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.layout import Replicate, Shard
 from mpishard.tensor.convert import distribute_tensor
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -33,21 +32,6 @@ def dims_of(mesh: CartMesh, given: str | int | Iterable[str | int]) -> tuple[int
     """
     names = (given,) if isinstance(given, (str, int)) else tuple(given)
     return tuple(sorted({mesh.mesh_dim(name) for name in names}))
-
-
-def refusal(module: nn.Module) -> MpishardError | None:
-    """Return the error of a model whose parameters cannot be sharded, or None. Not collective."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.RNNBase):
-            return LayoutError(
-                described(
-                    f"shard_parameters: {name or 'the model'}, {type(part).__name__}",
-                    expected="modules that read their parameters when they are called",
-                    got="one that keeps a list of its parameters",
-                    fix="distribute it on its own, without shard_parameters",
-                )
-            )
-    return None
 
 
 _schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
@@ -101,18 +85,19 @@ class _Layer:
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)
 
-    def _before(self, _module: nn.Module, _inputs: Any) -> None:
+    def _before(self, called: nn.Module, _inputs: Any) -> None:
         self.unit.start()
         for module, name, gathered in self.places:
             # found before the parameter of that name, which stays what optimizers and checkpoints know
             module.__dict__[name] = gathered.tensor()
+        _list_anew(called)
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self.unit.schedule.forward(self.unit)
         context = saving(self.unit.schedule)
         context.__enter__()
         self._contexts.append(context)
 
-    def _behind(self, *_: Any) -> None:
+    def _behind(self, called: nn.Module, *_: Any) -> None:
         if not self._contexts:
             return  # what comes before failed
         self._contexts.pop().__exit__()
@@ -120,7 +105,14 @@ class _Layer:
             return  # it was called by itself
         for module, name, _gathered in self.places:
             module.__dict__.pop(name, None)
+        _list_anew(called)
         self.unit.free()
+
+
+def _list_anew(module: nn.Module) -> None:
+    # recurrent layers compute with a list of their parameters
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def shard_parameters(
@@ -159,6 +151,7 @@ def shard_parameters(
                 gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore[misc]
                 layer.unit.members.append(gathered)
                 layer.places.append((owner, name, gathered))
+        _list_anew(part)
     module.register_forward_pre_hook(lambda *_: schedule.begin(), prepend=True)
     _schedules[module] = schedule
 

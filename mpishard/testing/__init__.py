@@ -2,5 +2,6 @@
 
 from mpishard.testing.derivative import check_gradient, check_jvp, check_second_gradient
 from mpishard.testing.dot import DotTest, dot_test
+from mpishard.testing.live_memory import LiveMemory
 
-__all__ = ["DotTest", "check_gradient", "check_jvp", "check_second_gradient", "dot_test"]
+__all__ = ["DotTest", "LiveMemory", "check_gradient", "check_jvp", "check_second_gradient", "dot_test"]

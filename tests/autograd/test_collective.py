@@ -19,7 +19,7 @@ from mpishard.layout import balanced
 from mpishard.testing import check_gradient, check_jvp, check_second_gradient
 
 SIZE = MPI.COMM_WORLD.size
-MESHES = {1: [(1,), (1, 1)], 2: [(2,), (2, 1)], 3: [(3,), (1, 3)], 4: [(4,), (2, 2)]}[SIZE]
+MESHES = {1: [(1,), (1, 1)], 2: [(2,), (2, 1)], 3: [(3,), (1, 3)], 4: [(4,), (2, 2)], 6: [(6,), (2, 3)]}[SIZE]
 
 
 class Place(NamedTuple):
@@ -69,7 +69,7 @@ def block(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64)
     return torch.randn(shape, generator=torch.Generator().manual_seed(31 + rank), dtype=dtype)
 
 
-EXTENTS = (3, 0, 1, 2)
+EXTENTS = (3, 0, 1, 2, 0, 1)
 
 
 class Case(NamedTuple):
@@ -189,7 +189,7 @@ def test_other_reductions(place, op):
 
 def test_ties_share_the_gradient_as_amax_does(mesh):
     rows = torch.tensor([[1.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 2.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    rows = rows[: mesh.size]
+    rows = rows.repeat(2, 1)[: mesh.size]
     weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     whole = rows.clone().requires_grad_()
     (whole.amax(0) * weights).sum().backward()
@@ -203,7 +203,8 @@ def test_ties_share_the_gradient_as_amax_does(mesh):
 
 
 def test_product_with_zeros_has_its_gradient(mesh):
-    rows = torch.tensor([[0.0, 2.0], [3.0, 0.0], [1.0, 2.0], [2.0, 0.0]], dtype=torch.float64)[: mesh.size]
+    rows = torch.tensor([[0.0, 2.0], [3.0, 0.0], [1.0, 2.0], [2.0, 0.0]], dtype=torch.float64)
+    rows = rows.repeat(2, 1)[: mesh.size]
     whole = rows.clone().requires_grad_()
     whole.prod(0).sum().backward()
     x = rows[mesh.rank].clone().requires_grad_()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -85,6 +82,17 @@ class TorchAttention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class Recurrent(nn.Module):
+    """A layer that computes with a list of its parameters."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(8, 8, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
 MODELS = {
     "unet": (lambda: UNet(2), (4, 1, 13, 11)),
     "unet, group norms": (lambda: UNet(2, norm="group"), (4, 1, 13, 11)),
@@ -117,9 +125,16 @@ def test_models_equal_one_process(mesh, name):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"), [(lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)), (Checkpointed, (4, 9, 8))]
+    ("build", "shape"),
+    [
+        (lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)),
+        (Checkpointed, (4, 9, 8)),
+        (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (4, 9, 8)),
+        (lambda: nn.Sequential(Recurrent(nn.GRU), Recurrent(nn.RNN)), (4, 9, 8)),
+        (lambda: Recurrent(nn.LSTM, proj_size=4), (4, 9, 8)),
+    ],
 )
-def test_attention_and_checkpoints(mesh, build, shape):
+def test_attention_recurrence_and_checkpoints(mesh, build, shape):
     full = data(*shape)
     reference = seeded(build, full.dtype)
     expected, _ = run(reference, full, mean_square)
@@ -261,28 +276,6 @@ def test_checkpoint_on_another_mesh(mesh, tmp_path):
         fresh.step()
 
 
-class Live(TorchDispatchMode):
-    """Bytes of all storages that operations make while they live: now, and the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = self.peak = 0
-        self._seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
-                self.peak = max(self.peak, self.nbytes)
-        return out
-
-    def _gone(self, nbytes):
-        self.nbytes -= nbytes
-
-
 def test_memory_is_a_share(mesh):
     """Parameters, gradients and Adam's state: a share, and a tenth of all, and two layers with their gradients."""
     width, depth = 64, 8
@@ -299,7 +292,7 @@ def test_memory_is_a_share(mesh):
     before = ms.parameter_memory(model)["parameters"]
     peaks = []
     for _ in range(3):
-        with Live() as live:
+        with ms.testing.LiveMemory() as live:
             model(x).square().sum().backward()
         peaks.append(before + live.peak + ms.parameter_memory(model, optimizer)["optimizer"])
         optimizer.step()
@@ -353,7 +346,6 @@ def test_writing_into_a_parameter_that_backward_needs(mesh):
     ("build", "options", "error", "text"),
     [
         (lambda: nn.Linear(8, 8), {"shard_parameters": "batch"}, ms.MeshError, "no such mesh dim"),
-        (lambda: nn.LSTM(8, 8), {"shard_parameters": "data"}, ms.LayoutError, "keeps a list of its parameters"),
         (lambda: nn.Linear(8, 8), {"gather_dtype": torch.bfloat16}, ms.LayoutError, "which they belong to"),
         (lambda: nn.Linear(8, 8), {"offload": True}, ms.LayoutError, "which they belong to"),
     ],

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -135,11 +136,10 @@ def test_public_names(imported: Imported) -> None:
     assert public == set(imported["names"])
 
 
-def test_wheel(tmp_path: Path) -> None:
-    build = (
-        "import sys; from setuptools import build_meta; "
-        f"sys.argv[1:] = []; print(build_meta.build_wheel({str(tmp_path)!r}))"
-    )
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_packed(kind: str, tmp_path: Path) -> None:
+    """Every file of the package, so that the C and Fortran libraries and the job templates can be made from it."""
+    build = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(tmp_path)!r}))"
     # A copy: setuptools writes its build folder beside setup.cfg.
     source = tmp_path / "source"
     files = subprocess.run(
@@ -161,11 +161,13 @@ def test_wheel(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    assert "mpishard/py.typed" in names
-    assert {
-        name for name in files if name.endswith((".py", ".c", ".h", ".f90", "sites.toml", "templates/slurm.sh"))
-    } <= names
+    if kind == "wheel":
+        (wheel,) = tmp_path.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = set(archive.namelist())
+    else:
+        (sdist,) = tmp_path.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in files if name.startswith("mpishard/")} <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]

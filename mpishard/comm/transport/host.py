@@ -15,7 +15,7 @@ from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import address, as_bytes, dense, pack, pieces, spans
 from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
-from mpishard.comm.tag import Flight, Label, crossed, hashed, said
+from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
 
 # (rank, tensor)
@@ -281,7 +281,7 @@ def swap(comm: Any, call: str, going: Any, to: int, coming: Any, of: int, tag: i
         return
     requests = [comm.Irecv(coming, of, MPI.ANY_TAG), comm.Isend(going, to, tag)]
     with guard.waiting(call, guard.unfinished(requests, [of, to], 1), comm):
-        MPI.Request.Waitall(requests, [status, MPI.Status()])
+        wait_all(requests, [status, MPI.Status()])
 
 
 def came(status: MPI.Status, comm: MPI.Intracomm, of: int, to: int, tag: int, call: str, nbytes: int) -> int:

@@ -168,7 +168,7 @@ def test_unknown_reduction(group):
 @pytest.mark.parametrize("extents", [(2, 2, 2, 2), (3, 0, 1, 4), (0, 0, 0, 0)])
 def test_all_gather(group, dim, extents):
     for dtype in MOVED:
-        sizes = extents[: group.size]
+        sizes = (extents * 2)[: group.size]
         blocks = []
         for r, n in enumerate(sizes):
             shape = [3, 1, 2]
@@ -187,7 +187,7 @@ def test_all_gather(group, dim, extents):
 @pytest.mark.parametrize("extents", [(2, 2, 2, 2), (3, 0, 1, 4), (0, 0, 0, 0)])
 def test_reduce_scatter(group, dim, extents, deterministic):
     for dtype in (*FLOATS, *COMPLEX, torch.int64, torch.uint8):
-        sizes = extents[: group.size]
+        sizes = (extents * 2)[: group.size]
         shape = (sum(sizes), 3) if dim == 0 else (3, sum(sizes))
         blocks = [block(r, shape, dtype) for r in range(group.size)]
         total = np.stack([as_numpy(b) for b in blocks]).sum(axis=0, dtype=as_numpy(blocks[0]).dtype)

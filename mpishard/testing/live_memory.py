@@ -1,0 +1,53 @@
+"""LiveMemory: how many bytes of tensors are alive, and the most there were."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Count the bytes of the storages that operations make on this rank, as long as they live.
+
+    Not collective. What was made before it is entered does not count; a view counts with its base, once.
+
+    Attributes
+    ----------
+    nbytes, peak : int
+        Bytes alive now, and the most there were.
+
+    Examples
+    --------
+    >>> with ms.testing.LiveMemory() as memory:
+    ...     model(x).sum().backward()
+    >>> memory.peak
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = self.peak = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self.nbytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+                self.peak = max(self.peak, self.nbytes)
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
