@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 import subprocess
 import types
 from functools import cache
@@ -15,18 +16,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import mpishard as ms
+from mpishard.cli.root import root
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = "".join(p.read_text() for p in sorted((ROOT / "docs" / "reference").glob("*.md")))
 ERRORS = (ROOT / "docs" / "errors.md").read_text()
 # public packages, beside the names of mpishard itself
-PACKAGES = ("errors", "insitu", "io", "layout", "nn", "physicsnemo", "testing")
+PACKAGES = sorted(ms._MODULES - {"autograd", "comm", "ops", "tensor"})
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 
@@ -57,6 +60,34 @@ def test_shell_parses(page: Path) -> None:
     for code, line in blocks(page, "sh"):
         done = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True, check=False)
         assert done.returncode == 0, f"line {line}: {done.stderr}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return what follows `mpishard` in a page's shell blocks, but for lines that leave something out."""
+    found = []
+    for code, _ in blocks(page, "sh"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            started = [i for i, word in enumerate(words) if word == "mpishard"]
+            if started and "..." not in words:
+                end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&")), len(words))
+                found.append(words[started[0] + 1 : end])
+    return found
+
+
+@named
+def test_commands_exist(page: Path) -> None:
+    for words in commands(page):
+        command: click.Command = root
+        while isinstance(command, click.Group):
+            assert words[0] in command.commands, words
+            command, words = command.commands[words[0]], words[1:]
+        # wrong options raise
+        command.make_context(str(command.name), list(words))
+
+
+def test_some_commands_are_looked_at() -> None:
+    assert sum(len(commands(page)) for page in PAGES) >= 5
 
 
 @named
