@@ -10,6 +10,7 @@
 #   make test-all       every test at every number of ranks, on both
 #   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter
+#   make docs           the documentation, build/docs/index.html; a warning is an error
 
 SHELL = bash
 .SHELLFLAGS = -euo pipefail -c
@@ -36,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 
-.PHONY: demo demo-insitu test test-cluster test-all test-gpu lint clean
+.PHONY: demo demo-insitu test test-cluster test-all test-gpu lint docs clean
 
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
@@ -77,6 +78,9 @@ lint: .venv/.ready
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-cache
+
+docs: .venv/.ready
+	PYTHONPATH=. .venv/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 
 .venv/.ready: setup.cfg
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

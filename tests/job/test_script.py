@@ -78,7 +78,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def scripts() -> list[Path]:
-    found = [path for path in sorted(JOBS.iterdir()) if "# mpishard " in path.read_text()[:40]]
+    found = [path for path in sorted(JOBS.glob("*.*")) if "# mpishard " in path.read_text()[:40]]
     assert len(found) >= 9
     return found
 

@@ -194,7 +194,7 @@ def neighborhood_attention(
     Parameters
     ----------
     query, key, value
-        Tensors or ShardTensors (batch, *spatial, heads, features) with 1 to 3 spatial dims, of the same shape; the
+        Tensors or ShardTensors ``(batch, *spatial, heads, features)`` with 1 to 3 spatial dims, of the same shape; the
         features of values may differ.
     kernel_size
         Cells of the window, for all spatial dims or per dim.
@@ -210,7 +210,7 @@ def neighborhood_attention(
     Returns
     -------
     torch.Tensor
-        (batch, *spatial, heads, features of values), laid out as the queries.
+        ``(batch, *spatial, heads, features of values)``, laid out as the queries.
 
     Raises
     ------
