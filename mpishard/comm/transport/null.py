@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Null:
     """How tensors do not travel among the ranks of a group of a planning mesh; as `host.Host`.
 
-    What a reduction gives is what this rank gave; what others would send stays as it was.
+    What a reduction gives is what this rank gave; what others would send is zero.
     """
 
     driver = None
@@ -40,6 +40,15 @@ class Null:
         self._check(x)
         self._note("collective", op, nbytes=x.nbytes)
 
+    def _fill(self, y: Tensor, x: Tensor | None = None) -> None:
+        """Give memory that others would have filled values that cost what any do, none where there is no memory."""
+        if y.is_meta:
+            return
+        if x is None or not x.numel() or y.numel() % x.numel():
+            y.zero_()
+        else:
+            y.view(-1, x.numel()).copy_(x.reshape(1, -1))
+
     def _check(self, x: Tensor) -> None:
         if x.device != self.device:
             raise no_values(f"a tensor on {x.device}")
@@ -48,7 +57,7 @@ class Null:
         """Copy ``x`` to ``y``, which may be ``x``. Not collective."""
         self._collective("all_reduce", x)
         if y is not x:
-            y.copy_(x)
+            self._fill(y, x)
 
     def start_sum(self, x: Tensor, rule: Rule) -> tuple[list[MPI.Request], Callable[[], object]]:  # noqa: ARG002
         """Leave ``x``. Not collective."""
@@ -62,21 +71,21 @@ class Null:
         return x
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:  # noqa: ARG002
-        """Leave what is there. Not collective."""
+        """Copy to every rank's place. Not collective."""
         self._collective("all_gather", x)
-        flat.zero_()
+        self._fill(flat, x)
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:  # noqa: ARG002
         """Leave what is there. Not collective."""
         self._collective("reduce_scatter", flat)
-        result.zero_()
+        self._fill(result)
 
     def all_to_all(self, blocks: Sequence[Tensor], into: Tensor, counts: Sequence[int], bound_nbytes: int) -> None:  # noqa: ARG002
         """Leave what is there. Not collective."""
         for block in blocks[:1]:
             self._check(block)
         self._note("collective", "all_to_all", nbytes=sum(b.nbytes for b in blocks))
-        into.zero_()
+        self._fill(into)
 
     def broadcast(self, x: Tensor, root: int) -> None:  # noqa: ARG002
         """Leave what is there. Not collective."""
@@ -85,7 +94,7 @@ class Null:
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:  # noqa: ARG002
         """Copy ``x`` to ``y``. Not collective."""
         self._collective("reduce", x)
-        y.copy_(x)
+        self._fill(y, x)
 
     def messages(
         self,
@@ -103,14 +112,14 @@ class Null:
         for _, x in (*sends, *recvs):
             self._check(x)
         for _, y in recvs:
-            y.zero_()
+            self._fill(y)
         cut = [n for _, x in sends for _, n in pieces(x.nbytes) if n]
         return NullPosted(self._note, op.partition(" ")[0], len(cut), sum(cut))
 
     def send_recv(self, x: Tensor, y: Tensor, to: int, of: int, tag: int, call: str) -> int:  # noqa: ARG002
         """Send nothing; what comes is zero. Not collective."""
         self._check(x)
-        y.zero_()
+        self._fill(y)
         NullPosted(self._note, "send_recv", int(to != MPI.PROC_NULL), x.nbytes if to != MPI.PROC_NULL else 0).wait()
         return y.nbytes
 
@@ -146,6 +155,7 @@ class NullMessages:
         n, m = (places[-1] for places in ends)
         self.storage = free_storage(storages, n + m, transport.device)
         memory = self.storage.memory
+        transport._fill(memory)
         self.out, self.into = Part(0, n, memory[:n]), Part(0, m, memory[n : n + m])
         cut = [[k for message in side for _, k in pieces(message.nbytes) if k] for side in (sends, recvs)]
         self._travel = tuple((len(side), sum(side)) for side in cut)
