@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 
-import torch
 from mpi4py import MPI
 from timing import WORLD, interleaved, options, say
 from torch import nn
@@ -21,9 +20,9 @@ from torch import nn
 import mpishard as ms
 from mpishard.planning.local import local_machine
 from mpishard.planning.mesh import mesh_on
+from mpishard.planning.predict import trace
 from mpishard.planning.step import Program, step_on
 from mpishard.planning.timeline import run
-from mpishard.planning.predict import trace
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
 from unet import UNet
@@ -58,7 +57,7 @@ def main() -> None:
     for name, program in cases(args.quick).items():
         for extents in [(WORLD.size,)] + [(2, WORLD.size // 2)] * (WORLD.size == 4 and len(program.dims) > 1):
             mesh = ms.init_mesh(extents, device="cpu")
-            planned = trace(program, extents, mesh.coords)
+            planned = trace(program, extents, mesh.coords, "cpu")
             with ms.testing.LiveMemory() as live:
                 real = step_on(mesh, program)
                 real()
@@ -66,15 +65,19 @@ def main() -> None:
                     real()
             by_op = {op: (c.calls, c.messages, c.nbytes) for op, c in sorted(count.by_op.items())}
             same = WORLD.allreduce(by_op == planned.by_op, MPI.LAND)
-            memory = WORLD.allreduce(planned.memory / live.peak, MPI.MAX), WORLD.allreduce(planned.memory / live.peak, MPI.MIN)
+            memory = (
+                WORLD.allreduce(planned.memory / live.peak, MPI.MAX),
+                WORLD.allreduce(planned.memory / live.peak, MPI.MIN),
+            )
             alone = mesh_on("cpu", extents, coords=mesh.coords)
             times = interleaved({"real": real, "own": step_on(alone, program)}, 2, args.rounds)
             parts = run(machine, planned.events)
             waits = WORLD.allreduce(parts.halo + parts.reductions, MPI.MAX)
             ratio = statistics.median((own + waits) / t for own, t in zip(times["own"], times["real"]))
             told = [1e3 * statistics.median(times[k]) for k in ("own", "real")]
+            messages, shape = count.messages if same else "DIFFER", "x".join(map(str, extents))
             say(
-                f"{name:<24}{'x'.join(map(str, extents)):>8}{count.messages if same else 'DIFFER':>10}{count.nbytes:>12}"
+                f"{name:<24}{shape:>8}{messages:>10}{count.nbytes:>12}"
                 f"{planned.memory / 1e6:>8.2f} ({memory[1]:.2f}-{memory[0]:.2f})"
                 f"{told[0] + 1e3 * waits:>9.1f} / {told[1]:.1f}{ratio:>8.2f}"
             )

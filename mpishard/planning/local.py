@@ -1,4 +1,4 @@
-"""This machine: the rank's own work is done here, on blocks of the planned shape, with messages to nobody."""
+"""The machine here: the rank's own work is done here, on blocks of the planned shape, with messages to nobody."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def local_machine() -> Machine:
     between neighbours of them; of one rank alone, those of messages to itself.
     """
     a, big = torch.rand(512, 512), torch.rand(1 << 23)
-    product, copy = _seconds(lambda: a @ a), _seconds(lambda: big.clone())
+    product, copy = _seconds(lambda: a @ a), _seconds(big.clone)
     latency, network = _messages()
     operation, call = _host()
     measured = "measured here"
@@ -52,14 +52,8 @@ def local_machine() -> Machine:
     )
 
 
-def step_seconds(program: Program, extents: Sequence[int], coords: Sequence[int], memory: int) -> float:
-    """Return how long a rank's own work of a step takes here. Not collective.
-
-    Raises
-    ------
-    JobError
-        The rank's tensors need more memory than this machine has free.
-    """
+def check_room(memory: int, extents: Sequence[int]) -> None:
+    """Raise where a rank's tensors need more memory than this machine has free. Not collective."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory > free:
         raise JobError(
@@ -70,6 +64,10 @@ def step_seconds(program: Program, extents: Sequence[int], coords: Sequence[int]
                 fix="plan more ranks, a smaller field, or a published machine",
             )
         )
+
+
+def step_seconds(program: Program, extents: Sequence[int], coords: Sequence[int]) -> float:
+    """Return how long a rank's own work of a step takes here. Not collective."""
     mesh = mesh_on("cpu", extents, coords=coords)
     try:
         return _seconds(step_on(mesh, program), warm=2)
@@ -81,7 +79,7 @@ def _seconds(call: Callable[[], object], *, warm: int = 1) -> float:
     for _ in range(warm):
         call()
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < _PATIENCE_S and len(times) < 15):  # noqa: PLR2004
+    while len(times) < 3 or (sum(times) < _PATIENCE_S and len(times) < 15):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -94,7 +92,11 @@ def _messages() -> tuple[float, float]:
     group = mesh.group((0,))
     to, of = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     small, large = torch.zeros(1), torch.zeros(1 << 20)
-    one, many = (_rounds(lambda x=x: send_recv(x, group, to, of, x.shape), n) for x, n in ((small, 200), (large, 10)))
+
+    def swap(x: torch.Tensor) -> object:
+        return send_recv(x, group, to, of, x.shape)
+
+    one, many = _rounds(lambda: swap(small), 200), _rounds(lambda: swap(large), 10)
     mesh.free()
     return one, large.nbytes / max(many - one, 1e-9)
 

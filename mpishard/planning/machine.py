@@ -101,7 +101,8 @@ def machine_named(name: str) -> Machine:
             common = {key: assumed[key] for key in ("arithmetic", "bandwidth", "latency", *_HOST)}
             found = {n: {**common, **t} for n, t in _tables(Path(path).read_text(encoding="utf-8")).items()}
         except (OSError, tomllib.TOMLDecodeError) as error:
-            raise JobError(described("a machine's file", expected="a TOML file", got=error, fix="see machines.toml"))
+            text = described("a machine's file", expected="a TOML file", got=error, fix="see machines.toml")
+            raise JobError(text) from None
         table = table or next(iter(found), "")
     else:
         found, table = _published(), name.lower().replace(" ", "-").replace("_", "-")

@@ -73,6 +73,9 @@ def mesh_on(
                 fix="give every extent, and a coordinate for each",
             )
         )
-    names, periods = checked_names(mesh_dim_names, len(extents), "planning.mesh"), checked_periods(periodic, len(extents))
+    names, periods = (
+        checked_names(mesh_dim_names, len(extents), "planning.mesh"),
+        checked_periods(periodic, len(extents)),
+    )
     where = torch.device(device)
     return CartMesh(NullComm.cart(extents, at, periods, where), names, where)  # type: ignore[arg-type]

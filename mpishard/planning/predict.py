@@ -134,7 +134,7 @@ def plan(
         Which rank of ``mesh``; one in the middle if not given.
     machine
         A name of `machine_names`, a file of one (see `machine_named`), ``"local"``, or a `Machine`. ``"local"`` does
-        the rank's work here, on blocks of the same shape, and adds what messages take by measured latency and bandwidth.
+        the rank's work here, on blocks of that shape, and adds what messages take by measured latency and bandwidth.
     dtype
         Of the input and the parameters.
     optimizer
@@ -174,9 +174,7 @@ def plan(
     return min(found, key=lambda p: (not p.fits, p.seconds))
 
 
-def sweep(
-    model: Callable[[], nn.Module], shape: Sequence[int], ranks: Sequence[int], **options: Any
-) -> Iterator[Plan]:
+def sweep(model: Callable[[], nn.Module], shape: Sequence[int], ranks: Sequence[int], **options: Any) -> Iterator[Plan]:
     """Yield the `plan` of every number of ranks; options as of `plan`. Not collective."""
     for size in ranks:
         yield plan(model, shape, ranks=size, **options)
@@ -198,7 +196,7 @@ def _checked_mesh(program: Program, mesh: Sequence[int]) -> tuple[int, ...]:
 
 
 def candidates(program: Program, ranks: int) -> list[tuple[int, ...]]:
-    """Return the meshes of so many ranks that are worth planning: of blocks with the smallest surface. Not collective."""
+    """Return the meshes of so many ranks whose blocks have the smallest surface. Not collective."""
     lengths = [program.shape[d] for d in program.dims]
 
     def surface(extents: tuple[int, ...]) -> tuple[float, float]:
@@ -232,22 +230,22 @@ def _middle(program: Program, extents: Sequence[int]) -> tuple[int, ...]:
     coords = []
     for d, p in zip(program.dims, extents):
         sizes = balanced(program.shape[d], p)
-        inner = range(1, p - 1) if p > 2 else range(p)  # noqa: PLR2004 (one on each side)
+        inner = range(1, p - 1) if p > 2 else range(p)
         coords.append(max(inner, key=lambda i: (sizes[i], -abs(i - p // 2))))
     return tuple(coords)
 
 
-def _planned(
-    program: Program, extents: tuple[int, ...], machine: str | Machine, coords: Sequence[int] | None
-) -> Plan:
+def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine, coords: Sequence[int] | None) -> Plan:
     coords = _middle(program, extents) if coords is None else coords
     traced = trace(program, extents, coords)
     if machine == "local":
         # takes seconds, and threads of its own
-        from mpishard.planning.local import local_machine, step_seconds
+        from mpishard.planning.local import check_room, local_machine, step_seconds
 
         known = local_machine()
-        measured = step_seconds(program, extents, coords, traced.memory)
+        check_room(traced.memory, extents)
+        traced = trace(program, extents, coords, "cpu")
+        measured = step_seconds(program, extents, coords)
         waits, host = run(known, traced.events), min(host_seconds(known, traced.events), measured)
         parts = Parts(measured - host, waits.halo, waits.reductions, host)
     else:
@@ -281,8 +279,21 @@ def _planned(
 
 @dataclass(frozen=True)
 class Traced:
-    """A step on a planning mesh: the events of a later one, the peak of memory, counts by operation (calls, messages,
-    bytes), the seconds that the first took longer, and the shape of the rank's block."""
+    """A step on a planning mesh.
+
+    Attributes
+    ----------
+    events : list
+        Of a later step than the first.
+    memory : int
+        Bytes at their peak.
+    by_op : dict
+        Operation -> (calls, messages, bytes).
+    planning : float
+        Seconds that the first step took longer.
+    block : tuple of int
+        Shape of the rank's block of the input.
+    """
 
     events: list[Operation | Event]
     memory: int
@@ -291,9 +302,13 @@ class Traced:
     block: tuple[int, ...]
 
 
-def trace(program: Program, extents: Sequence[int], coords: Sequence[int]) -> Traced:
-    """Run a program on a planning mesh, as the rank at ``coords``. Not collective."""
-    mesh = mesh_on("meta", extents, coords=coords)
+def trace(program: Program, extents: Sequence[int], coords: Sequence[int], device: str = "meta") -> Traced:
+    """Run a program on a planning mesh, as the rank at ``coords``. Not collective.
+
+    On the CPU blocks take their memory and time, and rules choose as they do there: some choose otherwise on a GPU,
+    as ``meta`` does.
+    """
+    mesh = mesh_on(device, extents, coords=coords)
     shape = list(program.shape)
     for d, p, c in zip(program.dims, extents, coords):
         shape[d] = balanced(program.shape[d], p)[c]
@@ -331,5 +346,3 @@ def _timed(step: Callable[[], None]) -> float:
 def powers(largest: int) -> list[int]:
     """Return 1, 2, 4, ... and the largest, for `sweep`. Not collective."""
     return sorted({*itertools.takewhile(lambda p: p < largest, (2**i for i in range(32))), largest})
-
-

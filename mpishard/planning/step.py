@@ -101,7 +101,9 @@ def checked(program: Program) -> Program:
         )
     if program.optimizer is not None and program.optimizer not in OPTIMIZERS:
         raise JobError(
-            described("plan: optimizer", expected=f"one of {', '.join(OPTIMIZERS)}", got=program.optimizer, fix="name one")
+            described(
+                "plan: optimizer", expected=f"one of {', '.join(OPTIMIZERS)}", got=program.optimizer, fix="name one"
+            )
         )
     return program
 

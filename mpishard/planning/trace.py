@@ -53,7 +53,7 @@ class Trace(LiveMemory):
         self.events: list[Operation | Event] = []
         comm = mesh.comm
         assert isinstance(comm, NullComm), "a mesh for planning"
-        self._listeners = comm.listeners
+        self._listeners: list[Callable[[Event], object]] = comm.listeners
 
     def __enter__(self) -> Trace:
         self._listeners.append(self.events.append)
@@ -95,5 +95,6 @@ def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
 
 def _nbytes(x: torch.Tensor) -> int:
+    n = x.numel() * x.itemsize
     # an expanded tensor is read where it lies
-    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+    return min(n, x.untyped_storage().nbytes()) if x.layout is torch.strided else n

@@ -107,7 +107,7 @@ class Null:
         """Return messages to nobody, with their buffers. Not collective."""
         return NullMessages(self, sends, recvs, op, storages)
 
-    def post(self, sends: Parcels, recvs: Parcels, op: str, tag: int, **_: Any) -> NullPosted:  # noqa: ARG002
+    def post(self, sends: Parcels, recvs: Parcels, op: str, tag: int, **_how: Any) -> NullPosted:  # noqa: ARG002
         """Send nothing; what comes is zero. Not collective."""
         for _, x in (*sends, *recvs):
             self._check(x)
