@@ -36,7 +36,7 @@ import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
-SERIAL = ("layout", "failure", "examples", "packaging", "coupling", "job")
+SERIAL = ("layout", "failure", "examples", "packaging", "coupling", "job", "scale")
 CLUSTER = "cluster"
 SIZES = (1, 2, 3, 4)
 # Without a GPU its tests are rehearsed over an emulated device, and at one size.

@@ -93,8 +93,10 @@ def run(machine: Machine, events: Sequence[Operation | Event]) -> Parts:
             lasts = collective_seconds(machine, event.op, event.nbytes, event.size)
             host, reductions = host + lasts, reductions + lasts
         else:
-            waits = max(0.0, under_way.pop(id(event.key), 0.0) - host)
-            host += waits
+            arrives = under_way.pop(id(event.key), 0.0)
+            # while the device has work, nobody is late
+            waits = max(0.0, arrives - max(host, device))
+            host = max(host, arrives)
             if event.kind == "finish":
                 halo += waits
             else:
