@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Plan:
         Arithmetic of products, bytes through the memory, operations of torch.
     parts : Parts
         Seconds.
+    ideal : float
+        Seconds that the whole step computes on one rank, over the number of ranks.
     imbalance : float
         Cells of the largest block over the mean.
     planning : float
@@ -68,6 +71,7 @@ class Plan:
     traffic: int
     operations: int
     parts: Parts
+    ideal: float
     imbalance: float
     planning: float
     available: float
@@ -79,8 +83,8 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step in which the rank computes, were the cells shared equally."""
-        return self.parts.compute / self.seconds / self.imbalance if self.seconds else 1.0
+        """Of the job: what one rank would compute, shared equally, over what it takes."""
+        return self.ideal / self.seconds if self.seconds else 1.0
 
     @property
     def limit(self) -> str:
@@ -238,6 +242,8 @@ def _middle(program: Program, extents: Sequence[int]) -> tuple[int, ...]:
 def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine, coords: Sequence[int] | None) -> Plan:
     coords = _middle(program, extents) if coords is None else coords
     traced = trace(program, extents, coords)
+    lengths = [program.shape[d] for d in program.dims[: len(extents)]]
+    imbalance = math.prod(-(-n // p) * p for n, p in zip(lengths, extents)) / math.prod(lengths)
     if machine == "local":
         # takes seconds, and threads of its own
         from mpishard.planning.local import check_room, local_machine, step_seconds
@@ -248,13 +254,14 @@ def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine,
         measured = step_seconds(program, extents, coords)
         waits, host = run(known, traced.events), min(host_seconds(known, traced.events), measured)
         parts = Parts(measured - host, waits.halo, waits.reductions, host)
+        # the whole on one rank may not fit here
+        ideal = parts.compute / imbalance
     else:
         known = machine_named(machine) if isinstance(machine, str) else machine
         parts = run(known, traced.events)
+        ideal = run(known, _alone(program)).compute / math.prod(extents)
     ops = [e for e in traced.events if isinstance(e, Operation)]
     events = [e for e in traced.events if isinstance(e, Event)]
-    lengths = [program.shape[d] for d in program.dims[: len(extents)]]
-    largest = math.prod(-(-n // p) for n, p in zip(lengths, extents))
     return Plan(
         machine=known.name,
         mesh=extents,
@@ -271,10 +278,17 @@ def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine,
         traffic=sum(op.nbytes for op in ops),
         operations=len(ops),
         parts=parts,
-        imbalance=largest * math.prod(extents) / math.prod(lengths),
+        ideal=ideal,
+        imbalance=imbalance,
         planning=traced.planning,
         available=known.memory,
     )
+
+
+@lru_cache(4)
+def _alone(program: Program) -> list[Operation | Event]:
+    """Return the events of a step on one rank."""
+    return trace(program, (1,), (0,)).events
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,15 @@ def test_uneven_cells():
     even, uneven = (ms.plan(conv, (1, 1, n, 16, 16), mesh=(8,)) for n in (64, 65))
     assert even.imbalance == 1
     assert uneven.imbalance == pytest.approx(9 * 8 / 65)
+    alone = ms.plan(conv, (1, 1, 64, 16, 16), mesh=(1,))
+    assert alone.ideal == pytest.approx(alone.parts.compute)
+    assert even.ideal == pytest.approx(alone.ideal / 8)
 
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)}, {"ranks": 2, "dims": (7,)},
-     {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"}],
+    [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)},
+     {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"}],
 )  # fmt: skip
 def test_wrong_plans(given):
     with pytest.raises(JobError, match="expected"):
