@@ -10,7 +10,7 @@ from mpishard.comm.exit import install as _install
 _install()
 
 if _TYPE_CHECKING:
-    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, physicsnemo, tensor, testing
+    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, physicsnemo, planning, tensor, testing
     from mpishard.autograd.collective import (
         all_gather,
         all_reduce,
@@ -40,6 +40,7 @@ if _TYPE_CHECKING:
     from mpishard.ops.attention.neighborhood import neighborhood_attention
     from mpishard.ops.attention.scaled_dot_product import attention_method
     from mpishard.ops.linear.array_module import einsum, tensordot, transpose
+    from mpishard.planning import plan
     from mpishard.tensor import (
         ShardTensor,
         arange,
@@ -76,13 +77,14 @@ _HOMES = {
     "ops.attention.neighborhood": "neighborhood_attention",
     "ops.attention.scaled_dot_product": "attention_method",
     "ops.linear.array_module": "einsum tensordot transpose",
+    "planning": "plan",
     "tensor": "ShardTensor arange distribute_tensor empty full halo_exchange implements ones rand randn"
     " scatter_tensor zeros",
     "tensor.balance": "Balancer balance",
     "testing": "dot_test",
 }
 _HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset("autograd comm errors insitu io layout nn ops physicsnemo tensor testing".split())
+_MODULES = frozenset("autograd comm errors insitu io layout nn ops physicsnemo planning tensor testing".split())
 _importing = _RLock()
 
 
@@ -147,6 +149,7 @@ __all__ = [
     "no_sync",
     "ones",
     "parameter_memory",
+    "plan",
     "process_group",
     "rand",
     "randn",

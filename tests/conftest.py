@@ -36,7 +36,7 @@ import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
-SERIAL = ("layout", "failure", "examples", "packaging", "coupling", "job")
+SERIAL = ("layout", "failure", "examples", "packaging", "coupling", "job", "scale")
 CLUSTER = "cluster"
 SIZES = (1, 2, 3, 4, 6)
 # What runs at 6 ranks, where someone asks for it: operations, and what they send.

@@ -13,6 +13,7 @@ from mpishard.cli.config import config
 from mpishard.cli.info import info
 from mpishard.cli.job import mpirun, pbs, slurm
 from mpishard.cli.ops import ops
+from mpishard.cli.plan import plan
 from mpishard.cli.run import run
 from mpishard.errors import JobError, MpishardError
 
@@ -24,6 +25,7 @@ First steps:
   mpiexec -n 4 mpishard info --check              can this job run as it should?
   mpiexec -n 4 python -m mpishard run train.py    a script on 4 ranks; one that fails ends all
   mpishard ops conv2d                             what an operation does with a sharded dim
+  mpishard plan net.py:Net --shape 1x1x512x512x512 --ranks 64    memory, messages and time on 64 ranks
   mpishard slurm render --nodes 2 --ranks-per-node 4 -- python train.py > job.sh
   eval "$(mpishard completion bash)"              completion, in this shell
 
@@ -52,7 +54,7 @@ def completion(shell: str) -> None:
         click.echo(kind(root, {}, "mpishard", "_MPISHARD_COMPLETE").source())
 
 
-for _command in (config, info, mpirun, ops, pbs, run, slurm):
+for _command in (config, info, mpirun, ops, pbs, plan, run, slurm):
     root.add_command(_command)
 
 

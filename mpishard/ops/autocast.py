@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.registry import RULES, spellings
 
@@ -78,7 +79,7 @@ def _in_autocast(rule: Callable[..., Any], probe: Probe) -> Callable[..., Any]:
         if not torch._C._is_any_autocast_enabled():
             return rule(*args, **kwargs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype in _CAST]
-        if not tensors or not torch.is_autocast_enabled(tensors[0].device.type):
+        if not tensors or not autocast_enabled(tensors[0].device.type):
             return rule(*args, **kwargs)
         with torch.no_grad():
             dtype = probe(tensors, *args, **kwargs).dtype

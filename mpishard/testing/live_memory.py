@@ -42,12 +42,22 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if type(x) is torch.Tensor and (storage := x.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
-                self.peak = max(self.peak, self.nbytes)
+            if type(x) is not torch.Tensor:
+                continue
+            if x.layout is torch.strided:
+                storage = x.untyped_storage()
+                if storage not in self._seen:
+                    self._seen.add(storage)
+                    self._came(storage, storage.nbytes())
+            elif x.layout is torch._mkldnn:  # type: ignore[attr-defined]
+                # a copy in memory of its own, which has no storage
+                self._came(x, x.numel() * x.itemsize)
         return out
+
+    def _came(self, owner: object, nbytes: int) -> None:
+        self.nbytes += nbytes
+        weakref.finalize(owner, self._gone, nbytes)
+        self.peak = max(self.peak, self.nbytes)
 
     def _gone(self, nbytes: int) -> None:
         self.nbytes -= nbytes

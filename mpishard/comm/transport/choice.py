@@ -1,4 +1,4 @@
-"""The one place where host or device is chosen."""
+"""The one place where host or device is chosen, or nothing that is to travel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from mpishard.comm.device.driver import driver_at, driver_of
 from mpishard.comm.mesh import Group
-from mpishard.comm.transport import device, host
+from mpishard.comm.null import NullComm
+from mpishard.comm.transport import device, host, null
 
-Transport = host.Host | device.Device
-Posted = host.Posted | device.Posted
+Transport = host.Host | device.Device | null.Null
+Posted = host.Posted | device.Posted | null.NullPosted
 
 
 def transport_of(group: Group, x: Tensor | torch.device) -> Transport:
@@ -18,8 +19,10 @@ def transport_of(group: Group, x: Tensor | torch.device) -> Transport:
 
     ``x`` is the device that they lie on, or a tensor that lies there.
     """
-    driver = driver_of(x) if isinstance(x, torch.device) else driver_at(x)
+    planning = isinstance(group.comm, NullComm)
+    driver = None if planning else driver_of(x) if isinstance(x, torch.device) else driver_at(x)
     found: Transport | None = group.links.get(driver)
     if found is None:
-        found = group.links[driver] = host.Host(group) if driver is None else device.Device(group, driver)
+        found = null.Null(group) if planning else host.Host(group) if driver is None else device.Device(group, driver)
+        group.links[driver] = found
     return found

@@ -27,10 +27,10 @@ class Storage:
 
     __slots__ = ("busy", "memory")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         # made in inference mode, it would serve no other
         with torch.inference_mode(False):
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.busy = False
 
 
@@ -69,7 +69,7 @@ class Messages:
         ends = [list(accumulate((-(-m.nbytes // ALIGN) * ALIGN for m in side), initial=0)) for side in (sends, recvs)]
         self.out_starts, self.into_starts = (places[:-1] for places in ends)
         (n, m), (going, coming) = (places[-1] for places in ends), (sends, recvs)
-        self.storage = _free_storage(storages, n + m)
+        self.storage = free_storage(storages, n + m)
         memory = self.storage.memory
         self.out = Part(memory.data_ptr(), n, memory[:n])
         self.into = Part(memory.data_ptr() + n, m, memory[n : n + m])
@@ -118,12 +118,12 @@ class Messages:
             flight.free()
 
 
-def _free_storage(storages: list[Storage], nbytes: int) -> Storage:
-    """Return the smallest storage that serves, of powers of two: few serve all."""
+def free_storage(storages: list[Storage], nbytes: int, device: torch.device | None = None) -> Storage:
+    """Return the smallest storage that serves, of powers of two: few serve all. Not collective."""
     found = [s for s in storages if not s.busy and s.memory.numel() >= nbytes]
     if found:
         return min(found, key=lambda s: s.memory.numel())
-    storages.append(Storage(1 << (nbytes - 1).bit_length() if nbytes else 0))
+    storages.append(Storage(1 << (nbytes - 1).bit_length() if nbytes else 0, device))
     return storages[-1]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpishard.ops.attention.layout import plan_attention
 from mpishard.ops.attention.scaled_dot_product import attend
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import on_domain, unsharded
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
@@ -64,7 +65,7 @@ def multi_head_attention_forward(
     call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
     if mesh.plans.get(call) is None:
         meta = [None if x is None else on_domain(x.shape, x) for x in tensors]
-        if torch.is_autocast_enabled(query.device.type):
+        if autocast_enabled(query.device.type):
             # which knows nothing of tensors without data
             meta = [x.float() if x is not None and x.is_floating_point() else x for x in meta]
         # torch's own errors

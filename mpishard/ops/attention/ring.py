@@ -43,6 +43,7 @@ from mpishard.ops.attention.online_softmax import (
     is_needed,
     tiles,
 )
+from mpishard.ops.rule.autocast import no_autocast
 from mpishard.ops.rule.dim import unsharded
 
 
@@ -349,7 +350,7 @@ def composed(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: T
 
 def ring_attention(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
     """Return this rank's rows of the attention, given its blocks. Collective over the ring."""
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         if in_transform():
             return composed(plan, dropout, q, k, v, *masks)
         return RingAttention.apply(plan, dropout, q, k, v, *masks)  # type: ignore[no-any-return,no-untyped-call]

@@ -31,6 +31,7 @@ from mpishard.ops.attention.layout import (
 )
 from mpishard.ops.attention.online_softmax import Dropout, Operand
 from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.contraction import meeting_blocks
 from mpishard.ops.rule.dim import on_domain, resized
 from mpishard.ops.rule.reduction import HALVES
@@ -196,7 +197,7 @@ def attend(
 def _cast(x: Any) -> Any:
     """Return an operand in the dtype that autocast gives it."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+    if not autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
 

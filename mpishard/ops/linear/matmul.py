@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import Labels
+from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, contract
 from mpishard.ops.rule.dim import into_plain, whole_along
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
@@ -53,7 +54,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
         return F.bilinear(input1, input2, weight)
     # torch's own fails on empty blocks (docs/upstream.md)
     dtype = F.bilinear(_tiny(input1, 2), _tiny(input2, 2), _tiny(weight, 3)).dtype
-    with torch.autocast(input1.device.type, enabled=False):
+    with no_autocast(input1.device.type):
         return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
 
 
@@ -147,7 +148,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
         whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
-        if input.dtype != dtype or whole_numbers or torch.is_autocast_enabled(y.device.type):  # torch casts, or refuses
+        if input.dtype != dtype or whole_numbers or autocast_enabled(y.device.type):  # torch casts, or refuses
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
@@ -168,7 +169,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
 def _in_place_rule(rule: Any) -> Any:
     def in_place(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         # torch's autocast leaves writing operations as they are
-        with torch.autocast(self.device.type, enabled=False):
+        with no_autocast(self.device.type):
             return self.copy_(rule(self, *args, **kwargs))
 
     return in_place

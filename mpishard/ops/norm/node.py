@@ -93,7 +93,7 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 def _centred(x: Tensor, mean: Tensor, rstd: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return a block less a number near its means, and their means then, where products with them would round."""
-    if x.dtype != torch.float32 or not x.numel() or not is_large(mean * rstd, torch.ones_like(mean)).any():
+    if x.dtype != torch.float32 or not x.numel() or x.is_meta or not is_large(mean * rstd, torch.ones_like(mean)).any():
         return x, mean
     near = mean.float()
     per_row = rows.spread(near).reshape(rows.n, rows.c, *[1] * (x.ndim - 2))

@@ -20,6 +20,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, counts_over, reduced
@@ -73,7 +74,7 @@ def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
 
 def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
     """Return ``x`` in the dtype in which autocast would run the operation, as ``probe`` of a tiny tensor tells."""
-    if not torch.is_autocast_enabled(x.block.device.type):
+    if not autocast_enabled(x.block.device.type):
         return x
     with torch.no_grad():
         dtype = probe(x.block.new_zeros((1, x.shape[1], 2))).dtype

@@ -23,6 +23,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, sizes_of
 from mpishard.layout.stencil import Adaptive, pairs
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.ops.window.pool import global_indices
@@ -219,7 +220,7 @@ def _probed(
 
 def _result_dtype(name: str, ndim: int, x: Tensor) -> torch.dtype:
     device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.get_autocast_dtype(device) if autocast_enabled(device) else None
     return _probed(name, ndim, x.dtype, x.device, autocast)
 
 

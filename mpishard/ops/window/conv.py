@@ -18,6 +18,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
@@ -372,7 +373,7 @@ def _convolved(
 def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     """Cast as autocast casts the operands of a convolution. Not collective."""
     operands, device = (first, *rest), first.device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(

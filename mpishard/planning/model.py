@@ -1,0 +1,70 @@
+"""Models by name: `module:factory` or `file.py:factory`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpishard.errors import JobError, described
+
+
+def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
+    """Return what a name means, with keyword arguments. Not collective.
+
+    Parameters
+    ----------
+    spec
+        ``module:name`` or ``path/file.py:name``, of a class or function.
+    options
+        Each ``name=value``; a value that is no Python literal is text.
+
+    Raises
+    ------
+    JobError
+        There is no such module, file or name.
+    """
+    place, _, name = spec.rpartition(":")
+    try:
+        found = getattr(_module(place), name)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise JobError(
+            described(
+                "plan: the model",
+                expected="module:factory or file.py:factory",
+                got=f"{spec!r}: {error}",
+                fix="name what returns the model, such as examples/unet.py:UNet",
+            )
+        ) from None
+    return partial(found, **dict(map(_option, options)))
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        # as python -m does
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no file {place}")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise JobError(described("--option", expected="name=value", got=repr(text), fix="such as --option base=16"))
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -1,0 +1,245 @@
+"""No planner, step or error of a rank grows with the number of ranks: counted in work, on planning meshes.
+
+Work is the bytecodes that Python runs in the package's own files: the same in every run, whatever else the machine
+does. A processor runs some 50 of them in a microsecond, so that 250,000 are about 5 ms. Memory is what a plan keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tracemalloc
+from collections.abc import Callable
+from functools import _lru_cache_wrapper
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.comm.null import Event
+from mpishard.planning.mesh import mesh_on
+from mpishard.planning.step import Program, step_on
+
+PACKAGE = os.path.dirname(ms.__file__) + os.sep
+MESHES = {"3-D": (64, 32, 32), "2-D": (256, 256), "1-D": (65536,)}
+# of one plan: bytecodes, and bytes that it keeps
+LIMITS = {"3-D": (250_000, 100_000), "2-D": (500_000, 100_000), "1-D": (2_500_000, 600_000)}
+
+# What grows today: case and mesh -> bytecodes and bytes that it may take, None where there is no bound yet (it is not
+# run). A line goes when its planner is mended; docs/scaling.md says with what each grows.
+GROWING: dict[tuple[str, str], tuple[int, int] | None] = {
+    ("group_norm", "3-D"): (2_600_000, 2_700_000),
+    ("group_norm", "1-D"): (4_500_000, 2_700_000),
+    ("layout", "1-D"): (2_500_000, 3_200_000),
+    ("conv3d", "1-D"): None,
+    ("redistribute", "1-D"): None,
+    ("attention", "3-D"): None,
+    ("attention, causal", "3-D"): None,
+}
+# of the first step at 65,536 ranks, beyond 1.3 times that at 64: what group norms hold of every rank, 5 layouts
+GROWING_STEP = 7_500_000
+# at the peak of an error that all ranks have: what every rank found is gathered
+GROWING_ERROR_NBYTES = 16_000_000
+
+# what is planned on meshes of fewer dims too; the others are planned alike there
+FEWER = {
+    "2-D": ("layout", "conv3d", "conv3d, strided", "redistribute"),
+    "1-D": ("layout", "halo, zeros", "group_norm", "conv3d", "redistribute"),
+}
+
+
+class TooMuch(BaseException):
+    """More bytecodes than a planner may run; no error that the package might catch."""
+
+
+def work(call: Callable[[], object], limit: int) -> int:
+    """Return how many bytecodes the package's own files run in a call, up to a limit."""
+    count = 0
+
+    def step(frame, event, _arg):
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count > limit:
+                raise TooMuch
+        return step
+
+    def enter(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step(frame, event, arg)
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except TooMuch:
+        return limit + 1
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def kept(call: Callable[[], object]) -> int:
+    """Return how many bytes are there after a call that were not there before."""
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    result = call()
+    gc.collect()
+    now = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del result
+    return now - before
+
+
+def forget() -> None:
+    """Empty the caches of the package's functions: what is planned next is planned for the first time."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mpishard"):
+            for value in list(vars(module).values()):
+                if isinstance(value, _lru_cache_wrapper) and value.__module__.startswith("mpishard"):
+                    value.cache_clear()
+
+
+def field(mesh, *, channels=8, dims=None, shape=None):
+    """Return a field of 2048^3 cells, or as many in a row where one dim has all ranks."""
+    space = (2048,) * 3 if mesh.ndim > 1 else (4 * 65536, 182, 182)
+    shape = (1, channels, *space) if shape is None else shape
+    return ms.empty(*shape, mesh=mesh, placements=[ms.Shard(d) for d in dims or range(2, 2 + mesh.ndim)])
+
+
+def weight(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def sequence(mesh):
+    """Return queries, sharded over all ranks."""
+    shape = (1, 2, 64 * mesh.size, 16)
+    return ms.empty(*shape, mesh=mesh, placements=[ms.Shard(2)] * mesh.ndim)
+
+
+def turned(mesh):
+    x = field(mesh)
+    return lambda: x.redistribute(placements=[ms.Shard({2: 3, 3: 2}.get(d, d)) for d in range(2, 2 + mesh.ndim)])
+
+
+def attention(causal):
+    def case(mesh):
+        q = sequence(mesh)
+        return lambda: F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+    return case
+
+
+def on_field(function: Callable[[ms.ShardTensor], object]) -> Callable[[ms.CartMesh], Callable[[], object]]:
+    def case(mesh):
+        x = field(mesh)
+        return lambda: function(x)
+
+    return case
+
+
+CASES = {
+    "layout": lambda mesh: lambda: field(mesh),
+    "halo, zeros": on_field(lambda x: ms.halo_exchange(x, dict.fromkeys(range(2, 2 + x.mesh.ndim), (1, 1)))),
+    "halo, reflect": on_field(
+        lambda x: ms.halo_exchange(x, dict.fromkeys(range(2, 2 + x.mesh.ndim), (1, 1)), mode="reflect")
+    ),
+    "halo, circular": on_field(
+        lambda x: ms.halo_exchange(x, dict.fromkeys(range(2, 2 + x.mesh.ndim), (1, 1)), mode="circular")
+    ),
+    "conv3d": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), padding=1)),
+    "conv3d, strided": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
+    "conv_transpose3d": on_field(lambda x: F.conv_transpose3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
+    "max_pool3d": on_field(lambda x: F.max_pool3d(x, 2)),
+    "roll": on_field(lambda x: torch.roll(x, 3, 2)),
+    "group_norm": on_field(lambda x: F.group_norm(x, 4)),
+    "mean": on_field(lambda x: x.mean()),
+    "softmax": on_field(lambda x: x.softmax(2)),
+    "redistribute": turned,
+    "attention": attention(False),
+    "attention, causal": attention(True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Leave torch's objects out of garbage collections: to go through them takes longer than a plan."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_grows_exists():
+    assert {name for name, _ in GROWING} <= set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [(n, p) for p in MESHES for n in FEWER.get(p, CASES) if GROWING.get((n, p), LIMITS[p]) is not None],
+)
+def test_a_plan(name, place):
+    most, room = GROWING.get((name, place)) or LIMITS[place]
+    case = CASES[name]
+    case(ms.planning.mesh((2,) * len(MESHES[place])))()  # what is imported or made at a first use
+    forget()
+    mesh = ms.planning.mesh(MESHES[place])
+    call = case(mesh)
+    count = work(call, most)
+    assert count <= most, f"more than {most:,} bytecodes at 65,536 ranks"
+    forget()
+    other = ms.planning.mesh(MESHES[place])
+    nbytes = kept(case(other))
+    assert nbytes <= room, f"{nbytes:,} bytes at 65,536 ranks"
+
+
+def net() -> torch.nn.Module:
+    sys.path.insert(0, os.path.join(os.path.dirname(PACKAGE[:-1]), "examples"))
+    try:
+        from unet import UNet
+    finally:
+        del sys.path[0]
+    return UNet(1, 2, base=4, levels=3)
+
+
+def test_a_step():
+    """A training step of a U-Net: the first with its plans, a later one; and what it waits for with all ranks."""
+    told = {}
+    for shape in ((4, 4, 4), (64, 32, 32)):
+        program = Program(net, (1, 1, *(8 * n for n in shape)), (2, 3, 4))
+        if not told:
+            step_on(mesh_on("meta", shape), program)()
+        forget()
+        mesh = mesh_on("meta", shape)
+        step = step_on(mesh, program)
+        first = work(step, 1 << 40)
+        events: list[Event] = []
+        mesh.comm.listeners.append(events.append)
+        later = work(step, 1 << 40)
+        told[shape] = first, later, sum(e.kind == "start" for e in events), sum(e.nbytes for e in events)
+        blocking = [e for e in events if e.kind == "collective"]
+    (first, later, exchanges, nbytes), large = told.values()
+    assert large[0] <= 1.3 * first + GROWING_STEP
+    assert large[1] <= 1.05 * later
+    assert large[2:3] == (exchanges,)
+    assert large[3] <= 1.05 * nbytes
+    # norms: two sums forward above 1,024 ranks, one backward each; the gradients and the loss
+    assert len(blocking) <= 32
+
+
+def test_an_error():
+    """Every rank finds the same wrong: its text, and what it takes to agree on it."""
+    mesh = ms.planning.mesh(MESHES["3-D"])
+    x = field(mesh)
+    tracemalloc.start()
+    with pytest.raises(ms.LayoutError) as caught:
+        x.redistribute(placements=[ms.Shard(9)] * 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value)) <= 10_000
+    assert peak <= GROWING_ERROR_NBYTES

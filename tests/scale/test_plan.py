@@ -1,0 +1,190 @@
+"""Planning meshes and `mpishard plan`, in one process."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.cli import main
+from mpishard.comm.null import Event
+from mpishard.errors import JobError, MissingPackageError
+from mpishard.planning.machine import Machine
+from mpishard.planning.timeline import Parts, collective_seconds, run
+from mpishard.planning.trace import Operation
+
+UNET = str(Path(__file__).parents[2] / "examples" / "unet.py") + ":UNet"
+SMALL = ["--option", "base=2", "--option", "levels=2", "--shape", "1x1x32x32x32"]
+
+
+def conv() -> torch.nn.Module:
+    return torch.nn.Conv3d(1, 4, 3, padding=1)
+
+
+# -- meshes
+
+
+def test_a_field_without_memory():
+    mesh = ms.planning.mesh((64, 32, 32), ("z", "y", "x"))
+    assert (mesh.size, mesh.coords, mesh["y"].size, mesh["y"].rank) == (65536, (32, 16, 16), 32, 16)
+    x = ms.zeros(1, 8, 4096, 4096, 4096, mesh=mesh, placements=[ms.Shard(2), ms.Shard(3), ms.Shard(4)])
+    with ms.comm_counter() as count:
+        y = F.conv3d(x, torch.empty(8, 8, 3, 3, 3, device="meta"), padding=1)
+    assert y.shape == x.shape
+    assert y.to_local().shape == (1, 8, 64, 128, 128)
+    face = 128 * 128, 66 * 128, 66 * 130  # of the rounds along x, y and z: corners are carried
+    assert count.messages == 6
+    assert count.nbytes == pytest.approx(2 * 4 * 8 * sum(face), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda y: y.item(), lambda y: y.tolist(), bool, lambda y: y.full_tensor().item(), lambda y: y.cpu()]
+)
+def test_no_value_comes_out(ask):
+    mesh = ms.planning.mesh((2, 2))
+    y = ms.ones(8, 8, mesh=mesh, placements=[ms.Shard(0), ms.Shard(1)]).sum()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        ask(y)
+
+
+def test_values_do_not_travel():
+    """A tensor with values is refused where others' would be needed."""
+    mesh = ms.planning.mesh((4,))
+    with pytest.raises(ms.MeshError, match="planning"):
+        ms.all_reduce(torch.ones(3), mesh)
+    with pytest.raises(ms.MeshError, match="planning"):
+        ms.HaloExchanger(mesh, (6,), 1, torch.float32)(torch.ones(6))
+
+
+@pytest.mark.parametrize(("shape", "coords"), [((0, 2), None), ((2, 2), (2, 0)), ((2, 2), (0,))])
+def test_wrong_meshes(shape, coords):
+    with pytest.raises(ms.MeshError, match="expected"):
+        ms.planning.mesh(shape, coords=coords)
+
+
+# -- time
+
+
+MACHINE = Machine("m", True, {"float32": 1e9}, 1e9, 1e9, 1e6, 1e-3, 1e-4, 0.0, 0.0, {})
+
+
+def test_what_travels_hides_behind_what_is_computed():
+    work, key = Operation("conv", 10_000_000, 0, torch.float32), object()
+    start = Event("start", "conv", key, 2, 4000, 8)  # 1 ms latency, 4 ms bytes
+    finish = Event("finish", "conv", key, 0, 0, 8)
+    hidden = run(MACHINE, [start, work._replace(nbytes=8), finish])
+    assert hidden == pytest.approx(Parts(0.01, 0.0, 0.0, 0.0001))
+    exposed = run(MACHINE._replace(gpu=False), [work, start, finish])
+    assert exposed == pytest.approx(Parts(0.01, 0.005, 0.0, 0.25e-4))
+
+
+def test_collectives():
+    small = collective_seconds(MACHINE, "all_reduce", 1, 65536)
+    assert small == pytest.approx(16 * 1e-3, rel=0.01)
+    large = collective_seconds(MACHINE, "all_reduce", 10**9, 65536)
+    assert large == pytest.approx(2000, rel=0.01)
+    assert collective_seconds(MACHINE, "all_reduce", 10**9, 1) == 0
+
+
+# -- plans
+
+
+def test_the_best_mesh():
+    best = ms.plan(conv, (1, 1, 1024, 64, 64), ranks=64)
+    assert best.ranks == 64
+    assert best.mesh[0] > max(best.mesh[1:])
+    assert best.fits
+    assert best.seconds == pytest.approx(sum(best.parts))
+    assert best.limit in Parts._fields
+    assert best.flops == pytest.approx(2 * 2 * 27 * 4 * 1024 * 64, rel=0.1)  # forward, and the weight's gradient
+
+
+def test_more_ranks_need_less():
+    plans = list(ms.planning.sweep(conv, (1, 1, 256, 256, 256), (1, 64, 4096), machine="frontier", optimizer="adam"))
+    assert [p.ranks for p in plans] == [1, 64, 4096]
+    for a, b in zip(plans, plans[1:]):
+        assert b.memory < a.memory
+        assert b.efficiency < a.efficiency
+
+
+def test_uneven_cells():
+    even, uneven = (ms.plan(conv, (1, 1, n, 16, 16), mesh=(8,)) for n in (64, 65))
+    assert even.imbalance == 1
+    assert uneven.imbalance == pytest.approx(9 * 8 / 65)
+    alone = ms.plan(conv, (1, 1, 64, 16, 16), mesh=(1,))
+    assert alone.ideal == pytest.approx(alone.parts.compute)
+    assert even.ideal == pytest.approx(alone.ideal / 8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)},
+     {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"}],
+)  # fmt: skip
+def test_wrong_plans(given):
+    with pytest.raises(JobError, match="expected"):
+        ms.plan(conv, (1, 1, 16, 16, 16), **given)
+
+
+def test_a_model_that_asks_for_values():
+    class Reads(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(ms.UnsupportedOperationError, match="values"):
+        ms.plan(Reads, (1, 1, 8, 8), ranks=2, optimizer=None)
+
+
+def test_machines_say_where_numbers_are_from(tmp_path):
+    for name in ms.planning.machine_names():
+        machine = ms.planning.machine_named(name)
+        assert all(machine.sources[key] for key in ("float32", "memory", "memory_bandwidth", "network_bandwidth"))
+    own = tmp_path / "own.toml"
+    rates = "float32 = {value = 1e12}\nmemory_bandwidth = {value = 1e11}\n"
+    own.write_text(f"[own]\n{rates}network_bandwidth = {{value = 1e10}}\n")
+    assert ms.planning.machine_named(str(own)).network_bandwidth == 1e10
+    own.write_text(f"[own]\n{rates}")
+    with pytest.raises(JobError, match="network_bandwidth"):
+        ms.planning.machine_named(str(own))
+
+
+# -- the command
+
+
+def test_command(capsys, tmp_path):
+    figure = tmp_path / "plan.svg"
+    assert main(["plan", UNET, *SMALL, "--ranks", "2", "--json", "--plot", str(figure)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["ranks"] == 2
+    assert told["by_op"]["conv3d"]["messages"] == told["messages"] - sum(
+        row["messages"] for op, row in told["by_op"].items() if op != "conv3d"
+    )
+    assert "reductions" in figure.read_text()
+    assert main(["plan", UNET, *SMALL, "--mesh", "2x2"]) == 0
+    assert "efficiency" in capsys.readouterr().out
+
+
+def test_command_without_matplotlib(monkeypatch, tmp_path):
+    imported = builtins.__import__
+
+    def none(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", none)
+    from mpishard.planning.figure import draw
+
+    with pytest.raises(MissingPackageError, match=r"mpishard\[plot\]"):
+        draw([], str(tmp_path / "plan.png"))
+
+
+@pytest.mark.parametrize("wrong", [["no.module:none"], [UNET + "x"], ["noname"]])
+def test_command_without_a_model(wrong, capsys):
+    assert main(["plan", *wrong, *SMALL, "--ranks", "2"]) == 2
+    assert "module:factory" in capsys.readouterr().err
