@@ -40,6 +40,7 @@ if _TYPE_CHECKING:
     from mpishard.ops.attention.neighborhood import neighborhood_attention
     from mpishard.ops.attention.scaled_dot_product import attention_method
     from mpishard.ops.linear.array_module import einsum, tensordot, transpose
+    from mpishard.profiling import profile
     from mpishard.tensor import (
         ShardTensor,
         arange,
@@ -75,6 +76,7 @@ _HOMES = {
     "ops.attention.neighborhood": "neighborhood_attention",
     "ops.attention.scaled_dot_product": "attention_method",
     "ops.linear.array_module": "einsum tensordot transpose",
+    "profiling": "profile",
     "tensor": "ShardTensor arange distribute_tensor empty full halo_exchange implements ones rand randn"
     " scatter_tensor zeros",
     "testing": "dot_test",
@@ -144,6 +146,7 @@ __all__ = [
     "ones",
     "parameter_memory",
     "process_group",
+    "profile",
     "rand",
     "randn",
     "reduce_scatter",
