@@ -95,7 +95,10 @@ class Bench:
         text = self.settings.get(name)
         if text is None:
             return default
-        return text.split(",") if isinstance(default, (list, tuple)) else type(default)(text)
+        try:
+            return text.split(",") if isinstance(default, list) else type(default)(text)
+        except ValueError:
+            raise Unfit(f"--set {name} takes a value like {default}, not {text!r}") from None
 
     def compare(
         self,

@@ -1,8 +1,7 @@
-"""Finds the cases, runs them, and writes the report."""
+"""Runs cases, and writes the report."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import importlib
@@ -11,47 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks.harness import machine, report
 from benchmarks.harness.measure import WORLD, Bench, Row, Unfit, say
 from mpishard.comm import guard
-from mpishard.errors import FileError, JobError, MpishardError, described
-
-_HERE = Path(__file__).parents[1]
-
-
-class Case(NamedTuple):
-    """What a file says of itself: its first line, and its own options with their help."""
-
-    summary: str
-    options: dict[str, str]
-
-
-def cases() -> dict[str, Case]:
-    """Return every case by its name. Not collective; imports none, so that what one needs is not missed here."""
-    found = {}
-    for path in sorted(_HERE.glob("[!_]*.py")):
-        tree = ast.parse(path.read_text())
-        options = {}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS":
-                options = ast.literal_eval(node.value)
-        found[path.stem] = Case((ast.get_docstring(tree) or "").split("\n", 1)[0], options)
-    return found
-
-
-def chosen(names: Sequence[str]) -> list[str]:
-    """Return the cases of these names, all if there are none. Not collective."""
-    known = cases()
-    for name in names:
-        if name not in known:
-            raise JobError(
-                described("--case", expected=f"one of {', '.join(known)}", got=repr(name), fix="ask with --list")
-            )
-    return list(dict.fromkeys(names)) or list(known)
+from mpishard.errors import FileError, MpishardError, described
 
 
 def run(
@@ -68,7 +34,7 @@ def run(
     Parameters
     ----------
     names
-        Which; none: all.
+        Which, as `chosen` returns them.
     quick
         Few repetitions, small sizes: shows that they work.
     rounds
@@ -85,18 +51,16 @@ def run(
     list of Row
         All figures; errors of rivals, and of cases that cannot run here, are rows.
     """
-    picked = chosen(names)
-    torch.set_num_threads(1)
     given = dict(settings or {})
-    _check(given, picked)
+    torch.set_num_threads(1)
     out = Path(output) if output is not None else None
     _agree(lambda: out.mkdir(parents=True, exist_ok=True) if out is not None and WORLD.rank == 0 else None)
     facts = machine.described()
     for line in machine.lines(facts) if facts else ():
         say(line)
-    options = {"cases": picked, "quick": quick, "settings": given}
+    options = {"cases": list(names), "quick": quick, "settings": given}
     rows: list[Row] = []
-    for name in picked:
+    for name in names:
         before, axis = len(rows), ""
         with _files(folder) as place:
             bench = Bench(name, quick, rounds or (2 if quick else 11), place, given, rows)
@@ -113,21 +77,6 @@ def run(
     if out is not None:
         say(f"written: {out / report.JSON}, {out / report.MARKDOWN}")
     return rows
-
-
-def _check(settings: Mapping[str, str], picked: Sequence[str]) -> None:
-    every = cases()
-    known = {key for name in picked for key in every[name].options}
-    for key in settings:
-        if key not in known:
-            raise JobError(
-                described(
-                    "--set",
-                    expected=f"one of {', '.join(sorted(known)) or 'none: these cases have no options'}",
-                    got=key,
-                    fix="ask with --list",
-                )
-            )
 
 
 def _agree(action: Any) -> None:

@@ -42,33 +42,29 @@ def bench(
         raise click.UsageError(f"--set takes NAME=VALUE, not {wrong[0]!r}")
     if listed:
         return _list()
-    rows = _harness().run(
-        cases,
-        quick=quick,
-        rounds=rounds,
-        output=output,
-        folder=folder,
-        settings={name: value for name, _, value in pairs},
-    )
+    given = {name: value for name, _, value in pairs}
+    # before MPI starts
+    picked = _harness("case").chosen(cases, given)
+    rows = _harness("run").run(picked, quick=quick, rounds=rounds, output=output, folder=folder, settings=given)
     return 0 if any(row.median is not None for row in rows) else 1
 
 
 def _list() -> int:
-    for name, case in _harness().cases().items():
+    for name, case in _harness("case").cases().items():
         click.echo(f"{name:<13} {case.summary}")
         for option, what in case.options.items():
             click.echo(f"{'':<16}--set {option}=...  {what}")
     return 0
 
 
-def _harness() -> Any:
-    """Return the module that runs cases, from the checkout that this package, or the current folder, is."""
+def _harness(module: str) -> Any:
+    """Return a module of benchmarks/harness, of the checkout that this package, or the current folder, is."""
     places = [Path(__file__).parents[2], Path.cwd()]
     for place in places:
         if (place / "benchmarks" / "harness" / "run.py").is_file():
             if str(place) not in sys.path:
                 sys.path.insert(0, str(place))
-            return importlib.import_module("benchmarks.harness.run")
+            return importlib.import_module(f"benchmarks.harness.{module}")
     raise JobError(
         described(
             "bench: there are no cases here",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from mpishard.cli import main
 
 ROOT = Path(__file__).parents[2]
 CASES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
@@ -19,9 +18,9 @@ LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")
-def ran(request, tmp_path_factory):
+def ran(launch, tmp_path_factory):
     """Run all of them in one job."""
-    launch, folder = request.getfixturevalue("launch"), tmp_path_factory.mktemp("bench")
+    folder = tmp_path_factory.mktemp("bench")
     done = launch(2, "-m", "benchmarks", "--quick", "--output", folder, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout
     return done.stdout, folder
@@ -76,28 +75,33 @@ def test_report(ran, rows):
     assert drawn >= {"attention", "conv", "halo", "overhead", "rivals"}
 
 
-def bench(*arguments, cwd=ROOT, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "mpishard", "bench", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.fspath(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
-
-
-def test_list_and_misuse(tmp_path):
-    listed = bench("--list", cwd=tmp_path)  # from anywhere
+def test_list_and_misuse(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # from anywhere
+    assert main(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out
     for case in CASES:
-        assert f"{case} " in listed
+        assert f"\n{case} " in f"\n{listed}"
     assert "--set models=" in listed
-    assert "expected: one of" in bench("--case", "convolution", code=2)
-    assert "NAME=VALUE" in bench("--set", "models", code=2)
-    assert "fix:      ask with --list" in bench("--case", "conv", "--set", "models=fno", code=2)
+    for arguments, text in (
+        (["--case", "convolution"], "expected: one of attention, "),
+        (["--case", "conv", "--set", "models=fno"], "expected: an option of these cases: they have none"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--set", "models"])
+    assert "NAME=VALUE, not 'models'" in capsys.readouterr().err
+
+
+def test_without_a_checkout(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mpishard.cli.bench.__file__", str(tmp_path / "mpishard" / "cli" / "bench.py"))
+    assert main(["bench", "--list"]) == 2
+    assert "fix:      start it in a checkout" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_is_one_error(launch, tmp_path):
     (tmp_path / "file").touch()
-    assert "a folder that can be written to" in bench("--case", "conv", "--output", str(tmp_path / "file"), code=1)
-    assert "torch finds no GPU" in bench("--case", "gpu", code=1) or torch.cuda.is_available()
+    done = launch(1, "-m", "mpishard", "bench", "--case", "overhead", "--output", tmp_path / "file")
+    assert done.returncode == 1, done.stdout
+    assert "expected: a folder that can be written to" in done.stdout
