@@ -43,13 +43,6 @@ def steps(extent: int) -> Iterator[tuple[str, int, Step, Step, Step | None]]:
     def slope(x: Any) -> Any:
         return gradient(x, lambda x: convolved(x).square().mean())
 
-    def convolved_there(x: Any) -> Any:
-        kernel = dtensor.DTensor.from_local(KERNEL, x.device_mesh, [dtensor.Replicate()], run_check=False)
-        return torch.nn.functional.conv2d(x[None, None], kernel, padding=1)[0, 0]
-
-    def slope_there(x: Any) -> Any:
-        return gradient(x, lambda x: convolved_there(x).square().mean())
-
     yield "x * x", 16, lambda x: x * x, lambda x: x * x, lambda x: x * x
     yield "x * x", extent, lambda x: x * x, lambda x: x * x, lambda x: x * x
     yield "sum of rows", 16, lambda x: x.sum(0), lambda x: x.sum(0).full_tensor(), lambda x: x.sum(0)
@@ -57,8 +50,8 @@ def steps(extent: int) -> Iterator[tuple[str, int, Step, Step, Step | None]]:
     yield "rows to columns", extent, to_columns, lambda x: x.redistribute(placements=[dtensor.Shard(1)]), resplit
     yield "x @ weights", extent, lambda x: x @ WEIGHTS[extent], lambda x: x @ replicated(x), times_weights
     yield "fft of columns", extent, spectrum, spectrum, heat_spectrum
-    yield "conv2d 3x3", extent, convolved, convolved_there, None
-    yield "conv2d 3x3 and backward", extent, slope, slope_there, None
+    yield "conv2d 3x3", extent, convolved, convolved, None
+    yield "conv2d 3x3 and backward", extent, slope, slope, None
 
 
 KERNEL = torch.linspace(-1, 1, 9).view(1, 1, 3, 3)
