@@ -70,8 +70,8 @@ test-gpu:
 	    else PYTHONPATH=. $(PYTHON) tests/gpu/kernels.py; fi
 	for ranks in 1 2 4; do \
 	    $(guarded) $(MPIEXEC) -n $$ranks $(PYTHON) -m pytest tests/gpu --ranks $$ranks -rs $(PYTEST_ARGS); done
-	$(MPIEXEC) -n 1 $(PYTHON) benchmarks/gpu.py
-	$(MPIEXEC) -n 2 $(PYTHON) benchmarks/gpu.py
+	$(MPIEXEC) -n 1 $(PYTHON) -m benchmarks --case gpu
+	$(MPIEXEC) -n 2 $(PYTHON) -m benchmarks --case gpu
 
 lint: .venv/.ready
 	.venv/bin/ruff check

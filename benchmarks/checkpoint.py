@@ -1,9 +1,8 @@
 """Checkpoints: how much a save in the background slows training, what a save costs, and its memory.
 
-    mpiexec -n 2 python benchmarks/checkpoint.py --nbytes 1073741824 --folder /scratch
-
-The training is of a small convolutional network, with a state beside of ``--nbytes`` that is saved. Steps run in
-turns: some while nothing is saved, some while a save goes on in the background. Lines:
+The training is of a small convolutional network, with a state beside of ``nbytes`` that is saved. Steps run in
+turns: some while nothing is saved, some while a save goes on in the background. Give the command a --folder on the file
+system that you mean to use. Figures:
 
 - steps that run while a save goes on, to steps that do not (1 is no slower); at most 1.1 is the aim;
 - the time that `save_checkpoint` itself takes before training goes on, synchronous and asynchronous;
@@ -12,34 +11,23 @@ turns: some while nothing is saved, some while a save goes on in the background.
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-import timing
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
 
-WORLD = timing.WORLD
-
-
-def own_options() -> argparse.Namespace:
-    """Return our own command line, and leave the common one to `timing`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--nbytes", type=int, default=256 << 20, help="of the state, on all ranks (default 256 MiB)")
-    parser.add_argument("--width", type=int, default=512, help="of the image that is trained on (default 512)")
-    parser.add_argument("--folder", help="where files go (default: the system's temporary folder)")
-    own, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    return own
+OPTIONS = {
+    "nbytes": "of the state, on all ranks (default 256 MiB)",
+    "width": "of the image that is trained on (default 512)",
+}
 
 
 class Training:
@@ -58,20 +46,20 @@ class Training:
         self.optimizer.zero_grad()
         (self.model(self.x) - self.x).square().mean().backward()
         self.optimizer.step()
-        return WORLD.allreduce(time.perf_counter() - start, op=timing.MPI.MAX)
+        return WORLD.allreduce(time.perf_counter() - start, op=MPI.MAX)
 
 
-def slowdown(training: Training, save, rounds: int) -> None:
+def slowdown(bench: Bench, training: Training, save) -> None:
     """Compare steps with and without a save in the background, in turns."""
     ratios, takes, counts, returns = [], [], [], []
-    for _ in range(rounds):
+    for _ in range(bench.rounds):
         alone = [training.step() for _ in range(10)]
         WORLD.Barrier()
         start = time.perf_counter()
         saving = save(asynchronous=True)
-        returns.append(WORLD.allreduce(time.perf_counter() - start, op=timing.MPI.MAX))
+        returns.append(WORLD.allreduce(time.perf_counter() - start, op=MPI.MAX))
         during: list[float] = []
-        while not WORLD.allreduce(int(saving.done()), op=timing.MPI.MIN):
+        while not WORLD.allreduce(int(saving.done()), op=MPI.MIN):
             during.append(training.step())
         takes.append(time.perf_counter() - start)
         saving.wait()
@@ -79,15 +67,13 @@ def slowdown(training: Training, save, rounds: int) -> None:
         if during:
             ratios.append(statistics.mean(during) / statistics.mean(alone))
             counts.append(len(during))
+    bench.figure("save_checkpoint(asynchronous) returns in", returns, "s")
     if not ratios:
-        timing.say("no step met a save: give a larger --nbytes or a smaller --width")
+        bench.failed("steps during a save", "ours", "no step met one: set a larger nbytes or a smaller width")
         return
-    timing.say(
-        f"steps during a save / steps without     {statistics.median(ratios):5.2f}x"
-        f"   of {statistics.median(counts):.0f} steps of {statistics.median(alone) * 1e3:.0f} ms;"
-        f" saves took {statistics.median(takes):.2f} s"
-    )
-    timing.say(f"save_checkpoint(asynchronous) returns in {statistics.median(returns) * 1e3:6.0f} ms")
+    bench.figure("steps during a save", WORLD.bcast(ratios), "of a step without")
+    bench.figure("steps that met a save", counts, "steps")
+    bench.figure("a save in the background takes", WORLD.bcast(takes), "s")
 
 
 class Peak:
@@ -115,12 +101,10 @@ def resident() -> int:
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def main() -> None:
+def run(bench: Bench) -> None:
     """Run all comparisons."""
-    own = own_options()
-    options = timing.options(__doc__)
-    nbytes, width = (4 << 20, 64) if options.quick else (own.nbytes, own.width)
-    folder = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpishard-bench-", dir=own.folder) if WORLD.rank == 0 else None))
+    quick = bench.quick
+    nbytes, width = (4 << 20, 64) if quick else (bench.setting("nbytes", 256 << 20), bench.setting("width", 512))
     mesh = ms.init_mesh((-1,), ("y",))
     state = ms.rand(max(WORLD.size, nbytes // 4 // 4096), 4096, mesh=mesh, placements=(ms.Shard(0),))
     training = Training(mesh, width)
@@ -129,25 +113,20 @@ def main() -> None:
     def save(**how) -> ms.io.Saving:
         nonlocal step
         step += 1
-        return ms.io.save_checkpoint(folder, step, model=training.model, tensors={"state": state}, keep=2, **how)
+        return ms.io.save_checkpoint(bench.folder, step, model=training.model, tensors={"state": state}, keep=2, **how)
 
-    timing.say(f"{nbytes / 2**20:.0f} MiB on {WORLD.size} ranks")
-    try:
-        for how in ("synchronous", "asynchronous"):
-            for turn in range(2):
-                with Peak() as peak:
-                    save(asynchronous=how == "asynchronous").wait()
-                most = max(WORLD.allgather(peak.nbytes))
-                if turn:
-                    timing.say(f"memory above the program's, {how:12s}   {most / 2**20:6.0f} MiB on a rank")
-        seconds = timing.interleaved({"save": save}, 1, max(2, options.rounds // 3))["save"]
-        timing.say(f"save_checkpoint takes                    {statistics.median(seconds) * 1e3:6.0f} ms")
-        slowdown(training, save, options.rounds)
-    finally:
-        WORLD.Barrier()
-        if WORLD.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
+    for how in ("synchronous", "asynchronous"):
+        for turn in range(2):
+            with Peak() as peak:
+                save(asynchronous=how == "asynchronous").wait()
+            most = max(WORLD.allgather(peak.nbytes))
+            if turn:
+                bench.figure(f"memory above the program's, {how}", most / 2**20, "MiB", "largest rank")
+    bench.compare(
+        f"save_checkpoint of {nbytes / 2**20:.0f} MiB",
+        {"a step": training.step, "save": save},
+        floor="a step",
+        count=1,
+        rounds=max(2, bench.rounds // 3),
+    )
+    slowdown(bench, training, save)

@@ -1,22 +1,20 @@
-"""conv2d 3x3, forward and backward: a ShardTensor, a hand-written halo program, and the local convolution.
+"""conv2d and conv3d, forward and backward: both our forms, a hand-written halo program, and the local convolution.
 
-mpiexec -n 2 python benchmarks/conv.py
-
-Columns: milliseconds of the local convolution of the same shard (no communication, so wrong at the borders: the
-floor), and the ratios to it of the hand-written program (padded copy, numpy buffers, mpi4py) and of mpishard in
-both its forms.
+The floor is the local convolution of the same shard (no communication, so wrong at the borders). The program by hand
+makes a padded copy, with numpy buffers and mpi4py. "chosen" is what a user gets; padded and zero-copy are its two
+forms, where they can be told apart.
 """
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
 from mpishard.ops.window import conv as rules
 
 CHANNELS = 8
@@ -51,54 +49,59 @@ def exchanged(first, last):
     return lo, hi
 
 
-def main() -> None:
-    args = options(__doc__)
-    mesh = ms.init_mesh((-1,), ("d",))
-    say(f"{WORLD.size} ranks\n{'size':>8}{'local ms':>10}{'hand':>8}{'padded':>8}{'zero-copy':>11}{'chosen':>11}")
-    for extent, count in ((32, 2),) if args.quick else ((128, 40), (512, 8), (1024, 3)):
-        torch.manual_seed(0)
-        full = torch.randn(1, CHANNELS, extent, extent)
-        theirs = torch.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
-        ours = torch.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
-        ours.load_state_dict(theirs.state_dict())
-        ms.distribute_module(ours, mesh)
-        block = full.chunk(WORLD.size, 2)[WORLD.rank].clone().requires_grad_()
+def steps(dims: int, extent: int) -> dict[str, Callable[[], None]]:
+    """Return everybody's step on a cube (or square) of ``extent`` cells, sharded along its first dim."""
+    torch.manual_seed(0)
+    full = torch.randn(1, CHANNELS, *[extent] * dims)
+    kind, function = ((torch.nn.Conv2d, F.conv2d), (torch.nn.Conv3d, F.conv3d))[dims - 2]
+    theirs, ours = (kind(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    ms.distribute_module(ours, ms.init_mesh((-1,), ("d",)))
+    block = full.tensor_split(WORLD.size, 2)[WORLD.rank].clone().requires_grad_()
+    total = full.numel()
 
-        def sharded(cells, ours=ours, full=full):
-            rules.LARGE_CELLS = cells
-            x = ms.distribute_tensor(full, ms.init_mesh((-1,), ("d",)), (ms.Shard(2),)).requires_grad_()
+    def sharded(cells: int) -> Callable[[], None]:
+        before, rules.LARGE_CELLS = rules.LARGE_CELLS, cells
+        x = ms.distribute_tensor(full, ms.init_mesh((-1,), ("d",)), (ms.Shard(2),)).requires_grad_()
 
-            def step():
-                x.grad = None
-                ours.zero_grad(set_to_none=True)
-                ours(x).mean().backward()
+        def step() -> None:
+            x.grad = None
+            ours.zero_grad(set_to_none=True)
+            ours(x).mean().backward()
 
-            step()  # the plan is made, and the form chosen, at the first call
-            return step
+        step()  # the plan is made, and the form chosen, at the first call
+        rules.LARGE_CELLS = before
+        return step
 
-        def hand(theirs=theirs, block=block, total=full.numel()):
-            block.grad = None
-            theirs.zero_grad(set_to_none=True)
-            y = F.conv2d(Halo.apply(block), theirs.weight, theirs.bias, padding=(0, 1))
-            (y.sum() / total).backward()
-            for p in theirs.parameters():
-                WORLD.Allreduce(MPI.IN_PLACE, p.grad.numpy())
+    def hand() -> None:
+        block.grad = None
+        theirs.zero_grad(set_to_none=True)
+        y = function(Halo.apply(block), theirs.weight, theirs.bias, padding=(0, *[1] * (dims - 1)))
+        (y.sum() / total).backward()
+        for p in theirs.parameters():
+            WORLD.Allreduce(MPI.IN_PLACE, p.grad.numpy())
 
-        def local(theirs=theirs, block=block, total=full.numel()):
-            block.grad = None
-            theirs.zero_grad(set_to_none=True)
-            (F.conv2d(block, theirs.weight, theirs.bias, padding=1).sum() / total).backward()
+    def local() -> None:
+        block.grad = None
+        theirs.zero_grad(set_to_none=True)
+        (function(block, theirs.weight, theirs.bias, padding=1).sum() / total).backward()
 
-        chosen = rules.LARGE_CELLS
-        calls = {"local": local, "hand": hand, "padded": sharded(1 << 60), "zero-copy": sharded(0)}
-        rules.LARGE_CELLS = chosen
-        times = interleaved(calls, count, args.rounds)
-        form = "zero-copy" if full.numel() // WORLD.size >= chosen else "padded"
-        row = "".join(
-            f"{ratio(times, name, 'local'):>{w}.2f}" for name, w in (("hand", 8), ("padded", 8), ("zero-copy", 11))
-        )
-        say(f"{extent:>7}^2{1e3 * statistics.median(times['local']):>9.2f}{row}{form:>11}")
+    calls = {"local": local, "hand": hand, "chosen": sharded(rules.LARGE_CELLS)}
+    return calls if dims == 3 else {**calls, "padded": sharded(1 << 60), "zero-copy": sharded(0)}
 
 
-if __name__ == "__main__":
-    main()
+def run(bench: Bench) -> None:
+    """Compare at several extents."""
+    for dims, extents in (
+        (2, ((32, 2),) if bench.quick else ((128, 40), (512, 8), (1024, 3))),
+        (3, ((8, 2),) if bench.quick else ((32, 5), (64, 1))),
+    ):
+        for extent, count in extents:
+            bench.compare(
+                f"conv{dims}d 3, {CHANNELS} channels, {extent}^{dims}",
+                steps(dims, extent),
+                floor="local",
+                count=count,
+                dims=dims,
+                extent=extent,
+            )

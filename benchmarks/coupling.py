@@ -1,7 +1,5 @@
 """Fields between two programs of a job against messages written by hand.
 
-mpiexec -n 4 python benchmarks/coupling.py
-
 Half of the ranks are a solver, half a model. put + get: a field cut into rows here and into columns there, against
 Isend and Irecv of the same boxes (packed and unpacked, as strided boxes must be) with mpi4py. slowed: how much longer a
 solver's step takes that puts every one into a "latest" link whose reader is slow. memory: growth of the largest rank
@@ -10,16 +8,14 @@ over 1,000 steps with two slots. Ranks beyond the cores measure the scheduler.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from timing import WORLD, options, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench, Unfit
 from mpishard.layout import layout_of, plan_sources, plan_targets
 
 FIRST = WORLD.rank < (WORLD.size + 1) // 2
@@ -53,7 +49,7 @@ def field(me: ms.insitu.Program, nbytes: int) -> ms.ShardTensor:
     return ms.zeros(rows, columns, mesh=mesh, placements=(ms.Shard(0 if FIRST else 1),))
 
 
-def one_way(me: ms.insitu.Program, other: str, nbytes: int, args: argparse.Namespace) -> None:
+def one_way(me: ms.insitu.Program, other: str, nbytes: int, bench: Bench) -> None:
     u = field(me, nbytes)
     ranks = me.programs
     writer = layout_of((ranks["solver"],), (ms.Shard(0),), u.shape)
@@ -61,9 +57,9 @@ def one_way(me: ms.insitu.Program, other: str, nbytes: int, args: argparse.Names
     hand = ByHand(u, writer, reader, me.comm.rank, ranks["solver"] if FIRST else 0)
     link = me.connect(other, **{"out" if FIRST else "into": {"u": u}})
     ours = link.put if FIRST else link.get
-    count = 3 if args.quick else max(20, min(2000, (1 << 28) // nbytes // 4))
+    count = 3 if bench.quick else max(20, min(2000, (1 << 28) // nbytes // 4))
     times: dict[str, list[float]] = {"ours": [], "hand": []}
-    for _ in range(args.rounds + 1):
+    for _ in range(bench.rounds + 1):
         for name, call in (("ours", ours), ("hand", hand)):
             WORLD.Barrier()
             start = time.perf_counter()
@@ -72,15 +68,15 @@ def one_way(me: ms.insitu.Program, other: str, nbytes: int, args: argparse.Names
             WORLD.Barrier()
             times[name].append((time.perf_counter() - start) / count)
     link.close()
-    ratio = statistics.median(a / b for a, b in zip(times["ours"][1:], times["hand"][1:], strict=True))
-    columns = "".join(f"{1e6 * statistics.median(t[1:]):>12.1f}" for t in times.values())
-    say(f"{nbytes >> 10:>8} KiB a rank{columns}{ratio:>10.2f}")
+    bench.add(
+        f"put + get, {nbytes >> 10} KiB a rank", {who: t[1:] for who, t in times.items()}, floor="hand", nbytes=nbytes
+    )
 
 
-def slowed(me: ms.insitu.Program, other: str, args: argparse.Namespace) -> None:
+def slowed(me: ms.insitu.Program, other: str, bench: Bench) -> None:
     u = field(me, 1 << 20)
     a = torch.rand(200, 200)
-    steps = 10 if args.quick else 200
+    steps = 10 if bench.quick else 200
 
     def run(link: ms.insitu.Link | None) -> float:
         start = time.perf_counter()
@@ -92,7 +88,7 @@ def slowed(me: ms.insitu.Program, other: str, args: argparse.Namespace) -> None:
         return (time.perf_counter() - start) / steps
 
     ratios = []
-    for _ in range(args.rounds):
+    for _ in range(bench.rounds):
         link = me.connect(other, **{"out" if FIRST else "into": {"u": u}}, policy="latest")
         WORLD.Barrier()
         if FIRST:
@@ -102,36 +98,30 @@ def slowed(me: ms.insitu.Program, other: str, args: argparse.Namespace) -> None:
             for _ in link:
                 time.sleep(0.05)
         link.close()
-    say(f"a solver with a slow reader takes {statistics.median(ratios or [0]):.3f} of its time alone")
+    bench.figure("a solver with a slow reader", WORLD.bcast(ratios), "of its time alone")
 
 
-def memory(me: ms.insitu.Program, other: str, args: argparse.Namespace) -> None:
+def memory(me: ms.insitu.Program, other: str, bench: Bench) -> None:
     u = field(me, 1 << 20)
     link = me.connect(other, **{"out" if FIRST else "into": {"u": u}}, depth=2)
     sizes = []
-    for step in range(100 if args.quick else 1000):
+    for step in range(100 if bench.quick else 1000):
         (link.put if FIRST else link.get)()
         if step in (50, 99, 999):
             with open("/proc/self/statm") as statm:
                 sizes.append(int(statm.read().split()[1]) * 4096)
     link.close()
     grown = WORLD.allreduce(sizes[-1] - sizes[0], op=MPI.MAX)
-    say(f"memory after the last step less that after 50, largest rank: {grown / 2**20:.2f} MiB")
+    bench.figure("memory after the last step less that after 50", grown / 2**20, "MiB", "largest rank")
 
 
-def main() -> None:
-    args = options(__doc__)
+def run(bench: Bench) -> None:
+    """Make two programs of the ranks, and compare."""
+    if WORLD.size < 2:
+        raise Unfit("two programs need two ranks, or more")
     me = ms.insitu.join("solver" if FIRST else "model")
     other = "model" if FIRST else "solver"
-    say(
-        f"put + get, {me.programs['solver']} + {me.programs['model']} ranks\n"
-        f"{'':>18}{'ours us':>13}{'hand us':>12}{'/ hand':>10}"
-    )
-    for nbytes in (1 << 16,) if args.quick else (1 << 16, 1 << 24):
-        one_way(me, other, nbytes, args)
-    slowed(me, other, args)
-    memory(me, other, args)
-
-
-if __name__ == "__main__":
-    main()
+    for nbytes in (1 << 16,) if bench.quick else (1 << 16, 1 << 24):
+        one_way(me, other, nbytes, bench)
+    slowed(me, other, bench)
+    memory(me, other, bench)

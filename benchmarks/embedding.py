@@ -1,7 +1,5 @@
 """What mps_step costs above a hook's call in Python, with a model that does nothing.
 
-mpiexec -n 2 python benchmarks/embedding.py
-
 Both in one process, in turns: this program is the host, and calls libmpishard as one in C would, by ctypes, which
 costs a microsecond or so of its own.
 """
@@ -9,16 +7,15 @@ costs a microsecond or so of its own.
 from __future__ import annotations
 
 import ctypes
-import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench, Unfit
+from mpishard.errors import MpishardError
 from mpishard.insitu.build import build
 
 
@@ -26,25 +23,28 @@ def nothing(_u: ms.ShardTensor) -> None:
     """Be a model that does nothing."""
 
 
-def built(folder: str) -> ctypes.CDLL:
+def built(folder: Path) -> ctypes.CDLL:
     """Compile the library by the wrapper of this Python's MPI, on rank 0."""
+    error = ""
     if WORLD.rank == 0:
         own = Path(sys.executable).with_name("mpicc")
-        build(folder, str(own) if own.exists() else None, "no Fortran")
-    library = ctypes.CDLL(f"{WORLD.bcast(folder)}/lib/libmpishard.so")
-    WORLD.Barrier()
-    return library
+        try:
+            build(str(folder), str(own) if own.exists() else None, "no Fortran")
+        except MpishardError as e:
+            error = str(e).split("\n", 1)[0]
+    if error := WORLD.bcast(error):
+        raise Unfit(error)
+    return ctypes.CDLL(f"{folder}/lib/libmpishard.so")
 
 
 def numbers(*values: int) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def main() -> None:
-    args = options(__doc__)
+def run(bench: Bench) -> None:
+    """Compare an empty hook by both ways."""
     side = 64
-    with tempfile.TemporaryDirectory() as folder:
-        lib = built(folder)
+    lib = built(bench.folder)
     lib.mps_error.restype = ctypes.c_char_p
     sim, field, hook = (ctypes.c_void_p() for _ in range(3))
 
@@ -64,20 +64,11 @@ def main() -> None:
 
     python = ms.insitu.adopt(WORLD, (side * WORLD.size, side), 1, grid=(WORLD.size, 1))
     python.field("u", array.copy())
-    times = interleaved(
-        {"mps_step": lambda: checked(lib.mps_step(hook)), "hook": python.hook(nothing, ["u"])},
-        10 if args.quick else 2000,
-        args.rounds,
-    )
-    us = {name: statistics.median(t) * 1e6 for name, t in times.items()}
-    above = statistics.median(a - b for a, b in zip(times["mps_step"], times["hook"])) * 1e6
-    say(
-        f"empty hook: in Python {us['hook']:.1f} us, by mps_step {us['mps_step']:.1f} us: "
-        f"{above:.1f} us above, ratio {ratio(times, 'mps_step', 'hook'):.2f}"
+    bench.compare(
+        "empty hook",
+        {"hook": python.hook(nothing, ["u"]), "mps_step": lambda: checked(lib.mps_step(hook))},
+        floor="hook",
+        count=10 if bench.quick else 2000,
     )
     checked(lib.mps_release(ctypes.byref(sim)))
     python.release()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """What a GPU's exchanges cost against the hardware's own path; needs a GPU.
 
-mpiexec -n 2 python benchmarks/gpu.py
-
 With one rank, that rank's operations against plain torch. Several ranks may share a GPU: they take turns on it,
 so say so beside any figure. Where MPI may not be given GPU memory, only the staged figures are taken.
 """
@@ -12,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench, Unfit
 from mpishard.comm.collective import blocking
 from mpishard.comm.device.driver import driver_of
 from mpishard.comm.memory.buffer import as_bytes
@@ -32,12 +30,12 @@ def synchronous(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def messages(args, mesh: ms.CartMesh) -> None:
+def messages(bench: Bench, mesh: ms.CartMesh) -> None:
     """Compare a ring of contiguous messages with raw mpi4py on the same buffers, and with the parts of staging."""
     driver = driver_of(mesh.device)
     up, down = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     for nbytes in (4096, 1 << 20, 4 << 20, 64 << 20):
-        count = 5 if args.quick else 20 if nbytes > 1 << 20 else 200
+        count = 5 if bench.quick else 20 if nbytes > 1 << 20 else 200
         host, other = driver.pinned(nbytes), driver.pinned(nbytes)
         for aware in (True, False) if mesh.gpu_aware else (False,):
             relay = Relay(mesh.comm, driver, [Envelope(up, 5, nbytes)], [Envelope(down, 5, nbytes)], "ring", aware)
@@ -62,30 +60,23 @@ def messages(args, mesh: ms.CartMesh) -> None:
             calls = {"ours": synchronous(exchange), "raw": synchronous(bare)}
             if not aware:
                 calls["copies"] = synchronous(copies)
-            times = interleaved(calls, count, args.rounds)
-            best = {name: min(t) for name, t in times.items()}
-            if aware:
-                say(
-                    f"message of {nbytes:>9} B, GPU to GPU: {best['ours'] * 1e6:9.1f} us, "
-                    f"{ratio(times, 'raw', 'ours'):.2f} of raw bandwidth (target 0.90 from 4 MiB), "
-                    f"{(best['ours'] - best['raw']) * 1e6:+.1f} us (target 30)"
-                )
-            else:
-                floor = best["raw"] + best["copies"]
-                say(
-                    f"message of {nbytes:>9} B, staged:     {best['ours'] * 1e6:9.1f} us, "
-                    f"{best['ours'] / floor:.2f}x of copy + host exchange + copy (target 1.2)"
-                )
+            route = "GPU to GPU" if aware else "staged"
+            what = f"message of {nbytes} B, {route}"
+            times = bench.compare(what, calls, floor="raw", count=count, nbytes=nbytes, route=route)
+            if not aware:
+                parts = [raw + copies for raw, copies in zip(times["raw"], times["copies"])]
+                figure = [ours / part for ours, part in zip(times["ours"], parts)]
+                bench.figure(f"{what}: ours / copy + host exchange + copy", figure, "x (target 1.2)")
             for request in raw:
                 request.Free()
             relay.free()
 
 
-def collectives(args, mesh: ms.CartMesh) -> None:
+def collectives(bench: Bench, mesh: ms.CartMesh) -> None:
     """Compare collectives through pinned memory with their parts: copy, host collective, copy."""
     group = mesh.group((0,))
     for nbytes in (64 << 10, 4 << 20, 64 << 20):
-        count = 5 if args.quick else 10 if nbytes > 4 << 20 else 100
+        count = 5 if bench.quick else 10 if nbytes > 4 << 20 else 100
         n = nbytes // 4
         x, host = torch.ones(n, device=mesh.device), torch.ones(n, pin_memory=mesh.device.type == "cuda")
         sizes = blocking.even(n, group.size)
@@ -112,21 +103,19 @@ def collectives(args, mesh: ms.CartMesh) -> None:
                 torch.cuda.current_stream().synchronize()
                 up[0].copy_(up[1], non_blocking=True)
 
-            times = interleaved(
-                {"ours": synchronous(ours), "host": bare, "copies": synchronous(copies)}, count, args.rounds
-            )
-            best = {key: min(t) for key, t in times.items()}
-            say(
-                f"{name} of {nbytes:>9} B: {best['ours'] * 1e6:9.1f} us, "
-                f"{best['ours'] / (best['host'] + best['copies']):.2f}x of copy + host collective + copy (target 1.2)"
-            )
+            what = f"{name} of {nbytes} B"
+            calls = {"ours": synchronous(ours), "host": bare, "copies": synchronous(copies)}
+            times = bench.compare(what, calls, floor="host", count=count, nbytes=nbytes)
+            parts = [on_host + copies for on_host, copies in zip(times["host"], times["copies"])]
+            figure = [ours / part for ours, part in zip(times["ours"], parts)]
+            bench.figure(f"{what}: ours / copy + host collective + copy", figure, "x (target 1.2)")
 
 
-def kernels(args, device: torch.device) -> None:
+def kernels(bench: Bench, device: torch.device) -> None:
     """Compare the copy kernel on the faces of a cube with a copy of as many bytes."""
     driver = driver_of(device)
     if not driver.has_kernel:
-        say("kernel: cupy is not installed")
+        bench.failed("pack", "kernel", "cupy is not installed")
         return
     for n in (64, 128, 256, 512):
         cube = torch.zeros(n, n, n, device=device)
@@ -145,11 +134,11 @@ def kernels(args, device: torch.device) -> None:
                     m.tensor.view(torch.float32).view(s).copy_(c.narrow(d, 0, 2))
                 ),
             }
-            times = interleaved({k: repeated(v) for k, v in calls.items()}, 3 if args.quick else 20, args.rounds)
-            say(
-                f"pack the face of {n}^3 across dim {dim}: {min(times['kernel']) / 50 * 1e6:6.1f} us, "
-                f"{ratio(times, 'copy', 'kernel'):.2f} of a copy's bandwidth (target 0.80), "
-                f"{ratio(times, 'torch', 'kernel'):.2f}x torch's speed"
+            bench.compare(
+                f"pack the face of {n}^3 across dim {dim}, 50 times (target 1.25 of copy)",
+                {k: repeated(v) for k, v in calls.items()},
+                floor="copy",
+                count=3 if bench.quick else 20,
             )
             memory.free()
 
@@ -165,7 +154,7 @@ def repeated(call: Callable[[], object], count: int = 50) -> Callable[[], object
     return run
 
 
-def one_rank(args, mesh: ms.CartMesh) -> None:
+def one_rank(bench: Bench, mesh: ms.CartMesh) -> None:
     """Operations of one rank against plain torch: what the wrapper costs."""
     device = mesh.device
     x = torch.randn(1, 8, 1024, 1024, device=device, requires_grad=True)
@@ -180,34 +169,27 @@ def one_rank(args, mesh: ms.CartMesh) -> None:
             model(t).mean().backward()
 
         calls = {"ours": synchronous(lambda s=step: s(sharded)), "torch": synchronous(lambda s=step: s(x))}
-        times = interleaved(calls, 3 if args.quick else 20, args.rounds)
-        say(f"{name} forward+backward at 1024^2, one rank: {ratio(times, 'ours', 'torch'):.3f}x torch (target 1.03)")
+        what = f"{name} forward+backward at 1024^2, one rank (target 1.03)"
+        bench.compare(what, calls, floor="torch", count=3 if bench.quick else 20)
     small, plain = ms.ones(64, 64, mesh=mesh, placements=(ms.Shard(0),)), torch.ones(64, 64, device=device)
-    times = interleaved(
-        {"ours": lambda: small + 1, "torch": lambda: plain + 1}, 200 if args.quick else 2000, args.rounds
+    bench.compare(
+        "x + 1, on the host (target 8 us above)",
+        {"ours": lambda: small + 1, "torch": lambda: plain + 1},
+        floor="torch",
+        count=200 if bench.quick else 2000,
     )
-    host = (min(times["ours"]) - min(times["torch"])) * 1e6
-    say(f"x + 1: {host:+.1f} us of the host above torch (target 8)")
 
 
-def main() -> None:
-    args = options(__doc__)
+def run(bench: Bench) -> None:
+    """Compare what this number of ranks allows."""
     if not torch.cuda.is_available():
-        raise SystemExit("gpu.py: torch finds no GPU")
+        raise Unfit("torch finds no GPU")
     mesh = ms.init_mesh((-1,), periodic=True)
     torch.cuda.set_device(mesh.device)
-    say(
-        f"{torch.cuda.get_device_name(mesh.device)}, {WORLD.size} rank(s) on {torch.cuda.device_count()} GPU(s), "
-        f"messages {'from GPU to GPU' if mesh.gpu_aware else 'through the host'}"
-    )
     if WORLD.size == 1:
-        one_rank(args, mesh)
-        kernels(args, mesh.device)
+        one_rank(bench, mesh)
+        kernels(bench, mesh.device)
     else:
-        messages(args, mesh)
-        collectives(args, mesh)
+        messages(bench, mesh)
+        collectives(bench, mesh)
     mesh.free()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,23 @@
 """In-place halo exchange against what MPI itself takes.
 
-mpiexec -n 2 python benchmarks/halo.py
-
 The rivals of a `HaloExchanger`: the loop that one writes by hand (mpi4py, persistent requests on subarray
-types, dimension by dimension), and the floor, the same bytes as dense messages. Ranks beyond the cores
+types, dimension by dimension), and the raw transfer, the same bytes as dense messages. Ranks beyond the cores
 measure the scheduler.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
+
+AXIS = "extent"
 
 
 class Persistent:
@@ -83,7 +82,8 @@ def dense(cart: MPI.Cartcomm, counts: Sequence[int]) -> Persistent:
     return Persistent(steps)
 
 
-def in_place(shape: Sequence[int], n: int, width: int, fields: int, args: argparse.Namespace) -> None:
+def in_place(bench: Bench, shape: Sequence[int], n: int, width: int, fields: int) -> None:
+    """Refresh the halos of fields of n^3 cells a rank."""
     mesh = ms.init_mesh(shape, periodic=True)
     cart = WORLD.Create_cart(shape, periods=[True] * 3)
     wide = n + 2 * width
@@ -92,7 +92,7 @@ def in_place(shape: Sequence[int], n: int, width: int, fields: int, args: argpar
     theirs = [u.copy() for u in ours]
     h = ms.HaloExchanger(mesh, ours[0].shape, (width,) * 3, np.float32)
     hands = [by_hand(cart, u, (0, 1, 2), width) for u in theirs]
-    floor = dense(cart, [fields * width * n * n, fields * width * n * wide, fields * width * wide * wide])
+    raw = dense(cart, [fields * width * n * n, fields * width * n * wide, fields * width * wide * wide])
 
     def hand() -> None:
         for loop in hands:
@@ -101,51 +101,52 @@ def in_place(shape: Sequence[int], n: int, width: int, fields: int, args: argpar
     hand()
     h(*ours)
     assert all(np.array_equal(u, v) for u, v in zip(ours, theirs, strict=True)), "the exchanges disagree"
-    count = 3 if args.quick else max(5, 200 * 64**2 // (n * n * fields))
-    times = interleaved({"ours": lambda: h(*ours), "hand": hand, "floor": floor}, count, args.rounds)
-    report(f"{n}^3 h{width}, mesh {'x'.join(map(str, shape))}, {fields} field{'s'[: fields > 1]}", times)
-    for loop in (*hands, floor):
+    report(
+        bench,
+        f"{n}^3, width {width}, {fields} field{'s'[: fields > 1]}, mesh {'x'.join(map(str, shape))}",
+        {"ours": lambda: h(*ours), "hand": hand, "raw": raw},
+        3 if bench.quick else max(5, 200 * 64**2 // (n * n * fields)),
+        extent=n,
+        width=width,
+        fields=fields,
+        mesh="x".join(map(str, shape)),
+    )
+    for loop in (*hands, raw):
         loop.free()
     cart.Free()
     mesh.free()
 
 
-def ghost_resident(shape: Sequence[int], extent: int, args: argparse.Namespace) -> None:
+def ghost_resident(bench: Bench, shape: Sequence[int], extent: int) -> None:
+    """Refresh the halo that a torch tensor's storage has room for."""
     mesh = ms.init_mesh(shape)
     storage = torch.zeros(1, 8, extent + 2, extent + 2)
     h = ms.HaloExchanger(mesh, storage.shape, (0, 0, 1, 1), storage.dtype, dims={2: 0, 3: 1})
     hand = by_hand(mesh.comm, storage.numpy(), (2, 3), 1)
     # a mesh dim of extent 1 has no neighbours here
     raw = dense(mesh.comm, [8 * extent if ranks > 1 else 0 for ranks in shape])
-    count = 3 if args.quick else max(20, 200 * 64 // extent)
-    times = interleaved({"ours": lambda: h(storage), "hand": hand, "floor": raw}, count, args.rounds)
-    report(f"1x8x{extent}x{extent}, mesh {'x'.join(map(str, shape))}", times)
+    count = 3 if bench.quick else max(20, 200 * 64 // extent)
+    what = f"ghost-resident 1x8x{extent}x{extent}, mesh {'x'.join(map(str, shape))}"
+    report(bench, what, {"ours": lambda: h(storage), "hand": hand, "raw": raw}, count)
     for loop in (hand, raw):
         loop.free()
     mesh.free()
 
 
-def report(name: str, times: dict[str, list[float]]) -> None:
-    columns = "".join(f"{1e6 * statistics.median(times[k]):>10.1f}" for k in ("ours", "hand", "floor"))
-    say(f"{name:<32}{columns}{ratio(times, 'ours', 'hand'):>10.2f}{ratio(times, 'ours', 'floor'):>10.2f}")
+def report(bench: Bench, what: str, calls: dict, count: int, **parameters: object) -> None:
+    """Note the ratios to the program by hand, and that of ours to the raw transfer."""
+    times = bench.compare(what, calls, floor="hand", count=count, **parameters)
+    bench.figure(f"{what}: ours / raw", [a / b for a, b in zip(times["ours"], times["raw"])], "x")
 
 
-def main() -> None:
-    args = options(__doc__)
+def run(bench: Bench) -> None:
+    """Compare over extents, widths, numbers of fields and directions."""
     size = WORLD.size
-    head = f"{'':<32}" + "".join(f"{c:>10}" for c in ("ours us", "hand us", "floor us", "/ hand", "/ floor"))
-    sizes = ((8, 1), (12, 2)) if args.quick else ((32, 1), (64, 2), (128, 2))
-    say(f"in place, periodic 3-D float32, {size} ranks\n{head}")
-    for shape in ((size, 1, 1), (1, 1, size)):
-        for n, width in sizes:
-            in_place(shape, n, width, 1, args)
-    for n, width in sizes[:2]:
-        in_place((size, 1, 1), n, width, 3, args)
-    say(f"\nghost-resident storage, torch float32; the floor is the raw transfer of the strips\n{head}")
-    for extent in (16,) if args.quick else (64, 1024):
+    extents, widths, fields = ((8, 12), (1, 2), (1, 3)) if bench.quick else ((32, 64, 128, 256), (1, 2, 3), (1, 2, 3))
+    for n, width, k in product(extents, widths, fields):
+        in_place(bench, (size, 1, 1), n, width, k)
+    for n, width in zip(extents, widths):
+        in_place(bench, (1, 1, size), n, width, 1)
+    for extent in (16,) if bench.quick else (64, 1024):
         for shape in ((size, 1), (1, size)):
-            ghost_resident(shape, extent, args)
-
-
-if __name__ == "__main__":
-    main()
+            ghost_resident(bench, shape, extent)

@@ -1,48 +1,32 @@
 """Files: what the library adds to the fastest program that a person would write by hand, in the same run.
 
-    mpiexec -n 2 python benchmarks/hdf5.py --nbytes 1073741824 --folder /scratch
-
-Each line is a ratio of bandwidths, ours to theirs (1 is as fast):
+The floor of each:
 
 - mpio write and read, to a low-level collective h5py program (where h5py was built with MPI);
 - virtual write, to ``numpy.tofile`` of one file per rank;
 - read of every rank's slab, to ``read_direct`` into a buffer that is kept.
 
 Files are in the page cache: what is timed is the software, which a slow disk would hide (/dev/shm shows it best). Give
-a folder on the file system that you mean to use. Every write makes a new file, and old ones are removed before: to
-replace one, the library renames (so that a kill costs nothing), and some file systems, such as ext4, then bring all
-data to the disk first.
+the command a --folder on the file system that you mean to use. Every write makes a new file, and old ones are removed
+before: to replace one, the library renames (so that a kill costs nothing), and some file systems, such as ext4, then
+bring all data to the disk first.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import statistics
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
-import timing
 import torch
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
 from mpishard.io.backend.choice import mpio_obstacle
 
-WORLD = timing.WORLD
-
-
-def own_options() -> argparse.Namespace:
-    """Return our own command line, and leave the common one to `timing`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--nbytes", type=int, default=64 << 20, help="of the whole tensor (default 64 MiB)")
-    parser.add_argument("--folder", help="where files go (default: the system's temporary folder)")
-    own, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    return own
+OPTIONS = {"nbytes": "of the whole tensor (default 64 MiB)"}
 
 
 def by_hand_write(path: Path, full_shape: tuple[int, ...], start: tuple[int, ...], block: np.ndarray) -> None:
@@ -68,50 +52,29 @@ def by_hand_read(path: Path, start: tuple[int, ...], block: np.ndarray) -> None:
         dataset.id.read(h5py.h5s.create_simple(block.shape), space, block, dxpl=dxpl)
 
 
-def report(
-    what: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    nbytes: int,
-    rounds: int,
-    tidy: Callable[[], object] = lambda: None,
-) -> None:
-    """Time two calls in turns, and print the ratio of their bandwidths."""
-    times = timing.interleaved({"ours": ours, "theirs": theirs}, 1, rounds, tidy)
-    speeds = {name: nbytes / statistics.median(each) / 2**20 for name, each in times.items()}
-    timing.say(
-        f"{what:42s} {timing.ratio(times, 'theirs', 'ours'):5.2f}x"
-        f"   ours {speeds['ours']:7.0f} MiB/s, theirs {speeds['theirs']:7.0f} MiB/s"
-    )
-
-
-def main() -> None:
+def run(bench: Bench) -> None:
     """Run all comparisons."""
-    own = own_options()
-    options = timing.options(__doc__)
-    nbytes = 1 << 20 if options.quick else own.nbytes
-    folder = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpishard-bench-", dir=own.folder) if WORLD.rank == 0 else None))
+    nbytes = 1 << 20 if bench.quick else bench.setting("nbytes", 64 << 20)
     mesh = ms.init_mesh((-1,), ("y",))
     rows = max(WORLD.size, nbytes // 4 // 4096)
-    try:
-        for dim in (0, 1):
-            x = ms.rand(rows, 4096, mesh=mesh, placements=(ms.Shard(dim),))
-            compare(folder, x, f"shard {dim}", options.rounds)
-    finally:
-        WORLD.Barrier()
-        if WORLD.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    for dim in (0, 1):
+        x = ms.rand(rows, 4096, mesh=mesh, placements=(ms.Shard(dim),))
+        compare(bench, x, f"{rows * 4096 * 4 / 2**20:.0f} MiB, shard {dim}")
 
 
-def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
+def compare(bench: Bench, x: ms.ShardTensor, size: str) -> None:
     """Compare every back-end on one tensor."""
+    folder = bench.folder
     mesh, block = x.mesh, x.to_local().numpy()
-    start, nbytes = x.sharding.offset(mesh.coords), 4 * x.sharding.shape[0] * x.sharding.shape[1]
+    start = x.sharding.offset(mesh.coords)
     here = folder / f"part{WORLD.rank}.bin"
     kept = torch.empty(block.shape)
-    timing.say(f"{what}: {nbytes / 2**20:.0f} MiB on {WORLD.size} ranks")
-
     hand = folder / "hand.h5"
+
+    def report(
+        what: str, ours: Callable[[], object], floor: str, theirs: Callable[[], object], tidy=lambda: None
+    ) -> None:
+        bench.compare(f"{what}, {size}", {"ours": ours, floor: theirs}, floor=floor, count=1, tidy=tidy)
 
     def clear() -> None:
         WORLD.Barrier()
@@ -129,10 +92,10 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
     def by_hand() -> None:
         by_hand_write(hand, tuple(x.sharding.shape), start, block)
 
-    report("virtual write / tofile per rank", write("virtual"), tofile, nbytes, rounds, clear)
-    report("root write / tofile per rank", write("root"), tofile, nbytes, rounds, clear)
+    report("virtual write", write("virtual"), "tofile per rank", tofile, clear)
+    report("root write", write("root"), "tofile per rank", tofile, clear)
     if mpio_obstacle() is None:
-        report("mpio write / collective h5py by hand", write("mpio"), by_hand, nbytes, rounds, clear)
+        report("mpio write", write("mpio"), "h5py by hand", by_hand, clear)
     clear()
     write("root")()
     with h5py.File(folder / "root.h5", "r", locking=False) as file:
@@ -144,14 +107,10 @@ def compare(folder: Path, x: ms.ShardTensor, what: str, rounds: int) -> None:
         def read(backend: str) -> Callable[[], object]:
             return lambda: ms.io.read(folder / "root.h5", "x", mesh, x.placements, out=kept, backend=backend)
 
-        report("own read / read_direct into a kept buffer", read("root"), direct, nbytes, rounds)
+        report("own read", read("root"), "read_direct", direct)
     if mpio_obstacle() is None:
 
         def by_hand_again() -> None:
             by_hand_read(folder / "root.h5", start, kept.numpy())
 
-        report("mpio read / collective h5py by hand", read("mpio"), by_hand_again, nbytes, rounds)
-
-
-if __name__ == "__main__":
-    main()
+        report("mpio read", read("mpio"), "h5py by hand", by_hand_again)

@@ -1,23 +1,20 @@
 """What a model in a simulation's time loop costs, against a program of torch and mpi4py written by hand.
 
-mpiexec -n 2 python benchmarks/insitu.py
-
 The hand-written program has the same ghosted array, exchanges its ghost cells in place by persistent requests, runs
 the first convolution on the whole array, and pads and exchanges the activations of the later layers.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
 
 
 def by_hand(cart: MPI.Cartcomm, model: torch.nn.Sequential, u: np.ndarray, tau: np.ndarray) -> Callable[[], None]:
@@ -53,9 +50,9 @@ def by_hand(cart: MPI.Cartcomm, model: torch.nn.Sequential, u: np.ndarray, tau: 
     return step
 
 
-def main() -> None:
-    args = options(__doc__)
-    side = 64 if args.quick else 512
+def run(bench: Bench) -> None:
+    """Compare a hook's parts, and a network in it."""
+    side = 64 if bench.quick else 512
     cart = WORLD.Create_cart([WORLD.size, 1])
     sim = ms.insitu.adopt(cart, shape=(side * WORLD.size, side), halo=1, names=("y", "x"))
     arrays = [np.zeros((side + 2, side + 2), np.float32) for _ in range(3)]
@@ -78,21 +75,21 @@ def main() -> None:
     def floor() -> None:
         cart.Allreduce(flag, most, MPI.MAX)
 
-    count = 10 if args.quick else 2000
+    count = 10 if bench.quick else 2000
     tensor, empty = u.tensor, sim.hook(model, ["u"])
     calls = {
-        "wrap": wrap,
-        "empty hook": empty,
-        "model alone": lambda: model(tensor),
-        "exchange": u.exchange,
-        "floor": floor,
+        "wrap another array (rebind)": wrap,
+        "exchange of ghost cells": u.exchange,
+        "reduction of 4 bytes": floor,
     }
-    times = interleaved(calls, count, args.rounds)
-    us = {name: statistics.median(t) * 1e6 for name, t in times.items()}
-    say(f"floor of what ranks agree on, a reduction of four bytes: {us['floor']:.1f} us")
-    say(f"wrap another array (rebind, agreed by the ranks): {us['wrap']:.1f} us")
-    say(f"empty hook above the model's own call: {us['empty hook'] - us['model alone']:.1f} us")
-    say(f"exchange of the ghost cells of {side} x {side}: {us['exchange']:.1f} us")
+    bench.compare(f"{side}^2 a rank", calls, floor="reduction of 4 bytes", count=count)
+    # what the hook does beside its model
+    bench.compare(
+        f"empty hook, {side}^2 a rank",
+        {"model alone": lambda: model(tensor), "hook": empty},
+        floor="model alone",
+        count=count,
+    )
 
     u.rebind(arrays[0])
     torch.manual_seed(0)
@@ -109,14 +106,10 @@ def main() -> None:
     expected = arrays[1][1:-1, 1:-1].copy()
     hand()
     np.testing.assert_allclose(arrays[1][1:-1, 1:-1], expected, atol=1e-5)
-    times = interleaved({"hook": hook, "hand": hand}, 2 if args.quick else 5, args.rounds)
-    ms_of = {name: statistics.median(t) * 1e3 for name, t in times.items()}
-    say(
-        f"CNN of three layers on {side} x {side} per rank: hook {ms_of['hook']:.2f} ms, "
-        f"by hand {ms_of['hand']:.2f} ms, ratio {ratio(times, 'hook', 'hand'):.2f}"
+    bench.compare(
+        f"CNN of three layers, {side}^2 a rank",
+        {"hook": hook, "hand": hand},
+        floor="hand",
+        count=2 if bench.quick else 5,
     )
     sim.release()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,23 @@
 """What each way to fit a model costs at batch size one: memory of a rank, and time of a training step.
 
-mpiexec -n 2 python benchmarks/memory.py
-
-Columns: the most bytes of tensors alive on a rank in a step (activations, gradients, whole parameters that are
-gathered) beside the parameters and Adam's state that it holds all the time; milliseconds of a step (forward, backward,
-Adam; median of interleaved rounds, slowest rank) and their ratio to one process, where each rank computes the whole
-alone. What is kept "on the host" counts where the device is the host.
+The most bytes of tensors alive on a rank in a step (activations, gradients, whole parameters that are
+gathered) beside the parameters and Adam's state that it holds all the time; a step (forward, backward, Adam) and its
+ratio to one process, where each rank computes the whole alone. What is kept "on the host" counts where the device is
+the host.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 
 import torch
 import torch.nn.functional as F
-from timing import WORLD, interleaved, options, say
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD
 
 KEPT = [torch.ops.aten.convolution.default]
 
@@ -47,9 +44,10 @@ def network(width, depth, again=None):
     return nn.Sequential(*[Residual(width, again) for _ in range(depth)])
 
 
-def main():
-    args = options(__doc__)
-    width, depth, extent = (8, 2, 32) if args.quick else (16, 6, 96)
+def run(bench):
+    """Measure bytes and time of each way."""
+    width, depth, extent = (8, 2, 32) if bench.quick else (16, 6, 96)
+    depth = max(depth, WORLD.size)  # no stage without a block
     torch.manual_seed(1)
     full, target = torch.randn(2, 1, width, extent, extent).unbind(0)
     selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)}
@@ -96,22 +94,14 @@ def main():
     pipe = ms.Pipeline(stages, line, "stage")
     add(f"pipeline of {WORLD.size} stages", pipe, lambda: pipe.step(full, target, F.mse_loss))
 
-    times = interleaved(calls, 1, args.rounds)
-    say(f"width {width}, {depth} blocks, {extent} x {extent}, float32, batch size one, {WORLD.size} ranks")
-    say("| way | parameters and Adam, MB | most in a step, MB | step, ms | of one process |")
-    say("| --- | ---: | ---: | ---: | ---: |")
-    floor = times["one process"]
-    for name, (model, optimizer, run) in models.items():
+    what = f"step, {depth} blocks of {width}, {extent}^2"
+    bench.compare(what, calls, floor="one process", count=1)
+    for name, (model, optimizer, forward_backward) in models.items():
         optimizer.zero_grad()
         with ms.testing.LiveMemory() as live:
-            run()
+            forward_backward()
         memory = ms.parameter_memory(model, optimizer)
         held = memory["parameters"] + memory["optimizer"]
         held, peak = (max(WORLD.allgather(n)) / 1e6 for n in (held, live.peak))
-        took = statistics.median(times[name])
-        part = statistics.median(a / b for a, b in zip(times[name], floor))
-        say(f"| {name} | {held:.2f} | {peak:.1f} | {took * 1e3:.0f} | {part:.2f} |")
-
-
-if __name__ == "__main__":
-    main()
+        bench.figure(f"{what}: parameters and Adam", held, "MB", name)
+        bench.figure(f"{what}: most in a step", peak, "MB", name)

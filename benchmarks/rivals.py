@@ -1,18 +1,13 @@
 """The same steps by mpishard, by torch's DTensor over gloo and, where it is installed, by HeAT.
 
-mpiexec -n 2 python benchmarks/rivals.py
-
-Milliseconds, and how many times as long the others take. Each result is compared with that of the whole tensor
-first: where a rival's differs or there is none, the table says so. Neither has a halo exchange that autograd knows.
+The floor is ours: ratios say how many times as long the others take. Each result is compared with that of the whole
+tensor first: where a rival's differs, or it cannot run at all, its row says so. None has a halo exchange that autograd
+knows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
-import statistics
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from timing import WORLD, interleaved, options, ratio, say
 from torch import Tensor
 from torch.distributed import tensor as dtensor
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench
 
 Step = Callable[[Any], Any]
 
@@ -109,62 +104,73 @@ def joined(folder: Path) -> dtensor.DeviceMesh:
     return dist.init_device_mesh("cpu", (WORLD.size,))
 
 
+def agreed(error: BaseException | None) -> str:
+    """Return what is wrong on any rank: all time the same calls."""
+    return max(WORLD.allgather("" if error is None else f"{type(error).__name__}: {error}".split("\n", 1)[0]))
+
+
+def heat_error() -> str:
+    """Return why HeAT cannot run, nothing where it can."""
+    try:
+        import heat  # noqa: F401
+    except Exception as error:  # noqa: BLE001 (whatever a rival's import does, our figures go on)
+        return agreed(error)
+    return agreed(None)
+
+
 def ways(
-    extent: int, name: str, at: tuple[Step, Step, Step | None], mesh: ms.CartMesh, other: dtensor.DeviceMesh
-) -> tuple[Mapping[str, Callable[[], object]], dict[str, str]]:
-    """Return the calls of everybody whose result is right, and what is wrong with the others."""
+    bench: Bench,
+    what: str,
+    extent: int,
+    at: tuple[Step, Step, Step | None],
+    mesh: ms.CartMesh,
+    other: dtensor.DeviceMesh,
+    heat_missing: str,
+) -> Mapping[str, Callable[[], object]]:
+    """Return the calls of everybody whose result is right; note what is wrong with the others."""
     full = torch.randn(extent * WORLD.size, extent, generator=torch.Generator().manual_seed(extent))
     rows = {
         "ours": ms.distribute_tensor(full, mesh, (ms.Shard(0),)),
         "DTensor": dtensor.distribute_tensor(full, other, [dtensor.Shard(0)]),
+        "HeAT": None,
     }
-    if importlib.util.find_spec("heat"):
+    if not heat_missing:
         import heat
 
         rows["HeAT"] = heat.array(full, split=0)
     expected = at[0](full)
-    calls, wrong = {}, {}
+    calls = {}
     for (who, x), step in zip(rows.items(), at):
-        if step is None:
-            wrong[who] = "none"
+        if step is None or x is None:
+            bench.failed(what, who, "it has no such step" if step is None else heat_missing)
             continue
+        error: BaseException | None = None
         try:
-            mistake = "" if torch.allclose(whole(step(x)), expected, rtol=1e-4, atol=1e-4) else "WRONG"
-        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
-            mistake = type(error).__name__
-        # all ranks time the same calls
-        mistake = max(WORLD.allgather(mistake))
-        if mistake:
-            wrong[who] = mistake
+            if not torch.allclose(whole(step(x)), expected, rtol=1e-4, atol=1e-4):
+                error = ArithmeticError("the result is wrong")
+        except Exception as e:  # noqa: BLE001 (as above)
+            error = e
+        if mistake := agreed(error):
+            bench.failed(what, who, mistake)
         else:
             calls[who] = lambda step=step, x=x: step(x)
-    assert "ours" in calls, f"{name}: mpishard's own result is wrong"
-    return calls, wrong
+    assert "ours" in calls, f"{what}: mpishard's own result is wrong"
+    return calls
 
 
-def main() -> None:
-    args = options(__doc__)
-    warnings.simplefilter("ignore")
+def run(bench: Bench) -> None:
+    """Compare each step of everybody who has it."""
     mesh = ms.init_mesh((-1,))
-    extent = 64 if args.quick else 1024
+    extent = 64 if bench.quick else 1024
     WEIGHTS[extent] = torch.randn(extent, extent, generator=torch.Generator().manual_seed(1))
-    place = WORLD.bcast(tempfile.mkdtemp(prefix="mpishard-bench-") if WORLD.rank == 0 else None)
-    other = joined(Path(place))
-    say(f"{WORLD.size} ranks\n{'step':<32}{'block':>12}{'ours ms':>10}{'DTensor':>22}{'HeAT':>22}")
-    for name, n, *at in steps(extent):
-        calls, wrong = ways(n, name, (at[0], at[1], at[2]), mesh, other)
-        times = interleaved(calls, (200 if n == 16 else 5) if not args.quick else 2, args.rounds)
-        row = f"{name:<32}{f'{n}x{n}':>12}{1e3 * statistics.median(times['ours']):>10.3f}"
-        for who in ("DTensor", "HeAT"):
-            cell = f"{ratio(times, who, 'ours'):.1f}x" if who in times else wrong.get(who, "-")
-            row += f"{cell:>22}"
-        say(row)
-    dist.destroy_process_group()
-    WORLD.Barrier()
-    if WORLD.rank == 0:
-        shutil.rmtree(place, ignore_errors=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        missing = heat_error()
+        other = joined(bench.folder)
+        for name, n, *at in steps(extent):
+            what = f"{name}, {n}x{n} a rank"
+            calls = ways(bench, what, n, (at[0], at[1], at[2]), mesh, other, missing)
+            count = (200 if n == 16 else 5) if not bench.quick else 2
+            bench.compare(what, calls, floor="ours", count=count, extent=n)
+        dist.destroy_process_group()
     mesh.free()
-
-
-if __name__ == "__main__":
-    main()

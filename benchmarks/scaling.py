@@ -1,27 +1,28 @@
 """A training step on all ranks against one process of plain torch, and against what the machine allows.
 
-mpiexec -n 2 python benchmarks/scaling.py --models fno vit
-
-Columns, per model: milliseconds of a step of one process on the whole field while the other ranks sleep; the speed-up
-of plain torch on the blocks alone, on all ranks at once (no communication, so not the same results: what the machine
-allows); the speed-up of mpishard, the quartiles of it, and the processor time that it takes on all ranks, relative to
-that of the one process (waiting for messages counts as processor time). Steps are interleaved, ratios are medians over
-rounds. Attention on the blocks alone sees fewer keys, so the second column flatters it.
+Per model, a step of one process on the whole field while the other ranks sleep (the floor); of plain torch on the
+blocks alone, on all ranks at once (no communication, so not the same results: what the machine allows); and ours. The
+speed-ups are of the same rounds. Processor time is that of all ranks, relative to that of the one process (waiting for
+messages counts as processor time). Attention on the blocks alone sees fewer keys, which flatters it.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from timing import WORLD, parsed, parser, say
 from torch import nn
 
 import mpishard as ms
+from benchmarks.harness.measure import WORLD, Bench, Unfit
+
+OPTIONS = {
+    "models": "which, with commas between (default: all)",
+    "round_s": "seconds a round of one kind (default 0.2)",
+}
 
 
 class DoubleConv(nn.Sequential):
@@ -201,11 +202,15 @@ def timed(step: Callable[[], None], count: int, alone: bool) -> tuple[float, flo
     return WORLD.allreduce(spent[0], op=MPI.MAX), WORLD.allreduce(spent[1])
 
 
-def measure(name: str, args: object) -> None:
-    """Print the row of one model."""
+def measure(bench: Bench, name: str, round_s: float) -> None:
+    """Note the rows of one model."""
     make, shape, small, small_shape = MODELS[name]
-    if args.quick:
+    if bench.quick:
         make, shape = small, small_shape
+    if shape[2] % (8 * WORLD.size):
+        # plain torch on a block would not be the same layers: strides and patches do not fit it
+        bench.failed(f"{name}, step", "ours", f"{shape[2]} rows are not {WORLD.size} blocks of a multiple of 8")
+        return
     torch.manual_seed(0)
     full = torch.randn(shape)
     models = []
@@ -215,43 +220,37 @@ def measure(name: str, args: object) -> None:
     mesh = ms.init_mesh((-1,), ("d",))
     x = ms.distribute_tensor(full, mesh, (ms.Shard(2),))
     steps = {
-        "one": trainer(models[0], full),
+        "one process": trainer(models[0], full),
         "blocks": trainer(models[1], x.to_local().clone()),
         "ours": trainer(ms.distribute_module(models[2], mesh), x),
     }
     for kind, step in steps.items():
-        timed(step, 2, kind == "one")
-    count = max(1, int(args.round_s / timed(steps["ours"], 1, False)[0]))
+        timed(step, 2, kind == "one process")
+    count = max(1, int(round_s / timed(steps["ours"], 1, False)[0]))
     wall: dict[str, list[float]] = {kind: [] for kind in steps}
     cpu: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(args.rounds):
+    for _ in range(bench.rounds):
         for kind, step in steps.items():
-            a, b = timed(step, count, kind == "one")
+            a, b = timed(step, count, kind == "one process")
             wall[kind].append(a)
             cpu[kind].append(b)
 
-    gains = {kind: [a / b for a, b in zip(wall["one"], wall[kind])] for kind in ("blocks", "ours")}
-    low, middle, high = statistics.quantiles(gains["ours"], n=4)
-    spent = statistics.median(b / a for a, b in zip(cpu["one"], cpu["ours"]))
-    limit = statistics.median(gains["blocks"])
-    best = min(wall["one"]) / min(wall["ours"])
-    say(
-        f"{name:>8}{1e3 * statistics.median(wall['one']):>9.1f}{limit:>9.2f}{middle:>8.2f}"
-        f"{f'{low:.2f}-{high:.2f}':>13}{best:>8.2f}{spent:>8.2f}"
-    )
+    what = f"{name}, step, {'x'.join(map(str, shape))}"
+    bench.add(what, wall, floor="one process", model=name)
+    for kind in ("blocks", "ours"):
+        gains = [a / b for a, b in zip(wall["one process"], wall[kind])]
+        bench.figure(f"{what}: speed-up", gains, f"of {WORLD.size}", kind, model=name)
+    spent = [b / a for a, b in zip(cpu["one process"], cpu["ours"])]
+    bench.figure(f"{what}: processor time", spent, "of one process", model=name)
+    best = min(wall["one process"]) / min(wall["ours"])
+    bench.figure(f"{what}: speed-up of the best rounds", best, f"of {WORLD.size}", model=name)
 
 
-def main() -> None:
-    own = parser(__doc__)
-    own.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    own.add_argument("--round-s", type=float, default=0.2, help="seconds a round of one kind (default 0.2)")
-    args = parsed(own)
-    if args.quick:
-        args.round_s = 0.0
-    say(f"{WORLD.size} ranks\n{'model':>8}{'one ms':>9}{'blocks':>9}{'ours':>8}{'quartiles':>13}{'best':>8}{'cpu':>8}")
-    for name in args.models:
-        measure(name, args)
-
-
-if __name__ == "__main__":
-    main()
+def run(bench: Bench) -> None:
+    """Measure each model."""
+    round_s = 0.0 if bench.quick else bench.setting("round_s", 0.2)
+    names = bench.setting("models", list(MODELS))
+    if unknown := [name for name in names if name not in MODELS]:
+        raise Unfit(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    for name in names:
+        measure(bench, name, round_s)

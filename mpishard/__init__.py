@@ -41,6 +41,7 @@ if _TYPE_CHECKING:
     from mpishard.ops.attention.scaled_dot_product import attention_method
     from mpishard.ops.linear.array_module import einsum, tensordot, transpose
     from mpishard.planning import plan
+    from mpishard.profiling import profile
     from mpishard.tensor import (
         ShardTensor,
         arange,
@@ -78,6 +79,7 @@ _HOMES = {
     "ops.attention.scaled_dot_product": "attention_method",
     "ops.linear.array_module": "einsum tensordot transpose",
     "planning": "plan",
+    "profiling": "profile",
     "tensor": "ShardTensor arange distribute_tensor empty full halo_exchange implements ones rand randn"
     " scatter_tensor zeros",
     "tensor.balance": "Balancer balance",
@@ -151,6 +153,7 @@ __all__ = [
     "parameter_memory",
     "plan",
     "process_group",
+    "profile",
     "rand",
     "randn",
     "reduce_scatter",

@@ -236,7 +236,7 @@ def kills(request: pytest.FixtureRequest) -> Callable[[int], int]:
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch() -> Launch:
     """Run a Python program under the MPI launcher, for serial tests.
 

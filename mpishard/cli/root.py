@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from mpishard.cli.bench import bench
 from mpishard.cli.config import config
 from mpishard.cli.info import info
 from mpishard.cli.job import mpirun, pbs, slurm
@@ -54,12 +55,12 @@ def completion(shell: str) -> None:
         click.echo(kind(root, {}, "mpishard", "_MPISHARD_COMPLETE").source())
 
 
-for _command in (config, info, mpirun, ops, pbs, plan, run, slurm):
+for _command in (bench, config, info, mpirun, ops, pbs, plan, run, slurm):
     root.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status. Collective for ``info`` and ``run``, else not."""
+    """Run a command; return the exit status. Collective for ``bench``, ``info`` and ``run``, else not."""
     if "_MPISHARD_COMPLETE" in os.environ and arguments is None:
         # the shell asks what may come next; click answers and leaves
         root.main(prog_name="mpishard", complete_var="_MPISHARD_COMPLETE")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.window import halo_widths
-from mpishard.comm import guard
+from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.io.backend.choice import Choice, choose_reading, tell
@@ -29,6 +29,7 @@ from mpishard.tensor import wrap
 Halo = Mapping[int, "int | tuple[int, int]"]
 
 
+@counter.named("io.read")
 def read(
     path: Path,
     name: str,

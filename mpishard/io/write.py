@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.comm import guard
+from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, MeshError, MpishardError, described
 from mpishard.io.backend.choice import choose_backend, tell
@@ -40,6 +40,7 @@ class Written(NamedTuple):
     mode: str
 
 
+@counter.named("io.write")
 def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, ShardTensor],

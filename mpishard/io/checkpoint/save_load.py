@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm import guard
+from mpishard.comm import counter, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, described
@@ -22,6 +22,7 @@ from mpishard.io.file.trust import absolute, told
 from mpishard.io.write import write
 
 
+@counter.named("io.save_checkpoint")
 def save_checkpoint(
     path: str | os.PathLike[str],
     step: int,
@@ -171,6 +172,7 @@ def _background_backend(backend: str) -> MpishardError:
     )
 
 
+@counter.named("io.load_checkpoint")
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,

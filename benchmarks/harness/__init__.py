@@ -1,0 +1,1 @@
+"""What all cases share: how times are taken, what a row is, the report, the machine."""
