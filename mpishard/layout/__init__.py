@@ -1,18 +1,30 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
 from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_of, first_sharded, in_full
+from mpishard.layout.block_sizes import (
+    BlockSizes,
+    Each,
+    as_block_sizes,
+    bounds,
+    moved_borders,
+    repeated,
+    scaled,
+    sizes_of,
+)
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
 from mpishard.layout.layout import Layout, by_dim, layout_of
-from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
+from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
-from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, plan_stage
+from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, near, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
     "Alignment",
+    "BlockSizes",
     "Box",
+    "Each",
     "Labels",
     "Layout",
     "Leg",
@@ -30,6 +42,7 @@ __all__ = [
     "Trip",
     "align",
     "aligned_to",
+    "as_block_sizes",
     "as_placements",
     "balanced",
     "bounds",
@@ -40,6 +53,8 @@ __all__ = [
     "interval_runs",
     "is_idle",
     "layout_of",
+    "moved_borders",
+    "near",
     "owner",
     "plan_fetch",
     "plan_halo",
@@ -48,6 +63,8 @@ __all__ = [
     "plan_stage",
     "plan_targets",
     "plan_transfer",
+    "repeated",
+    "scaled",
     "sizes_of",
     "weighted",
 ]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
+from mpishard.layout.block_sizes import bounds
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import bounds, rank_of
+from mpishard.layout.partition import rank_of
 from mpishard.layout.placement import Shard
 
 Box = tuple[tuple[int, int], ...]

@@ -17,7 +17,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
+from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.dim import plain, whole_along
@@ -373,5 +373,5 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
 def _plan_response(x: ShardTensor, size: int) -> WindowOp:
     layout = x.sharding
     n, b = layout.shape[1], bounds(layout.sizes[1] or (layout.shape[1],))
-    windows = [(b[i] - size // 2, b[i + 1] + (size - 1) // 2) for i in range(len(b) - 1)]
+    windows = Each(len(b) - 1, lambda i: (b[i] - size // 2, b[i + 1] + (size - 1) // 2))
     return window_op(x.mesh, layout, x.block.dtype, [intervals_wanted(n, 1, windows)], op="local_response_norm")
