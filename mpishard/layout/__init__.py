@@ -8,6 +8,7 @@ from mpishard.layout.block_sizes import (
     bounds,
     moved_borders,
     repeated,
+    runs_of,
     scaled,
     sizes_of,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "plan_targets",
     "plan_transfer",
     "repeated",
+    "runs_of",
     "scaled",
     "sizes_of",
     "weighted",

@@ -227,10 +227,12 @@ def plan_stage(
     sends = []
     if hi > lo:
         for peer in range(len(sizes)) if near is None else near:
-            if peer != index and _touches(windows[peer], lo, hi):
-                pieces = _owned_pieces(windows[peer], lo, hi)
-                if pieces:
-                    sends.append((peer, pieces))
+            if peer == index:
+                continue
+            runs = windows[peer]
+            pieces = _owned_pieces(runs, lo, hi) if _touches(runs, lo, hi) else ()
+            if pieces:
+                sends.append((peer, pieces))
     return Stage(
         dim,
         tuple(mesh_dims),
