@@ -120,7 +120,12 @@ def _staged(mesh: CartMesh, layout: Layout, wanted: Wanted) -> Stage:
 
 
 def fetch_box(
-    local: Tensor, mesh: CartMesh, layout: Layout, wanted: Callable[[tuple[int, ...]], Box], op: str
+    local: Tensor,
+    mesh: CartMesh,
+    layout: Layout,
+    wanted: Callable[[tuple[int, ...]], Box],
+    op: str,
+    near: Iterable[int] | None = None,
 ) -> Tensor:
     """Return a box of a tensor that is another one in every call, so that nothing is kept for the next.
 
@@ -134,12 +139,14 @@ def fetch_box(
         Coordinates of a rank -> its box, within the tensor; the same function on every rank.
     op
         Name for counters and the watchdog.
+    near
+        The ranks, ascending, whose boxes may have cells of this rank's block; all of them, if not given.
 
     Notes
     -----
     Adjoint: cotangents travel home and are added.
     """
-    plan = plan_fetch(layout, wanted, mesh.coords)
+    plan = plan_fetch(layout, wanted, mesh.coords, near)
     box = [hi - lo for lo, hi in wanted(mesh.coords)]
     own = tuple(local.shape)
     step = pair(

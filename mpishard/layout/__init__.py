@@ -4,13 +4,16 @@ from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_
 from mpishard.layout.block_sizes import (
     BlockSizes,
     Each,
+    are_equal,
     as_block_sizes,
     bounds,
+    key_of,
     moved_borders,
     repeated,
     runs_of,
     scaled,
     sizes_of,
+    total,
 )
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
@@ -43,6 +46,7 @@ __all__ = [
     "Trip",
     "align",
     "aligned_to",
+    "are_equal",
     "as_block_sizes",
     "as_placements",
     "balanced",
@@ -53,6 +57,7 @@ __all__ = [
     "in_full",
     "interval_runs",
     "is_idle",
+    "key_of",
     "layout_of",
     "moved_borders",
     "near",
@@ -68,5 +73,6 @@ __all__ = [
     "runs_of",
     "scaled",
     "sizes_of",
+    "total",
     "weighted",
 ]

@@ -188,6 +188,21 @@ def runs_of(sizes: Sequence[int]) -> Repeats:
     return tuple((s, sum(1 for _ in same)) for s, same in groupby(sizes))
 
 
+def total(sizes: Sequence[int]) -> int:
+    """Return the cells of all blocks."""
+    return sizes.total if isinstance(sizes, BlockSizes) else sum(sizes)
+
+
+def key_of(sizes: Sequence[int] | None) -> Any:
+    """Return what tells block sizes apart, however they are kept, and is hashed in no time."""
+    return sizes.runs if isinstance(sizes, BlockSizes) else sizes
+
+
+def are_equal(sizes: Sequence[int]) -> bool:
+    """Tell whether all blocks have the same size."""
+    return len(sizes.runs) == 1 if isinstance(sizes, BlockSizes) else sizes.count(sizes[0]) == len(sizes)
+
+
 def bounds(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the ``len(sizes) + 1`` block borders.
 
@@ -256,6 +271,8 @@ def moved_borders(sizes: Sequence[int], times: int, plus: int, over: int, n: int
 
 def scaled(sizes: Sequence[int], times: int) -> tuple[int, ...]:
     """Return block sizes ``times`` as large."""
+    if not isinstance(sizes, BlockSizes):
+        return tuple(s * times for s in sizes)
     return repeated((s * times, k) for s, k in runs_of(sizes))
 
 

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError, described
-from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds
+from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of
 from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
 
@@ -74,7 +74,7 @@ class Layout(Frozen):
         set_once(self, "shard_dims", dims)
         set_once(self, "partial_dims", tuple(m for m, p in enumerate(placements) if type(p) is Partial))
         set_once(self, "sharded_mesh_dims", tuple(m for m, p in enumerate(placements) if type(p) is Shard))
-        set_once(self, "_hash", hash((mesh_shape, placements, shape, tuple(map(_key_of, sizes)))))
+        set_once(self, "_hash", hash((mesh_shape, placements, shape, tuple(map(key_of, sizes)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_of, (self.mesh_shape, self.placements, self.shape, self.sizes)
@@ -148,11 +148,6 @@ class Layout(Frozen):
             for d, s in enumerate(probe.sizes)
         )
         return layout_of(self.mesh_shape, new, self.shape, sizes)
-
-
-def _key_of(sizes: tuple[int, ...] | None) -> Any:
-    """Return what tells block sizes apart, and is hashed in no time."""
-    return sizes.runs if isinstance(sizes, BlockSizes) else sizes
 
 
 @lru_cache(maxsize=65536)
@@ -236,7 +231,7 @@ def layout_of(
                 )
             )
         out[dim] = cut
-    return _intern(mesh_shape, own, shape, tuple(map(_key_of, out)))
+    return _intern(mesh_shape, own, shape, tuple(map(key_of, out)))
 
 
 def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:

@@ -8,12 +8,13 @@ from functools import lru_cache
 from hashlib import blake2b
 from zlib import crc32
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import as_block_sizes
+from mpishard.layout import as_block_sizes, repeated
 
 
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
@@ -52,10 +53,10 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
     every = array("q", bytes(16 * group.size))
     with guard.waiting(op, (), group.comm):
         group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
-    digests = every[1::2]
-    if digests.count(digests[0]) != group.size:
+    extents, digests = np.frombuffer(every, np.int64).reshape(-1, 2).T
+    if (digests != digests[0]).any():
         guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
-    return tuple(every[::2])
+    return as_block_sizes(extents.tolist()) if (extents != extents[0]).any() else repeated(((shape[dim], group.size),))
 
 
 def are_alike(op: str, numbers: Sequence[int], group: Group) -> bool:
