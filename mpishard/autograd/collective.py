@@ -29,7 +29,7 @@ from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpo
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import balanced
+from mpishard.layout import as_block_sizes, balanced, key_of
 
 
 def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
@@ -172,11 +172,11 @@ def all_gather(
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if sizes is None:
         every = gather_extents("all_gather", x.shape, dim, call, group)
-        key = ("all_gather", dims, every, *call)
+        key = ("all_gather", dims, key_of(every), *call)
         return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
-    given = tuple(sizes)
+    given = as_block_sizes(sizes)
     fits = fits_group(given, group, x.shape[dim])
-    key = ("all_gather of", dims, given, *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
+    key = ("all_gather of", dims, key_of(given), *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
 
     def build() -> Step:
         if not fits:
@@ -238,8 +238,8 @@ def reduce_scatter(
     """
     dims, group = _called("reduce_scatter", x, mesh, mesh_dim)
     dim = tensor_dim("reduce_scatter", x, dim)
-    sizes = balanced(x.shape[dim], group.size) if sizes is None else tuple(sizes)
-    key = ("reduce_scatter", dims, dim, sizes, deterministic, x.shape, x.dtype, needs_grad(x))
+    sizes = balanced(x.shape[dim], group.size) if sizes is None else as_block_sizes(sizes)
+    key = ("reduce_scatter", dims, dim, key_of(sizes), deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
         rule_of("sum", x.dtype)
@@ -310,9 +310,9 @@ def all_to_all(
     if concat_sizes is None:
         extents = gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
     else:
-        extents = tuple(concat_sizes)
+        extents = as_block_sizes(concat_sizes)
         bad = bad or not fits_group(extents, group, x.shape[concat_dim])
-    key = ("all_to_all", dims, extents, *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
+    key = ("all_to_all", dims, key_of(extents), *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
 
     def build() -> Step:
         if bad:

@@ -17,7 +17,7 @@ from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point import send_recv
 from mpishard.errors import UnsupportedDtypeError, described
-from mpishard.layout import balanced
+from mpishard.layout import as_block_sizes, balanced, bounds
 
 
 def sum_step(group: Group, replicated: bool = False, deterministic: bool | None = None) -> Step:
@@ -30,7 +30,8 @@ def gather_step(
     group: Group, sizes: tuple[int, ...], dim: int, replicated: bool = False, deterministic: bool | None = None
 ) -> Step:
     """Return the all-gather; its adjoint is the reduce-scatter, or (``replicated``) the own block. Not collective."""
-    first = sum(sizes[: group.rank])
+    sizes = as_block_sizes(sizes)
+    first = bounds(sizes)[group.rank]
 
     def own(g: Tensor) -> Tensor:
         return g.narrow(dim, first, sizes[group.rank]).clone(memory_format=torch.contiguous_format)

@@ -15,26 +15,60 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Box, Layout, Runs, Stage, by_dim, interval_runs, plan_fetch, plan_halo, plan_stage
+from mpishard.layout import (
+    Box,
+    Each,
+    Layout,
+    Runs,
+    Stage,
+    by_dim,
+    interval_runs,
+    near,
+    plan_fetch,
+    plan_halo,
+    plan_stage,
+)
 
 
 class Wanted(NamedTuple):
-    """What every position along one tensor dim needs: runs and window extents, one per position."""
+    """What every position along one tensor dim needs: runs and window extents, one per position.
+
+    ``near`` gives the positions, ascending, whose windows may hold cells of an interval; None: all may.
+    """
 
     dim: int
-    runs: tuple[Runs, ...]
-    n_outs: tuple[int, ...]
+    runs: Sequence[Runs]
+    n_outs: Sequence[int]
+    near: Callable[[int, int], Sequence[int]] | None = None
 
 
-def intervals_wanted(n: int, dim: int, intervals: Sequence[tuple[int, int]], mode: str = "zeros") -> Wanted:
+def intervals_wanted(
+    n: int,
+    dim: int,
+    intervals: Sequence[tuple[int, int]],
+    mode: str = "zeros",
+    reached: Sequence[tuple[int, int]] | None = None,
+) -> Wanted:
     """Return the windows ``[lo, hi)`` of every position along ``dim`` of ``n`` cells, extended by ``mode``.
 
     Not collective.
+
+    Parameters
+    ----------
+    n, dim, mode
+        As for `interval_runs`.
+    intervals
+        Windows. Only those of the positions that are near this one's block are looked at.
+    reached
+        Intervals that hold the windows; their ends do not fall from one position to the next. The windows themselves,
+        if not given.
     """
+    count, reached = len(intervals), intervals if reached is None else reached
     return Wanted(
         dim,
-        tuple(interval_runs(n, lo, hi, mode) for lo, hi in intervals),
-        tuple(max(0, hi - lo) for lo, hi in intervals),
+        Each(count, lambda i: interval_runs(n, *intervals[i], mode)),
+        Each(count, lambda i: max(0, intervals[i][1] - intervals[i][0])),
+        lambda lo, hi: near(reached, n, mode, lo, hi),
     )
 
 
@@ -79,13 +113,19 @@ def window_op(
 
 
 def _staged(mesh: CartMesh, layout: Layout, wanted: Wanted) -> Stage:
-    dim, runs, n_outs = wanted
+    dim, runs, n_outs, near = wanted
     sizes, mesh_dims = layout.sizes[dim] or (layout.shape[dim],), layout.shard_dims.get(dim, ())
-    return plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords))
+    others = near and near(*layout.interval(dim, mesh.coords))
+    return plan_stage(dim, mesh_dims, sizes, runs, n_outs, layout.index(dim, mesh.coords), near=others)
 
 
 def fetch_box(
-    local: Tensor, mesh: CartMesh, layout: Layout, wanted: Callable[[tuple[int, ...]], Box], op: str
+    local: Tensor,
+    mesh: CartMesh,
+    layout: Layout,
+    wanted: Callable[[tuple[int, ...]], Box],
+    op: str,
+    near: Iterable[int] | None = None,
 ) -> Tensor:
     """Return a box of a tensor that is another one in every call, so that nothing is kept for the next.
 
@@ -99,12 +139,14 @@ def fetch_box(
         Coordinates of a rank -> its box, within the tensor; the same function on every rank.
     op
         Name for counters and the watchdog.
+    near
+        The ranks, ascending, whose boxes may have cells of this rank's block; all of them, if not given.
 
     Notes
     -----
     Adjoint: cotangents travel home and are added.
     """
-    plan = plan_fetch(layout, wanted, mesh.coords)
+    plan = plan_fetch(layout, wanted, mesh.coords, near)
     box = [hi - lo for lo, hi in wanted(mesh.coords)]
     own = tuple(local.shape)
     step = pair(

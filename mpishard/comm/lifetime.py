@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import weakref
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm import exit, guard, thread
@@ -22,7 +25,8 @@ from mpishard.errors import DesyncError, MeshError, described
 
 T = TypeVar("T")
 
-Members = tuple[int, ...]
+# what stands for the ranks of a communicator: how many they are, and the digests of all in one
+Members = tuple[int, bytes]
 
 _made: dict[Members, int] = {}
 # dropped on this rank, not yet known to be dropped on all
@@ -120,10 +124,12 @@ def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
 
 
 def _members(comm: MPI.Intracomm) -> Members:
-    group = comm.Get_group()
-    members = tuple(sorted(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())))
-    group.Free()
-    return members
+    """Return what stands for the ranks of a communicator. Collective, one small reduction."""
+    me = f"{MPI.COMM_WORLD.Get_rank()} {MPI.Get_processor_name()} {os.getpid()}"
+    mine = np.frombuffer(blake2b(me.encode(), digest_size=16).digest(), np.uint8)
+    all_ranks = np.empty_like(mine)
+    comm.Allreduce(mine, all_ranks, MPI.BXOR)
+    return comm.Get_size(), all_ranks.tobytes()
 
 
 def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
@@ -140,8 +146,12 @@ def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any
 
 def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
     mine = _dropped.get(members, {})
-    everywhere = set.intersection(*comm.allgather(set(mine)))
-    for number in sorted(everywhere):
+    # by number, and there are as many as all these ranks have made
+    dropped = np.zeros(_made.get(members, 0) + 1, np.uint8)
+    dropped[list(mine)] = 1
+    everywhere = np.empty_like(dropped)
+    comm.Allreduce(dropped, everywhere, MPI.MIN)
+    for number in np.flatnonzero(everywhere).tolist():
         _free(mine.pop(number))
 
 

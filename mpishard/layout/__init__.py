@@ -1,18 +1,34 @@
 """Layouts and plans: pure arithmetic, no MPI, testable in one process for any number of ranks."""
 
 from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_of, first_sharded, in_full
+from mpishard.layout.block_sizes import (
+    BlockSizes,
+    Each,
+    are_equal,
+    as_block_sizes,
+    bounds,
+    key_of,
+    moved_borders,
+    repeated,
+    runs_of,
+    scaled,
+    sizes_of,
+    total,
+)
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
 from mpishard.layout.layout import Layout, by_dim, layout_of
-from mpishard.layout.partition import balanced, bounds, owner, sizes_of, weighted
+from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
-from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, plan_stage
+from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs, near, plan_stage
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
     "Alignment",
+    "BlockSizes",
     "Box",
+    "Each",
     "Labels",
     "Layout",
     "Leg",
@@ -30,6 +46,8 @@ __all__ = [
     "Trip",
     "align",
     "aligned_to",
+    "are_equal",
+    "as_block_sizes",
     "as_placements",
     "balanced",
     "bounds",
@@ -39,7 +57,10 @@ __all__ = [
     "in_full",
     "interval_runs",
     "is_idle",
+    "key_of",
     "layout_of",
+    "moved_borders",
+    "near",
     "owner",
     "plan_fetch",
     "plan_halo",
@@ -48,6 +69,10 @@ __all__ = [
     "plan_stage",
     "plan_targets",
     "plan_transfer",
+    "repeated",
+    "runs_of",
+    "scaled",
     "sizes_of",
+    "total",
     "weighted",
 ]

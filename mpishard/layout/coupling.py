@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from mpishard.layout.block_sizes import bounds
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import bounds, rank_of
+from mpishard.layout.partition import rank_of
 from mpishard.layout.transfer import Box
 
 

@@ -9,11 +9,10 @@ Not collective.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from mpishard.layout.partition import bounds
-from mpishard.layout.stage import Stage, interval_runs, plan_stage
+from mpishard.layout.block_sizes import Each, bounds
+from mpishard.layout.stage import Stage, interval_runs, near, plan_stage
 
 Widths = int | Sequence[int]
 
@@ -42,26 +41,16 @@ def plan_halo(
     >>> plan_halo(0, (0,), (4, 3), 1, 0, "zeros", 1).recvs
     ((0, (Piece(src=3, count=1, step=1, dst=0),)),)
     """
-    borders = bounds(tuple(sizes))
-    los, his = ((w,) * len(sizes) if isinstance(w, int) else w for w in (lo, hi))
-    near = _near(borders, max(los), max(his), mode, index)
-    windows = {
-        i: interval_runs(borders[-1], borders[i] - los[i], borders[i + 1] + his[i], mode) for i in {index, *near}
-    }
-    return plan_stage(dim, mesh_dims, sizes, windows, {index: sizes[index] + los[index] + his[index]}, index, near=near)
+    borders = bounds(sizes)
+    n, count = borders[-1], len(sizes)
 
+    def window(i: int) -> tuple[int, int]:
+        before, behind = (w if isinstance(w, int) else w[i] for w in (lo, hi))
+        return borders[i] - before, borders[i + 1] + behind
 
-def _near(borders: Sequence[int], lo: int, hi: int, mode: str, index: int) -> list[int]:
-    """Return, ascending, the positions whose windows may hold cells of block ``index``, by bisection."""
-    start, stop, n = borders[index], borders[index + 1], borders[-1]
-    if start == stop:
-        return []
-    shifts = range(-(hi // n) - 1, lo // n + 2) if mode == "circular" else (0,)
-    # window [b_i - lo, b_(i+1) + hi) meets [start, stop) + k n
-    spans = [(start + k * n - hi, stop + k * n + lo) for k in shifts]
-    if mode in ("reflect", "replicate"):
-        spans += [(-1, lo), (n - hi, n + lo + 1)]  # those that pass an edge may need any cell within
-    found: set[int] = set()
-    for first, last in spans:
-        found.update(range(max(bisect_right(borders, first) - 1, 0), min(bisect_left(borders, last), len(borders) - 1)))
-    return sorted(found)
+    before, behind = (w if isinstance(w, int) else max(w) for w in (lo, hi))
+    reached = Each(count, lambda i: (borders[i] - before, borders[i + 1] + behind))
+    others = near(reached, n, mode, borders[index], borders[index + 1])
+    windows = Each(count, lambda i: interval_runs(n, *window(i), mode))
+    first, stop = window(index)
+    return plan_stage(dim, mesh_dims, sizes, windows, {index: stop - first}, index, near=others)

@@ -12,7 +12,8 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError, described
-from mpishard.layout.partition import balanced, bounds
+from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of
+from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
 
 Sizes = tuple["tuple[int, ...] | None", ...]
@@ -33,7 +34,7 @@ class Layout(Frozen):
         Global shape.
     sizes : tuple
         Per tensor dim, None where the dim is whole on every rank, else the block sizes, indexed by the
-        row-major position in the mesh dims that shard it.
+        row-major position in the mesh dims that shard it: a tuple, or `BlockSizes`, which stands for one.
     shard_dims : dict
         Tensor dim -> the mesh dims that shard it, ascending.
     partial_dims, sharded_mesh_dims : tuple of int
@@ -73,7 +74,7 @@ class Layout(Frozen):
         set_once(self, "shard_dims", dims)
         set_once(self, "partial_dims", tuple(m for m, p in enumerate(placements) if type(p) is Partial))
         set_once(self, "sharded_mesh_dims", tuple(m for m, p in enumerate(placements) if type(p) is Shard))
-        set_once(self, "_hash", hash((mesh_shape, placements, shape, sizes)))
+        set_once(self, "_hash", hash((mesh_shape, placements, shape, tuple(map(key_of, sizes)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_of, (self.mesh_shape, self.placements, self.shape, self.sizes)
@@ -151,8 +152,9 @@ class Layout(Frozen):
 
 @lru_cache(maxsize=65536)
 def _intern(
-    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: Sizes
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...], keys: tuple[Any, ...]
 ) -> Layout:
+    sizes = tuple(BlockSizes(key) if key and isinstance(key[0], tuple) else key for key in keys)
     return Layout(mesh_shape, placements, shape, sizes)
 
 
@@ -217,18 +219,19 @@ def layout_of(
         if cut is None:
             out[dim] = balanced(shape[dim], count, multiple)
             continue
-        cut = tuple(int(s) for s in cut)
-        if len(cut) != count or min(cut) < 0 or sum(cut) != shape[dim]:
+        cut = as_block_sizes(cut if isinstance(cut, BlockSizes) else map(int, cut))
+        least, total = (cut.smallest, cut.total) if isinstance(cut, BlockSizes) else (min(cut, default=0), sum(cut))
+        if len(cut) != count or least < 0 or total != shape[dim]:
             raise LayoutError(
                 described(
                     f"block sizes of dim {dim} do not fit",
                     expected=f"{count} sizes >= 0 with sum {shape[dim]}",
-                    got=f"{cut} (sum {sum(cut)})",
+                    got=f"{cut} (sum {total})",
                     fix="give one size per rank along the mesh dims that shard this dim",
                 )
             )
         out[dim] = cut
-    return _intern(mesh_shape, own, shape, tuple(out))
+    return _intern(mesh_shape, own, shape, tuple(map(key_of, out)))
 
 
 def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 from mpishard.errors import LayoutError, described
+from mpishard.layout.block_sizes import as_block_sizes, repeated
 
 
 @lru_cache(maxsize=4096)
@@ -38,29 +38,10 @@ def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
         )
     units, over = divmod(n, multiple)
     base, rest = divmod(units, count)
-    sizes = [multiple * (base + 1 if i < rest else base) for i in range(count)]
-    sizes[-1] += over
-    return tuple(sizes)
+    return repeated(((multiple * (base + 1), rest), (multiple * base, count - 1 - rest), (multiple * base + over, 1)))
 
 
-@lru_cache(maxsize=65536)
-def bounds(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ``len(sizes) + 1`` block borders.
-
-    Examples
-    --------
-    >>> bounds((3, 0, 2))
-    (0, 3, 3, 5)
-    """
-    return (0, *accumulate(sizes))
-
-
-def sizes_of(borders: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the block sizes between ``borders``: the inverse of `bounds`."""
-    return tuple(hi - lo for lo, hi in zip(borders[:-1], borders[1:]))
-
-
-def owner(borders: tuple[int, ...], cell: int) -> int:
+def owner(borders: Sequence[int], cell: int) -> int:
     """Return the index of the block that owns ``cell`` (never an empty block)."""
     return bisect_right(borders, cell) - 1
 
@@ -79,7 +60,7 @@ def weighted(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     by_remainder = sorted(range(len(sizes)), key=lambda i: (sizes[i] - exact[i], i))
     for i in by_remainder[: n - sum(sizes)]:
         sizes[i] += 1
-    return tuple(sizes)
+    return as_block_sizes(sizes)
 
 
 def rank_of(coords: Sequence[int], mesh_shape: Sequence[int]) -> int:

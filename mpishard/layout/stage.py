@@ -8,11 +8,13 @@ testable in one process for any number of ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpishard.errors import LayoutError, described
-from mpishard.layout.partition import bounds, owner
+from mpishard.layout.block_sizes import Each, bounds
+from mpishard.layout.partition import owner
 
 MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 
@@ -142,6 +144,39 @@ class Stage(NamedTuple):
         return self.local if self.resident is None else (Piece(0, self.n_in, 1, self.resident), *self.local)
 
 
+def near(windows: Sequence[tuple[int, int]], n: int, mode: str, lo: int, hi: int) -> list[int]:
+    """Return, ascending, the positions whose windows may hold cells of ``[lo, hi)``, by bisection.
+
+    Not collective.
+
+    Parameters
+    ----------
+    windows
+        Interval of every position, whose ends do not fall from one position to the next.
+    n, mode
+        Of the dim, and of what lies beyond it, as for `interval_runs`.
+
+    Examples
+    --------
+    >>> near([(-1, 4), (2, 7), (5, 9)], 8, "zeros", 0, 3)
+    [0, 1]
+    """
+    if lo >= hi or not windows:
+        return []
+    lows, highs = Each(len(windows), lambda i: windows[i][0]), Each(len(windows), lambda i: windows[i][1])
+    spans = [(lo, hi)]
+    if mode == "circular":
+        spans = [(lo + k * n, hi + k * n) for k in range((lows[0] - hi) // n, (highs[-1] - lo) // n + 2)]
+    elif mode in ("reflect", "replicate"):
+        # those that pass an end may need any cell within
+        spans += [(min(lows[0], 0), 0), (n, max(highs[-1], n))]
+    found: set[int] = set()
+    for first, last in spans:
+        if first < last:
+            found.update(range(bisect_right(highs, first), bisect_left(lows, last)))
+    return sorted(found)
+
+
 def plan_stage(
     dim: int,
     mesh_dims: Sequence[int],
@@ -178,7 +213,7 @@ def plan_stage(
     -------
     Stage
     """
-    borders = bounds(tuple(sizes))
+    borders = bounds(sizes)
     mine, incoming = _by_owner(windows[index], borders)
     own = incoming.pop(index, ())
     resident = None
@@ -192,10 +227,12 @@ def plan_stage(
     sends = []
     if hi > lo:
         for peer in range(len(sizes)) if near is None else near:
-            if peer != index and _touches(windows[peer], lo, hi):
-                pieces = _owned_pieces(windows[peer], lo, hi)
-                if pieces:
-                    sends.append((peer, pieces))
+            if peer == index:
+                continue
+            runs = windows[peer]
+            pieces = _owned_pieces(runs, lo, hi) if _touches(runs, lo, hi) else ()
+            if pieces:
+                sends.append((peer, pieces))
     return Stage(
         dim,
         tuple(mesh_dims),

@@ -5,10 +5,11 @@ Nothing here is collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from mpishard.layout.partition import bounds
+from mpishard.layout.block_sizes import BlockSizes, Each, moved_borders, runs_of
 
 
 class Sliding(NamedTuple):
@@ -39,8 +40,7 @@ class Sliding(NamedTuple):
     def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
         """Return output borders such that a cell lies where the middle of its window does."""
         half = (self.reach - 1) // 2
-        inner = [min(max(-((half - self.lo - b) // self.stride), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
-        return (0, *inner, n_out)
+        return moved_borders(sizes, 1, self.lo - half + self.stride - 1, self.stride, n_out)
 
 
 class Transposed(NamedTuple):
@@ -73,8 +73,7 @@ class Transposed(NamedTuple):
     def follow(self, sizes: Sequence[int], n_out: int) -> tuple[int, ...]:
         """Return output borders such that a cell lies where the input cell in its middle does."""
         half = (self.reach - 1) // 2
-        inner = [min(max(b * self.stride - self.lo + half, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
-        return (0, *inner, n_out)
+        return moved_borders(sizes, self.stride, half - self.lo, 1, n_out)
 
 
 def paddings_meet(g: Sliding | Transposed, padding: int, n: int) -> bool:
@@ -100,21 +99,50 @@ class Adaptive(NamedTuple):
         """Return output borders such that a cell lies where the middle of its window does."""
         n, n_out = self
         # middle: (2 j + 1) n / (2 n_out)
-        inner = [min(max(-((n - 2 * b * n_out) // (2 * n)), 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
-        return (0, *inner, n_out)
+        return moved_borders(sizes, 2 * n_out, n - 1, 2 * n, n_out)
 
 
-def pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
+def pairs(borders: Sequence[int]) -> Each[tuple[int, int]]:
     """Return the intervals between ``borders``, each with at least one cell.
 
     A rank without output cells still runs the local op, on the window of one cell that is dropped afterwards:
     so its operands take part in autograd as everywhere else.
     """
     n = borders[-1]
-    out = []
-    for a, b in zip(borders[:-1], borders[1:]):
-        out.append((a, b) if b > a else (min(a, n - 1), min(a, n - 1) + 1))
-    return out
+
+    def pair(i: int) -> tuple[int, int]:
+        a, b = borders[i], borders[i + 1]
+        return (a, b) if b > a else (min(a, n - 1), min(a, n - 1) + 1)
+
+    return Each(len(borders) - 1, pair)
+
+
+def windows(g: Sliding | Transposed | Adaptive, borders: Sequence[int]) -> Each[tuple[int, int]]:
+    """Return the input interval of the output cells between ``borders``, of each position; see `pairs`."""
+    cells = pairs(borders)
+    return Each(len(cells), lambda i: g.window(*cells[i]))
+
+
+def of_every_kind(sizes: Sequence[int], n_outs: Sequence[int], times: int, over: int) -> Iterator[int]:
+    """Give positions that stand for all, where windows lie to their blocks as all others of their kind do.
+
+    Of equal blocks with equally many output cells that follow each other, ``times`` of them for ``over`` input cells,
+    the first stands for all: they are moved copies of each other.
+
+    Parameters
+    ----------
+    sizes, n_outs
+        Input and output cells of every position.
+    """
+    if not isinstance(sizes, BlockSizes):
+        yield from range(len(sizes))
+        return
+    at, outs = 0, runs_of(n_outs)
+    ends = sorted({*accumulate(k for _, k in sizes.runs), *accumulate(k for _, k in outs)})
+    for end in ends:
+        alike = sizes[at] * times == n_outs[at] * over
+        yield from (at,) if alike else range(at, end)
+        at = end
 
 
 def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
@@ -127,5 +155,4 @@ def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
 
 def padded(sizes: Sequence[int], lo: int, n_out: int) -> tuple[int, ...]:
     """Return the output borders of a dim that grows (or shrinks, ``lo < 0``) at its edges only."""
-    inner = [min(max(b + lo, 0), n_out) for b in bounds(tuple(sizes))[1:-1]]
-    return (0, *inner, n_out)
+    return moved_borders(sizes, 1, lo, 1, n_out)

@@ -5,13 +5,15 @@ Nothing here is collective.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise, product
 from typing import NamedTuple
 
+from mpishard.layout.block_sizes import bounds
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import bounds, rank_of
+from mpishard.layout.partition import coords_of, rank_of
 from mpishard.layout.placement import Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -68,8 +70,9 @@ def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tup
             along.append([((), (lo, hi))])
             continue
         b, choices = bounds(sizes), []
-        for i in range(bisect_right(b, lo) - 1, bisect_left(b, hi)):
-            start, stop, left, at = max(lo, b[i]), min(hi, b[i + 1]), i, []
+        first = bisect_right(b, lo) - 1
+        for i, (p, q) in enumerate(pairwise(b[first : bisect_left(b, hi) + 1]), first):
+            start, stop, left, at = max(lo, p), min(hi, q), i, []
             for m in reversed(mesh_dims):
                 left, c = divmod(left, shape[m])
                 at.append((m, c))
@@ -87,7 +90,12 @@ def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tup
             yield rank_of([place[m] for m in range(len(shape))], shape), cells
 
 
-def plan_fetch(source: Layout, wanted: Callable[[tuple[int, ...]], Box], coords: tuple[int, ...]) -> Transfer:
+def plan_fetch(
+    source: Layout,
+    wanted: Callable[[tuple[int, ...]], Box],
+    coords: tuple[int, ...],
+    near: Iterable[int] | None = None,
+) -> Transfer:
     """Plan how the rank at ``coords`` gets a box of any size, and gives others theirs.
 
     Parameters
@@ -98,23 +106,21 @@ def plan_fetch(source: Layout, wanted: Callable[[tuple[int, ...]], Box], coords:
         Coordinates of a rank -> the box that it wants, in global indices; the same function on every rank.
     coords
         Of this rank.
+    near
+        The ranks, ascending, whose boxes may have cells of this rank's block; all of them, if not given.
     """
-    free = [m for m, p in enumerate(source.placements) if type(p) is not Shard]
-    my_source, my_target = source.box(coords), wanted(coords)
-    local, sends, recvs = None, [], []
-    for rank, other in enumerate(product(*map(range, source.mesh_shape))):
-        if any(other[m] != coords[m] for m in free):
+    fixed = {m: coords[m] for m, p in enumerate(source.placements) if type(p) is not Shard}
+    my_source, my_target, me = source.box(coords), wanted(coords), rank_of(coords, source.mesh_shape)
+    stays, sends = _meet(my_source, my_target), []
+    for rank in range(math.prod(source.mesh_shape)) if near is None else near:
+        other = coords_of(rank, source.mesh_shape)
+        if rank == me or any(other[m] != c for m, c in fixed.items()):
             continue
         out = _meet(my_source, wanted(other))
-        if other == coords:
-            if out is not None:
-                local = (_shift(out, my_source), _shift(out, my_target))
-            continue
         if out is not None:
             sends.append((rank, _shift(out, my_source)))
-        into = _meet(source.box(other), my_target)
-        if into is not None:
-            recvs.append((rank, _shift(into, my_target)))
+    recvs = sorted((r, _shift(into, my_target)) for r, into in _meeting(source, my_target, fixed) if r != me)
+    local = None if stays is None else (_shift(stays, my_source), _shift(stays, my_target))
     return Transfer(local, tuple(sends), tuple(recvs))
 
 

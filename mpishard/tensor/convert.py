@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
+from mpishard.layout.partition import coords_of
 from mpishard.tensor.dtensor import (
     as_first_rank_has,
     check_dtypes,
@@ -263,9 +263,8 @@ def scatter_tensor(
         shape, dtype = comm.bcast(meta, root=src)
     if layout is None:
         layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
-    boxes = [layout.box(c) for c in product(*map(range, mesh.shape))]
     source = tensor.detach() if tensor is not None and mesh.rank == src else None
-    local = scatter_blocks(mesh, src, source, boxes, dtype)
+    local = scatter_blocks(mesh, src, source, lambda rank: layout.box(coords_of(rank, mesh.shape)), dtype)
     return wrap(local.requires_grad_(requires_grad), layout, mesh)
 
 

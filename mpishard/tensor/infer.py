@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,43 +10,69 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.collective.gather_sizes import are_alike, digest, gather_blocks
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError, MpishardError, described
-from mpishard.layout import Layout, as_placements, layout_of
+from mpishard.layout import Layout, as_placements, bounds, layout_of
+from mpishard.layout.partition import coords_of
 
 _MAX_NDIM = 16
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
 
 def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardError | None) -> Layout:
-    """Return the layout of blocks whose sizes are gathered; an error of one rank is one of all. Collective."""
-    mine = np.full(_MAX_NDIM + 3, -1, np.int64)
-    if error is None:
-        mine[:3] = local.ndim, _DTYPES.index(local.dtype), local.requires_grad
-        mine[3 : 3 + local.ndim] = local.shape
-    # placements are checked after this: a rank that fails earlier would leave the others waiting
-    everyone = np.empty((mesh.size, len(mine)), np.int64)
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
-    if guard.DEBUG:
-        guard.check(comm, "from_local", None, None)
-    with guard.waiting("from_local", (), comm):
-        comm.Allgather(mine, everyone)
-    if everyone[:, 0].min() < 0:
-        guard.agree(comm, error, "from_local")
+    """Return the layout of blocks whose sizes are gathered; an error of one rank is one of all. Collective.
+
+    In a loop over time steps the same blocks come again, and one reduction tells all ranks so.
+    """
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
-    found = _layout_of_blocks(everyone[:, : 3 + local.ndim].tobytes(), mesh.shape, given)
-    if isinstance(found, str):
-        raise guard.common(LayoutError(found), comm)
-    return found
+    group = mesh.group(tuple(range(mesh.ndim)))
+    if guard.DEBUG:
+        guard.check(group.comm, "from_local", None, None)
+    kind = () if error else (local.ndim, _DTYPES.index(local.dtype), local.requires_grad)
+    key = ("from_local", kind, None if error else local.shape, given)
+    # a number of the last layout that such a block was part of, and that layout
+    last: list[Any] = mesh.keep(key, lambda: [0, None])
+    if are_alike("from_local", (last[0],), group) and last[0]:
+        return last[1]  # type: ignore[no-any-return]
+    layout = _found(local, mesh, given, kind, group)
+    if layout is None:
+        guard.agree(group.comm, error, "from_local")
+        raise guard.common(LayoutError(_misfit(local, mesh, given, kind, group)), group.comm)
+    last[:] = digest(layout), layout
+    return layout
 
 
-# in a loop over time steps the same blocks come again, and to go through those of thousands of ranks takes a while;
-# few are kept: each is known by the shapes of all ranks
-@lru_cache(maxsize=32)
-def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> Layout | str:
-    """Return the layout of blocks, given ndim, dtype, requires_grad and shape of all, or what does not fit."""
-    count = math.prod(mesh_shape)
-    everyone = np.frombuffer(gathered, np.int64).reshape(count, -1)
+def _found(
+    local: Tensor, mesh: CartMesh, placements: tuple[Any, ...], kind: tuple[Any, ...], group: Group
+) -> Layout | None:
+    """Return the layout of blocks, or None on every rank where they do not fit each other. Collective.
+
+    Raises
+    ------
+    LayoutError
+        The placements, which are the same on every rank, do not fit the mesh or the blocks.
+    """
+    # before ranks along some mesh dims meet: those of others might go another way
+    if not are_alike("from_local", (len(kind), digest((kind, placements))), group) or not kind:
+        return None
+    own = as_placements(placements, mesh.ndim, local.ndim)
+    probe = layout_of(mesh.shape, own, (0,) * local.ndim)
+    sizes = gather_blocks("from_local", mesh, local.shape, probe.shard_dims)
+    if sizes is None:
+        return None
+    shape = [bounds(sizes[d])[-1] if d in sizes else n for d, n in enumerate(local.shape)]
+    return layout_of(mesh.shape, own, shape, sizes)
+
+
+def _misfit(local: Tensor, mesh: CartMesh, placements: tuple[Any, ...], kind: tuple[Any, ...], group: Group) -> str:
+    """Return what does not fit, of blocks that do not. Collective: all ranks' shapes are gathered."""
+    mine = np.full(_MAX_NDIM + 4, -1, np.int64)
+    mine[:4] = digest(placements), *kind
+    mine[4 : 4 + local.ndim] = local.shape
+    everyone = np.empty((mesh.size, len(mine)), np.int64)
+    with guard.waiting("from_local", (), group.comm):
+        group.comm.Allgather(mine, everyone)
 
     def unfit(rank: int, expected: object, got: object) -> str:
         return described(
@@ -58,33 +82,26 @@ def _layout_of_blocks(gathered: bytes, mesh_shape: tuple[int, ...], placements: 
             fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
         )
 
-    ndim = int(everyone[0, 0])
-
-    def kind(rank: int) -> str:
-        n, dtype, requires_grad = everyone[rank, :3]
+    def said(rank: int) -> str:
+        _, n, dtype, requires_grad = everyone[rank, :4]
         return f"{n} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
 
-    odd = np.flatnonzero((everyone[:, :3] != everyone[0, :3]).any(1))
+    odd = np.flatnonzero((everyone[:, 1:4] != everyone[0, 1:4]).any(1))
     if len(odd):
-        return unfit(int(odd[0]), f"{kind(0)}, as rank 0 has", kind(odd[0]))
-    shapes = everyone[:, 3:]
-    own = as_placements(placements, len(mesh_shape), ndim)
-    probe = layout_of(mesh_shape, own, (0,) * ndim)
-    shape, sizes = [int(n) for n in shapes[0]], {}
-    coords = [np.unravel_index(r, mesh_shape) for r in range(count)]
-    for dim in range(ndim):
+        return unfit(int(odd[0]), f"{said(0)}, as rank 0 has", said(int(odd[0])))
+    odd = np.flatnonzero(everyone[:, 0] != everyone[0, 0])
+    if len(odd):
+        return unfit(int(odd[0]), "the placements that rank 0 gives", "others")
+    probe = layout_of(mesh.shape, as_placements(placements, mesh.ndim, local.ndim), (0,) * local.ndim)
+    for dim in range(local.ndim):
         seen: dict[int, int] = {}
-        for rank in range(count):
-            position = probe.index(dim, [int(c) for c in coords[rank]])
-            n = int(shapes[rank, dim])
-            if seen.setdefault(position, n) != n:
-                return unfit(
-                    rank, f"{seen[position]} cells along dim {dim}", f"shape {tuple(int(s) for s in shapes[rank])}"
-                )
-        if dim in probe.shard_dims:
-            sizes[dim] = [seen[i] for i in range(len(seen))]
-            shape[dim] = sum(sizes[dim])
-    return layout_of(mesh_shape, own, shape, sizes)
+        for rank in range(mesh.size):
+            n = int(everyone[rank, 4 + dim])
+            expected = seen.setdefault(probe.index(dim, coords_of(rank, mesh.shape)), n)
+            if expected != n:
+                shape = tuple(int(s) for s in everyone[rank, 4 : 4 + local.ndim])
+                return unfit(rank, f"{expected} cells along dim {dim}", f"shape {shape}")
+    raise AssertionError("blocks that fit")
 
 
 def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:

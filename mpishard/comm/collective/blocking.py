@@ -19,6 +19,7 @@ from mpishard.comm.memory.buffer import dense, is_dense, pack
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
 from mpishard.comm.transport.choice import transport_of
+from mpishard.layout import are_equal, scaled, total
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -138,9 +139,9 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     torch.Tensor
         The same on every rank.
     """
-    shape, total = x.shape, sum(sizes)
-    full = (*shape[:dim], total, *shape[dim + 1 :])
-    row = math.prod(full) // max(total, 1)
+    shape, extent = x.shape, total(sizes)
+    full = (*shape[:dim], extent, *shape[dim + 1 :])
+    row = math.prod(full) // max(extent, 1)
     if guard.DEBUG:
         guard.check(group.comm, "all_gather", full, x.dtype)
     x = dense(x)
@@ -150,26 +151,19 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     if not whole.numel():
         return whole
     # blocks that follow each other in the result are received in place
-    direct = dim == 0 or whole.numel() == total * shape[dim + 1 :].numel()
+    direct = dim == 0 or whole.numel() == extent * shape[dim + 1 :].numel()
     flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
-    lengths = [s * row for s in sizes]
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
-    transport_of(group, x).all_gather(x, flat, [n * x.itemsize for n in lengths])
-    return whole if direct else _joined(flat, lengths, shape, dim, sizes, whole)
-
-
-def _joined(
-    flat: torch.Tensor,
-    lengths: Sequence[int],
-    shape: Sequence[int],
-    dim: int,
-    sizes: Sequence[int],
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return blocks that lie one after the other in ``flat`` as one tensor, joined along ``dim``."""
+    transport_of(group, x).all_gather(x, flat, scaled(sizes, row * x.itemsize))
+    if direct:
+        return whole
+    if are_equal(sizes):
+        blocks = flat.view(group.size, *shape).movedim(0, dim)
+        whole.view(blocks.shape).copy_(blocks)
+        return whole
     shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
-    return torch.cat([b.view(s) for b, s in zip(flat.split(list(lengths)), shapes)], dim, out=out)
+    return torch.cat([b.view(s) for b, s in zip(flat.split([s * row for s in sizes]), shapes)], dim, out=whole)
 
 
 def reduce_scatter(

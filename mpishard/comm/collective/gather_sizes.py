@@ -1,16 +1,20 @@
-"""What ranks hold along a dim, asked of each other, with a check that they agree on all else."""
+"""What ranks hold along their dims, asked of each other, with a check that they agree on all else."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from zlib import crc32
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.mesh import Group
+from mpishard.comm.mesh import CartMesh, Group
+from mpishard.layout import as_block_sizes, repeated
 
 
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
@@ -49,10 +53,54 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
     every = array("q", bytes(16 * group.size))
     with guard.waiting(op, (), group.comm):
         group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
-    digests = every[1::2]
-    if digests.count(digests[0]) != group.size:
+    extents, digests = np.frombuffer(every, np.int64).reshape(-1, 2).T
+    if (digests != digests[0]).any():
         guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
-    return tuple(every[::2])
+    return as_block_sizes(extents.tolist()) if (extents != extents[0]).any() else repeated(((shape[dim], group.size),))
+
+
+def are_alike(op: str, numbers: Sequence[int], group: Group) -> bool:
+    """Tell whether all ranks of a group have the same numbers. Collective over the group, one small reduction."""
+    mine = array("q", (*numbers, *(-n for n in numbers)))
+    most = array("q", bytes(8 * len(mine)))
+    with guard.waiting(op, (), group.comm):
+        group.comm.Allreduce((mine, MPI.INT64_T), (most, MPI.INT64_T), MPI.MAX)
+    return not any(a + b for a, b in zip(most[: len(numbers)], most[len(numbers) :]))
+
+
+def gather_blocks(
+    op: str, mesh: CartMesh, shape: Sequence[int], mesh_dims: Mapping[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]] | None:
+    """Return the block sizes along every dim that is sharded, or None on every rank where blocks do not fit each other.
+
+    Collective over the mesh. The ranks along the mesh dims that shard a dim tell each other their extents; what others
+    have is compared by a number.
+
+    Parameters
+    ----------
+    op
+        Name for the watchdog.
+    mesh
+        Whose ranks have blocks, with as many dims each.
+    shape
+        Of this rank's block.
+    mesh_dims
+        Array dim -> the mesh dims that shard it, ascending; the same on all ranks.
+    """
+    sizes: dict[int, tuple[int, ...]] = {}
+    for dim, dims in mesh_dims.items():
+        group = mesh.group(dims)
+        every = array("q", bytes(8 * group.size))
+        with guard.waiting(op, (), group.comm):
+            group.comm.Allgather((array("q", (shape[dim],)), MPI.INT64_T), (every, MPI.INT64_T))
+        sizes[dim] = as_block_sizes(every)
+    told = [digest(sizes[dim]) if dim in sizes else n for dim, n in enumerate(shape)]
+    return sizes if are_alike(op, told, mesh.group(tuple(range(mesh.ndim)))) else None
+
+
+def digest(what: object) -> int:
+    """Return a number above 0 that tells values apart by their text. Not collective."""
+    return 1 + int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 @lru_cache(maxsize=4096)

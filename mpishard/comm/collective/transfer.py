@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ from mpishard.comm.transport.choice import transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
+
+
+# of a scatter, at the source: blocks that travel at once
+_ON_THE_WAY, _ON_THE_WAY_NBYTES = 64, 1 << 24
 
 
 def run_transfer(
@@ -88,14 +93,14 @@ def scatter_blocks(
     mesh: CartMesh,
     src: int,
     x: Tensor | None,
-    boxes: Sequence[Sequence[tuple[int, int]]],
+    box_of: Callable[[int], Sequence[tuple[int, int]]],
     dtype: torch.dtype,
     op: str = "scatter_tensor",
 ) -> Tensor:
     """Return this rank's box of the tensor ``x`` that rank ``src`` holds.
 
-    Collective. A rank other than the source holds nothing but its own block; the source packs one block at a
-    time.
+    Collective. A rank other than the source holds nothing but its own block. The source packs a block while those
+    before it travel, within a bound of bytes.
 
     Parameters
     ----------
@@ -103,8 +108,8 @@ def scatter_blocks(
         The mesh, and the mesh rank of the source.
     x
         The tensor on the source, else None.
-    boxes
-        Per mesh rank, its box in global indices.
+    box_of
+        Mesh rank -> its box, in global indices. A rank asks for its own, the source for all.
     dtype
         Of ``x``.
     op
@@ -112,27 +117,35 @@ def scatter_blocks(
     """
     comm = mesh.comm
     if guard.DEBUG:
-        guard.check(comm, f"{op} from rank {src} of {boxes}", None, dtype)
+        guard.check(comm, f"{op} from rank {src}", None, dtype)
     tag = hashed(op, src, dtype)
     if x is None:
-        shape = [hi - lo for lo, hi in boxes[mesh.rank]]
+        shape = [hi - lo for lo, hi in box_of(mesh.rank)]
         block = torch.empty(shape, dtype=dtype, pin_memory=mesh.device.type == "cuda")
         for part in byte_parts(block):
             Flight(comm, op, [(src, comm.Irecv(part, src, MPI.ANY_TAG), tag, part.nbytes)], []).wait()
         return block.to(mesh.device)
-    sent = 0
-    for rank, box in enumerate(boxes):
-        if rank == src:
-            continue
-        block = _narrow(x, box)
+    sent, nbytes, flying = 0, 0, deque[tuple[int, Tensor, list[MPI.Request]]]()
+    for rank in [r for r in range(mesh.size) if r != src]:
+        block = _narrow(x, box_of(rank))
         block = block.contiguous().cpu().resolve_conj().resolve_neg()
-        with guard.waiting(op, (rank,), comm):
-            for part in byte_parts(block):
-                comm.Send(part, rank, tag)
-        sent += block.nbytes
+        flying.append((rank, block, [comm.Isend(part, rank, tag) for part in byte_parts(block)]))
+        sent, nbytes = sent + block.nbytes, nbytes + block.nbytes
+        while nbytes > _ON_THE_WAY_NBYTES or len(flying) > _ON_THE_WAY:
+            nbytes -= _arrived(flying.popleft(), op, comm)
+    while flying:
+        _arrived(flying.popleft(), op, comm)
     if counter.active:
-        counter.record(op, len(boxes) - 1, sent)
-    return _narrow(x, boxes[src]).to(mesh.device).clone(memory_format=torch.contiguous_format)
+        counter.record(op, mesh.size - 1, sent)
+    return _narrow(x, box_of(src)).to(mesh.device).clone(memory_format=torch.contiguous_format)
+
+
+def _arrived(parcel: tuple[int, Tensor, list[MPI.Request]], op: str, comm: MPI.Intracomm) -> int:
+    """Wait until a block has left; return its bytes. Not collective."""
+    rank, block, requests = parcel
+    with guard.waiting(op, (rank,), comm):
+        MPI.Request.Waitall(requests)
+    return block.nbytes
 
 
 def byte_parts(block: Tensor) -> list[MPI.buffer]:

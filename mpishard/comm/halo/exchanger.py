@@ -11,14 +11,13 @@ import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.collective.gather_sizes import gather_blocks
 from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
@@ -26,6 +25,8 @@ from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, m
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.layout import bounds, repeated, runs_of
+from mpishard.layout.partition import coords_of
 
 _HOST = torch.device("cpu")
 _TAGS, _SLOT_STEP, _FIELDS_STEP = 32767, 499, 61
@@ -109,7 +110,7 @@ class HaloExchanger:
             error = e
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
         self._number, _ = mesh.agree(everyone, error, signature)
-        sizes = _interior_sizes(mesh, everyone.allgather(self.shape), self.halo_width, self.mesh_dims)
+        sizes = _interior_sizes(mesh, self.shape, self.halo_width, self.mesh_dims)
         self._prepare(mesh, sizes, {d: [self.halo_width[d]] * len(n) for d, n in sizes.items()}, order)
 
     @classmethod
@@ -272,7 +273,7 @@ class HaloExchanger:
             if m is None or mesh.periodic[m]:
                 filled.append((0, n))
             else:
-                border = (0, *accumulate(sizes[d]))
+                border = bounds(sizes[d])
                 before, after = border[mesh.coords[m]], border[-1] - border[mesh.coords[m] + 1]
                 filled.append((lo - min(lo, before), n - hi + min(hi, after)))
         sweeps = []
@@ -430,30 +431,18 @@ def _widths(
 
 
 def _interior_sizes(
-    mesh: CartMesh, shapes: Sequence[tuple[int, ...]], widths: Sequence[tuple[int, int]], mesh_dims: Mapping[int, int]
+    mesh: CartMesh, shape: tuple[int, ...], widths: Sequence[tuple[int, int]], mesh_dims: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the interior extents along every dim on the mesh; the same, or the same error, on all ranks."""
+    """Return the interior extents along every dim on the mesh, or raise the same error on all ranks. Collective."""
+    found = gather_blocks("HaloExchanger", mesh, shape, {d: (m,) for d, m in mesh_dims.items()})
+    if found is None:
+        raise _misfit(mesh, shape, mesh_dims)
     sizes: dict[int, tuple[int, ...]] = {}
-    for d, (lo, hi) in enumerate(widths):
-        m = mesh_dims.get(d)
-        by_coord: dict[int, int] = {}
-        for rank, shape in enumerate(shapes):
-            coord = 0 if m is None else int(np.unravel_index(rank, mesh.shape)[m])
-            if by_coord.setdefault(coord, shape[d]) != shape[d]:
-                where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
-                raise LayoutError(
-                    described(
-                        f"HaloExchanger: array dim {d} has different extents on {where}",
-                        expected=f"{by_coord[coord]}, as on the first of them",
-                        got=f"{shape[d]} on rank {rank}",
-                        fix="let an extent depend on the coordinate along its own mesh dim only",
-                    )
-                )
-        if m is None:
-            continue
-        sizes[d] = tuple(by_coord[c] - lo - hi for c in range(mesh.shape[m]))
-        extent = sum(sizes[d])
-        if max(lo, hi) > extent and not (mesh.periodic[m] and extent):
+    for d, extents in sorted(found.items()):
+        lo, hi = widths[d]
+        sizes[d] = repeated((n - lo - hi, k) for n, k in runs_of(extents))
+        extent = bounds(sizes[d])[-1]
+        if max(lo, hi) > extent and not (mesh.periodic[mesh_dims[d]] and extent):
             raise LayoutError(
                 described(
                     f"HaloExchanger: the halo of array dim {d} is wider than the global extent",
@@ -463,3 +452,24 @@ def _interior_sizes(
                 )
             )
     return sizes
+
+
+def _misfit(mesh: CartMesh, own: tuple[int, ...], mesh_dims: Mapping[int, int]) -> LayoutError:
+    """Return the error of arrays that do not fit each other. Collective: all ranks' shapes are gathered."""
+    shapes = mesh.group(tuple(range(mesh.ndim))).comm.allgather(own)
+    for d in range(len(own)):
+        m = mesh_dims.get(d)
+        by_coord: dict[int, int] = {}
+        for rank, shape in enumerate(shapes):
+            coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
+            if by_coord.setdefault(coord, shape[d]) != shape[d]:
+                where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
+                return LayoutError(
+                    described(
+                        f"HaloExchanger: array dim {d} has different extents on {where}",
+                        expected=f"{by_coord[coord]}, as on the first of them",
+                        got=f"{shape[d]} on rank {rank}",
+                        fix="let an extent depend on the coordinate along its own mesh dim only",
+                    )
+                )
+    raise AssertionError("arrays that fit")

@@ -17,6 +17,7 @@ from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
+from mpishard.layout import are_equal
 
 # (rank, tensor)
 Parcels = Sequence[tuple[int, Tensor]]
@@ -169,10 +170,10 @@ class Host:
             if flat.nbytes > buffer.MESSAGE_NBYTES:
                 size = self.group.size
                 MPI.Request.Waitall(start_messages(x, [(0, x.nbytes)] * size, flat, spans(counts), self.group))
-            elif counts.count(counts[0]) == self.group.size:  # type: ignore[attr-defined]
+            elif are_equal(counts):
                 self.comm.Allgather(as_bytes(x), as_bytes(flat))
             else:
-                self.comm.Allgatherv(as_bytes(x), [as_bytes(flat), counts])
+                self.comm.Allgatherv(as_bytes(x), [as_bytes(flat), list(counts)])
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""

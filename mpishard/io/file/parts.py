@@ -24,7 +24,8 @@ from mpishard.errors import FileError, MpishardError, described
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
-from mpishard.layout.partition import balanced, bounds, coords_of, rank_of
+from mpishard.layout.block_sizes import bounds
+from mpishard.layout.partition import balanced, coords_of, rank_of
 from mpishard.layout.slab import Box
 
 RANKS_PER_FILE = 64

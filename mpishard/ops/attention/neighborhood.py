@@ -17,7 +17,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, bounds, layout_of
+from mpishard.layout import Each, Layout, bounds, layout_of
 from mpishard.ops.rule.dim import frozen, whole_along
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
@@ -255,13 +255,23 @@ def _plan(mesh: CartMesh, keys: Layout, values: Layout, dtype: torch.dtype, dims
             windows.append((0, along.n))
             continue
         borders = bounds(sizes)
-        intervals = [along.window(a, b) for a, b in zip(borders[:-1], borders[1:])]
-        wanted.append(intervals_wanted(along.n, d, intervals))
+        intervals = _windows(along, borders)
+        wanted.append(intervals_wanted(along.n, d, intervals, reached=_reached(along, borders)))
         own = keys.index(d, mesh.coords)
         queries.append((borders[own], borders[own + 1]))
         windows.append(intervals[own])
     ops = [window_op(mesh, o, dtype, wanted, op="neighborhood_attention") if wanted else None for o in (keys, values)]
     return Plan(ops[0], ops[1], Neighbours(dims, queries, windows))
+
+
+def _windows(along: Along, borders: Sequence[int]) -> Sequence[tuple[int, int]]:
+    return Each(len(borders) - 1, lambda i: along.window(borders[i], borders[i + 1]))
+
+
+def _reached(along: Along, borders: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Return intervals that hold the windows, whose ends do not fall. Not collective."""
+    far = along.kernel * along.dilation
+    return Each(len(borders) - 1, lambda i: (max(0, borders[i] - far), min(along.n, borders[i + 1] + far)))
 
 
 def _checked(query: Any, key: Any, value: Any, kernel_size: Any, dilation: Any, is_causal: Any) -> list[Along]:

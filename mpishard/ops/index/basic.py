@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
-from mpishard.layout import Layout, Placement, Shard, bounds, layout_of
+from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import (
     CACHED,
     normal_dim,
@@ -138,8 +138,8 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             local.append(slice(start, start + count * step, step))
         else:
             # of every block the first selected cell at or after its start
-            first = [min(max(-((start - b) // step), 0), count) for b in bounds(cut)]
-            sizes.append(tuple(b - a for a, b in zip(first[:-1], first[1:])))
+            first = moved_borders(cut, 1, step - 1 - start, step, count)
+            sizes.append(sizes_of(first))
             i = layout.index(dim, coords)
             lo = start + first[i] * step - bounds(cut)[i]
             local.append(slice(lo, lo + (first[i + 1] - first[i]) * step, step) if sizes[-1][i] else slice(0, 0))

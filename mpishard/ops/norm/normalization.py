@@ -17,7 +17,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
+from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, scaled
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
@@ -43,7 +43,7 @@ def _plan_rows(x: ShardTensor, groups: int) -> Rows:
     per_group = shape[1] // groups if groups else 1
     dims = tuple(range(2, len(shape))) if groups else (0, *range(2, len(shape)))
     over = reduced(layout, dims).over if dims else ()
-    counts = tuple(per_group * c for c in counts_over(mesh, layout, dims, over))
+    counts = scaled(counts_over(mesh, layout, dims, over), per_group)
     used = tuple(m for m in layout.sharded_mesh_dims if layout.placements[m].dim != 1)  # type: ignore[union-attr]
     n, c = layout.local_shape(mesh.coords)[:2]
     count = per_group * math.prod(shape[d] for d in dims)
@@ -374,5 +374,5 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
 def _plan_response(x: ShardTensor, size: int) -> WindowOp:
     layout = x.sharding
     n, b = layout.shape[1], bounds(layout.sizes[1] or (layout.shape[1],))
-    windows = [(b[i] - size // 2, b[i + 1] + (size - 1) // 2) for i in range(len(b) - 1)]
+    windows = Each(len(b) - 1, lambda i: (b[i] - size // 2, b[i + 1] + (size - 1) // 2))
     return window_op(x.mesh, layout, x.block.dtype, [intervals_wanted(n, 1, windows)], op="local_response_norm")

@@ -14,7 +14,7 @@ from mpishard.autograd.linear import apply, differentiated
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
-from mpishard.layout.stencil import Sliding, pairs
+from mpishard.layout.stencil import Sliding, windows
 from mpishard.ops.rule.dim import normal_dim, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced, stacked, worst
@@ -151,8 +151,8 @@ def _plan_neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[WindowOp, in
     slide = Sliding(cells + 1, 1, 1, 0, 0)
     n = layout.shape[dim]
     borders = slide.follow(layout.sizes[dim], n - cells)
-    windows = [slide.window(a, b) for a, b in pairs(borders)]
-    op = window_op(mesh, layout, x.block.dtype, [intervals_wanted(n, dim, windows)], op="neighbours")
+    wanted = intervals_wanted(n, dim, windows(slide, borders))
+    op = window_op(mesh, layout, x.block.dtype, [wanted], op="neighbours")
     shape, sizes = list(layout.shape), list(layout.sizes)
     shape[dim], sizes[dim] = n - cells, sizes_of(borders)
     own = sizes[dim][layout.index(dim, mesh.coords)]

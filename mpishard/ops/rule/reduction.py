@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply, pair
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
+from mpishard.layout import Layout, Placement, Replicate, Shard, are_equal, as_block_sizes, layout_of, repeated
 from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -114,7 +115,7 @@ def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
     step = mesh.kept.get(key)
     if step is None:
         group = mesh.group(over)
-        ones = (1,) * group.size
+        ones = repeated(((1, group.size),))
         step = mesh.keep(
             key,
             lambda: pair(
@@ -127,6 +128,10 @@ def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
 
 def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
     """Return the cells along ``dims`` that each rank of the group ``over`` holds, in rank order. Not collective."""
+    cuts = [layout.sizes[d] or (layout.shape[d],) for d in dims]
+    if all(map(are_equal, cuts)):
+        count = math.prod(cut[0] for cut in cuts)
+        return repeated(((count, math.prod(mesh.shape[m] for m in over)),))
     counts = np.ones([mesh.shape[m] for m in over], np.int64)
     for d in dims:
         sizes = layout.sizes[d]
@@ -137,7 +142,7 @@ def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tup
         own = np.array(sizes, np.int64).reshape([mesh.shape[m] for m in mesh_dims])
         own = own[tuple(slice(None) if m in over else mesh.coords[m] for m in mesh_dims)]
         counts *= own.reshape([mesh.shape[m] if m in mesh_dims else 1 for m in over])
-    return tuple(counts.reshape(-1).tolist())
+    return as_block_sizes(counts.reshape(-1).tolist())
 
 
 def worst(dtype: torch.dtype, largest: bool) -> Any:

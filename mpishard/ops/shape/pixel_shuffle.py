@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.layout import Layout, bounds, layout_of, moved_borders, scaled, sizes_of
 from mpishard.ops.rule.dim import whole_along
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -44,11 +44,13 @@ def _of_one_cell(x: ShardTensor) -> Tensor:
 
 def _grouped(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None:
     """Return how many whole groups of ``factor`` lie in each block, borders rounded to the nearest group."""
-    return None if sizes is None else sizes_of(tuple((b + factor // 2) // factor for b in bounds(sizes)))
+    return (
+        None if sizes is None else sizes_of(moved_borders(sizes, 1, factor // 2, factor, bounds(sizes)[-1] // factor))
+    )
 
 
 def _times(sizes: tuple[int, ...] | None, factor: int) -> tuple[int, ...] | None:
-    return None if sizes is None else tuple(s * factor for s in sizes)
+    return None if sizes is None else scaled(sizes, factor)
 
 
 def _plan_shuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import apply
-from mpishard.autograd.window import Wanted, window_op
+from mpishard.autograd.window import Wanted, intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, Run, bounds, interval_runs
+from mpishard.layout import Each, Layout, Run, bounds, near
 from mpishard.ops.rule.dim import ints, normal_dim
 from mpishard.ops.shape.view import transpose
 from mpishard.tensor.operand import resolved
@@ -20,21 +20,20 @@ from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
-def _blocks(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    b = bounds(layout.sizes[dim] or ())
-    return list(zip(b[:-1], b[1:]))
-
-
 def _roll_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int, shift: int) -> WindowOp:
-    n, blocks = layout.shape[dim], _blocks(layout, dim)
-    runs = tuple(interval_runs(n, a - shift, b - shift, "circular") for a, b in blocks)
-    return window_op(mesh, layout, dtype, [Wanted(dim, runs, tuple(b - a for a, b in blocks))], op="roll")
+    b = bounds(layout.sizes[dim] or ())
+    windows = Each(len(b) - 1, lambda i: (b[i] - shift, b[i + 1] - shift))
+    wanted = intervals_wanted(layout.shape[dim], dim, windows, "circular")
+    return window_op(mesh, layout, dtype, [wanted], op="roll")
 
 
 def _flip_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int) -> WindowOp:
-    n, blocks = layout.shape[dim], _blocks(layout, dim)
-    runs = tuple((Run(0, b - a, n - 1 - a, -1),) if b > a else () for a, b in blocks)
-    return window_op(mesh, layout, dtype, [Wanted(dim, runs, tuple(b - a for a, b in blocks))], op="flip")
+    n, sizes = layout.shape[dim], layout.sizes[dim] or ()
+    b = bounds(sizes)
+    blocks = Each(len(sizes), lambda i: (b[i], b[i + 1]))
+    runs = Each(len(sizes), lambda i: (Run(0, sizes[i], n - 1 - b[i], -1),) if sizes[i] else ())
+    wanted = Wanted(dim, runs, sizes, lambda lo, hi: near(blocks, n, "zeros", n - hi, n - lo))
+    return window_op(mesh, layout, dtype, [wanted], op="flip")
 
 
 def _reordered(x: Tensor, mesh: CartMesh, key: Any, build: Any) -> Tensor:

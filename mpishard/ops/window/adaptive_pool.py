@@ -22,7 +22,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, sizes_of
-from mpishard.layout.stencil import Adaptive, pairs
+from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
@@ -139,11 +139,11 @@ def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> Adaptiv
             outputs.append((0, n_out))
             continue
         borders = g.follow(own)
-        windows = [g.window(a, b) for a, b in pairs(borders)]
-        wanted.append(intervals_wanted(n, dim, windows))
+        read = windows(g, borders)
+        wanted.append(intervals_wanted(n, dim, read))
         sizes[dim] = sizes_of(borders)
         index = layout.index(dim, mesh.coords)
-        intervals.append(windows[index])
+        intervals.append(read[index])
         outputs.append(pairs(borders)[index])
         if borders[index] == borders[index + 1]:
             crops.append((dim, 0, 0))

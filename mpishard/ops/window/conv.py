@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, bounds, layout_of, sizes_of
-from mpishard.layout.stencil import Sliding, Transposed, paddings_meet, pairs, per_dim
+from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
+from mpishard.layout.stencil import Sliding, Transposed, of_every_kind, paddings_meet, pairs, per_dim, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.beside import read_beside
@@ -163,16 +162,16 @@ def _plan_conv(
             if g.lo == g.hi:
                 local_padding[i] = g.lo
                 continue
-            intervals = [g.window(0, shape[dim])]
+            intervals = reached = [g.window(0, shape[dim])]
         else:
             sharded[dim] = g
-            windows = [g.window(a, b) for a, b in pairs(borders[dim])]
-            intervals = [_with_block(g, *ends) for ends in zip(windows, pairwise(bounds(layout.sizes[dim])))]
+            read, at = windows(g, borders[dim]), bounds(layout.sizes[dim])
+            intervals, reached = _with_blocks(g, read, at)
             index = layout.index(dim, mesh.coords)
             if borders[dim][index] == borders[dim][index + 1]:
                 crops.append((dim, 0, 0))
-        if not _stays(g, layout.sizes[dim] or (n,), intervals):
-            wanted.append(intervals_wanted(n, dim, intervals))
+        if not _stays(g, layout.sizes[dim] or (n,), borders.get(dim) or (0, shape[dim]), intervals):
+            wanted.append(intervals_wanted(n, dim, intervals, reached=reached))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
     form: Form | None = None
     reason = _why_torch(x, first, bool(wanted))
@@ -282,13 +281,13 @@ def _plan_transposed(
         borders[dim] = g.follow(layout.sizes[dim], shape[dim])
         if len(layout.sizes[dim]) == 1:
             continue
-        intervals = pairs(borders[dim])
-        windows = [g.window(a, b) for a, b in intervals]
-        if windows != list(pairwise(bounds(layout.sizes[dim]))):
-            wanted.append(intervals_wanted(n, dim, windows))
+        intervals, read, at = pairs(borders[dim]), windows(g, borders[dim]), bounds(layout.sizes[dim])
+        some = of_every_kind(layout.sizes[dim], sizes_of(borders[dim]), strides[i], 1)
+        if any(read[k] != (at[k], at[k + 1]) for k in some):
+            wanted.append(intervals_wanted(n, dim, read))
         index = layout.index(dim, mesh.coords)
         a, b = borders[dim][index : index + 2]
-        lo, hi = windows[index]
+        lo, hi = read[index]
         length = (hi - lo - 1) * g.stride + g.reach
         before = intervals[index][0] - (lo * g.stride - g.lo)
         # a rank without output cells computes one, and drops it
@@ -326,12 +325,25 @@ def _with_block(g: Sliding, window: tuple[int, int], block: tuple[int, int]) -> 
     return (lo, longer) if alike else window
 
 
-def _stays(g: Sliding, sizes: tuple[int, ...], windows: list[tuple[int, int]]) -> bool:
-    """Tell whether every rank's block gives its output cells, all of them and no others. Not collective."""
-    return all(
-        lo == a and lo < hi <= b and (b - a - g.reach) // g.stride == (hi - lo - g.reach) // g.stride
-        for (a, b), (lo, hi) in zip(pairwise(bounds(sizes)), windows)
+def _with_blocks(
+    g: Sliding, read: Sequence[tuple[int, int]], at: Sequence[int]
+) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+    """Return the windows of all positions, each `_with_block`, and intervals that hold them. Not collective."""
+    count = len(read)
+    return (
+        Each(count, lambda i: _with_block(g, read[i], (at[i], at[i + 1]))),
+        Each(count, lambda i: (read[i][0], max(read[i][1], at[i + 1]))),
     )
+
+
+def _stays(g: Sliding, sizes: Sequence[int], borders: Sequence[int], read: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether every rank's block gives its output cells, all of them and no others. Not collective."""
+    at = bounds(sizes)
+    for i in of_every_kind(sizes, sizes_of(borders), 1, g.stride):
+        (a, b), (lo, hi) = at[i : i + 2], read[i]
+        if not (lo == a and lo < hi <= b and (b - a - g.reach) // g.stride == (hi - lo - g.reach) // g.stride):
+            return False
+    return True
 
 
 def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:

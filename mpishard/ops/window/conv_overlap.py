@@ -17,8 +17,8 @@ from torch import Tensor
 from mpishard.comm.exchange.frame import Frame
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.memory.piece import empty_as
-from mpishard.layout import Layout
-from mpishard.layout.stencil import Sliding, paddings_meet
+from mpishard.layout import Layout, bounds, sizes_of
+from mpishard.layout.stencil import Sliding, of_every_kind, paddings_meet
 from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward
 
 
@@ -163,9 +163,9 @@ def plan_overlapped(
     for dim, g in dims.items():
         sizes = layout.sizes[dim]
         assert sizes is not None
-        at = 0
-        for i, n in enumerate(sizes):
-            a, b = borders[dim][i : i + 2]
+        cells = bounds(sizes)
+        for i in of_every_kind(sizes, sizes_of(borders[dim]), 1, g.stride):
+            n, at, (a, b) = sizes[i], cells[i], borders[dim][i : i + 2]
             if n < max(1, g.lo):
                 return "a block is smaller than the halo"
             if paddings_meet(g, g.lo, n):
@@ -174,7 +174,6 @@ def plan_overlapped(
                 return "output cells of the padded block are not the rank's own"
             if a == b:
                 return "a block without output cells"
-            at += n
     if not any(g.lo for g in dims.values()):
         return "no padding: windows begin inside the blocks"
     shape, edges, reached = layout.local_shape(coords), [], set()

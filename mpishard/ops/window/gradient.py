@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.layout import bounds
+from mpishard.layout import Each, bounds
 from mpishard.ops.rule.dim import normal_dim, plain
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -87,13 +86,20 @@ def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTens
 
 def _plan(x: ShardTensor, dim: int, edge_order: int) -> Neighbourhood:
     layout, n = x.sharding, x.shape[dim]
-    windows = []
-    for a, b in pairwise(bounds(layout.sizes[dim] or (n,))):
+    at = bounds(layout.sizes[dim] or (n,))
+
+    def window(i: int) -> tuple[int, int]:
+        a, b = at[i], at[i + 1]
         # as many cells at an end of the domain as the one-sided difference takes
         lo = max(0, min(a - 1, n - edge_order - 1 if b == n else a))
         hi = min(n, max(b + 1, edge_order + 1 if a == 0 else b))
-        windows.append((lo, hi) if a < b else (a, a))
+        return (lo, hi) if a < b else (a, a)
+
+    def most(i: int) -> tuple[int, int]:
+        return max(0, min(at[i] - 1, n - edge_order - 1)), min(n, max(at[i + 1] + 1, edge_order + 1))
+
+    windows, reached = (Each(len(at) - 1, of) for of in (window, most))
     i = layout.index(dim, x.mesh.coords) if layout.sizes[dim] else 0
-    a, b = list(pairwise(bounds(layout.sizes[dim] or (n,))))[i]
-    op = window_op(x.mesh, layout, x.dtype, [intervals_wanted(n, dim, windows)], op="gradient")
+    a, b = at[i], at[i + 1]
+    op = window_op(x.mesh, layout, x.dtype, [intervals_wanted(n, dim, windows, reached=reached)], op="gradient")
     return Neighbourhood(op, windows[i][0], b - a, a - windows[i][0])

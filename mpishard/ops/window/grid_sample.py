@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.autograd.window import fetch_box
 from mpishard.comm.collective import blocking
-from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of
+from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of, repeated
 from mpishard.ops.rule.align import Met, plan_meeting
 from mpishard.ops.rule.dim import unsharded, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
@@ -92,20 +91,27 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     dims = [d for d in whole if layout.sizes[d] is not None]
     reads = [(0, 1) if 0 in points.shape else taps[d - 2].interval() or (0, 1) for d in dims]
     every = blocking.all_gather(
-        torch.tensor([reads], dtype=torch.int64), mesh.group(tuple(range(mesh.ndim))), 0, (1,) * mesh.size
-    ).tolist()
-    if max(math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, r)) for r in every) > _WIDE:
+        torch.tensor([reads], dtype=torch.int64),
+        mesh.group(tuple(range(mesh.ndim))),
+        0,
+        repeated(((1, mesh.size),)),
+    )
+    lows, highs = every.unbind(-1)
+    parts = (highs - lows) / torch.tensor([layout.shape[d] for d in dims], dtype=torch.float64)
+    if parts.prod(1).max() > _WIDE:
         return None
 
     def window(coords: tuple[int, ...]) -> Box:
         box = list(source.box(coords))
-        for d, (lo, hi) in zip(dims, every[mesh.rank_at(coords)]):
+        for d, (lo, hi) in zip(dims, every[mesh.rank_at(coords)].tolist()):
             box[d] = (lo, hi)
         return tuple(box)
 
     field = moved(x, source)
     used = tuple(m for m in plan.used[0] if type(source.placements[m]) is Replicate)
-    cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample")
+    first, stop = torch.tensor([source.interval(d, mesh.coords) for d in dims]).unbind(1)
+    near = ((lows < stop) & (highs > first)).all(1).nonzero().flatten().tolist()
+    cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample", near)
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
     return Met(mesh, (cells, points), plan).result(

@@ -20,7 +20,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, bounds, layout_of, sizes_of
+from mpishard.layout import Each, Layout, bounds, layout_of, moved_borders, sizes_of
 from mpishard.layout.stencil import pairs
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
@@ -251,9 +251,9 @@ def _plan_shifted(
     wanted, crops, sizes, local_size = [], [], list(layout.sizes), list(shape[2:])
     for dim, s in ratios.items():
         n, reach = layout.shape[dim], _SUPPORT[request.mode]
-        borders = tuple(b * s for b in bounds(layout.sizes[dim] or (n,)))
+        borders = moved_borders(layout.sizes[dim] or (n,), s, 0, 1, n * s)
         cells = pairs(borders)
-        windows = [(max(a // s - reach, 0), min(-(-b // s) + reach, n)) for a, b in cells]
+        windows = _around(cells, s, reach, n)
         wanted.append(intervals_wanted(n, dim, windows))
         sizes[dim] = sizes_of(borders)
         index = layout.index(dim, mesh.coords)
@@ -267,6 +267,11 @@ def _plan_shifted(
         tuple(crops),
         layout_of(layout.mesh_shape, layout.placements, shape, sizes),
     )
+
+
+def _around(cells: Sequence[tuple[int, int]], s: int, reach: int, n: int) -> Sequence[tuple[int, int]]:
+    """Return the input cells that output cells, ``s`` for one, read. Not collective."""
+    return Each(len(cells), lambda i: (max(cells[i][0] // s - reach, 0), min(-(-cells[i][1] // s) + reach, n)))
 
 
 def _plan_tapped(
@@ -288,8 +293,7 @@ def _plan_tapped(
         inner = torch.tensor(bounds(own)[1:-1], dtype=torch.float64)
         borders = (0, *torch.searchsorted(centres.contiguous(), inner).tolist(), shape[dim])
         cells = pairs(borders)
-        read = [every.index[:, a:b] for a, b in cells]
-        windows = [(int(r.min()), int(r.max()) + 1) for r in read]
+        windows = _read(every.index, cells)
         index = layout.index(dim, mesh.coords)
         (a, b), lo = cells[index], windows[index][0]
         if dim in sharded:
@@ -298,7 +302,7 @@ def _plan_tapped(
         else:
             lo = 0
         weight = None if every.weight is None else every.weight[:, a:b].to(x.device)
-        taps.append((dim, Taps((read[index] - lo).to(x.device), weight)))
+        taps.append((dim, Taps((every.index[:, a:b] - lo).to(x.device), weight)))
         local_size[dim - 2] = b - a
         if scales:
             local_scales[dim - 2] = 1.0
@@ -312,6 +316,16 @@ def _plan_tapped(
         tuple(crops),
         layout_of(layout.mesh_shape, layout.placements, shape, sizes),
     )
+
+
+def _read(index: Tensor, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Return the first cell that output cells read, and the one after the last: none falls. Not collective."""
+
+    def window(i: int) -> tuple[int, int]:
+        a, b = cells[i]
+        return int(index[:, a:b].min()), int(index[:, a:b].max()) + 1
+
+    return Each(len(cells), window)
 
 
 def _taps(

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import Wanted, intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.layout import Layout, Run, layout_of, sizes_of
+from mpishard.layout import Each, Layout, Run, layout_of, near, sizes_of
 from mpishard.layout.stencil import padded
 from mpishard.ops.rule.dim import on_domain
 from mpishard.ops.window.pad_resident import circular_beside
@@ -85,11 +85,17 @@ def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any, func: 
 
 def _wanted(dim: int, n: int, lo: int, hi: int, borders: Sequence[int], mode: str) -> Wanted:
     if mode != "circular" or (lo >= 0 and hi >= 0):
-        intervals = [(a - lo, b - lo) for a, b in zip(borders[:-1], borders[1:])]
-        return intervals_wanted(n, dim, intervals, mode)
+        return intervals_wanted(n, dim, _shifted(borders, lo), mode)
     # torch crops first and wraps what is left
     first, kept = max(0, -lo), n + min(0, lo) + min(0, hi)
     ahead = max(0, lo)
-    wanted = intervals_wanted(kept, dim, [(a - ahead, b - ahead) for a, b in zip(borders[:-1], borders[1:])], mode)
-    runs = tuple(tuple(Run(r.dst, r.count, r.src + first, r.step) for r in position) for position in wanted.runs)
-    return Wanted(dim, runs, wanted.n_outs)
+    read = _shifted(borders, ahead)
+    wanted = intervals_wanted(kept, dim, read, mode)
+    runs = Each(len(read), lambda i: tuple(Run(r.dst, r.count, r.src + first, r.step) for r in wanted.runs[i]))
+    return Wanted(
+        dim, runs, wanted.n_outs, lambda lo, hi: near(read, kept, mode, max(lo - first, 0), min(hi - first, kept))
+    )
+
+
+def _shifted(borders: Sequence[int], by: int) -> Sequence[tuple[int, int]]:
+    return Each(len(borders) - 1, lambda i: (borders[i] - by, borders[i + 1] - by))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout import Each, Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, pairs, per_dim
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.beside import fetched
@@ -42,7 +42,7 @@ class PoolPlan(NamedTuple):
     """
 
     window: WindowOp
-    intervals: dict[int, list[tuple[int, int]]]
+    intervals: dict[int, Sequence[tuple[int, int]]]
     padding: tuple[int, ...]
     crops: tuple[tuple[int, int, int], ...]
     offsets: tuple[int, ...]
@@ -67,6 +67,25 @@ def clipped(g: Sliding, n: int, a: int, b: int) -> tuple[int, int, int, int]:
     return start * g.stride, hi, g.lo, a - start
 
 
+def _clipped(g: Sliding, n: int, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int, int, int]]:
+    return Each(len(cells), lambda i: clipped(g, n, *cells[i]))
+
+
+def _reached(g: Sliding, n: int, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Return intervals that hold the windows that `clipped` gives, whose ends do not fall. Not collective."""
+
+    def interval(i: int) -> tuple[int, int]:
+        a, b = cells[i]
+        first = min(a + (-g.lo // g.stride), (n - g.reach) // g.stride)
+        return max(first, 0) * g.stride, min(max((b - 1) * g.stride - g.lo, 0) + g.reach, n)
+
+    return Each(len(cells), interval)
+
+
+def _ends(windows: Sequence[tuple[int, int, int, int]]) -> Sequence[tuple[int, int]]:
+    return Each(len(windows), lambda i: windows[i][:2])
+
+
 def _plan(
     x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any, shape: Sequence[int], name: str
 ) -> PoolPlan:
@@ -83,9 +102,10 @@ def _plan(
             continue
         g = Sliding(kernels[i], strides[i], dilations[i], pads[i], pads[i])
         borders = g.follow(own, shape[dim])
-        windows = [clipped(g, n, a, b) for a, b in pairs(borders)]
-        intervals[dim] = [w[:2] for w in windows]
-        wanted.append(intervals_wanted(n, dim, intervals[dim]))
+        cells = pairs(borders)
+        windows = _clipped(g, n, cells)
+        intervals[dim] = _ends(windows)
+        wanted.append(intervals_wanted(n, dim, intervals[dim], reached=_reached(g, n, cells)))
         sizes[dim] = sizes_of(borders)
         index = layout.index(dim, mesh.coords)
         offsets[i], _, local_padding[i], drop = windows[index]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.layout import Layout, Shard, bounds, layout_of, sizes_of
-from mpishard.layout.stencil import Sliding, pairs, per_dim
+from mpishard.layout import Layout, Shard, bounds, layout_of, scaled, sizes_of
+from mpishard.layout.stencil import Sliding, per_dim, windows
 from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import moved, resolved
@@ -86,7 +86,7 @@ def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> UnfoldPlan:
     if own is not None:
         g = Sliding(size, step, 1, 0, 0)
         borders = g.follow(own, shape[dim])
-        wanted.append(intervals_wanted(layout.shape[dim], dim, [g.window(a, b) for a, b in pairs(borders)]))
+        wanted.append(intervals_wanted(layout.shape[dim], dim, windows(g, borders)))
         sizes[dim] = sizes_of(borders)
         index = layout.index(dim, mesh.coords)
         if borders[index] == borders[index + 1]:
@@ -141,13 +141,13 @@ def _plan_columns(x: ShardTensor, kernel: Any, dilation: Any, padding: Any, stri
     sizes: list[tuple[int, ...] | None] = list(layout.sizes[:column])
     cells = kernels[0] * kernels[1]
     if sizes[channel] is not None:
-        sizes[channel] = tuple(s * cells for s in sizes[channel])  # type: ignore[union-attr]
+        sizes[channel] = scaled(sizes[channel], cells)  # type: ignore[arg-type]
     own = layout.sizes[row]
     if own is not None:
         g = Sliding(kernels[0], steps[0], spreads[0], pads[0], pads[0])
         borders = g.follow(own, g.n_out(layout.shape[row]))
-        wanted.append(intervals_wanted(layout.shape[row], row, [g.window(a, b) for a, b in pairs(borders)]))
-        sizes[row] = tuple(s * across for s in sizes_of(borders))
+        wanted.append(intervals_wanted(layout.shape[row], row, windows(g, borders)))
+        sizes[row] = scaled(sizes_of(borders), across)
         local_padding[0] = 0
         index = layout.index(row, mesh.coords)
         if borders[index] == borders[index + 1]:
@@ -205,7 +205,7 @@ def _plan_fold(x: ShardTensor, output_size: Any, kernel: Any, dilation: Any, pad
     if before[entry] is not None:
         # whole channels: each border to the nearest
         sizes[entry] = sizes_of(tuple(round(b / cells) for b in bounds(before[entry])))  # type: ignore[arg-type]
-        before[entry] = tuple(s * cells for s in sizes[entry])  # type: ignore[union-attr]
+        before[entry] = scaled(sizes[entry], cells)  # type: ignore[arg-type]
     wanted, spare, local_size, local_padding = [], 0, list(extents), list(pads)
     own = before[column]
     if own is not None:
@@ -217,12 +217,12 @@ def _plan_fold(x: ShardTensor, output_size: Any, kernel: Any, dilation: Any, pad
         inner = [min(max(r * down.stride - down.lo + half, 0), extents[0]) for r in rows[1:-1]]
         borders = (0, *inner, extents[0])
         # a rank without columns folds a row of zeros, as others do theirs
-        windows = [down.window(a, b) for a, b in pairs(rows)]
-        wanted.append(intervals_wanted(extents[0], x.ndim - 1, windows))
+        read = windows(down, rows)
+        wanted.append(intervals_wanted(extents[0], x.ndim - 1, read))
         sizes[column] = sizes_of(borders)
         index = layout.index(column, mesh.coords)
         spare = across if rows[index] == rows[index + 1] else 0
-        local_size[0] = windows[index][1] - windows[index][0]
+        local_size[0] = read[index][1] - read[index][0]
         local_padding[0] = 0
     out = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
     return FoldPlan(

@@ -14,7 +14,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, layout_of, sizes_of
+from mpishard.layout import Each, Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import frozen, on_domain
@@ -49,6 +49,18 @@ class UnpoolPlan(NamedTuple):
     out: Layout
 
 
+def _windows(g: Transposed, n: int, borders: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Return the input cells, at least one, that every position's output cells read. Not collective."""
+
+    def window(i: int) -> tuple[int, int]:
+        a, b = borders[i], borders[i + 1]
+        lo, hi = g.window(a, max(b, a + 1))
+        lo = min(max(lo, 0), n - 1)
+        return lo, min(max(hi, lo + 1), n)
+
+    return Each(len(borders) - 1, window)
+
+
 def _plan(
     x: ShardTensor, ndim: int, kernel: Any, stride: Any, padding: Any, shape: Sequence[int], name: str
 ) -> UnpoolPlan:
@@ -64,12 +76,7 @@ def _plan(
             continue
         g = Transposed(kernels[i], strides[i], 1, pads[i], 0)
         borders = g.follow(own, shape[dim])
-        windows = []
-        for a, b in zip(borders[:-1], borders[1:]):
-            lo, hi = g.window(a, max(b, a + 1))
-            lo = min(max(lo, 0), n - 1)
-            windows.append((lo, min(max(hi, lo + 1), n)))
-        wanted.append(intervals_wanted(n, dim, windows))
+        wanted.append(intervals_wanted(n, dim, _windows(g, n, borders)))
         sizes[dim] = sizes_of(borders)
         reaches.append((i, strides[i], pads[i], kernels[i], layout.interval(dim, mesh.coords)[0]))
     out = layout_of(layout.mesh_shape, layout.placements, shape, sizes)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.comm.halo.host import plan_at_once, plan_sweep
-from mpishard.layout.partition import bounds
+from mpishard.layout import bounds
 
 pytestmark = pytest.mark.ranks(1)
 
