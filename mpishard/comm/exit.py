@@ -82,7 +82,7 @@ def _first_of_node(kind: type[BaseException], trace: TracebackType | None) -> bo
     """Tell whether no other rank of this node has failed at this place. Not collective."""
     where = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(trace)]
     # ranks of one job have one parent, mostly; where they have not, each is the first
-    name = hashlib.blake2b(repr((os.getppid(), os.getuid(), kind.__name__, where)).encode()).hexdigest()
+    name = hashlib.blake2b(repr((os.getppid(), os.getuid(), kind.__name__, where)).encode(), digest_size=16).hexdigest()
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         # a name in the kernel, given to one process until it ends
