@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.bucket import run_deferred, use
 from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import sum_partial
-from mpishard.comm.collective import blocking
+from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.ops.norm.channels_last import (
     add_columns_scaled,
@@ -41,8 +41,8 @@ class Rows(NamedTuple):
         over all samples.
     count
         Global number of cells per statistic.
-    counts
-        Cells per statistic on each rank of ``over``.
+    own
+        Cells of this rank per statistic.
     over
         Mesh dims whose ranks share statistics.
     used
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
     c: int
     groups: int
     count: int
-    counts: tuple[int, ...]
+    own: int
     over: tuple[int, ...]
     used: tuple[int, ...]
 
@@ -124,7 +124,7 @@ class Normalise(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, mean and biased variance. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
-        mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
+        mean, var = global_moments(*local_moments(x, rows), rows.own, rows.count, _group(mesh, rows))
         rstd = (var + eps).rsqrt()
         near, beside = _centred(x, mean, rstd, rows)
         scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
@@ -163,20 +163,24 @@ class Normalise(Function):
         by_one, by_x = (t.view(rows.n, rows.c) for t in both)
         w = 1.0 if weight is None else weight.to(rstd.dtype)
         dx = dw = db = None
+        sums = pending = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
-            if rows.over:
-                sums = blocking.all_reduce(sums, mesh.group(rows.over))
+            pending = iall_reduce(sums, mesh.group(rows.over)) if rows.over else None
+        # while the sums travel: what only the end of the pass asks for, the gradients of weights
+        run_deferred()
+        if ctx.needs_input_grad[1]:
+            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = by_one.sum(0).to(bias.dtype)
+        if sums is not None:
+            sums = sums if pending is None else pending.wait()
             along_x = (sums[1] - mean * sums[0]) * rstd / rows.count  # mean of the cotangent times x-hat
             slope = -rstd * rstd * along_x
             offset = -rstd * sums[0] / rows.count - slope * mean
             wide = torch.float32 if x.dtype in HALVES else x.dtype
             scale = (rows.spread(rstd) * w).to(wide)
             dx = _combined(dy, x, scale, rows.spread(slope).to(wide), rows.spread(offset).to(wide))
-        if ctx.needs_input_grad[1]:
-            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            db = by_one.sum(0).to(bias.dtype)
         return dx, dw, db, None, None, None
 
 
@@ -229,6 +233,6 @@ def normalised(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
     if in_transform():
-        mean, var = global_moments(*local_moments(x.detach(), rows), rows.counts, rows.count, _group(mesh, rows))
+        mean, var = global_moments(*local_moments(x.detach(), rows), rows.own, rows.count, _group(mesh, rows))
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
     return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]
