@@ -11,10 +11,11 @@ from torch import nn
 
 import mpishard as ms
 from mpishard.comm import guard
-from mpishard.comm.collective import nonblocking
+from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.transport.host import Host
 from mpishard.ops.window import conv, conv_kernel, conv_overlap
 from tests.compare import WORLD, mesh_of
+from tests.emulated import emulated
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,6 +29,8 @@ def values(*shape, seed=5):
 def events(monkeypatch):
     """What happens, in order: blocking collectives, sums that are started and waited for, gradients of weights."""
     told = []
+    monkeypatch.setattr(blocking, "DETERMINISTIC", False)  # sums in rank order wait, and comparisons reduce
+    monkeypatch.setattr(guard, "DEBUG", False)
 
     def record(owner, name, event):
         before = getattr(owner, name)
@@ -53,7 +56,7 @@ def test_unet_waits_for_few_reductions(events, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from unet import UNet
 
-    mesh = mesh_of((WORLD.size,))
+    mesh = ms.init_mesh((WORLD.size,))
     torch.manual_seed(0)
     model = ms.distribute_module(UNet(base=8, levels=4), mesh)
     x = ms.distribute_tensor(values(1, 1, 8 * WORLD.size, 8, 8).float(), mesh, (ms.Shard(2),))
@@ -77,7 +80,7 @@ def test_unet_waits_for_few_reductions(events, monkeypatch):
 
 def test_weight_gradient_is_computed_while_the_sums_of_the_norm_travel(events, monkeypatch):
     monkeypatch.setattr(conv, "LARGE_CELLS", 0)
-    mesh = mesh_of((WORLD.size,))
+    mesh = ms.init_mesh((WORLD.size,))
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
@@ -179,3 +182,25 @@ def test_statistics_about_an_offset(offset):
     torch.testing.assert_close(y, F.group_norm(x, 2), rtol=1e-11, atol=1e-11 * max(1, offset))
     narrow = F.group_norm(sharded.float(), 2).full_tensor()
     torch.testing.assert_close(narrow.double(), F.group_norm(x.float().double(), 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_on_a_device(kernel):
+    """Sums on their way to a device: nothing reads them before they are there."""
+    scale = values(4, seed=1).requires_grad_()
+    x = values(2, 4, 4 * WORLD.size, 5)
+    with emulated(kernel=kernel):
+        mesh = ms.init_mesh((WORLD.size,))
+        sharded = ms.distribute_tensor(x, mesh, (ms.Shard(2),)).requires_grad_()
+        y = F.group_norm(sharded, 2, scale)
+        a, b = (y * y * sharded.detach()).sum(), y.abs().mean()
+        loss = a * b
+        loss.backward()
+        got = loss.item(), sharded.grad.full_tensor(), scale.grad
+    whole, w = x.clone().requires_grad_(), scale.detach().clone().requires_grad_()
+    z = F.group_norm(whole, 2, w)
+    expected = (z * z * x).sum() * z.abs().mean()
+    expected.backward()
+    assert got[0] == pytest.approx(expected.item(), rel=1e-10)
+    torch.testing.assert_close(got[1], whole.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got[2], w.grad, rtol=1e-9, atol=1e-9)
