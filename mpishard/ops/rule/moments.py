@@ -63,11 +63,11 @@ def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]
     return mean, squares.sum(-1) + ((means - mean.unsqueeze(-1)).square() * cells).sum(-1)
 
 
-def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group | None) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over ranks, in float64: one reduction. Collective over the group.
+def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group | None) -> tuple[Tensor, Tensor, bool]:
+    """Return mean and biased variance over ranks, in float64, and whether a mean `is_large`. Collective over the group.
 
-    Where a mean is many deviations, the sums of squares would round: then they are summed again about the means, which
-    all ranks know by now.
+    One reduction. Where a mean is many deviations, the sums of squares would round: then they are summed again about
+    the means, which all ranks know by now.
 
     Parameters
     ----------
@@ -80,17 +80,17 @@ def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group 
     group
         Ranks that share the statistics; None: this one alone.
     """
-    if group is None:
-        return mean, m2 / count if count else m2 * torch.nan
     if not count:
-        return mean, m2 * torch.nan
+        return mean, m2 * torch.nan, False
+    if group is None:
+        return mean, m2 / count, bool(is_large(mean, m2 / count).any())
     sums = blocking.all_reduce(torch.stack([mean * own, m2 + mean.square() * own]), group) / count
     centre, var = sums[0], sums[1] - sums[0].square()
     if not is_large(centre, var).any():
-        return centre, var
+        return centre, var, False
     beside = mean - centre
     sums = blocking.all_reduce(torch.stack([beside * own, m2 + beside.square() * own]), group) / count
-    return centre + sums[0], sums[1] - sums[0].square()
+    return centre + sums[0], sums[1] - sums[0].square(), True
 
 
 def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
