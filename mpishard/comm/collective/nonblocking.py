@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from mpi4py import MPI
@@ -114,11 +115,15 @@ def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
     while _left and _left[0].poke():
         _left.popleft()
     pending = iall_reduce(x, group)
-    if not _left:
-        exit.on_finalize(_wait_for_rest)
+    _finish_at_end()
     # nobody may ask for it: MPI writes to its memory until it is through
     _left.append(pending)
     return pending
+
+
+@cache
+def _finish_at_end() -> None:
+    exit.on_finalize(_wait_for_rest)
 
 
 def _wait_for_rest() -> None:
