@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 
 class MpishardError(Exception):
     """Base class of every error that mpishard raises on purpose."""
@@ -71,3 +73,40 @@ def described(what: str, *, expected: object, got: object, fix: str) -> str:
         One text, the same on every rank for the same arguments.
     """
     return f"{what}\n  expected: {expected}\n  got:      {got}\n  fix:      {fix}"
+
+
+def ranges_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and last rank of every run of consecutive ranks. Not collective."""
+    ranges: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = ranges[-1][0], rank
+        else:
+            ranges.append((rank, rank))
+    return ranges
+
+
+_LISTED = 16  # ranges
+
+
+def ranks_text(ranges: Sequence[tuple[int, int]], count: int | None = None) -> str:
+    """Return how a text names ranks: "rank 3", "ranks 3, 7-12 and 40".
+
+    Not collective.
+
+    Parameters
+    ----------
+    ranges
+        First and last rank of every run, as of `ranges_of`.
+    count
+        How many ranks there are, where ``ranges`` are but the first of them.
+    """
+    known = sum(last - first + 1 for first, last in ranges)
+    count = known if count is None else count
+    words: list[str] = []
+    for first, last in ranges[:_LISTED]:
+        words += [f"{first}-{last}"] if last - first > 1 else [str(r) for r in range(first, last + 1)]
+    if count > known or len(ranges) > _LISTED:
+        words.append("others")
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "none"
+    return f"rank{'s' * (count > 1)} {listed}{f' ({count} ranks)' * (count > 8)}"

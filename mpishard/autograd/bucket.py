@@ -31,7 +31,9 @@ class _Buckets:
         self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
         self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
         self._suspect: dict[Replica, Tensor] = {}
+        self._nbytes: dict[_Key, int] = {}
         self._postponed: deque[Callable[[], None]] = deque()
+        self._deferred: Callable[[], None] | None = None
 
     def postpone(self, finish: Callable[[], None]) -> None:
         """Have what is under way finished later in the pass; few at a time, as each holds memory."""
@@ -39,9 +41,22 @@ class _Buckets:
             self._postponed.popleft()()
         self._postponed.append(finish)
 
+    def defer(self, compute: Callable[[], None]) -> None:
+        """Have a gradient of `add`, which is zeros now, computed later in the pass; one at a time holds memory."""
+        self.run_deferred()
+        self._deferred = compute
+
+    def run_deferred(self) -> None:
+        """Compute what was deferred."""
+        compute, self._deferred = self._deferred, None
+        if compute is not None:
+            compute()
+
     def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
         key = mesh, mesh_dims, g.dtype
+        if held or is_withholding():
+            self.run_deferred()
         if is_withholding():
             withhold(param, key, g)
             replica.postpone(param)
@@ -56,7 +71,8 @@ class _Buckets:
     def _put(self, param: Tensor, key: _Key, g: Tensor) -> None:
         bucket = self._open.setdefault(key, [])
         bucket.append((param, g))
-        if sum(grad.nbytes for _, grad in bucket) >= BUCKET_NBYTES:
+        nbytes = self._nbytes[key] = self._nbytes.get(key, 0) + g.nbytes
+        if nbytes >= BUCKET_NBYTES:
             self._start(key)
 
     def _start(self, key: _Key) -> None:
@@ -64,12 +80,15 @@ class _Buckets:
         self._travelling.append((iall_reduce(flat, group), params))
 
     def _close(self, key: _Key) -> tuple[Tensor, Group, list[Tensor]]:
+        self.run_deferred()
         mesh, mesh_dims, _ = key
         bucket = self._open.pop(key)
+        del self._nbytes[key]
         return torch.cat([g.reshape(-1) for _, g in bucket]), mesh.group(mesh_dims), [p for p, _ in bucket]
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
+        self.run_deferred()
         while self._postponed:
             self._postponed.popleft()()
         if held and not is_withholding():
@@ -132,6 +151,31 @@ def postpone(finish: Callable[[], None]) -> bool:
     return bool(_active)
 
 
+def defer(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """Return zeros for the gradient of a weight, which are filled later in the backward pass, if that is allowed.
+
+    Not collective, nor is ``compute``. Allowed is it where nothing but the buckets reads the gradient: of what `use`
+    has returned.
+    """
+    if not _active or not isinstance(weight.grad_fn, _UseParameter._backward_cls):  # type: ignore[attr-defined]
+        return None
+    g = torch.zeros_like(weight, requires_grad=False)
+    stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+
+    def fill() -> None:
+        with torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[arg-type]
+            g.copy_(compute())
+
+    _active[-1].defer(fill)
+    return g
+
+
+def run_deferred() -> None:
+    """Compute what `defer` has left, as nothing else is to be done. Not collective."""
+    if _active:
+        _active[-1].run_deferred()
+
+
 def is_postponing() -> bool:
     """Tell whether a backward pass goes on that adds to ``.grad`` at its end. Not collective."""
     return bool(_active)
@@ -153,6 +197,7 @@ class _UseParameter(Function):
         if _active and not replica.direct and not param._backward_hooks and len(param._post_accumulate_grad_hooks) == 1:
             _active[-1].add(param, replica, grads[0], ctx.mesh, ctx.mesh_dims)
             return None, None, None, None
+        run_deferred()
         return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, grads[0]), None, None, None
 
 

@@ -15,15 +15,16 @@ transfer of boxes      the transfer back        Shard, Replicate -> Shard, Repli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import LocalMap, Step, apply, pair, same
+from mpishard.autograd.linear import LocalMap, Step, apply, in_transform, pair, same
 from mpishard.comm.collective import blocking
+from mpishard.comm.collective.nonblocking import PendingReduction, start_local_sum
 from mpishard.comm.collective.transfer import run_transfer
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
 
 
@@ -67,6 +68,47 @@ def sum_partial(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor
     Adjoint: the identity.
     """
     return apply(use_step(mesh, mesh_dims).adjoint, x) if mesh_dims else x
+
+
+class _StartedSum:
+    """The sum of `sum_partial`, which is under way when the op returns."""
+
+    __slots__ = ("_group", "adjoint", "pending")
+
+    def __init__(self, group: Group, adjoint: Step) -> None:
+        self._group, self.adjoint = group, adjoint
+        self.pending: PendingReduction | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        self.pending = start_local_sum(y.detach(), self._group)
+        return y if self.pending else self.adjoint.adjoint(x)
+
+
+def start_sum_partial(
+    x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], then: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    """Start `sum_partial`; return its result, and what waits for it and returns ``then`` of it.
+
+    Collective over ``mesh_dims``; what waits is not. Where a sum cannot be waited for by a rank alone, all is done, and
+    nothing is to be called.
+    """
+    if in_transform() or torch.is_inference_mode_enabled():
+        return then(sum_partial(x, mesh, mesh_dims)), None
+    op = _StartedSum(mesh.group(mesh_dims), use_step(mesh, mesh_dims))
+    y = apply(op, x)
+    pending = op.pending
+    if pending is None:
+        return then(y), None
+    recording = torch.is_grad_enabled()
+
+    def settle() -> Tensor:
+        with torch.no_grad():
+            pending.wait()
+        with torch.set_grad_enabled(recording):
+            return then(y)
+
+    return y, settle
 
 
 def redistribute(x: Tensor, mesh: CartMesh, source: Layout, target: Layout) -> Tensor:

@@ -8,16 +8,15 @@ first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.withhold import held, note_accumulated
-from mpishard.comm import guard
+from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError, described
@@ -183,15 +182,17 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     if not apart.any():
         return
     odd = int(apart.nonzero()[0])
-    values = group.comm.allgather(own[odd].tolist())
+    with guard.waiting("replicated parameters", (), group.comm):
+        values = disagreement.kinds(group.comm, "sum {:.9g}, norm {:.9g}".format(*own[odd].tolist()))
+    unlike = disagreement.unlike(values)
     what = "parameters" if odd % 2 == 0 else "gradients"
     differ = [due[i // 2][0].name for i in apart.nonzero().flatten().tolist() if i % 2 == odd % 2]
     raise DesyncError(
         described(
             f"{what} differ between ranks: {', '.join(differ[:4])}{' and more' if len(differ) > 4 else ''} "
-            f"({_odd_ones(values)})",
+            f"({f'{unlike} unlike the others' if unlike else 'on many ranks'})",
             expected=f"the same on every rank of {mesh.outline}: each holds a copy",
-            got="norms " + ", ".join(f"{norm:.6g}" for _, norm in values[:8]) + (", ..." if len(values) > 8 else ""),
+            got="; ".join(map(str, values)),
             fix="nothing sums over data that lie outside the mesh: make one ShardTensor of the whole mesh of a batch "
             "of which ranks hold parts (ShardTensor.from_local(batch, mesh, ms.Shard(0)): a mean is then over all); or "
             "average replicas with torch's DistributedDataParallel(ms.distribute_module(model, mesh['y'])); a plain "
@@ -214,10 +215,3 @@ def _digest(x: Tensor | None) -> Tensor:
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
     return found.cpu().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
-
-
-def _odd_ones(values: Sequence[Any]) -> str:
-    counts = [sum(v == other for other in values) for v in values]
-    odd = [rank for rank, n in enumerate(counts) if n < max(counts)]
-    few = 0 < len(odd) < len(values) / 2
-    return f"rank {', '.join(map(str, odd))} unlike the others" if few else "on many ranks"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import hashlib
 import os
 import socket
 import sys
@@ -20,6 +22,7 @@ _PID = os.getpid()
 # Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
 GRACE_S = 2.0
 _FORWARDED_S = 0.2
+_SETTLED_S = 1.0
 
 
 # uncaught exceptions
@@ -59,15 +62,38 @@ def install() -> None:
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None, previous: Any) -> None:
-    if getattr(error, "_told_by_rank_0", False):
+    told = getattr(error, "_told_by_rank_0", False)
+    if told:
         # every rank has this error: time for the first to print it for all
-        time.sleep(1.0)
+        time.sleep(_SETTLED_S)
+    if not _first_of_node(kind, trace):
+        # time for the one that prints
+        time.sleep(_SETTLED_S)
+    elif told:
         say(f"[{place()}] {kind.__name__}: {error}\n")
     elif previous is sys.__excepthook__:
         say(f"[{place()}] uncaught exception:\n{''.join(traceback.format_exception(kind, error, trace))}")
     else:
         say(f"[{place()}] uncaught exception:\n")
         previous(kind, error, trace)
+
+
+def _first_of_node(kind: type[BaseException], trace: TracebackType | None) -> bool:
+    """Tell whether no other rank of this node has failed at this place. Not collective."""
+    where = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(trace)]
+    # ranks of one job have one parent, mostly; where they have not, each is the first
+    name = hashlib.blake2b(repr((os.getppid(), os.getuid(), kind.__name__, where)).encode(), digest_size=16).hexdigest()
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        # a name in the kernel, given to one process until it ends
+        claim.bind(f"\0mpishard-{name}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    _claims.append(claim)
+    return True
+
+
+_claims: list[socket.socket] = []
 
 
 def _abort(status: int) -> NoReturn:

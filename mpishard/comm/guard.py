@@ -6,7 +6,6 @@ Everything here works on communicators of mpi4py and knows nothing of meshes or 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import threading
@@ -20,10 +19,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
+from mpishard.comm import disagreement
 from mpishard.comm.exit import GRACE_S, end, place, say
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import DesyncError, MpishardError, described
+from mpishard.errors import DesyncError, MpishardError, described, ranges_of, ranks_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def agree(
 ) -> tuple[int, int]:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 40 bytes where all is well.
+    Collective. One reduction of 40 bytes where all is well; else some kilobytes, whatever the number of ranks.
 
     Parameters
     ----------
@@ -84,28 +84,7 @@ def agree(
         return numbers
     # named for what is agreed on: where a rank never comes, this is all that is known of it
     op = f"agreement on {signature[:60]}" if signature else "agreement"
-    most = _unanimous(comm, error is not None, f"agree|{signature}", op, numbers)
-    if most is not None:
-        return most
-    mine = None if error is None else (_public_type(error), _text_of(error))
-    with waiting(op, (), comm):
-        everyone = comm.allgather((mine, signature))
-    failed = {rank: told for rank, (told, _) in enumerate(everyone) if told is not None}
-    if failed:
-        name, text = failed[min(failed)]
-        same = [rank for rank, told in failed.items() if told == (name, text)]
-        if error is not None and len(same) == len(everyone) and type(error).__name__ == name:
-            raise common(error, comm)
-        if len(same) < len(everyone):
-            text += f"\n  raised on: {_ranks(same)} of {len(everyone)}"
-        if len(same) < len(failed):
-            text += f" (for other reasons on {_ranks([r for r in failed if r not in same])})"
-        agreed = getattr(errors, name)(text)
-        # not as its cause: the text would be printed twice
-        agreed.__traceback__ = None if error is None else error.__traceback__
-    else:
-        agreed = _desync([text for _, text in everyone])
-    raise common(agreed, comm) from None
+    return _agree(comm, error, "agree", signature, op, numbers)
 
 
 def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtype: object = None) -> None:
@@ -135,12 +114,8 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
         return
     call = f"call {count[0]}: {op}"
     call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
-    if _unanimous(comm, False, f"check|{call}", call) is not None:
-        return
-    # a rank that is in `agree` instead sends the same kind of pair
-    with waiting(call, (), comm):
-        everyone = comm.allgather((None, call))
-    raise common(_desync([text for _, text in everyone]), comm)
+    # a rank that is in `agree` instead sends the same
+    _agree(comm, None, "check", call, call)
 
 
 _COUNT_KEYVAL: list[int] = []
@@ -157,16 +132,47 @@ def _calls(comm: MPI.Comm) -> list[int]:
     return count  # type: ignore[no-any-return]
 
 
-def _unanimous(
-    comm: MPI.Intracomm, failed: bool, text: str, op: str, numbers: tuple[int, int] = (0, 0)
-) -> tuple[int, int] | None:
-    """Return the largest of the ranks' numbers, or None where one has failed or has another text."""
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = np.array([failed, digest, -digest, *numbers], np.int64)
+def _agree(
+    comm: MPI.Intracomm,
+    error: BaseException | None,
+    kind: str,
+    text: str,
+    op: str,
+    numbers: tuple[int, int] = (0, 0),
+) -> tuple[int, int]:
+    """Return the largest of the ranks' numbers, or raise where one has failed or has another kind of call or text."""
+    digest = disagreement.digest_of(f"{kind}|{text}")
+    size = comm.Get_size()
+    first = 0 if error is None else size - comm.Get_rank()
+    mine = np.array([first, digest, -digest, *numbers], np.int64)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
         comm.Allreduce(mine, most, MPI.MAX)
-    return (int(most[3]), int(most[4])) if not most[0] and most[1] == -most[2] else None
+        if not most[0] and most[1] == -most[2]:
+            return int(most[3]), int(most[4])
+        if most[0]:
+            agreed = _failure(comm, error, size - int(most[0]))
+        else:
+            agreed = _desync(disagreement.kinds(comm, text))
+    raise common(agreed, comm) from None
+
+
+def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
+    """Return the error of the rank ``first``, the lowest one that has one, on every rank."""
+    size = comm.Get_size()
+    mine = None if error is None else f"{_public_type(error)}|{_text_of(error)}"
+    same, others = disagreement.first_told(comm, first, mine)
+    name, _, text = same.text.partition("|")
+    if error is not None and same.number == size and type(error).__name__ == name:
+        return error
+    if same.number < size:
+        text += f"\n  raised on: {same.ranks} of {size}"
+    if others.number:
+        text += f" (for other reasons on {others.ranks})"
+    agreed: MpishardError = getattr(errors, name)(text)
+    # not as its cause: the text would be printed twice
+    agreed.__traceback__ = None if error is None else error.__traceback__
+    return agreed
 
 
 def common(error: E, comm: MPI.Comm) -> E:
@@ -175,19 +181,14 @@ def common(error: E, comm: MPI.Comm) -> E:
     return error
 
 
-def _desync(texts: list[str]) -> DesyncError:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    by_count = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
-    got = "; ".join(f"{_ranks(who)}: {text or 'nothing in particular'}" for text, who in by_count)
-    several = len(by_count[0][1]) > len(by_count[1][1])
-    odd = f" ({_ranks(sorted(r for _, who in by_count[1:] for r in who))} differs)" if several else ""
+def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
+    odd = disagreement.unlike(found)
+    odd = f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else ""
     return DesyncError(
         described(
             f"ranks made different calls{odd}",
             expected="the same call, with the same arguments, on every rank",
-            got=got,
+            got="; ".join(map(str, found)),
             fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
         )
     )
@@ -202,10 +203,6 @@ def _public_type(error: BaseException) -> str:
 
 def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # watchdog
@@ -345,14 +342,13 @@ def _pending(peers: Peers, comm: MPI.Comm | None) -> str:
     try:
         peers = list(_asked(peers) if callable(peers) else peers)
         if comm is None:
-            return _ranks(peers) if peers else "other ranks"
+            return ranks_text(ranges_of(peers)) if peers else "other ranks"
         size = comm.Get_size()
         peers = peers or [rank for rank in range(size) if rank != comm.Get_rank()]
         if min(peers, default=0) < 0 or max(peers, default=0) >= size:
             raise ValueError(f"{peers} of {size}")  # MPI libraries crash at such a rank
         world = comm.Get_group().Translate_ranks(peers, MPI.COMM_WORLD.Get_group())
-        which = _ranks(world if len(world) <= 64 else world[:64])
-        return f"{which}{' and more' if len(world) > 64 else ''} of {MPI.COMM_WORLD.Get_size()}"
+        return f"{ranks_text(ranges_of(world))} of {MPI.COMM_WORLD.Get_size()}"
     except Exception as error:  # noqa: BLE001 (the report and the abort must come, whatever the state)
         return f"other ranks ({error})"
 

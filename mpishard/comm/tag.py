@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.lifetime import family_of
-from mpishard.errors import DesyncError, described
+from mpishard.errors import DesyncError, described, ranges_of, ranks_text
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
@@ -121,7 +121,7 @@ def crossed(
         What MPI said, if anything.
     """
     world = MPI.COMM_WORLD
-    ranks = sorted(set(comm.Get_group().Translate_ranks(sorted(set(peers)), world.Get_group())))
+    ranks = comm.Get_group().Translate_ranks(sorted(set(peers)), world.Get_group())
     came = []
     for source, tag, nbytes, _ in found:
         (rank,) = comm.Get_group().Translate_ranks([source], world.Get_group())
@@ -129,7 +129,7 @@ def crossed(
     right = f"{found[0][3]} bytes of this call" if found else "messages of this call"
     return DesyncError(
         described(
-            f"ranks made different calls: rank {world.Get_rank()}, in {op}, with rank(s) {', '.join(map(str, ranks))}",
+            f"ranks made different calls: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
             expected=right,
             got="; ".join(came) or str(error),
             fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpishard.comm import disagreement, guard
+from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Replicate, Shard
 from mpishard.nn.module import distribute_module
@@ -78,8 +80,8 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
         "parameter gradient": max((_apart(g, h, largest) for g, h in pairs[own:]), default=0.0),
         "buffer": max(map(_apart, on_shards.buffers(), in_one.buffers()), default=0.0),
     }
-    everywhere = mesh.comm.allgather(found)
-    return {name: max(here[name] for here in everywhere) for name in found}
+    most = all_reduce(torch.tensor([*found.values()], dtype=torch.float64), mesh.group(tuple(range(mesh.ndim))), "max")
+    return dict(zip(found, most.tolist()))
 
 
 def _state(module: nn.Module) -> list[Tensor]:
@@ -141,6 +143,7 @@ def _largest(x: Tensor) -> float:
 def _agreed(mesh: CartMesh, what: str, got: list[Any], expected: list[Any]) -> None:
     """Raise on every rank where on any rank they differ. Collective."""
     own = None if got == expected else f"on shards {got}, in one process {expected}"
-    texts = [text for text in mesh.comm.allgather(own) if text]
-    if texts:
-        raise AssertionError(f"compare_module: {what} differ: {texts[0]}")
+    with guard.waiting("compare_module", (), mesh.comm):
+        found = disagreement.any_told(mesh.comm, own)
+    if found:
+        raise AssertionError(f"compare_module: {what} differ: {found.text}")

@@ -316,6 +316,35 @@ def wrap(local: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     return self
 
 
+class _Pending(ShardTensor):
+    """A ShardTensor whose block is under way; it becomes an ordinary one where somebody asks for the block."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        settle = self.__dict__.pop("_settle", None) if name == "block" else None
+        if settle is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        block = settle()
+        self.__class__ = ShardTensor  # type: ignore[assignment]
+        self.block = block
+        return block
+
+
+def wrap_pending(
+    settle: Callable[[], Tensor], like: Tensor, dtype: torch.dtype, layout: Layout, mesh: CartMesh
+) -> ShardTensor:
+    """Return a ShardTensor whose block, on the device of ``like``, ``settle`` returns when it is first used.
+
+    Not collective; nor may ``settle`` be.
+    """
+    self: ShardTensor = _subclass(_Pending, layout.shape, None, None, None, dtype, _strided, like.device)
+    self.__dict__["_settle"] = settle
+    self.sharding = layout
+    self.mesh = mesh
+    return self
+
+
 def root_of(x: ShardTensor) -> tuple[Tensor, Layout]:
     """Return the block that autograd knows ``x`` by, and its layout. Not collective."""
     if x._root is not None:

@@ -123,3 +123,11 @@ if rank == 0:
     outcome = job(2, body)
     assert outcome.status == 0, outcome.output
     assert outcome.output == "3 True 2\n"
+
+
+def test_one_traceback_a_node(job):
+    """All ranks fail alike, without having agreed on it: one of them says so."""
+    outcome = job(3, "world.Barrier()\nraise ValueError('everywhere')")
+    assert outcome.status != 0
+    assert outcome.output.count("Traceback (most recent call last)") == 1
+    assert outcome.output.count("ValueError: everywhere") == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, exit, guard
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import as_bytes, dense, spans
@@ -91,6 +93,45 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
         return x if work is x else x.copy_(work)
 
     return PendingReduction(requests, finish, group)
+
+
+_left: deque[PendingReduction] = deque()
+
+
+def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
+    """Start a sum that each rank may wait for, or not, when it likes: no communication is left to `wait`.
+
+    Collective over the group, but for ``wait()``. None where that cannot be: the caller sums at once.
+
+    Parameters
+    ----------
+    x
+        Small contiguous tensor that receives the sum.
+    group
+        Ranks that take part.
+    """
+    if x.nbytes > _LOCAL_NBYTES or in_order(None) or guard.looked_out():
+        return None
+    while _left and _left[0].poke():
+        _left.popleft()
+    pending = iall_reduce(x, group)
+    _finish_at_end()
+    # nobody may ask for it: MPI writes to its memory until it is through
+    _left.append(pending)
+    return pending
+
+
+@cache
+def _finish_at_end() -> None:
+    exit.on_finalize(_wait_for_rest)
+
+
+def _wait_for_rest() -> None:
+    while _left:
+        _left.popleft().wait()
+
+
+_LOCAL_NBYTES = 1 << 16
 
 
 def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> PendingReduction:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Far
 from mpishard.comm.coupling.patience import Circle, Presence, Wait, presence
-from mpishard.errors import MpishardError, PeerError, described
+from mpishard.errors import MpishardError, PeerError, described, ranges_of, ranks_text
 
 
 def greet(
@@ -123,9 +123,10 @@ def meet_peers(
     while not MPI.Request.Testall(requests):
         if not wait.pause():
             silent = [p for p, request in zip(peers, requests) if not request.Test()]
+            who = ranks_text(ranges_of(p - far.first for p in silent))
             error = PeerError(
                 described(
-                    f"connect: ranks {[p - far.first for p in silent]} of program {other!r} did not come",
+                    f"connect: {who} of program {other!r} did not come",
                     expected=f"all its ranks within {timeout_s:g} s",
                     got="some of them",
                     fix="look whether they died or hang",

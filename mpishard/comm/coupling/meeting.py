@@ -16,7 +16,7 @@ from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.patience import Circle, Wait
 from mpishard.comm.coupling.wire import Entry, Roll
-from mpishard.errors import MpishardError, PeerError, described
+from mpishard.errors import MpishardError, PeerError, described, ranges_of, ranks_text
 
 # a rank gives up after those below it in the tree, and before those above
 _LEVEL_S = 0.2
@@ -205,9 +205,8 @@ def _one_name(entries: Sequence[Entry]) -> str:
 
 def _absent(ranks: Sequence[int], roll: Roll, size: int, timeout_s: float) -> str:
     here = ", ".join(f"{e.name!r} ({e.ranks})" for e in roll.entries)
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
     return described(
-        f"join: {who} of MPI_COMM_WORLD did not come",
+        f"join: {ranks_text(ranges_of(ranks))} of MPI_COMM_WORLD did not come",
         expected=f"all {size} ranks of the job within {timeout_s:g} s",
         got=f"so far, programs with ranks: {here or 'none'}",
         fix="call join in every program of the job, on all of its ranks; give a longer timeout where one starts late",

@@ -20,7 +20,7 @@ from mpishard.layout import Layout
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
-from mpishard.ops.rule.reduction import HALVES, reduced
+from mpishard.ops.rule.reduction import HALVES, reduced, summed
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -91,16 +91,17 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
         if reduction == "none":
             return wrap(call("none"), out, mesh)
         dtype = torch.result_type(local[names[0]], local[names[1]])
-        total = _total(_local_sum(call, dtype), mesh, out)
-        if reduction != "sum":
+        total = _local_sum(call, dtype)
+        count = math.prod(out.shape)
+        if reduction == "batchmean":
             named_shape = named[names[0]].shape
-            total = total / (
-                (named_shape[0] if named_shape else 1) if reduction == "batchmean" else math.prod(out.shape)
-            )
+            count = named_shape[0] if named_shape else 1
+        result = total.dtype
         if dtype in HALVES:  # torch's own dtype, also under autocast
             cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
-            total = total.to(func(**cells, reduction="sum").dtype)
-        return _scalar(total, mesh)
+            result = func(**cells, reduction="sum").dtype
+        then = (lambda t: t.to(result)) if reduction == "sum" else (lambda t: (t / count).to(result))
+        return summed(total, mesh, reduced(out, None).over, replicated_layout(mesh, ()), then, result)
 
     return rule
 

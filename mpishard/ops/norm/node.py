@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.bucket import run_deferred, use
 from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import sum_partial
-from mpishard.comm.collective import blocking
+from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.ops.norm.channels_last import (
     add_columns_scaled,
@@ -27,7 +27,7 @@ from mpishard.ops.norm.channels_last import (
     columns_scaled,
     in_columns,
 )
-from mpishard.ops.rule.moments import chan, dots, global_moments, is_large, row_moments
+from mpishard.ops.rule.moments import chan, dots, global_moments, row_moments
 from mpishard.ops.rule.reduction import HALVES
 
 
@@ -41,8 +41,8 @@ class Rows(NamedTuple):
         over all samples.
     count
         Global number of cells per statistic.
-    counts
-        Cells per statistic on each rank of ``over``.
+    own
+        Cells of this rank per statistic.
     over
         Mesh dims whose ranks share statistics.
     used
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
     c: int
     groups: int
     count: int
-    counts: tuple[int, ...]
+    own: int
     over: tuple[int, ...]
     used: tuple[int, ...]
 
@@ -91,9 +91,9 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return centre, m2.sum(0) + length * (mean - centre).square().sum(0)
 
 
-def _centred(x: Tensor, mean: Tensor, rstd: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return a block less a number near its means, and their means then, where products with them would round."""
-    if x.dtype != torch.float32 or not x.numel() or x.is_meta or not is_large(mean * rstd, torch.ones_like(mean)).any():
+def _centred(x: Tensor, mean: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return a block less a number near its means, with which products would round, and their means then."""
+    if x.dtype != torch.float32 or not x.numel() or x.is_meta:
         return x, mean
     near = mean.float()
     per_row = rows.spread(near).reshape(rows.n, rows.c, *[1] * (x.ndim - 2))
@@ -124,9 +124,9 @@ class Normalise(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, mean and biased variance. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
-        mean, var = global_moments(*local_moments(x, rows), rows.counts, rows.count, _group(mesh, rows))
+        mean, var, large = global_moments(*local_moments(x, rows), rows.own, rows.count, _group(mesh, rows))
         rstd = (var + eps).rsqrt()
-        near, beside = _centred(x, mean, rstd, rows)
+        near, beside = _centred(x, mean, rows) if large else (x, mean)
         scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
         if weight is not None:
             w = weight.to(scale.dtype)
@@ -136,7 +136,7 @@ class Normalise(Function):
         wide = torch.float32 if x.dtype in HALVES else x.dtype
         y = _scaled(near, scale.to(wide), offset.to(wide))
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
+        ctx.rows, ctx.mesh, ctx.eps, ctx.large = rows, mesh, eps, large
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         return y, mean, var
@@ -152,7 +152,8 @@ class Normalise(Function):
         if differentiated_again():
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
-        x, mean = _centred(x, mean, rstd, rows)
+        if ctx.large:
+            x, mean = _centred(x, mean, rows)
         if are_columns(x):
             dy = in_columns(dy)
             both = column_dots(dy, x)
@@ -163,20 +164,24 @@ class Normalise(Function):
         by_one, by_x = (t.view(rows.n, rows.c) for t in both)
         w = 1.0 if weight is None else weight.to(rstd.dtype)
         dx = dw = db = None
+        sums = pending = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
-            if rows.over:
-                sums = blocking.all_reduce(sums, mesh.group(rows.over))
+            pending = iall_reduce(sums, mesh.group(rows.over)) if rows.over else None
+        # while the sums travel: what only the end of the pass asks for, the gradients of weights
+        run_deferred()
+        if ctx.needs_input_grad[1]:
+            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = by_one.sum(0).to(bias.dtype)
+        if sums is not None:
+            sums = sums if pending is None else pending.wait()
             along_x = (sums[1] - mean * sums[0]) * rstd / rows.count  # mean of the cotangent times x-hat
             slope = -rstd * rstd * along_x
             offset = -rstd * sums[0] / rows.count - slope * mean
             wide = torch.float32 if x.dtype in HALVES else x.dtype
             scale = (rows.spread(rstd) * w).to(wide)
             dx = _combined(dy, x, scale, rows.spread(slope).to(wide), rows.spread(offset).to(wide))
-        if ctx.needs_input_grad[1]:
-            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            db = by_one.sum(0).to(bias.dtype)
         return dx, dw, db, None, None, None
 
 
@@ -229,6 +234,6 @@ def normalised(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
     if in_transform():
-        mean, var = global_moments(*local_moments(x.detach(), rows), rows.counts, rows.count, _group(mesh, rows))
+        mean, var, _ = global_moments(*local_moments(x.detach(), rows), rows.own, rows.count, _group(mesh, rows))
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
     return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]

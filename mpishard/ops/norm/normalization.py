@@ -17,13 +17,13 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, scaled
+from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
-from mpishard.ops.rule.reduction import HALVES, counts_over, reduced
+from mpishard.ops.rule.reduction import HALVES, reduced
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -43,11 +43,12 @@ def _plan_rows(x: ShardTensor, groups: int) -> Rows:
     per_group = shape[1] // groups if groups else 1
     dims = tuple(range(2, len(shape))) if groups else (0, *range(2, len(shape)))
     over = reduced(layout, dims).over if dims else ()
-    counts = scaled(counts_over(mesh, layout, dims, over), per_group)
     used = tuple(m for m in layout.sharded_mesh_dims if layout.placements[m].dim != 1)  # type: ignore[union-attr]
-    n, c = layout.local_shape(mesh.coords)[:2]
+    local = layout.local_shape(mesh.coords)
+    n, c = local[:2]
+    own = per_group * math.prod(local[d] for d in dims)
     count = per_group * math.prod(shape[d] for d in dims)
-    return Rows(n, c, c // per_group if groups else 0, count, counts, over, used)
+    return Rows(n, c, c // per_group if groups else 0, count, own, over, used)
 
 
 def _rows_of(x: ShardTensor, groups: int) -> Rows:
@@ -293,8 +294,8 @@ def _used(t: Any, x: ShardTensor) -> Any:
 
 def _plan_last(x: ShardTensor, dims: tuple[int, ...], over: tuple[int, ...]) -> Rows:
     local = x.sharding.local_shape(x.mesh.coords)
-    counts = counts_over(x.mesh, x.sharding, dims, over)
-    return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x.sharding, dims).count, counts, over, ())
+    own = math.prod(local[d] for d in dims)
+    return Rows(math.prod(local[: dims[0]]), 1, 1, reduced(x.sharding, dims).count, own, over, ())
 
 
 @implements(F.layer_norm, torch.layer_norm, sharded="reduction")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.autograd.redistribute import sum_partial
-from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced
+from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced, summed
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -26,10 +26,10 @@ def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: An
             return wrap(local.sum(plan.dims, keepdim), plan.out, x.mesh)
         return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
     if (dtype or local.dtype) not in HALVES:
-        return wrap(sum_partial(torch.sum(local, plan.dims, keepdim, dtype=dtype), x.mesh, plan.over), plan.out, x.mesh)
+        return summed(torch.sum(local, plan.dims, keepdim, dtype=dtype), x.mesh, plan.over, plan.out)
     dtype = dtype or torch.sum(local.new_zeros(())).dtype
-    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=torch.float32), x.mesh, plan.over)
-    return wrap(total.to(dtype), plan.out, x.mesh)
+    total = torch.sum(local, plan.dims, keepdim, dtype=torch.float32)
+    return summed(total, x.mesh, plan.over, plan.out, lambda t: t.to(dtype), dtype)
 
 
 @implements(torch.mean, torch.Tensor.mean, sharded="reduction")
@@ -48,8 +48,8 @@ def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: A
         # torch's word on its dtype, also under autocast, or on why there is none
         result = torch.mean(local.new_zeros(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
-    total = sum_partial(torch.sum(local, plan.dims, keepdim, dtype=wide), x.mesh, plan.over)
-    return wrap((total / plan.count).to(result), plan.out, x.mesh)
+    total = torch.sum(local, plan.dims, keepdim, dtype=wide)
+    return summed(total, x.mesh, plan.over, plan.out, lambda t: (t / plan.count).to(result), result)
 
 
 def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple[Any, bool]:

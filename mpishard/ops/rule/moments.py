@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from mpishard.comm.mesh import Group
 
 BLOCK = 1 << 15  # cells that are read twice from cache
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
-_GATHERED_NBYTES = 1 << 16  # statistics of all ranks together
 
 
 def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,8 +27,7 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         own = v.to(wide)
         var, mean = torch.var_mean(own, 1, correction=0)
         exact = mean.double()
-        # of a tensor without values nobody can tell
-        if wide == torch.float32 and not v.is_meta and is_large(mean, var).any():
+        if wide == torch.float32 and any_large(mean, var):
             exact += (own - mean.unsqueeze(1)).mean(1)
         return exact, var.double() * n
     starts = range(0, n, BLOCK)
@@ -58,6 +54,11 @@ def is_large(mean: Tensor, var: Tensor) -> Tensor:
     return mean.square() > _OFFSET * _OFFSET * var
 
 
+def any_large(mean: Tensor, var: Tensor) -> bool:
+    """Tell whether any mean `is_large`; without values, none is known to be."""
+    return not mean.is_meta and bool(is_large(mean, var).any())
+
+
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     """Combine along the last dim the moments of ``cells`` values each. Not collective."""
     total = cells.sum()
@@ -67,37 +68,34 @@ def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]
     return mean, squares.sum(-1) + ((means - mean.unsqueeze(-1)).square() * cells).sum(-1)
 
 
-def global_moments(
-    mean: Tensor, m2: Tensor, counts: Sequence[int], count: int, group: Group | None
-) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over ranks, in float64. Collective over the group.
+def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group | None) -> tuple[Tensor, Tensor, bool]:
+    """Return mean and biased variance over ranks, in float64, and whether a mean `is_large`. Collective over the group.
+
+    One reduction. Where a mean is many deviations, the sums of squares would round: then they are summed again about
+    the means, which all ranks know by now.
 
     Parameters
     ----------
     mean, m2
         This rank's, as of `row_moments`.
-    counts
-        Cells behind them on every rank of the group.
+    own
+        Cells of this rank behind each.
     count
-        Their sum.
+        Those of all ranks of the group.
     group
         Ranks that share the statistics; None: this one alone.
     """
-    if group is not None:
-        both = torch.stack([mean, m2])
-        if both.nbytes * group.size <= _GATHERED_NBYTES:
-            every = blocking.all_gather(both.unsqueeze(0), group, 0, (1,) * group.size)
-            cells = torch.tensor(counts, dtype=torch.float64, device=mean.device)
-            first = next((i for i, n in enumerate(counts) if n), 0)
-            # a rank without cells must not be the reference
-            every = every.roll(-first, 0).movedim(0, -1)
-            mean, m2 = chan(every[0], every[1], cells.roll(-first))
-        else:
-            own = counts[group.rank]
-            centre = blocking.all_reduce(mean * (own / max(1, count)), group)
-            m2 = blocking.all_reduce(m2 + own * (mean - centre).square(), group)
-            mean = centre
-    return mean, m2 / count if count else m2 * torch.nan
+    if not count:
+        return mean, m2 * torch.nan, False
+    if group is None:
+        return mean, m2 / count, any_large(mean, m2 / count)
+    sums = blocking.all_reduce(torch.stack([mean * own, m2 + mean.square() * own]), group) / count
+    centre, var = sums[0], sums[1] - sums[0].square()
+    if not any_large(centre, var):
+        return centre, var, False
+    beside = mean - centre
+    sums = blocking.all_reduce(torch.stack([beside * own, m2 + beside.square() * own]), group) / count
+    return centre + sums[0], sums[1] - sums[0].square(), True
 
 
 def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

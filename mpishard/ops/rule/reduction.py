@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import apply, pair
+from mpishard.autograd.linear import apply, pair, same
+from mpishard.autograd.redistribute import start_sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, are_equal, as_block_sizes, layout_of, repeated
 from mpishard.ops.rule.dim import CACHED, normal_dim
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap, wrap_pending
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -90,6 +91,27 @@ def _without(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
     shape = [1 if d in dims else layout.shape[d] for d in left]
     sizes = [None if d in dims else layout.sizes[d] for d in left]
     return layout_of(layout.mesh_shape, placements, shape, sizes)
+
+
+def summed(
+    local: Tensor,
+    mesh: CartMesh,
+    over: tuple[int, ...],
+    out: Layout,
+    then: Callable[[Tensor], Tensor] = same,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:
+    """Return ``then`` of the sum of the ranks' ``local`` as a ShardTensor of dtype ``dtype``, if that is another.
+
+    Collective over ``over``; the sum travels until somebody asks for the result, so that several travel together.
+    ``then`` makes a tensor of a tensor by operations whose gradients keep none.
+    """
+    if not over:
+        return wrap(then(local), out, mesh)
+    y, settle = start_sum_partial(local, mesh, over, then)
+    if settle is None:
+        return wrap(y, out, mesh)
+    return wrap_pending(settle, y, dtype or y.dtype, out, mesh)
 
 
 def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:

@@ -10,14 +10,15 @@ those of torch's kernels but for the order of their sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from mpishard.autograd.bucket import defer
 from mpishard.autograd.linear import again, differentiated_again, in_transform
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
@@ -28,6 +29,8 @@ TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
 UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
+# of a block of more bytes, the gradient of the weight is not put off: what it reads is kept until then
+DEFERRED_NBYTES = 64 << 20
 VECTOR = 16  # channels that fill a vector; with fewer, its gradient of the weight is faster with channels together
 
 _torch_forward = torch.ops.aten.convolution.default
@@ -155,6 +158,22 @@ def convolution_backward(
     return _backward(kernel_of(x, weight, tuple(local)), g, x, weight, bias_sizes, tuple(local), needs)  # type: ignore[arg-type]
 
 
+def deferring(
+    backward: Callable[[Sequence[bool]], Gradients], g: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> Gradients:
+    """Return what ``backward`` of ``needs`` gives; the gradient of the weight later in the pass, where that may be.
+
+    It is computed while the sums of the norm before travel. Collective as ``backward`` is; of the weight it is not.
+    """
+    own = None
+    if needs[0] and needs[1] and g.nbytes <= DEFERRED_NBYTES:
+        own = defer(weight, lambda: backward((False, True, False))[1])
+    if own is None:
+        return backward(needs)
+    gx, _, gb = backward((True, False, needs[2]))
+    return gx, own, gb
+
+
 def _backward(
     kernel: Kernel,
     g: Tensor,
@@ -236,7 +255,8 @@ class _Convolved(Function):
         if differentiated_again():
             return None, None, *again(lambda *three: _torch_forward(*three, *local), (x, weight, bias), needs, g)
         sizes = [g.shape[1]] if needs[2] else None
-        return None, None, *_backward(ctx.kernel, g, x, weight, sizes, local, needs)
+        backward = partial(_backward, ctx.kernel, g, x, weight, sizes, local)
+        return None, None, *deferring(backward, g, weight, needs)
 
 
 def convolved(kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ a skip connection. A window of it would be a second copy of every activation unt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import again, differentiated_again
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward
+from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward, deferring
 
 
 class Form(Protocol):
@@ -93,4 +94,4 @@ class BlockConv(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if differentiated_again():
             return None, None, *again(ctx.windowed, (x, weight, bias), needs, g)
-        return None, None, *ctx.form.backward(g, x, weight, halos, needs)
+        return None, None, *deferring(partial(ctx.form.backward, g, x, weight, halos), g, weight, needs)
