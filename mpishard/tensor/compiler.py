@@ -10,7 +10,9 @@ warning.
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -64,6 +66,7 @@ class Compiled:
         self._optimized: Callable[..., Any] | None = None
         self._stand_ins: dict[Any, list[Tensor]] = {}
         self._refused = ""
+        self._keeps = False  # whether the function keeps one of its arguments, as was seen in a call
         self._call: _Call | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,13 +83,17 @@ class Compiled:
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
         call = self._call = _Call(mesh, self._stand_ins)
+        reason = ""
         try:
+            if self._keeps:
+                call.decide(_EAGERLY)
+                raise _RunEagerly("the function keeps one of its arguments")
             given = [call.stand_in(x) if id(x) in shards else x for x in leaves]
             a, k = pytree.tree_unflatten(given, tree)
             try:
                 out = self._optimize()(*a, **k)
-            except _RunEagerly as e:
-                reason = str(e)
+            except _RunEagerly:
+                raise
             except Exception as e:  # whatever Dynamo or a compiler raises
                 if call.decided == _READY:
                     raise  # the program's own
@@ -99,8 +106,10 @@ class Compiled:
             del given, a, k
             if not reason:
                 out = pytree.tree_map(call.real, out)
-                call.release()
+                self._keeps = not call.release()
                 return out
+        except _RunEagerly as e:
+            reason = str(e)
         finally:
             self._call = None
         return self._eagerly(reason, args, kwargs, for_good=call.decided == _EAGERLY)
@@ -194,19 +203,32 @@ class _Call:
         self.decided = most_of(self.mesh, state, "compiled call")
         return self.decided
 
-    def release(self) -> None:
-        """Keep the tensors for the next call. Not collective.
+    def release(self) -> bool:
+        """Keep the tensors for the next call; tell whether nobody else has kept one. Not collective.
 
-        Raises
-        ------
-        UnsupportedOperationError
-            The function has kept one.
+        Where the function did (``self.last = x``), its owner gets the ShardTensor.
         """
         self._of.clear()
+        alone = True
         while self._real:
-            _, (key, found, _x) = self._real.popitem()
-            del _x
-            self._spare.setdefault(key, []).append(found)
+            _, (key, found, x) = self._real.popitem()
+            if sys.getrefcount(found) == _ALONE:
+                self._spare.setdefault(key, []).append(found)
+            else:
+                alone = False
+                _hand_over(found, x)
+        return alone
+
+
+_ALONE = 2  # references: a local variable, and the argument of sys.getrefcount
+
+
+def _hand_over(found: Tensor, x: ShardTensor) -> None:
+    for owner in gc.get_referrers(found):
+        if isinstance(owner, dict):
+            owner.update({k: x for k, v in owner.items() if v is found})
+        elif isinstance(owner, list):
+            owner[:] = [x if v is found else v for v in owner]
 
 
 def _without_data(x: ShardTensor) -> Tensor:
@@ -256,8 +278,11 @@ def _looked_at(guards: Sequence[Any]) -> list[bool]:
 
 def _told(error: BaseException) -> str:
     """Return in one line why a compiler failed."""
-    while error.__cause__ is not None and not isinstance(error, CannotCompile):
-        error = error.__cause__
+    while not isinstance(error, CannotCompile):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]
 

@@ -140,14 +140,18 @@ class Program:
 
     def _compile(self, backend: Backend, inputs: Sequence[Any]) -> None:
         import torch._functorch.config as functorch_config
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
         blocks = [_block(x) for x in inputs]
         graph = Graph()
         arguments = [graph.placeholder(f"block_{i}") for i in range(len(blocks))]
         result = graph.call_function(self._of_blocks, tuple(arguments))
         graph.output(tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(self._outputs))))
+        # plans hold tensors: these become constants
+        context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
         # torch's cache of whole programs would know this one by its name alone
-        with functorch_config.patch(enable_autograd_cache=False), recorded(self._trace):
+        with functorch_config.patch(enable_autograd_cache=False), tracing(context), recorded(self._trace):
             self._compiled = backend(GraphModule({}, graph), blocks)
         # only now: a tensor of the first call need not stay
         self._strides = [x.stride() if isinstance(x, Tensor) else None for x in blocks]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 
@@ -26,11 +27,12 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not v.is_cpu or n < BLOCK // 4:
+    if not v.is_cpu or n < BLOCK // 4 or traced.recording is not None:
         own = v.to(wide)
         var, mean = torch.var_mean(own, 1, correction=0)
         exact = mean.double()
-        if wide == torch.float32 and is_large(mean, var).any():
+        # a compiler sees no values, and fuses it
+        if wide == torch.float32 and (traced.recording is not None or is_large(mean, var).any()):
             exact += (own - mean.unsqueeze(1)).mean(1)
         return exact, var.double() * n
     starts = range(0, n, BLOCK)
