@@ -161,7 +161,7 @@ _node = super(Function, _UseParameter).apply  # type: ignore[misc]
 
 
 class _UseTogether(Function):
-    """`use` of several values, whose cotangents are summed at once: for compiled programs, which have no end of pass."""
+    """`use` of several values, whose cotangents are summed at once: a compiled program has no end of pass."""
 
     @staticmethod
     def forward(ctx: Any, mesh: CartMesh, mesh_dims: tuple[int, ...], *values: Tensor) -> tuple[Tensor, ...]:

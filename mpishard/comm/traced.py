@@ -166,7 +166,7 @@ def _run(
 
 
 def _fake(
-    operands: list[Tensor], call: str, shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+    _operands: list[Tensor], _call: str, shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

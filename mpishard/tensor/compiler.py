@@ -13,11 +13,9 @@ import functools
 import gc
 import os
 import sys
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.gradient import holds_shards
-from mpishard.tensor.program import CannotCompile, Program, key_of, why_not
+from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
@@ -87,12 +85,12 @@ class Compiled:
         try:
             if self._keeps:
                 call.decide(_EAGERLY)
-                raise _RunEagerly("the function keeps one of its arguments")
+                raise _RunEagerlyError("the function keeps one of its arguments")
             given = [call.stand_in(x) if id(x) in shards else x for x in leaves]
             a, k = pytree.tree_unflatten(given, tree)
             try:
                 out = self._optimize()(*a, **k)
-            except _RunEagerly:
+            except _RunEagerlyError:
                 raise
             except Exception as e:  # whatever Dynamo or a compiler raises
                 if call.decided == _READY:
@@ -108,7 +106,7 @@ class Compiled:
                 out = pytree.tree_map(call.real, out)
                 self._keeps = not call.release()
                 return out
-        except _RunEagerly as e:
+        except _RunEagerlyError as e:
             reason = str(e)
         finally:
             self._call = None
@@ -142,7 +140,7 @@ class Compiled:
     def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         """Return what Dynamo calls for a graph. Not collective."""
         _check_code()
-        programs: dict[Any, Program | CannotCompile] = {}
+        programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:
             call = self._call
@@ -151,7 +149,7 @@ class Compiled:
             reason = why_not(real, call.mesh)
             key = key_of(real)
             program = programs.get(key)
-            if reason or isinstance(program, CannotCompile):
+            if reason or isinstance(program, CannotCompileError):
                 state = _EAGERLY
             else:
                 state = _READY if program else _NEW
@@ -159,18 +157,18 @@ class Compiled:
             if decided == _NEW:
                 try:
                     program = Program(graph, self._backend, real, call.mesh)
-                except CannotCompile as e:
+                except CannotCompileError as e:
                     program = e
                 programs[key] = program
             if decided == _EAGERLY or not isinstance(program, Program):
-                raise _RunEagerly(reason or str(program or "another rank runs it eagerly"))
+                raise _RunEagerlyError(reason or str(program or "another rank runs it eagerly"))
             call.decided = _READY
             return program(real)
 
         return torch._dynamo.disable(run)  # type: ignore[no-any-return,attr-defined]
 
 
-class _RunEagerly(Exception):
+class _RunEagerlyError(Exception):
     """A call is not compiled, on any rank."""
 
 
@@ -247,15 +245,17 @@ def _is_off() -> bool:
     """Tell whether nothing is compiled now. Not collective."""
     import torch._dynamo
 
-    return torch._dynamo.config.disable or in_transform() or traced.recording is not None or torch.compiler.is_compiling()
+    return (
+        torch._dynamo.config.disable or in_transform() or traced.recording is not None or torch.compiler.is_compiling()
+    )
 
 
 def _check_code() -> None:
     """Raise where the code that Dynamo has just read asks what a ShardTensor is. Not collective."""
     context = torch._guards.TracingContext.try_get()
     for code in getattr(context, "traced_code", ()):
-        if code.co_filename.startswith(_PACKAGE):
-            raise CannotCompile(f"a call of mpishard's own, {code.co_name}")
+        if code.co_filename.startswith(_PACKAGE) and code.co_name != "called":
+            raise CannotCompileError(f"a call of mpishard's own, {code.co_name}")
         if code.co_filename.startswith(os.path.dirname(torch.__file__)):
             continue
         names = set(code.co_names)
@@ -263,7 +263,7 @@ def _check_code() -> None:
         if names & _ASKS:
             found |= _ATTRIBUTES & {c for c in code.co_consts if isinstance(c, str)}
         if found:
-            raise CannotCompile(f"{code.co_name} asks a tensor for {sorted(found)[0]}")
+            raise CannotCompileError(f"{code.co_name} asks a tensor for {sorted(found)[0]}")
 
 
 def _looked_at(guards: Sequence[Any]) -> list[bool]:
@@ -272,13 +272,13 @@ def _looked_at(guards: Sequence[Any]) -> list[bool]:
         value = guarded.value if guarded.has_value else None
         name = getattr(value, "__module__", None) or getattr(value, "__name__", None)
         if isinstance(name, str) and (name == "mpishard" or name.startswith("mpishard.")):
-            raise CannotCompile(f"{guarded.name} is of mpishard's own")
+            raise CannotCompileError(f"{guarded.name} is of mpishard's own")
     return [True] * len(guards)
 
 
 def _told(error: BaseException) -> str:
     """Return in one line why a compiler failed."""
-    while not isinstance(error, CannotCompile):
+    while not isinstance(error, CannotCompileError):
         inner = getattr(error, "inner_exception", None) or error.__cause__
         if inner is None:
             break
@@ -308,7 +308,7 @@ def _backend_of(backend: Any, mode: Any, options: Any) -> Any:
     return compiler
 
 
-def _given_shards(function: Callable[..., Any], compiled: Callable[..., Any], for_shards: Compiled) -> Any:
+def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
     """Return what calls ``for_shards`` where it is given ShardTensors, else ``compiled``."""
 
     @functools.wraps(compiled)
@@ -332,8 +332,13 @@ def _compile(
     **others: Any,
 ) -> Any:
     given = {
-        "fullgraph": fullgraph, "dynamic": dynamic, "backend": backend, "mode": mode, "options": options,
-        "disable": disable, **others,
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "backend": backend,
+        "mode": mode,
+        "options": options,
+        "disable": disable,
+        **others,
     }
     if model is None:  # a decorator with arguments
         return lambda function: torch.compile(function, **given)
@@ -342,11 +347,22 @@ def _compile(
         return compiled
     backend = _backend_of(backend, mode, options)
     if not isinstance(compiled, torch.nn.Module):
-        return _given_shards(model, compiled, Compiled(model, model, backend, strict=fullgraph))
+        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=fullgraph))
     # what its __call__ runs
     eager = model.__call__
-    compiled.forward = _given_shards(eager, compiled.forward, Compiled(eager, model, backend, strict=fullgraph))
+    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=fullgraph))
     return compiled
+
+
+def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what Dynamo reads for a function: of torch's own, which ``Module.compile`` gives, it reads none."""
+    if getattr(function, "__name__", "") != "_call_impl":
+        return function
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]:

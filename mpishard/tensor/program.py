@@ -9,6 +9,7 @@ together, and the trace communicates nothing.
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from mpishard.autograd.bucket import use_together
-from mpishard.comm import guard
+from mpishard.comm import guard, traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded
 from mpishard.errors import MpishardError, UnsupportedOperationError
@@ -28,7 +29,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 
-class CannotCompile(UnsupportedOperationError):
+class CannotCompileError(UnsupportedOperationError):
     """Why a call runs eagerly."""
 
 
@@ -79,15 +80,17 @@ class Program:
 
     Raises
     ------
-    CannotCompile
+    CannotCompileError
         On every rank.
     """
 
     def __init__(self, graph: GraphModule, backend: Backend, inputs: Sequence[Any], mesh: CartMesh) -> None:
         self.mesh = mesh
         self._graph = graph
-        self._given = [(x.sharding, (x._gathered_view, x._gapped, x._turned)) if isinstance(x, ShardTensor) else None
-                       for x in inputs]
+        self._given = [
+            (x.sharding, (x._gathered_view, x._gapped, x._turned)) if isinstance(x, ShardTensor) else None
+            for x in inputs
+        ]
         self._outputs: list[_Output] = []
         self._mutates: list[bool] = []
         comm = mesh.group(tuple(range(mesh.ndim))).comm
@@ -96,7 +99,7 @@ class Program:
         try:
             guard.agree(comm, None, f"compile {rehearsal.names}")
         except MpishardError:
-            raise CannotCompile("the ranks' programs differ") from None
+            raise CannotCompileError("the ranks' programs differ") from None
         self._uses = rehearsal.uses
         self._trace = Recording(tracing=True)
         self._compiled: Callable[..., Any]
@@ -126,12 +129,12 @@ class Program:
     def _note(self, inputs: Sequence[Any], blocks: Sequence[Any], outputs: Sequence[Any]) -> None:
         for x, block, given in zip(inputs, blocks, self._given):
             if given is not None and (x.block is not block or x.sharding is not given[0]):
-                raise CannotCompile("an input that is laid out anew where it is written into")
+                raise CannotCompileError("an input that is laid out anew where it is written into")
         for y in outputs:
             if isinstance(y, ShardTensor):
                 again = next((i for i, x in enumerate(inputs) if x is y), None)
                 if y._origin is not None and again is None:
-                    raise CannotCompile("a gathered view among the results")
+                    raise CannotCompileError("a gathered view among the results")
                 self._outputs.append(_Output(y.sharding, again, (y._gathered_view, y._gapped, y._turned)))
             else:
                 self._outputs.append(_Output(None, None, (False, False, False)))
@@ -151,7 +154,10 @@ class Program:
         # plans hold tensors: these become constants
         context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
         # torch's cache of whole programs would know this one by its name alone
-        with functorch_config.patch(enable_autograd_cache=False), tracing(context), recorded(self._trace):
+        no_cache = functorch_config.patch(enable_autograd_cache=False)
+        with warnings.catch_warnings(), no_cache, tracing(context), recorded(self._trace):
+            # compilers call what torch has deprecated itself
+            warnings.simplefilter("ignore", DeprecationWarning)
             self._compiled = backend(GraphModule({}, graph), blocks)
         # only now: a tensor of the first call need not stay
         self._strides = [x.stride() if isinstance(x, Tensor) else None for x in blocks]
@@ -160,7 +166,8 @@ class Program:
         self._trace.restart(blocks)
         by: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
         for index, mesh_dims in self._uses:
-            if blocks[index].requires_grad:
+            # a back-end that runs the graph as it is computes with blocks as ever
+            if traced.recording is not None and blocks[index].requires_grad:
                 by.setdefault((mesh_dims, blocks[index].dtype), []).append(index)
         for (mesh_dims, _), indices in by.items():
             aliases = use_together([blocks[i] for i in indices], self.mesh, mesh_dims)
@@ -202,13 +209,15 @@ def _agreed(comm: Any, act: Callable[[], None]) -> None:
     error: Exception | None = None
     try:
         act()
-    except Exception as e:  # whatever a compiler raises
+    except Exception as e:  # noqa: BLE001  # whatever a compiler raises
         error = e
-    reason = "" if error is None else f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    reason = (
+        "" if error is None else f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    )
     try:
-        guard.agree(comm, None if error is None else CannotCompile(reason))
+        guard.agree(comm, None if error is None else CannotCompileError(reason))
     except MpishardError as agreed:
-        raise CannotCompile(str(agreed)) from error
+        raise CannotCompileError(str(agreed)) from error
 
 
 def _block(x: Any) -> Any:

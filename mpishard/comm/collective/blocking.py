@@ -355,7 +355,9 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
     if group.size == 1:
         return dense(x).clone(memory_format=torch.contiguous_format)
     if traced.recording is not None:
-        return traced.recording.call("reduce", lambda t: reduce(t, group, root, deterministic=deterministic), [x], x.shape)
+        return traced.recording.call(
+            "reduce", lambda t: reduce(t, group, root, deterministic=deterministic), [x], x.shape
+        )
     if rule.ordered and in_order(deterministic):
         result = all_reduce(x, group, deterministic=True)
         return result if group.rank == root else result.zero_()

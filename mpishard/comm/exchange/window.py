@@ -188,8 +188,8 @@ class WindowAdjoint:
     def __call__(self, g: Tensor) -> Tensor:
         """Send halo cotangents home and add what comes back. Neighborwise collective."""
         if traced.recording is not None:
-            own = self._forward
-            return own._recorded(self, g, own.in_shape, f"adjoint of {own.op}")
+            window = self._forward
+            return window._recorded(self, g, window.in_shape, f"adjoint of {window.op}")
         ours = False  # whether g is already an array of our own
         for stage, one in reversed(list(zip(self._forward.stages, self._forward.rounds))):
             exchange = one.start_adjoint(g)

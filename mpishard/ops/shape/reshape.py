@@ -161,10 +161,10 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
         return _moved(x, plan)
     steps = _more_or_less_ones(x.sharding.shape, plan.out.shape)
     local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
-    if 1 in x.block.shape and _copied_elsewhere(x, plan.out):
-        # in a compiler's hands a tensor has no address, and a copy costs nothing
-        if traced.recording is not None or local.data_ptr() == x.block.data_ptr():
-            local = local.clone()
+    # in a compiler's hands a tensor has no address, and a copy costs nothing
+    aliased = 1 in x.block.shape and (traced.recording is not None or local.data_ptr() == x.block.data_ptr())
+    if aliased and _copied_elsewhere(x, plan.out):
+        local = local.clone()
     out = viewed(x, local, plan.out, steps=steps)
     if x._gapped is not False and not steps:
         out._gathered_view = True  # a copy on some ranks, a view on others
