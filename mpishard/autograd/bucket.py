@@ -15,6 +15,7 @@ from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import use_step
 from mpishard.autograd.replica import Replica, compare, note_use, replica_of
 from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
+from mpishard.comm import traced
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
@@ -204,6 +205,37 @@ class _UseParameter(Function):
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]
 
 
+class _UseTogether(Function):
+    """`use` of several values, whose cotangents are summed at once: a compiled program has no end of pass."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: CartMesh, mesh_dims: tuple[int, ...], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        return tuple(x.view_as(x) for x in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        flat = all_reduce(flat, ctx.mesh.group(ctx.mesh_dims))
+        parts = flat.split_with_sizes([g.numel() for g in grads])
+        return None, None, *(part.view(g.shape) for part, g in zip(parts, grads))
+
+
+def use_together(values: list[Tensor], mesh: CartMesh, mesh_dims: tuple[int, ...]) -> list[Tensor]:
+    """Use replicated values of one dtype with data that is sharded over ``mesh_dims``: as `use`, with one sum.
+
+    Not collective; its backward is collective over ``mesh_dims``, one sum of at most `BUCKET_NBYTES` after the other.
+    """
+    out: list[Tensor] = []
+    first, nbytes = 0, 0
+    for i, x in enumerate(values):
+        nbytes += x.numel() * x.itemsize
+        if nbytes >= BUCKET_NBYTES or i + 1 == len(values):
+            out += _UseTogether.apply(mesh, mesh_dims, *values[first : i + 1])  # type: ignore[no-untyped-call]
+            first, nbytes = i + 1, 0
+    return out
+
+
 def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     """Use a replicated value with data that is sharded over ``mesh_dims``.
 
@@ -216,6 +248,8 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     """
     if not mesh_dims:
         return x
+    if traced.recording is not None and (known := traced.recording.used(x, mesh_dims)) is not None:
+        return known
     # a dual's primal, and a value made of what an outer transform differentiates, have requires_grad=False
     if not in_transform():
         if not x.requires_grad:

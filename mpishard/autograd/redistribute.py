@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import LocalMap, Step, apply, in_transform, pair, same
+from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, start_local_sum
 from mpishard.comm.collective.transfer import run_transfer
@@ -93,7 +94,7 @@ def start_sum_partial(
     Collective over ``mesh_dims``; what waits is not. Where a sum cannot be waited for by a rank alone, all is done, and
     nothing is to be called.
     """
-    if in_transform() or torch.is_inference_mode_enabled():
+    if in_transform() or torch.is_inference_mode_enabled() or traced.recording is not None:
         return then(sum_partial(x, mesh, mesh_dims)), None
     op = _StartedSum(mesh.group(mesh_dims), use_step(mesh, mesh_dims))
     y = apply(op, x)

@@ -33,6 +33,17 @@ def on_all(mesh: CartMesh, flag: bool, op: str) -> bool:
     return bool(least[0])
 
 
+def most_of(mesh: CartMesh, number: int, op: str) -> int:
+    """Return the largest of the ranks' numbers. Collective."""
+    if mesh.size == 1:
+        return number
+    mine, most = np.array([number], np.int32), np.empty(1, np.int32)
+    comm = mesh.group(tuple(range(mesh.ndim))).comm
+    with guard.waiting(op, (), comm):
+        comm.Allreduce(mine, most, MPI.MAX)
+    return int(most[0])
+
+
 def threads_may_communicate() -> bool:
     """Tell whether MPI was initialised for messages of several threads at a time. Not collective."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
+from mpishard.comm import traced
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
@@ -32,9 +33,16 @@ def _drawn(
     x: ShardTensor, dtype: torch.dtype, fill: Fill, generator: Any = None, layout: Layout | None = None
 ) -> Tensor:
     """Return this rank's block of a random tensor laid out as ``x`` (or ``layout``). Collective."""
-    layout, mesh = layout or x.sharding, x.mesh
-    local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
-    return drawn_into(local, layout, mesh.coords, draw_seed(mesh, generator), fill).to(x.block.device)
+    where, mesh, device = layout or x.sharding, x.mesh, x.block.device
+    shape = where.local_shape(mesh.coords)
+
+    def draw() -> Tensor:
+        local = torch.empty(shape, dtype=dtype)
+        return drawn_into(local, where, mesh.coords, draw_seed(mesh, generator), fill).to(device)
+
+    if traced.recording is not None:
+        return traced.recording.call("random", draw, [], shape, dtype=dtype, device=device)
+    return draw()
 
 
 # -- dropout

@@ -1,56 +1,368 @@
-"""Where torch's compilers meet ShardTensors: `torch.compile` runs eagerly, those that export raise.
+"""Where torch's compilers meet ShardTensors: `torch.compile` compiles what it can, those that export raise.
 
-They would trace through the rules, into MPI. So what torch offers its users is looked at first: the arguments of a
-compiled function, and the example inputs of a trace or an export.
+What a compiled function is given is looked at first. ShardTensors are replaced by tensors without data of the same
+global shape; torch's Dynamo reads the function with them, guards what it has seen of the Python around it, and hands
+over a graph of torch functions. That graph, on the ShardTensors, becomes a `mpishard.tensor.program.Program`. What
+Dynamo does not take as one graph, or a compiler does not take at all, runs eagerly, on all ranks alike, with one
+warning.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mpishard.autograd.linear import in_transform
+from mpishard.comm import traced
+from mpishard.comm.agreement import most_of
+from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.gradient import holds_shards
+from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
+from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
+_torch_compile = torch.compile
+
+_READY, _NEW, _EAGERLY = range(3)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# what a plain tensor answers otherwise than a ShardTensor, or than the block behind it
+_TELLING = frozenset(
+    "placements sharding device_mesh to_local full_tensor redistribute rebalance from_local ShardTensor DTensor "
+    "_local_tensor _spec grad grad_fn retain_grad is_leaf _version data_ptr untyped_storage storage stride "
+    "is_contiguous storage_offset _base".split()
+)
+_ASKS = frozenset(("hasattr", "getattr"))
+_ATTRIBUTES = _TELLING | {"mesh", "block"}
 
 
-def _eager(function: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``function`` itself where it is given ShardTensors."""
+class Compiled:
+    """A function or module under `torch.compile`, for calls with ShardTensors.
+
+    Parameters
+    ----------
+    function
+        What runs eagerly.
+    compiled
+        What Dynamo reads: the function, or its module.
+    backend
+        Of torch's compilers.
+    strict
+        Whether what cannot be compiled is an error (``fullgraph=True``).
+    """
+
+    def __init__(self, function: Callable[..., Any], read: Any, backend: Any, *, strict: bool) -> None:
+        self._function, self._read, self._backend, self._strict = function, read, backend, strict
+        self._optimized: Callable[..., Any] | None = None
+        self._stand_ins: dict[Any, list[Tensor]] = {}
+        self._refused = ""
+        self._keeps = False  # whether the function keeps one of its arguments, as was seen in a call
+        self._call: _Call | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call with arguments that hold ShardTensors. Collective."""
+        if self._refused or self._call is not None or _is_off():
+            return self._function(*args, **kwargs)
+        from torch.utils import _pytree as pytree
+
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        shards = {id(x): x for x in leaves if isinstance(x, ShardTensor)}
+        if not shards:  # in something that only its owner can look into
+            return self._eagerly("ShardTensors within an object among the arguments", args, kwargs)
+        mesh = next(iter(shards.values())).mesh
+        if reason := why_not(list(shards.values()), mesh):
+            return self._eagerly(reason, args, kwargs)
+        call = self._call = _Call(mesh, self._stand_ins)
+        reason = ""
+        try:
+            if self._keeps:
+                call.decide(_EAGERLY)
+                raise _RunEagerlyError("the function keeps one of its arguments")
+            given = [call.stand_in(x) if id(x) in shards else x for x in leaves]
+            a, k = pytree.tree_unflatten(given, tree)
+            try:
+                out = self._optimize()(*a, **k)
+            except _RunEagerlyError:
+                raise
+            except Exception as e:  # whatever Dynamo or a compiler raises
+                if call.decided == _READY:
+                    raise  # the program's own
+                reason = _told(e)
+                if call.decided is None:
+                    call.decide(_EAGERLY)
+            else:
+                if call.decided is None and call.decide(_READY) == _EAGERLY:
+                    reason = "another rank runs it eagerly"
+            del given, a, k
+            if not reason:
+                out = pytree.tree_map(call.real, out)
+                self._keeps = not call.release()
+                return out
+        except _RunEagerlyError as e:
+            reason = str(e)
+        finally:
+            self._call = None
+        return self._eagerly(reason, args, kwargs, for_good=call.decided == _EAGERLY)
+
+    def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: bool = False) -> Any:
+        if self._strict:
+            raise UnsupportedOperationError(
+                described(
+                    "torch.compile(fullgraph=True) with ShardTensors",
+                    expected="a function that compiles as one graph",
+                    got=reason,
+                    fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
+                )
+            )
+        out = self._function(*args, **kwargs)
+        _warn(reason)
+        if for_good:
+            self._refused = reason
+        return out
+
+    def _optimize(self) -> Callable[..., Any]:
+        if self._optimized is None:
+            import torch._dynamo
+
+            self._optimized = torch._dynamo.optimize(
+                self._graph, nopython=True, dynamic=False, guard_filter_fn=_looked_at
+            )(self._read)
+        return self._optimized  # type: ignore[no-any-return]
+
+    def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
+        """Return what Dynamo calls for a graph. Not collective."""
+        _check_code()
+        programs: dict[Any, Program | CannotCompileError] = {}
+
+        def run(*inputs: Any) -> Any:
+            call = self._call
+            assert call is not None
+            real = [call.real(x) for x in inputs]
+            reason = why_not(real, call.mesh)
+            key = key_of(real)
+            program = programs.get(key)
+            if reason or isinstance(program, CannotCompileError):
+                state = _EAGERLY
+            else:
+                state = _READY if program else _NEW
+            decided = call.decide(state)
+            if decided == _NEW:
+                try:
+                    program = Program(graph, self._backend, real, call.mesh)
+                except CannotCompileError as e:
+                    program = e
+                programs[key] = program
+            if decided == _EAGERLY or not isinstance(program, Program):
+                raise _RunEagerlyError(reason or str(program or "another rank runs it eagerly"))
+            call.decided = _READY
+            return program(real)
+
+        return torch._dynamo.disable(run)  # type: ignore[no-any-return,attr-defined]
+
+
+class _RunEagerlyError(Exception):
+    """A call is not compiled, on any rank."""
+
+
+class _Call:
+    """One call: which tensors without data stand in for which ShardTensors."""
+
+    def __init__(self, mesh: CartMesh, spare: dict[Any, list[Tensor]]) -> None:
+        self.mesh, self._spare = mesh, spare
+        self.decided: int | None = None
+        self._of: dict[int, Tensor] = {}
+        self._real: dict[int, tuple[Any, Tensor, ShardTensor]] = {}
+
+    def stand_in(self, x: ShardTensor) -> Tensor:
+        """Return the tensor for a ShardTensor: one for each. Not collective."""
+        found = self._of.get(id(x))
+        if found is None:
+            key = (x.sharding.shape, x.dtype, x.device, x.requires_grad)
+            spare = self._spare.get(key)
+            found = self._of[id(x)] = spare.pop() if spare else _without_data(x)
+            self._real[id(found)] = key, found, x
+        return found
+
+    def real(self, x: Any) -> Any:
+        """Return the ShardTensor for its tensor; anything else as it is. Not collective."""
+        known = self._real.get(id(x))
+        return x if known is None else known[2]
+
+    def decide(self, state: int) -> int:
+        """Return the most of what the ranks are ready for. Collective."""
+        self.decided = most_of(self.mesh, state, "compiled call")
+        return self.decided
+
+    def release(self) -> bool:
+        """Keep the tensors for the next call; tell whether nobody else has kept one. Not collective.
+
+        Where the function did (``self.last = x``), its owner gets the ShardTensor.
+        """
+        self._of.clear()
+        alone = True
+        while self._real:
+            _, (key, found, x) = self._real.popitem()
+            if sys.getrefcount(found) == _ALONE:
+                self._spare.setdefault(key, []).append(found)
+            else:
+                alone = False
+                _hand_over(found, x)
+        return alone
+
+
+_ALONE = 2  # references: a local variable, and the argument of sys.getrefcount
+
+
+def _hand_over(found: Tensor, x: ShardTensor) -> None:
+    for owner in gc.get_referrers(found):
+        if isinstance(owner, dict):
+            owner.update({k: x for k, v in owner.items() if v is found})
+        elif isinstance(owner, list):
+            owner[:] = [x if v is found else v for v in owner]
+
+
+def _without_data(x: ShardTensor) -> Tensor:
+    with _fake_mode():
+        return torch.empty(x.sharding.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+
+@functools.cache
+def _fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _is_off() -> bool:
+    """Tell whether nothing is compiled now. Not collective."""
+    import torch._dynamo
+
+    return (
+        torch._dynamo.config.disable or in_transform() or traced.recording is not None or torch.compiler.is_compiling()
+    )
+
+
+def _check_code() -> None:
+    """Raise where the code that Dynamo has just read asks what a ShardTensor is. Not collective."""
+    context = torch._guards.TracingContext.try_get()
+    for code in getattr(context, "traced_code", ()):
+        if code.co_filename.startswith(_PACKAGE) and code.co_name != "called":
+            raise CannotCompileError(f"a call of mpishard's own, {code.co_name}")
+        if code.co_filename.startswith(os.path.dirname(torch.__file__)):
+            continue
+        names = set(code.co_names)
+        found = names & _TELLING
+        if names & _ASKS:
+            found |= _ATTRIBUTES & {c for c in code.co_consts if isinstance(c, str)}
+        if found:
+            raise CannotCompileError(f"{code.co_name} asks a tensor for {sorted(found)[0]}")
+
+
+def _looked_at(guards: Sequence[Any]) -> list[bool]:
+    """Keep all guards; raise where one is on something of mpishard's. Not collective."""
+    for guarded in guards:
+        value = guarded.value if guarded.has_value else None
+        name = getattr(value, "__module__", None) or getattr(value, "__name__", None)
+        if isinstance(name, str) and (name == "mpishard" or name.startswith("mpishard.")):
+            raise CannotCompileError(f"{guarded.name} is of mpishard's own")
+    return [True] * len(guards)
+
+
+def _told(error: BaseException) -> str:
+    """Return in one line why a compiler failed."""
+    while not isinstance(error, CannotCompileError):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
+def _warn(reason: str) -> None:
+    global _warned  # noqa: PLW0603
+    if not _warned:
+        _warned = True
+        text = f"torch.compile: a call with ShardTensors is not compiled, it runs eagerly: {reason} (mpishard)"
+        warnings.warn(text, stacklevel=4)
+
+
+def _backend_of(backend: Any, mode: Any, options: Any) -> Any:
+    """Return the compiler that `torch.compile` would call. Not collective."""
+
+    def compiler(graph: Any, examples: Any) -> Any:
+        if backend == "inductor":
+            given = {k: v for k, v in (options or {}).items() if k != "guard_filter_fn"}
+            mode_ = mode if mode or given else "default"
+            return torch._TorchCompileInductorWrapper(mode_, given or None, False)(graph, examples)  # type: ignore[attr-defined]
+        return torch._TorchCompileWrapper(backend, mode, options, False)(graph, examples)  # type: ignore[attr-defined]
+
+    return compiler
+
+
+def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
+    """Return what calls ``for_shards`` where it is given ShardTensors, else ``compiled``."""
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not holds_shards((args, kwargs)):
             return compiled(*args, **kwargs)
-        global _warned  # noqa: PLW0603
-        if not _warned:
-            _warned = True
-            warnings.warn(
-                "torch.compile: a call with ShardTensors is not compiled, it runs eagerly (mpishard)", stacklevel=2
-            )
+        return for_shards(args, kwargs)
+
+    return run
+
+
+def _compile(
+    model: Any = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: Any = "inductor",
+    mode: str | None = None,
+    options: Any = None,
+    disable: bool = False,
+    **others: Any,
+) -> Any:
+    given = {
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "backend": backend,
+        "mode": mode,
+        "options": options,
+        "disable": disable,
+        **others,
+    }
+    if model is None:  # a decorator with arguments
+        return lambda function: torch.compile(function, **given)
+    compiled = _torch_compile(model, **given)
+    if compiled is model or disable:
+        return compiled
+    backend = _backend_of(backend, mode, options)
+    if not isinstance(compiled, torch.nn.Module):
+        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=fullgraph))
+    # what its __call__ runs
+    eager = model.__call__
+    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=fullgraph))
+    return compiled
+
+
+def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what Dynamo reads for a function: of torch's own, which ``Module.compile`` gives, it reads none."""
+    if getattr(function, "__name__", "") != "_call_impl":
+        return function
+
+    def called(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return run
-
-
-def _guarded_compile(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compile_)
-    def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        compiled = compile_(model, *args, **kwargs)
-        if model is None:  # a decorator with arguments
-            return lambda function: run(function, *args, **kwargs)
-        if not isinstance(compiled, torch.nn.Module):
-            return _eager(model, compiled)
-        if compiled is not model:
-            # what its __call__ runs
-            compiled.forward = _eager(model.__call__, compiled.forward)
-        return compiled
-
-    return run
+    return called
 
 
 def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +382,6 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
-torch.compile = _guarded_compile(torch.compile)  # type: ignore[assignment]
+torch.compile = functools.wraps(_torch_compile)(_compile)  # type: ignore[assignment]
 for _module, _name in ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.export, "export")):
     setattr(_module, _name, _guarded_export(f"{_module.__name__}.{_name}", getattr(_module, _name)))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, guard, traced
 from mpishard.comm.memory.buffer import dense, is_dense, pack
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
@@ -68,6 +68,11 @@ def all_reduce(
         The dtype has no such reduction.
     """
     rule = rule_of(op, x.dtype)
+    if traced.recording is not None and group.size > 1 and x.numel():
+        result = traced.recording.call(
+            f"all_reduce {op}", lambda t: all_reduce(t, group, op, deterministic=deterministic), [x], x.shape
+        )
+        return x.copy_(result) if in_place else result
     if guard.DEBUG:
         guard.check(group.comm, f"all_reduce {op}", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
@@ -141,6 +146,8 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     """
     shape, extent = x.shape, total(sizes)
     full = (*shape[:dim], extent, *shape[dim + 1 :])
+    if traced.recording is not None and group.size > 1 and math.prod(full):
+        return traced.recording.call("all_gather", lambda t: all_gather(t, group, dim, sizes), [x], full)
     row = math.prod(full) // max(extent, 1)
     if guard.DEBUG:
         guard.check(group.comm, "all_gather", full, x.dtype)
@@ -202,11 +209,15 @@ def reduce_scatter(
         The dtype has no sum.
     """
     rule = rule_of("sum", x.dtype)
+    own = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
+    if traced.recording is not None and group.size > 1 and x.numel():
+        return traced.recording.call(
+            "reduce_scatter", lambda t: reduce_scatter(t, group, dim, sizes, deterministic=deterministic), [x], own
+        )
     if guard.DEBUG:
         guard.check(group.comm, "reduce_scatter", tuple(x.shape), x.dtype)
     if group.size == 1:
         return dense(x).clone(memory_format=torch.contiguous_format)
-    own = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     if not x.numel():
         return x.new_empty(own)
     blocks = x.split(list(sizes), dim)
@@ -247,6 +258,14 @@ def all_to_all(
     list of torch.Tensor
         What came, by rank; contiguous views of one buffer.
     """
+    if traced.recording is not None and group.size > 1:
+        flat = traced.recording.call(
+            "all_to_all",
+            lambda *sent: torch.cat([b.reshape(-1) for b in all_to_all(sent, shapes, group, bound_nbytes)]),
+            blocks,
+            (sum(math.prod(s) for s in shapes),),
+        )
+        return [b.view(s) for b, s in zip(flat.split([math.prod(s) for s in shapes]), shapes)]
     if guard.DEBUG:
         guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
     if group.size == 1:
@@ -280,6 +299,9 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
     torch.Tensor
         The same on every rank.
     """
+    if traced.recording is not None and group.size > 1:
+        y = traced.recording.call("broadcast", lambda t: broadcast(t, group, root), [x], x.shape)
+        return x.copy_(y) if in_place else y
     if guard.DEBUG:
         guard.check(group.comm, "broadcast", tuple(x.shape), x.dtype)
     if group.size == 1:
@@ -326,6 +348,10 @@ def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | No
     rule = rule_of("sum", x.dtype)
     if group.size == 1:
         return dense(x).clone(memory_format=torch.contiguous_format)
+    if traced.recording is not None:
+        return traced.recording.call(
+            "reduce", lambda t: reduce(t, group, root, deterministic=deterministic), [x], x.shape
+        )
     if rule.ordered and in_order(deterministic):
         result = all_reduce(x, group, deterministic=True)
         return result if group.rank == root else result.zero_()

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, guard, traced
 from mpishard.comm.memory.buffer import address, pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Flight, hashed
@@ -60,6 +60,10 @@ def run_transfer(
     DesyncError
         Other boxes came: those of another call.
     """
+    if traced.recording is not None:
+        return traced.recording.call(
+            op, lambda t: run_transfer(mesh, plan, t, shape, op, accumulate=accumulate, call=call), [x], shape
+        )
     if guard.DEBUG:
         guard.check(mesh.comm, f"{op} {call}", None, x.dtype)
     tag = hashed(op, call, x.dtype)

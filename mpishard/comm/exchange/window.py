@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpishard.comm import traced
 from mpishard.comm.exchange.round import Round
 from mpishard.comm.memory.piece import empty_as
 from mpishard.comm.mesh import CartMesh
@@ -89,6 +90,8 @@ class WindowOp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fetch the window of the block ``x``. Neighborwise collective."""
+        if traced.recording is not None:
+            return self._recorded(self, x, self.out_shape, self.op)
         if self.identity:
             return x
         if self._along > 1 and transport_of(self.mesh.group(tuple(range(self.mesh.ndim))), x).driver is not None:
@@ -98,6 +101,14 @@ class WindowOp:
             every.finish(exchange, out, self.value)
             return out
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
+
+    def _recorded(self, run: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[int], name: str) -> Tensor:
+        assert traced.recording is not None
+        if self.identity:
+            # the others communicate
+            traced.recording.names.append(f"{name} {x.dtype}")
+            return x
+        return traced.recording.call(name, run, [x], shape, channels_last=traced.is_channels_last(x))
 
     def halo_of(self, window: Tensor) -> list[Tensor]:
         """Return what `joined` needs of a window that was fetched: copies of the cells beside this rank's block.
@@ -176,6 +187,9 @@ class WindowAdjoint:
 
     def __call__(self, g: Tensor) -> Tensor:
         """Send halo cotangents home and add what comes back. Neighborwise collective."""
+        if traced.recording is not None:
+            window = self._forward
+            return window._recorded(self, g, window.in_shape, f"adjoint of {window.op}")
         ours = False  # whether g is already an array of our own
         for stage, one in reversed(list(zip(self._forward.stages, self._forward.rounds))):
             exchange = one.start_adjoint(g)

@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from mpi4py import MPI
 
+from mpishard.comm import traced
+
 MESSAGE_NBYTES = 1 << 30  # below every MPI's count limit; larger payloads travel in pieces
 
 address = MPI.buffer.fromaddress
@@ -19,7 +21,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
         x = x.contiguous()
-    if x.data_ptr() == 0 and x.numel():
+    if traced.recording is None and x.data_ptr() == 0 and x.numel():
         x = x.clone()  # autograd's symbolic zeros own no memory
     return x
 

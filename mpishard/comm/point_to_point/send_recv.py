@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, guard, traced
 from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import crossed, hashed
@@ -52,6 +52,10 @@ def send_recv(
     DesyncError
         More came, or the message of another call, or one of another dtype.
     """
+    if traced.recording is not None:
+        return traced.recording.call(
+            "send_recv", lambda t: send_recv(t, group, dest, source, shape, call), [x], tuple(shape)
+        )
     x = dense(x)
     y = x.new_zeros(tuple(shape)) if source is None else x.new_empty(tuple(shape))
     to, of = (MPI.PROC_NULL if r is None else r for r in (dest, source))

@@ -17,6 +17,8 @@ from torch.autograd import Function
 from mpishard.autograd.bucket import run_deferred, use
 from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.comm import traced
+from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.ops.norm.channels_last import (
@@ -233,7 +235,90 @@ def normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
+    if traced.recording is not None:
+        return fusible(x, weight, bias, rows, mesh, eps)
     if in_transform():
         mean, var, _ = global_moments(*local_moments(x.detach(), rows), rows.own, rows.count, _group(mesh, rows))
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
     return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Fusible(Function):
+    """The same as `Normalise`, in operations that a compiler fuses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, mean and biased variance. Collective over ``rows.over``."""
+        v, dims = _in_statistics(x, rows)
+        n = math.prod(v.shape[d] for d in dims)
+        # about a number near the mean, which is then exact, and no square of a large one is taken
+        near = v.sum(dims, keepdim=True) / max(1, n)
+        apart = v - near
+        beside = apart.sum(dims, keepdim=True) / max(1, n)
+        squares = (apart * apart).sum(dims, keepdim=True).double() - n * beside.double().square()
+        own = near.double() + beside.double()
+        mean, var, _ = global_moments(own.view(-1), squares.view(-1), rows.own, rows.count, _group(mesh, rows))
+        rstd = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.rows, ctx.mesh = rows, mesh
+        ctx.mark_non_differentiable(mean, var)
+        y = _standard(v, mean, rstd, rows).reshape(x.shape)
+        if weight is not None:
+            y = y * weight.to(y.dtype).view(_per_channel(x))
+        if bias is not None:
+            y = y + bias.to(y.dtype).view(_per_channel(x))
+        return y.to(x.dtype), mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Sum per statistic over ranks. Collective over ``rows.over``."""
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        rows, mesh = ctx.rows, ctx.mesh
+        v, dims = _in_statistics(x, rows)
+        standard = _standard(v, mean, rstd, rows)
+        g = grads[0].to(v.dtype)
+        over = [d for d in range(x.ndim) if d != 1]
+        dx = dw = db = None
+        if ctx.needs_input_grad[1]:
+            dw = (g * standard.reshape(x.shape)).sum(over).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = g.sum(over).to(bias.dtype)
+        if ctx.needs_input_grad[0]:
+            if weight is not None:
+                g = g * weight.to(g.dtype).view(_per_channel(x))
+            g = g.reshape(v.shape)
+            sums = torch.stack([t.sum(dims, keepdim=True) for t in (g, g * standard)]).double()
+            if rows.over:
+                sums = blocking.all_reduce(sums, mesh.group(rows.over))
+            by_one, by_x = (sums / max(1, rows.count)).to(v.dtype)
+            dx = (g - by_one - standard * by_x) * rstd.to(v.dtype).view(by_one.shape)
+            dx = dx.reshape(x.shape).to(x.dtype)
+        return dx, dw, db, None, None, None
+
+
+def _in_statistics(x: Tensor, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a block in the dtype of the computation, by statistics, and the dims over which these are taken."""
+    shape = (rows.n, rows.groups, rows.c // rows.groups, -1) if rows.groups else (rows.n, rows.c, -1)
+    wide = x.float() if x.dtype in HALVES else x
+    shape = (*shape[:-1], math.prod(x.shape[2:]))
+    return wide.reshape(shape), (2, 3) if rows.groups else (0, 2)
+
+
+def _standard(v: Tensor, mean: Tensor, rstd: Tensor, rows: Rows) -> Tensor:
+    shape = (rows.n, rows.groups, 1, 1) if rows.groups else (1, rows.c, 1)
+    near = mean.to(v.dtype)
+    beside = (mean - near).to(v.dtype)
+    return (v - near.view(shape) - beside.view(shape)) * rstd.to(v.dtype).view(shape)
+
+
+def _per_channel(x: Tensor) -> tuple[int, ...]:
+    return (1, x.shape[1], *[1] * (x.ndim - 2))
+
+
+def fusible(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `normalised` does, in operations that a compiler fuses. Collective over ``rows.over``."""
+    return _Fusible.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]

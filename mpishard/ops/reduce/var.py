@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.comm import traced
 from mpishard.ops.rule.moments import any_large
 from mpishard.ops.rule.reduction import counts_over, dim_and_keepdim, reduced, stacked, wide_of
 from mpishard.tensor.operand import resolved
@@ -26,7 +27,7 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
     wide = wide_of(local)
     if wide.numel():
         var, mean = torch.var_mean(wide, plan.dims, correction=0, keepdim=keepdim)
-        if any_large(mean.detach(), var.detach()):
+        if traced.recording is not None or any_large(mean.detach().abs(), var.detach()):
             # rounded to float32, the ranks' means would differ by more than they do
             var, mean = torch.var_mean(_double(wide), plan.dims, correction=0, keepdim=keepdim)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 
@@ -23,11 +24,12 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not v.is_cpu or n < BLOCK // 4:
+    if not v.is_cpu or n < BLOCK // 4 or traced.recording is not None:
         own = v.to(wide)
         var, mean = torch.var_mean(own, 1, correction=0)
         exact = mean.double()
-        if wide == torch.float32 and any_large(mean, var):
+        # a compiler sees no values, and fuses it
+        if wide == torch.float32 and (traced.recording is not None or any_large(mean, var)):
             exact += (own - mean.unsqueeze(1)).mean(1)
         return exact, var.double() * n
     starts = range(0, n, BLOCK)
@@ -55,8 +57,8 @@ def is_large(mean: Tensor, var: Tensor) -> Tensor:
 
 
 def any_large(mean: Tensor, var: Tensor) -> bool:
-    """Tell whether any mean `is_large`; without values, none is known to be."""
-    return not mean.is_meta and bool(is_large(mean, var).any())
+    """Tell whether any mean `is_large`; of tensors without values, none is known to be."""
+    return traced.recording is None and not mean.is_meta and bool(is_large(mean, var).any())
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +91,10 @@ def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group 
         return mean, m2 * torch.nan, False
     if group is None:
         return mean, m2 / count, any_large(mean, m2 / count)
+    if traced.recording is not None:
+        # what a compiler reads may not depend on values: always in two steps
+        centre = blocking.all_reduce(mean * (own / count), group)
+        return centre, blocking.all_reduce(m2 + own * (mean - centre).square(), group) / count, True
     sums = blocking.all_reduce(torch.stack([mean * own, m2 + mean.square() * own]), group) / count
     centre, var = sums[0], sums[1] - sums[0].square()
     if not any_large(centre, var):

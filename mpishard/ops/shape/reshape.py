@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.comm import traced
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
 from mpishard.ops.rule.dim import (
     CACHED,
@@ -160,7 +161,9 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
         return _moved(x, plan)
     steps = _more_or_less_ones(x.sharding.shape, plan.out.shape)
     local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
-    if 1 in x.block.shape and local.data_ptr() == x.block.data_ptr() and _copied_elsewhere(x, plan.out):
+    # in a compiler's hands a tensor has no address, and a copy costs nothing
+    aliased = 1 in x.block.shape and (traced.recording is not None or local.data_ptr() == x.block.data_ptr())
+    if aliased and _copied_elsewhere(x, plan.out):
         local = local.clone()
     out = viewed(x, local, plan.out, steps=steps)
     if x._gapped is not False and not steps:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm import traced
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
@@ -377,7 +378,7 @@ def _convolved(
 ) -> Tensor:
     """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
     weight, bias = _autocast(weight, bias)
-    if plan.form is None or in_transform():
+    if plan.form is None or in_transform() or traced.recording is not None:
         return cropped(windowed(x, weight, bias), plan.crops)
     return cropped(BlockConv.apply(plan.form, windowed, x, weight, bias), plan.crops)
 
@@ -424,7 +425,7 @@ def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPla
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             window = apply(plan.window, local)
-            if not plan.kernel.is_torch:
+            if not plan.kernel.is_torch and traced.recording is None:
                 return convolved(plan.kernel, plan.local, window, weight, bias)
             stride, padding, dilation, transposed, extra, groups = plan.local
             if transposed:

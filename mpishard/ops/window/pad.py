@@ -28,7 +28,7 @@ class PadPlan(NamedTuple):
     out: Layout
 
 
-@implements(F.pad, sharded="halo")
+@implements(F.pad, torch._C._nn.pad, sharded="halo")
 def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> ShardTensor:
     """Pad (or crop, where negative) as ``torch.nn.functional.pad``, at the edges of the global tensor.
 

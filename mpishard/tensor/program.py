@@ -1,0 +1,245 @@
+"""A graph of torch functions on ShardTensors as a compiled program of this rank's blocks.
+
+The rules run once in the hands of torch's AOTAutograd, forward and backward: they compute with blocks, which have no
+data then, and what communicates becomes ``mpishard::communicate`` (`mpishard.comm.traced`). Before that the graph is
+rehearsed: it runs once as ever, forward and backward, on copies of its inputs, so that all ranks make all plans
+together, and the trace communicates nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from mpishard.autograd.bucket import use_together
+from mpishard.comm import guard, traced
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.traced import Recording, recorded
+from mpishard.errors import MpishardError, UnsupportedOperationError
+from mpishard.layout import Layout
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
+
+
+class CannotCompileError(UnsupportedOperationError):
+    """Why a call runs eagerly."""
+
+
+class _Output(NamedTuple):
+    """What becomes of an output of the program: a ShardTensor of ``layout`` (else as it is), or an input again."""
+
+    layout: Layout | None
+    is_input: int | None
+    flags: tuple[bool, bool | None, bool]
+
+
+def key_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a program depends on beside shapes and dtypes. Not collective."""
+    return tuple(
+        (x.sharding, id(x.mesh), x._gathered_view, x._gapped, x._turned) if isinstance(x, ShardTensor) else None
+        for x in inputs
+    )
+
+
+def why_not(inputs: Sequence[Any], mesh: CartMesh) -> str:
+    """Tell why a program of these inputs is not compiled, or nothing. Not collective."""
+    for x in inputs:
+        if isinstance(x, ShardTensor):
+            if x.mesh is not mesh:
+                return "ShardTensors of several meshes"
+            if x._halo is not None:
+                return "a tensor with its halo beside it (of a simulation, or with ghost=)"
+            if x._root is not None or x._origin is not None:
+                return "a tensor that was written into, or a gathered view"
+        elif isinstance(x, Tensor) and hasattr(x, "_gathered"):
+            return "sharded parameters"
+    return ""
+
+
+class Program:
+    """A compiled graph for one layout of its inputs. Made by all ranks of the mesh together.
+
+    Parameters
+    ----------
+    graph
+        Calls torch functions, on ShardTensors or plain tensors.
+    backend
+        Of torch's compilers: takes a graph of plain tensors and example inputs.
+    inputs
+        Of the first call.
+    mesh
+        The mesh of all ShardTensors.
+
+    Raises
+    ------
+    CannotCompileError
+        On every rank.
+    """
+
+    def __init__(self, graph: GraphModule, backend: Backend, inputs: Sequence[Any], mesh: CartMesh) -> None:
+        self.mesh = mesh
+        self._graph = graph
+        self._given = [
+            (x.sharding, (x._gathered_view, x._gapped, x._turned)) if isinstance(x, ShardTensor) else None
+            for x in inputs
+        ]
+        self._outputs: list[_Output] = []
+        self._mutates: list[bool] = []
+        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        rehearsal = Recording(tracing=False)
+        _agreed(comm, lambda: self._rehearse(rehearsal, inputs))
+        try:
+            guard.agree(comm, None, f"compile {rehearsal.names}")
+        except MpishardError:
+            raise CannotCompileError("the ranks' programs differ") from None
+        self._uses = rehearsal.uses
+        self._trace = Recording(tracing=True)
+        self._compiled: Callable[..., Any]
+        _agreed(comm, lambda: self._compile(backend, inputs))
+        weakref.finalize(self, self._trace.forget)
+
+    # -- rehearsal
+
+    def _rehearse(self, recording: Recording, inputs: Sequence[Any]) -> None:
+        generator = torch.get_rng_state()
+        copies = [_copy(x) for x in inputs]
+        blocks = [_block(x) for x in copies]
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in blocks]
+        try:
+            with recorded(recording):
+                recording.restart(blocks)
+                outputs = self._graph(*copies)
+                self._note(copies, blocks, outputs)
+                self._mutates = [isinstance(x, Tensor) and x._version != v for x, v in zip(blocks, versions)]
+                roots = [y for y in map(_block, outputs) if isinstance(y, Tensor) and y.requires_grad]
+                leaves = [x for x in blocks if isinstance(x, Tensor) and x.requires_grad]
+                if roots and leaves and torch.is_grad_enabled():
+                    torch.autograd.grad(roots, leaves, [torch.zeros_like(y) for y in roots], allow_unused=True)
+        finally:
+            torch.set_rng_state(generator)
+
+    def _note(self, inputs: Sequence[Any], blocks: Sequence[Any], outputs: Sequence[Any]) -> None:
+        for x, block, given in zip(inputs, blocks, self._given):
+            if given is not None and (x.block is not block or x.sharding is not given[0]):
+                raise CannotCompileError("an input that is laid out anew where it is written into")
+        for y in outputs:
+            if isinstance(y, ShardTensor):
+                again = next((i for i, x in enumerate(inputs) if x is y), None)
+                if y._origin is not None and again is None:
+                    raise CannotCompileError("a gathered view among the results")
+                self._outputs.append(_Output(y.sharding, again, (y._gathered_view, y._gapped, y._turned)))
+            else:
+                self._outputs.append(_Output(None, None, (False, False, False)))
+
+    # -- trace
+
+    def _compile(self, backend: Backend, inputs: Sequence[Any]) -> None:
+        import torch._functorch.config as functorch_config
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        blocks = [_block(x) for x in inputs]
+        graph = Graph()
+        arguments = [graph.placeholder(f"block_{i}") for i in range(len(blocks))]
+        result = graph.call_function(self._of_blocks, tuple(arguments))
+        graph.output(tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(self._outputs))))
+        # plans hold tensors: these become constants
+        context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
+        # torch's cache of whole programs would know this one by its name alone
+        no_cache = functorch_config.patch(enable_autograd_cache=False)
+        with warnings.catch_warnings(), no_cache, tracing(context), recorded(self._trace):
+            # compilers call what torch has deprecated itself
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._compiled = backend(GraphModule({}, graph), blocks)
+        # only now: a tensor of the first call need not stay
+        self._strides = [x.stride() if isinstance(x, Tensor) else None for x in blocks]
+
+    def _of_blocks(self, *blocks: Any) -> list[Any]:
+        self._trace.restart(blocks)
+        by: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
+        for index, mesh_dims in self._uses:
+            # a back-end that runs the graph as it is computes with blocks as ever
+            if traced.recording is not None and blocks[index].requires_grad:
+                by.setdefault((mesh_dims, blocks[index].dtype), []).append(index)
+        for (mesh_dims, _), indices in by.items():
+            aliases = use_together([blocks[i] for i in indices], self.mesh, mesh_dims)
+            self._trace.aliases.update({(i, mesh_dims): alias for i, alias in zip(indices, aliases)})
+        shards = [
+            b if given is None else _flagged(wrap(b, given[0], self.mesh), given[1])
+            for b, given in zip(blocks, self._given)
+        ]
+        return [_block(y) for y in self._graph(*shards)]
+
+    # -- run
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run on this rank's blocks. Collective as what it does is."""
+        blocks, copied = [_block(x) for x in inputs], []
+        for i, (x, strides) in enumerate(zip(blocks, self._strides)):
+            if strides is not None and x.stride() != strides and x.numel():
+                # as the one that it was compiled for; ranks need not agree on that
+                blocks[i] = _laid_out(x, strides)
+                if self._mutates[i]:
+                    copied.append((x, blocks[i]))
+        results = self._compiled(*blocks)
+        for x, y in copied:
+            with torch.no_grad():
+                x.copy_(y)
+        out: list[Any] = []
+        for y, (layout, again, flags) in zip(results, self._outputs):
+            if again is not None:
+                out.append(inputs[again])
+            elif layout is not None:
+                out.append(_flagged(wrap(y, layout, self.mesh), flags))
+            else:
+                out.append(y)
+        return out
+
+
+def _agreed(comm: Any, act: Callable[[], None]) -> None:
+    """Do something that may fail on some ranks; then it fails on all. Collective."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as e:  # noqa: BLE001  # whatever a compiler raises
+        error = e
+    reason = (
+        "" if error is None else f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    )
+    try:
+        guard.agree(comm, None if error is None else CannotCompileError(reason))
+    except MpishardError as agreed:
+        raise CannotCompileError(str(agreed)) from error
+
+
+def _block(x: Any) -> Any:
+    return x.block if isinstance(x, ShardTensor) else x
+
+
+def _flagged(x: ShardTensor, flags: tuple[bool, bool | None, bool]) -> ShardTensor:
+    x._gathered_view, x._gapped, x._turned = flags
+    return x
+
+
+def _copy(x: Any) -> Any:
+    """Return a leaf of the same values: what the rehearsal writes into is not the caller's."""
+    if isinstance(x, ShardTensor):
+        return _flagged(wrap(_copy(x.block), x.sharding, x.mesh), (x._gathered_view, x._gapped, x._turned))
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a copy with these strides, differentiably."""
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
+    dense = x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
+    if dense.stride() == strides:
+        return dense
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

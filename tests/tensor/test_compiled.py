@@ -1,0 +1,231 @@
+"""torch.compile on shards: one graph, equal to the whole; what does not compile runs eagerly, with one warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+import mpishard as ms
+from mpishard.tensor import compiler
+from tests.compare import WORLD, gathered, mesh_of, shard, skew
+
+SIZE = WORLD.size
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiler, "_warned", False)
+
+
+class Exchanges:
+    """A back-end that runs graphs as they are, and counts what communicates in them."""
+
+    def __init__(self):
+        self.graphs = []
+        self.backend = aot_autograd(fw_compiler=self.kept, bw_compiler=self.kept)
+
+    def kept(self, graph, _examples):
+        operation = torch.ops.mpishard.communicate.default
+        self.graphs.append([n.args[3].split(" (")[0] for n in graph.graph.nodes if operation in n.args])
+        return make_boxed_func(graph.forward)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.ConvTranspose2d(4, 2, 2, stride=2),
+    ).double()
+
+
+def field(*shape):
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def quietly(call):
+    """What a call returns, and what it says of torch.compile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = call()
+    return out, [str(w.message) for w in caught if "torch.compile" in str(w.message)]
+
+
+def test_a_net_is_one_graph_and_equals_the_whole():
+    full = field(2, 2, 4 * SIZE, 6)
+    mesh = mesh_of((SIZE,))
+    other = mesh_of((2, SIZE // 2) if SIZE % 2 == 0 else (SIZE, 1))
+    model, reference = net(), net()
+    ms.distribute_module(model, mesh)
+    seen = Exchanges()
+    compiled = torch.compile(model, backend=seen.backend, fullgraph=True)
+    cases = [(mesh, (ms.Shard(2),), None), (mesh, (ms.Shard(2),), {2: skew(4 * SIZE, SIZE)})]
+    if other.ndim == 2 and SIZE % 2 == 0:
+        cases.append((other, (ms.Shard(2), ms.Shard(3)), None))
+    for where, placements, sizes in [cases[0], *cases]:
+        x = shard(full, where, placements, sizes, requires_grad=True)
+        whole = full.clone().requires_grad_()
+        results = []
+        for m, given in ((compiled, x), (reference, whole)):
+            m.zero_grad()
+            y = m(given)
+            (y.square().mean() + y[:, :, 0].sum()).backward()
+            results.append([y, given.grad, *(p.grad for p in m.parameters()), *m.buffers()])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(gathered(ours), gathered(theirs))
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    # forward and backward of every layout, and no more for the second call of the first
+    assert len(seen.graphs) == 2 * len(cases)
+    if SIZE > 1:
+        forward, backward = seen.graphs[:2]
+        assert forward == ["conv2d", "all_gather", "conv2d", "all_gather"]
+        # of each norm and halo one, and one of all parameters
+        assert sorted(backward) == ["adjoint of conv2d"] * 2 + ["all_reduce sum"] * 3
+
+
+def test_dropout_draws_anew_as_it_does_eagerly():
+    x = shard(field(3 * SIZE, 8), mesh_of((SIZE,)), (ms.Shard(0),))
+
+    def f(x):
+        return F.dropout(x, 0.5) + x
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(5)
+    first, second = gathered(compiled(x)), gathered(compiled(x))
+    torch.manual_seed(5)
+    torch.testing.assert_close([first, second], [gathered(f(x)), gathered(f(x))])
+    assert not torch.equal(first, second)
+
+
+def test_what_is_written_into_is_the_callers():
+    def f(x, y):
+        x.mul_(2)
+        return x, y.sin(), x[1:] - y[:-1]
+
+    with torch.no_grad():
+        x, y = (shard(field(3 * SIZE, 4), mesh_of((SIZE,)), (ms.Shard(0),)) for _ in range(2))
+        outs = torch.compile(f, backend="aot_eager", fullgraph=True)(x, y)
+        full = field(3 * SIZE, 4)
+        expected = f(full, full.clone())
+    assert outs[0] is x
+    torch.testing.assert_close([gathered(o) for o in (*outs, x)], [*expected, full])
+
+
+def test_autocast_is_that_of_the_call():
+    x = shard(field(2 * SIZE, 8).float(), mesh_of((SIZE,)), (ms.Shard(0),))
+    layer = nn.Linear(8, 3)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x).dtype is torch.bfloat16
+    assert compiled(x).dtype is torch.float32
+
+
+class Keeps(nn.Module):
+    last = None
+
+    def forward(self, x):
+        self.last = x
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("f", "says"),
+    [
+        (lambda x: x * float(x.sum()), ""),
+        (lambda x: x + 1 if x.sum() > 0 else x - 1, "Data-dependent"),
+        (lambda x: x + 1 if isinstance(x, ms.ShardTensor) else x - 1, "ShardTensor"),
+        (lambda x: x + 1 if hasattr(x, "placements") else x - 1, "placements"),
+        (lambda x: ms.ShardTensor.from_local(x.to_local() + 1, x.mesh, x.placements), ""),
+    ],
+)
+def test_what_does_not_compile_runs_eagerly_with_one_warning(f, says):
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    compiled = torch.compile(f, backend="aot_eager")
+    (one, two), told = quietly(lambda: (compiled(x), compiled(x)))
+    assert len(told) == 1
+    assert "runs eagerly" in told[0]
+    assert says in told[0]
+    for y in (one, two):
+        torch.testing.assert_close(gathered(y), gathered(f(x)))
+    with pytest.raises(ms.UnsupportedOperationError, match="fullgraph=True"):
+        torch.compile(f, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_a_kept_argument_is_a_shard():
+    m = Keeps()
+    x, y = (shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),)) for _ in range(2))
+    compiled = torch.compile(m, backend="aot_eager")
+    compiled(x)
+    assert m.last is x
+    _, told = quietly(lambda: compiled(y))
+    assert m.last is y
+    assert "keeps" in told[0]
+
+
+def test_where_one_rank_cannot_compile_none_does():
+    def backend(graph, examples):
+        if WORLD.rank == SIZE - 1:
+            raise RuntimeError("no compiler here")
+        return graph.forward
+
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    compiled = torch.compile(lambda x: x.softmax(0), backend=backend)
+    y, told = quietly(lambda: [compiled(x), compiled(x)][1])
+    assert len(told) == 1
+    assert "no compiler here" in told[0]
+    torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).softmax(0))
+
+
+def test_ranks_that_disagree_on_a_branch_run_eagerly():
+    flag = {"first": WORLD.rank == 0}
+
+    def f(x):
+        if flag["first"]:
+            torch._dynamo.graph_break()
+        return x.cumsum(0)
+
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    compiled = torch.compile(f, backend="aot_eager")
+    y, told = quietly(lambda: compiled(x))
+    assert len(told) == 1
+    torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).cumsum(0))
+
+
+def test_inductor():
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+
+    def f(x):
+        return (x.sin() * 2 + x[:1]).cumsum(0)
+
+    # one small loop is compiled sooner than the headers are, or other processes start
+    options = {"cpp_cache_precompile_headers": False, "compile_threads": 1}
+    with torch.no_grad():
+        y = torch.compile(f, fullgraph=True, options=options)(x)
+    torch.testing.assert_close(gathered(y), f(field(2 * SIZE, 3)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_without_a_compiler_of_the_machine():
+    from torch._inductor import config
+
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    compiled = torch.compile(lambda x: x.exp() - 7)
+    with torch.no_grad(), config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}):
+        y, told = quietly(lambda: compiled(x))
+    assert len(told) == 1
+    torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).exp() - 7)
