@@ -103,7 +103,7 @@ def agree(
         # not as its cause: the text would be printed twice
         agreed.__traceback__ = None if error is None else error.__traceback__
     else:
-        agreed = _desync([text for _, text in everyone])
+        agreed = _desync({rank: text for rank, (_, text) in enumerate(everyone)})
     raise common(agreed, comm) from None
 
 
@@ -139,7 +139,7 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
     # a rank that is in `agree` instead sends the same kind of pair
     with waiting(call, (), comm):
         everyone = comm.allgather((None, call))
-    raise common(_desync([text for _, text in everyone]), comm)
+    raise common(_desync({rank: text for rank, (_, text) in enumerate(everyone)}), comm)
 
 
 _COUNT_KEYVAL: list[int] = []
@@ -164,8 +164,25 @@ def _unanimous(
     mine = np.array([failed, digest, -digest, *numbers], np.int64)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
-        comm.Allreduce(mine, most, MPI.MAX)
+        if DEBUG:
+            _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
+        else:
+            comm.Allreduce(mine, most, MPI.MAX)
     return (int(most[3]), int(most[4])) if not most[0] and most[1] == -most[2] else None
+
+
+# of the text that goes before a message between single ranks where calls are compared
+SINGLE = 33
+
+
+def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
+    """Wait for all ranks; raise where one sends this rank a message instead."""
+    status = MPI.Status()
+    while not request.Test():
+        if comm.Iprobe(MPI.ANY_SOURCE, SINGLE, status):
+            peer = status.Get_source()
+            raise _desync({comm.Get_rank(): op, peer: comm.recv(None, peer, SINGLE)})
+        os.sched_yield()
 
 
 def common(error: E, comm: MPI.Comm) -> E:
@@ -174,9 +191,9 @@ def common(error: E, comm: MPI.Comm) -> E:
     return error
 
 
-def _desync(texts: list[str]) -> DesyncError:
+def _desync(texts: dict[int, str]) -> DesyncError:
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     by_count = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
     got = "; ".join(f"{_ranks(who)}: {text or 'nothing in particular'}" for text, who in by_count)
