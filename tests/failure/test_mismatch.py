@@ -1,7 +1,7 @@
 """Calls that differ between ranks, in drawn pairs: never a wrong value in a job that ends well, never a silent end.
 
 ``python -m tests.failure.test_mismatch SEED COUNT`` tries COUNT pairs, without and with MPISHARD_DEBUG=1, and prints
-the table of docs/robustness.md.
+a table of how they ended.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_pairs_of_calls(debug: bool, request: pytest.FixtureRequest) -> None:
     from tests.conftest import mpiexec
 
     seed = request.config.option.seed
-    check(tried(list(mpiexec()), seed, 40 if debug else 20, debug, starts=2), seed, debug)
+    check(tried(list(mpiexec()), seed, 20, debug, starts=1), seed, debug)
 
 
 def main(seed: int, count: int) -> None:
