@@ -8,6 +8,9 @@
 #   make test-cluster   what another MPI or HDF5 may change, in full at 2 and 4 ranks, on Debian's Open MPI and parallel
 #                       HDF5, and Slurm jobs
 #   make test-all       every test at every number of ranks, on both
+#   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
+#                       promises; give it the oldest Python: PYTHON=python3.10
+#   make test-newest    the same with the newest releases: PYTHON=python3.13
 #   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter
 #   make docs           the documentation, build/docs/index.html; a warning is an error
@@ -27,6 +30,9 @@ SAMPLE ?= 4
 # What pytest gets, e.g. make test TESTS=tests/layout PYTEST_ARGS=-x
 TESTS ?= tests
 PYTEST_ARGS ?=
+# What is run with the oldest and the newest dependencies.
+VERSION_TESTS ?= $(addprefix tests/,autograd comm io layout models nn ops tensor testing)
+VERSION_RANKS ?= 1 2
 # What the demo gets.
 ARGS ?=
 # The last hang guard; tests and programs have their own, which say more.
@@ -37,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 
-.PHONY: demo demo-insitu test test-cluster test-all test-gpu lint docs clean
+.PHONY: demo demo-insitu test test-cluster test-oldest test-newest test-all test-gpu lint docs clean
 
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
@@ -56,6 +62,9 @@ test-cluster: STACK_ARGS ?= --stack
 test-cluster: STACK_RANKS ?= 2 4
 test-cluster: .venv-cluster/.ready
 	tests/run.sh .venv-cluster/bin/python "$(STACK_RANKS)" $(TESTS) --cluster $(STACK_ARGS) $(PYTEST_ARGS)
+
+test-oldest test-newest: test-%: .venv-%/.ready
+	MPIEXEC=$(CURDIR)/.venv-$*/bin/mpiexec tests/run.sh .venv-$*/bin/python "$(VERSION_RANKS)" $(VERSION_TESTS) $(PYTEST_ARGS)
 
 test-all:
 	$(MAKE) test SAMPLE=1
@@ -91,5 +100,16 @@ docs: .venv/.ready
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tests/cluster/environment.sh .venv-cluster
 	touch $@
 
+# Compiled at once: ranks that import a file for the first time would do so all at the same time.
+.venv-oldest/.ready: resolution = lowest-direct
+.venv-newest/.ready: resolution = highest
+.venv-oldest/.ready .venv-newest/.ready: .venv-%/.ready: setup.cfg tests/packaging/versions.py
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install uv
+	.venv-$*/bin/uv pip install --python .venv-$*/bin/python --compile-bytecode --resolution $(resolution) \
+	    -e ".[mpich,examples,test]"
+	.venv-$*/bin/python tests/packaging/versions.py $(if $(filter oldest,$*),--oldest)
+	touch $@
+
 clean:
-	rm -rf .venv .venv-cluster build dist mpishard.egg-info
+	rm -rf .venv .venv-cluster .venv-oldest .venv-newest build dist mpishard.egg-info

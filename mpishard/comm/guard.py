@@ -147,7 +147,10 @@ def _agree(
     mine = np.array([first, digest, -digest, *numbers], np.int64)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
-        comm.Allreduce(mine, most, MPI.MAX)
+        if DEBUG:
+            _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
+        else:
+            comm.Allreduce(mine, most, MPI.MAX)
         if not most[0] and most[1] == -most[2]:
             return int(most[3]), int(most[4])
         if most[0]:
@@ -173,6 +176,25 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
     # not as its cause: the text would be printed twice
     agreed.__traceback__ = None if error is None else error.__traceback__
     return agreed
+
+
+# of the text that goes before a message between single ranks where calls are compared
+SINGLE = 33
+# a rank that has left this call already may send the text of its next one before the others have noticed
+_MEET_S = 5.0
+
+
+def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
+    """Wait for all ranks; raise where one sends this rank a message instead."""
+    status, since = MPI.Status(), 0.0
+    while not request.Test():
+        if comm.Iprobe(MPI.ANY_SOURCE, SINGLE, status):
+            since = since or time.monotonic()
+            if time.monotonic() - since > _MEET_S:
+                peer = status.Get_source()
+                told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
+                raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
+        os.sched_yield()
 
 
 def common(error: E, comm: MPI.Comm) -> E:

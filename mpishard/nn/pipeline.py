@@ -19,6 +19,7 @@ from mpishard.comm.tag import hashed
 from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.layout import Layout, layout_of
 from mpishard.nn.module import distribute_module
+from mpishard.tensor.gradient import autograd_backward
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -180,7 +181,7 @@ class Pipeline(nn.Module):
             with nullcontext() if is_final else no_sync():
                 if wanted:
                     gs = [_as(y, g) for y, g in wanted]
-                    torch.autograd.backward([y for y, _ in wanted], gs)
+                    autograd_backward([y for y, _ in wanted], gs)
             return [] if self.is_first else [_gradient(x) for x in inputs]
 
         for i in range(ahead):

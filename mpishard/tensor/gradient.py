@@ -17,7 +17,7 @@ from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.resident import notice_writes
-from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of
+from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of, wrap
 
 
 def _output(x: Any) -> Any:
@@ -145,6 +145,19 @@ def holds_shards(values: Any) -> bool:
 # torch's own that hand their tensors through, to be called in backward
 _PASSING = {"torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"}
 
+# torch's own, of non-reentrant checkpoints before torch 2.12: it keeps its arguments, for when they are asked back
+_SAVING = "torch.utils.checkpoint._NoopSaveInputs"
+
+
+def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
+    """Keep blocks, and give them back as the ShardTensors that they were. Not collective."""
+    saver = apply(*(_output(x) for x in args))
+    node, kinds = saver.grad_fn, [(x.sharding, x.mesh) if isinstance(x, ShardTensor) else None for x in args[1:]]
+    if node is not None:
+        kept = node.get_args
+        node.get_args = lambda saved: [x if k is None else wrap(x, *k) for x, k in zip(kept(saved), kinds)]
+    return saver
+
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
@@ -178,6 +191,8 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if cls is BackwardHookFunction:
         return apply_backward_hook(args)
+    if name == _SAVING:
+        return _save_inputs(apply, args)
     if name in _PASSING:
         return apply_on_blocks(apply, args)
     raise UnsupportedOperationError(

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.packaging.versions import is_lowest, promised
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,3 +174,19 @@ def test_what_is_packed(kind: str, tmp_path: Path) -> None:
             names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name for name in files if name.startswith("mpishard/")} <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "benchmarks"))]
+
+
+def test_lowest_versions_are_one_fact() -> None:
+    # what `make test-oldest` installs
+    lowest = promised()
+    assert lowest["torch"] == Version("2.8")
+    readme, spack = (ROOT / "README.md").read_text(), (ROOT / "spack.yaml").read_text()
+    assert f"torch >= {lowest['torch']}, mpi4py >= {lowest['mpi4py']}, numpy {lowest['numpy']} and" in readme
+    assert f"py-torch@{lowest['torch']}:" in spack
+    for installed, bound, right in (
+        ("3.12.1", "3.12", True),
+        ("3.13", "3.12", False),
+        ("2.0.0", "2", True),
+        ("2.1", "2", False),
+    ):
+        assert is_lowest(Version(installed), Version(bound)) == right

@@ -83,7 +83,7 @@ def send_recv(
 
 def _compare(group: Group, call: str, dest: int, source: int) -> None:
     """Tell ``dest`` what this rank calls its message, and compare with what ``source`` says."""
-    comm, tag = group.comm, hashed("compared")
+    comm, tag = group.comm, guard.SINGLE
     with guard.waiting(call, [r for r in (source, dest) if r >= 0], comm):
         told = comm.sendrecv(call, dest, tag, None, source, tag)
     if told is not None and told != call:
