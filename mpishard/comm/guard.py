@@ -187,10 +187,11 @@ _MEET_S = 5.0
 def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
     """Wait for all ranks; raise where one sends this rank a message instead."""
     status, since = MPI.Status(), 0.0
+    patience_s = min(_MEET_S, TIMEOUT_S / 2) if TIMEOUT_S > 0 else _MEET_S
     while not request.Test():
         if comm.Iprobe(MPI.ANY_SOURCE, SINGLE, status):
             since = since or time.monotonic()
-            if time.monotonic() - since > _MEET_S:
+            if time.monotonic() - since > patience_s:
                 peer = status.Get_source()
                 told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
                 raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])

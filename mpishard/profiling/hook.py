@@ -52,11 +52,12 @@ class _Operations(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         try:
             out = func(*args, **(kwargs or {}))
+            if torch.is_grad_enabled() and not outer and not transforms_active():
+                # waits for a sum that is under way: the wait counts as its own
+                _announce(out, name, recorder)
+            return out
         finally:
             recorder.leave()
-        if torch.is_grad_enabled() and not outer and not transforms_active():
-            _announce(out, name, recorder)
-        return out
 
 
 def _announce(out: Any, name: str, recorder: Recorder) -> None:

@@ -114,7 +114,8 @@ def test_links(page: Path) -> None:
 
 
 def public_names(module: types.ModuleType) -> set[str]:
-    offered = getattr(module, "__all__", None) or [n for n in vars(module) if n not in ("annotations", "Any")]
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    offered = getattr(module, "__all__", None) or own
     return {n for n in offered if n[0] != "_" and not isinstance(getattr(module, n), types.ModuleType)}
 
 
