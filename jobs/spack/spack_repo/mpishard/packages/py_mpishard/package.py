@@ -31,11 +31,11 @@ class PyMpishard(PythonPackage, CudaPackage):
         depends_on("python@3.10:")
         depends_on("py-click@8.1:")
         depends_on("py-jinja2@3.1:")
-        depends_on("py-mpi4py@4:")
+        depends_on("py-mpi4py@4.1:")
         depends_on("py-numpy@2:")
         depends_on("py-rich@13:")
         depends_on("py-tomli@2:", when="^python@:3.10")
-        depends_on("py-torch@2.5:")
+        depends_on("py-torch@2.8:")
         # Spack's torch is for CUDA unless it is told
         depends_on("py-torch ~cuda", when="~cuda")
         depends_on("py-h5py@3.12: +mpi", when="+hdf5")
