@@ -137,7 +137,7 @@ FAMILIES = {
     ),
     "norm/normalization": (
         lambda x: F.batch_norm(x, None, None, training=True),
-        each("all_gather", 4 * 2 * 8),
+        each("all_reduce", 4 * 2 * 8),
         each("all_reduce", 4 * 2 * 8),
     ),
     "reduce/sum": (lambda x: x.sum(), each("all_reduce", 8), NOTHING),
