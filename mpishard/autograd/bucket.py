@@ -34,7 +34,7 @@ class _Buckets:
         self._suspect: dict[Replica, Tensor] = {}
         self._nbytes: dict[_Key, int] = {}
         self._postponed: deque[Callable[[], None]] = deque()
-        self._deferred: Callable[[], None] | None = None
+        self._deferred: tuple[Replica, Callable[[], None]] | None = None
 
     def postpone(self, finish: Callable[[], None]) -> None:
         """Have what is under way finished later in the pass; few at a time, as each holds memory."""
@@ -42,15 +42,16 @@ class _Buckets:
             self._postponed.popleft()()
         self._postponed.append(finish)
 
-    def defer(self, compute: Callable[[], None]) -> None:
+    def defer(self, replica: Replica, compute: Callable[[], None]) -> None:
         """Have a gradient of `add`, which is zeros now, computed later in the pass; one at a time holds memory."""
         self.run_deferred()
-        self._deferred = compute
+        self._deferred = replica, compute
 
-    def run_deferred(self) -> None:
+    def run_deferred(self, *, hides_sums: bool = False) -> None:
         """Compute what was deferred."""
-        compute, self._deferred = self._deferred, None
-        if compute is not None:
+        if self._deferred is not None:
+            (replica, compute), self._deferred = self._deferred, None
+            replica.hides_sums = hides_sums
             compute()
 
     def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
@@ -156,9 +157,12 @@ def defer(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     """Return zeros for the gradient of a weight, which are filled later in the backward pass, if that is allowed.
 
     Not collective, nor is ``compute``. Allowed is it where nothing but the buckets reads the gradient: of what `use`
-    has returned.
+    has returned. Not where it hid nothing before: at once, the cotangent is still in the cache.
     """
     if not _active or not isinstance(weight.grad_fn, _UseParameter._backward_cls):  # type: ignore[attr-defined]
+        return None
+    replica: Replica = weight.grad_fn.replica  # type: ignore[attr-defined]
+    if replica.hides_sums is False:
         return None
     g = torch.zeros_like(weight, requires_grad=False)
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
@@ -167,14 +171,14 @@ def defer(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
         with torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[arg-type]
             g.copy_(compute())
 
-    _active[-1].defer(fill)
+    _active[-1].defer(replica, fill)
     return g
 
 
-def run_deferred() -> None:
-    """Compute what `defer` has left, as nothing else is to be done. Not collective."""
+def run_deferred(*, hides_sums: bool = False) -> None:
+    """Compute what `defer` has left, as nothing else is to be done, or while sums travel. Not collective."""
     if _active:
-        _active[-1].run_deferred()
+        _active[-1].run_deferred(hides_sums=hides_sums)
 
 
 def is_postponing() -> bool:

@@ -36,13 +36,16 @@ class Replica:
         Of the parameter, for errors.
     direct
         Whether every gradient must reach autograd's own accumulation, where others (DDP) wait for it.
+    hides_sums
+        Whether a norm's sums travelled as its gradient was computed, in the last pass that put that off; None before.
     """
 
-    __slots__ = ("_before", "_meshes", "_passes", "direct", "name")
+    __slots__ = ("_before", "_meshes", "_passes", "direct", "hides_sums", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.direct = False
+        self.hides_sums: bool | None = None
         self._meshes: list[weakref.ref[CartMesh]] = []
         self._passes = 0
         # of ``.grad``, where a bucket took a gradient in this pass

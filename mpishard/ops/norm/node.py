@@ -171,7 +171,7 @@ class Normalise(Function):
             sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
             pending = iall_reduce(sums, mesh.group(rows.over)) if rows.over else None
         # while the sums travel: what only the end of the pass asks for, the gradients of weights
-        run_deferred()
+        run_deferred(hides_sums=pending is not None)
         if ctx.needs_input_grad[1]:
             dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[2]:
