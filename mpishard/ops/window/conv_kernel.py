@@ -29,8 +29,9 @@ TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
 UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
-# of a block of more bytes, the gradient of the weight is not put off: what it reads is kept until then
-DEFERRED_NBYTES = 64 << 20
+# of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
+# which costs more than the sums that it hides
+DEFERRED_NBYTES = 1 << 20
 VECTOR = 16  # channels that fill a vector; with fewer, its gradient of the weight is faster with channels together
 
 _torch_forward = torch.ops.aten.convolution.default
