@@ -129,7 +129,7 @@ def plan(
     model
         Returns the model; it may be made on torch's ``meta`` device.
     shape
-        Of its input, global: (batch, channels, *space).
+        Of its input, global: ``(batch, channels, *space)``.
     ranks, mesh
         Number of ranks, for which the best mesh is looked for; or its extents.
     dims
