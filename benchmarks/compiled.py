@@ -1,22 +1,17 @@
-"""A training step of a convolution net and of a pointwise chain on shards: torch.compile beside eager, in one run.
-
-mpiexec -n 2 python benchmarks/compiled.py
-
-Columns: milliseconds of the eager step, the ratio to it of the compiled one (below 1: faster), and the seconds that
-the first compiled call took.
-"""
+"""A training step of a convolution net and of a pointwise chain on shards: torch.compile beside eager."""
 
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 
 import torch
-from timing import WORLD, interleaved, options, ratio, say
 from torch import nn
 
 import mpishard as ms
+from benchmarks.harness.measure import Bench
+
+AXIS = "extent"
 
 
 class Pointwise(nn.Module):
@@ -40,14 +35,16 @@ def net(channels: int = 8) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def main() -> None:
-    args = options(__doc__)
+def step(model: nn.Module, x: ms.ShardTensor) -> None:
+    model(x).square().mean().backward()
+
+
+def run(bench: Bench) -> None:
+    """Compare over extents; the quick run compiles by tracing alone."""
     mesh = ms.init_mesh((-1,), ("d",))
-    backend = "aot_eager" if args.quick else "inductor"
-    extents = (16,) if args.quick else (64, 256)
-    say(f"{WORLD.size} ranks, {backend}\n{'model':<12}{'extent':>8}{'eager ms':>10}{'compiled':>10}{'first s':>11}")
-    for name, model in {"pointwise": Pointwise(), "conv net": net()}.items():
-        for extent in extents:
+    backend = "aot_eager" if bench.quick else "inductor"
+    for name, model in {"pointwise": Pointwise(), "convolutions": net()}.items():
+        for extent in (16,) if bench.quick else (64, 256):
             torch.manual_seed(0)
             x = ms.distribute_tensor(torch.randn(1, 8, extent, extent), mesh, (ms.Shard(2),))
             eager, read = copy.deepcopy(model), copy.deepcopy(model)
@@ -56,20 +53,7 @@ def main() -> None:
             compiled = torch.compile(read, backend=backend, fullgraph=True)
             start = time.perf_counter()
             step(compiled, x)
-            took = time.perf_counter() - start
-            count = 1 if args.quick else max(2, 4096 // extent)
-            times = interleaved(
-                {"eager": lambda m=eager, x=x: step(m, x), "compiled": lambda m=compiled, x=x: step(m, x)},
-                count,
-                args.rounds,
-            )
-            ms_ = 1e3 * statistics.median(times["eager"])
-            say(f"{name:<12}{extent:>8}{ms_:>10.2f}{ratio(times, 'compiled', 'eager'):>10.2f}{took:>11.1f}")
-
-
-def step(model, x) -> None:
-    model(x).square().mean().backward()
-
-
-if __name__ == "__main__":
-    main()
+            what = f"{name}, step, 1x8x{extent}x{extent}"
+            bench.figure(f"{what}: first call", time.perf_counter() - start, "s", "compiled")
+            calls = {"eager": lambda m=eager, x=x: step(m, x), "compiled": lambda m=compiled, x=x: step(m, x)}
+            bench.compare(what, calls, floor="eager", count=1 if bench.quick else max(2, 4096 // extent), extent=extent)
