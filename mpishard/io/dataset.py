@@ -170,8 +170,9 @@ class Dataset(data.Dataset[Any]):
         Along ``mesh_dim`` the ranks share the samples.
         """
         item = indices
+        batch = self._batched(len(item), mesh_dim)
         if mesh_dim is not None:
-            lo, hi = self._batched(len(item), mesh_dim).box(self.mesh.coords)[0]
+            lo, hi = batch.box(self.mesh.coords)[0]
             indices = item[lo:hi]
         try:
             if os.getpid() != self._pid:
@@ -183,7 +184,9 @@ class Dataset(data.Dataset[Any]):
                         fix="use mpishard.io.Loader, which reads ahead in a thread",
                     )
                 )
-            check_memory(len(indices) * math.prod(self._local) * self.dtype.itemsize, f"samples of {self.name!r}")
+            # of the largest block: a rank without cells must not go through samples that the others refuse
+            largest = math.prod(n if cut is None else max(cut) for n, cut in zip(batch.shape, batch.sizes))
+            check_memory(largest * self.dtype.itemsize, f"samples of {self.name!r}")
             out = host_tensor((len(indices), *self._local), self.dtype, self.device)
             first, *rest = self._part.axes
             runs = self._window.runs[1:]
