@@ -15,6 +15,8 @@ size one in K; ``--stack`` leaves those whose outcome may depend on the MPI and 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import random
@@ -70,9 +72,10 @@ def told_size() -> int:
     return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), 0)
 
 
-# Ranks that share a core leave it to the one that works: MPICH spins otherwise, Open MPI knows by itself.
+# Ranks that share a core, with each other or the serial part, leave it to the one that works: MPICH spins otherwise,
+# Open MPI knows by itself.
 os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "100")
-os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", str(int(told_size() > (os.cpu_count() or 1))))
+os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", str(int(told_size() >= (os.cpu_count() or 1))))
 
 if under_launcher():
     # Ranks that clean up old temporary folders at the same time meet each other's half-removed ones.
@@ -130,6 +133,7 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
     return marker.args
 
 
+@functools.cache
 def part_of(path: Path) -> str:
     """Return the first folder of a path below tests/."""
     return path.relative_to(TESTS).parts[0] if path != TESTS and path.is_relative_to(TESTS) else ""
@@ -168,6 +172,7 @@ def chosen(item: pytest.Item, config: pytest.Config) -> bool:
     return size in full or not full or of_sample
 
 
+@functools.cache
 def has_gpu() -> bool:
     import torch
 
@@ -224,7 +229,9 @@ def same_numbers(request: pytest.FixtureRequest) -> None:
     """Let no test draw numbers that depend on the tests before it, which may have left the ranks with others."""
     import torch
 
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    # `torch.manual_seed` asks for devices that are not here, with a stack of this call for each
+    seed = torch.manual_seed if has_gpu() else torch.default_generator.manual_seed
+    seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
@@ -241,33 +248,68 @@ def launch() -> Launch:
     """Run a Python program under the MPI launcher, for serial tests.
 
     ``launch(size, "program.py", "--flag", timeout_s=60, env={"NAME": "value"})`` returns the completed
-    process with stdout and stderr in one text. The launcher is ``$MPIEXEC``, or that of this environment.
+    process with stdout and stderr in one text. The launcher is ``$MPIEXEC``, or that of this environment. Its ranks
+    are ``fresh`` processes, or forked from one that has imported torch (tests/warm.py).
     Past the timeout the whole job is killed and the test fails with what it wrote.
     """
 
     def run(
-        size: int, *args: str | os.PathLike[str], timeout_s: float = 300, env: dict[str, str] | None = None
+        size: int,
+        *args: str | os.PathLike[str],
+        timeout_s: float = 300,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        command = [*mpiexec(), "-n", str(size), sys.executable, *map(os.fspath, args)]
-        process = subprocess.Popen(
-            command,
-            cwd=TESTS.parent,
-            env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"no end within {timeout_s} s: {shlex.join(command)}\n{output}", pytrace=False)
-        return subprocess.CompletedProcess(command, process.returncode, output)
+        command = [*mpiexec(), "-n", str(size), *python(*args, fresh=fresh)]
+        return ended(command, TESTS.parent, timeout_s, env or {})
 
     return run
+
+
+def ended(command: list[str], folder: Path, timeout_s: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a job that finds this package, in a folder; past its time, kill all of it and fail."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.fspath(TESTS.parent), **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"no end within {timeout_s} s: {shlex.join(command)}\n{output}", pytrace=False)
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def python(*words: str | os.PathLike[str], fresh: bool = False) -> list[str]:
+    """Return the words that run a Python program, forked from a process that has imported torch, or fresh."""
+    warm = () if fresh else ("-IS", os.fspath(TESTS / "warm.py"), warm_server())
+    return [sys.executable, *warm, *map(os.fspath, words)]
+
+
+@functools.cache
+def warm_server() -> str:
+    """Start the server of tests/warm.py, which ends with this process, and return its address."""
+    folder = tempfile.mkdtemp(prefix="mpishard-warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = os.path.join(folder, "server")
+    server = subprocess.Popen(
+        [sys.executable, TESTS / "warm.py", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    atexit.register(server.communicate)
+    return path
 
 
 def mpiexec() -> Sequence[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.insitu.build import build
-from tests.conftest import TESTS, mpiexec
+from tests.conftest import ended, mpiexec, python
 
 Part = tuple[int, Sequence[object]]
 
@@ -30,43 +29,25 @@ def programs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def command(what: object) -> list[str]:
         nonlocal count
         if not isinstance(what, str):
-            return [os.fspath(word) for word in what]  # type: ignore[attr-defined]
+            first, *rest = [os.fspath(word) for word in what]  # type: ignore[attr-defined]
+            return python(*rest) if first == sys.executable else [first, *rest]
         count += 1
         path = tmp_path / f"program{count}.py"
         path.write_text(what)
-        return [sys.executable, os.fspath(path)]
+        return python(path)
 
     def run(*parts: Part, timeout_s: float = 120, env: dict[str, str] | None = None, flags: Sequence[str] = ()):
         words = [*mpiexec(), *flags]
         for i, (ranks, what) in enumerate(parts):
             words += [":"] * (i > 0) + ["-n", str(ranks), *command(what)]
-        settings = {
-            **os.environ,
-            "PYTHONPATH": os.fspath(TESTS.parent),
-            # let Open MPI 4 and 5 start small jobs on any machine, in a container too
+        # let Open MPI 4 and 5 start small jobs on any machine, in a container too
+        anywhere = {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            **(env or {}),
         }
-        process = subprocess.Popen(
-            words,
-            cwd=tmp_path,
-            env=settings,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"no end within {timeout_s} s: {shlex.join(words)}\n{output}", pytrace=False)
-        return subprocess.CompletedProcess(words, process.returncode, output)
+        return ended(words, tmp_path, timeout_s, {**anywhere, **(env or {})})
 
     return run
 

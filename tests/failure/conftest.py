@@ -78,18 +78,18 @@ def more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(launch: Callable, tmp_path: Path) -> Callable[..., Outcome]:
-    """Run ``job(size, body, NAME=value)``: a program after `PRELUDE`, with environment variables.
+    """Run ``job(size, body, NAME=value)``: a program after `PRELUDE`, with environment variables, as `launch` does.
 
     The program leaves words for the test by ``note("NAME", value)``.
     """
 
-    def run(size: int, body: str, **env: str) -> Outcome:
+    def run(size: int, body: str, *, fresh: bool = False, **env: str) -> Outcome:
         program = tmp_path / "program.py"
         program.write_text(PRELUDE + body)
         notes = tmp_path / "notes"
         notes.write_text("")
         settings = {"MPISHARD_TIMEOUT": str(PATIENCE_S), "PYTHONFAULTHANDLER": "", "NOTES": os.fspath(notes), **env}
-        done = launch(size, program, timeout_s=3 * PATIENCE_S, env=settings)
+        done = launch(size, program, timeout_s=3 * PATIENCE_S, env=settings, fresh=fresh)
         end = time.time()
         noted = [line.split() for line in notes.read_text().splitlines()]
         assert noted, f"the program did not start:\n{done.stdout}"

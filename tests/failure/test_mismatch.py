@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import python
 from tests.failure.mismatched import family, pairs
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def batch(mpiexec: list[str], seed: int, first: int, last: int, debug: bool) -> 
         path.touch()
         numbers = map(str, (seed, first, last - first))
         done = subprocess.run(
-            [*mpiexec, "-n", "3", sys.executable, "-m", "tests.failure.mismatched", *numbers, os.fspath(path)],
+            [*mpiexec, "-n", "3", *python("-m", "tests.failure.mismatched", *numbers, os.fspath(path))],
             cwd=ROOT,
             env={
                 **os.environ,
