@@ -24,13 +24,7 @@ class Abandoned(BaseException):
 
 def on_all(mesh: CartMesh, flag: bool, op: str) -> bool:
     """Tell whether the flag is set on all ranks. Collective."""
-    if mesh.size == 1:
-        return flag
-    mine, least = np.array([flag], np.int32), np.empty(1, np.int32)
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
-    with guard.waiting(op, (), comm):
-        comm.Allreduce(mine, least, MPI.MIN)
-    return bool(least[0])
+    return not most_of(mesh, not flag, op)
 
 
 def most_of(mesh: CartMesh, number: int, op: str) -> int:
