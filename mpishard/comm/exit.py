@@ -130,9 +130,9 @@ def require_mpi(what: str) -> None:
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise MeshError(
             described(
-                f"{what}: MPI is {'finalized' if MPI.Is_initialized() else 'not initialised'}",
+                f"{what}: MPI is not up",
                 expected="a call between MPI_Init and MPI_Finalize",
-                got="one after MPI_Finalize" if MPI.Is_initialized() else "one before MPI_Init",
+                got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
                 fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
             )
         )
