@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names
 from mpishard.errors import MeshError, MpishardError, described
@@ -52,6 +53,7 @@ def adopted_mesh(
     MeshError
         On every rank: what is given does not fit the communicator, or two ranks have the same coordinates.
     """
+    require_mpi("adopt")
     host = _communicator(comm, handle)
     is_cart = host.Get_topology() == MPI.CART and MPI.Cartcomm(host).Get_dim() > 0
     with guard.waiting("adopt", (), host):

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from mpishard.errors import MeshError, described
+
 _PID = os.getpid()
 
 # Before the abort, time for the other ranks to say where they wait: theirs run out at nearly the same moment.
@@ -121,6 +123,19 @@ def alive() -> bool:
     """Tell whether this process is a rank, and MPI is up. Not collective."""
     # a forked child, as of a data loader, is no rank
     return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def require_mpi(what: str) -> None:
+    """Raise where MPI is not up: its own calls would end the process. Not collective."""
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise MeshError(
+            described(
+                f"{what}: MPI is not up",
+                expected="a call between MPI_Init and MPI_Finalize",
+                got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
+                fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
+            )
+        )
 
 
 class _child:  # noqa: N801 (one of them)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from mpishard.comm import guard, thread
 from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.device_mesh import DeviceMeshNames
+from mpishard.comm.exit import require_mpi
 from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
 from mpishard.comm.mesh_device import as_device, local_device, local_rank
@@ -141,6 +142,7 @@ class CartMesh(DeviceMeshNames):
         --------
         >>> mesh = ms.CartMesh.from_comm(cart.py2f(), ("y", "x"))
         """
+        require_mpi("from_comm")
         if not isinstance(comm, MPI.Comm):
             if handle not in ("fortran", "c"):
                 raise MeshError(
@@ -434,6 +436,7 @@ def init_mesh(
     --------
     >>> mesh = ms.init_mesh((2, -1), ("y", "x"), periodic=(False, True))
     """
+    require_mpi("init_mesh")
     comm = MPI.COMM_WORLD if comm is None else comm
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise MeshError(

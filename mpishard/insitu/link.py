@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -42,9 +41,9 @@ class Link:
 
     Notes
     -----
-    Every rank of the program makes every call; an error in one is raised on all. Not a step is copied to a rank that
-    does not own its cells: one message per pair of ranks and step. This side holds ``depth`` steps of its own blocks
-    at most (one more with the policy ``"latest"``, while it is read), the other one step of its own.
+    Every rank of the program makes every call; an error in one is raised on all, see `put`. Not a step is copied to a
+    rank that does not own its cells: one message per pair of ranks and step. This side holds ``depth`` steps of its
+    own blocks at most (one more with the policy ``"latest"``, while it is read), the other one step of its own.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class Link:
         self._inlet = Inlet(channel, coming, dtypes[1], asks) if side.into else None
         self._shapes = [[tuple(_tensor(x).to_local().shape) for x in xs.values()] for xs in (self.out, self.into)]
         self._dtypes = dtypes
+        self._known: list[Sequence[Tensor]] = [(), ()]  # blocks that were found right
         self._closed = False
         self._error: MpishardError | None = None
         if not _open:
@@ -137,11 +137,20 @@ class Link:
             On all ranks: the other side died, or took no step in time.
         UnsupportedOperationError
             The link is closed, or has no ``out``.
+
+        Notes
+        -----
+        With the policy ``"block"`` no rank waits for the others of its program. That a peer is gone, that the other
+        side has closed the link, and that a field has changed on another rank alone, is therefore told by the next
+        call (`put`, `get` or `close`), on all ranks.
         """
         outlet = self._end("put", self._outlet, "out")
         blocks, error = self._blocks(0, self.out)
-        with self._kept_error():
-            return outlet.put(blocks, error)
+        try:
+            return outlet.put(blocks, error)  # type: ignore[no-any-return]
+        except MpishardError as e:
+            self._error = e
+            raise
 
     def get(self) -> int | None:
         """Fill the ``into`` fields with the oldest step that was not read.
@@ -162,8 +171,13 @@ class Link:
         """
         inlet = self._end("get", self._inlet, "into")
         blocks, error = self._blocks(1, self.into)
-        with self._kept_error():
-            return inlet.get(blocks, error)
+        try:
+            if self._outlet is not None:
+                self._outlet.settle()
+            return inlet.get(blocks, error)  # type: ignore[no-any-return]
+        except MpishardError as e:
+            self._error = e
+            raise
 
     def __iter__(self) -> Iterator[int]:
         while (step := self.get()) is not None:
@@ -187,6 +201,12 @@ class Link:
             self._release(gone=True)
             return
         error = None
+        try:
+            if self._outlet is not None:
+                self._outlet.settle()
+        except MpishardError:
+            self._release(gone=True)
+            raise
         try:
             self._drain()
         except MpishardError as e:
@@ -252,9 +272,14 @@ class Link:
     def _blocks(self, side: int, fields: Mapping[str, Any]) -> tuple[Sequence[Tensor], MpishardError | None]:
         """Return this rank's blocks, and what is wrong with them. Not collective."""
         blocks: list[Tensor] = []
+        known = self._known[side]
         try:
-            for (name, x), shape, dtype in zip(fields.items(), self._shapes[side], self._dtypes[side]):
-                block = _tensor(x).to_local()
+            for i, (name, x) in enumerate(fields.items()):
+                block = (x if isinstance(x, ShardTensor) else _tensor(x)).block
+                blocks.append(block)
+                if i < len(known) and block is known[i]:
+                    continue
+                shape, dtype = self._shapes[side][i], self._dtypes[side][i]
                 if block.shape != shape or block.dtype != dtype:
                     raise LayoutError(
                         described(
@@ -264,18 +289,10 @@ class Link:
                             fix="connect again with the new tensor",
                         )
                     )
-                blocks.append(block)
         except MpishardError as e:
             return (), e
+        self._known[side] = blocks
         return blocks, None
-
-    @contextlib.contextmanager
-    def _kept_error(self) -> Iterator[None]:
-        try:
-            yield
-        except MpishardError as e:
-            self._error = e
-            raise
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

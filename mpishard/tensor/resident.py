@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ class ResidentHalo:
     def watch(self, local: Tensor, *, all_cells: bool) -> None:
         """Remember what autograd may save now, all cells or a sample: see `notice_writes`. Not collective."""
         if self.foreign and torch.is_grad_enabled():
-            if self.written():
+            if self._seen is not None and self.written():
                 self.overwritten()
             if self._seen is None or all_cells:
                 cells, view = (local.detach(), _fingerprint) if all_cells else (_sample(local), Tensor.clone)
@@ -230,7 +231,15 @@ def notice_writes(mesh: CartMesh) -> None:
 
 
 def _sample(local: Tensor) -> Tensor:
-    return local.detach()[tuple(slice(None, None, max(1, n // _SAMPLED)) for n in local.shape)]
+    # at each use of a field: one view, where an index would make one a dim
+    cells = local.detach() if local.requires_grad else local
+    return cells.as_strided(*_sampled(local.shape, local.stride()))
+
+
+@lru_cache(256)
+def _sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    steps = [max(1, n // _SAMPLED) for n in shape]
+    return tuple(-(-n // step) for n, step in zip(shape, steps)), tuple(s * step for s, step in zip(strides, steps))
 
 
 def _fingerprint(cells: Tensor) -> Tensor:

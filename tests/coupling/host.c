@@ -22,6 +22,15 @@ int main(int argc, char **argv)
     MPI_Comm comm;
     must(mps_join("solver", 30, &program) == MPS_ERR_MPI && strstr(mps_error(), "not initialised"), "MPI is not initialised");
     MPI_Init(&argc, &argv);
+    /* before there is anything to call them with, on all ranks and without one message */
+    int64_t four = 4;
+    double cells[4];
+    must(mps_comm(none, &comm) == MPS_ERR_ORDER, "comm before join");
+    must(mps_connect(none, "model", 0, NULL, 0, NULL, MPS_DEFAULT, 0, 5, &link) == MPS_ERR_ORDER, "connect before join");
+    must(mps_field(none, "u", MPS_FLOAT64, cells, 1, NULL, &four, NULL, NULL, &u) == MPS_ERR_ORDER, "field before adopt");
+    must(mps_rebind(none, cells) == MPS_ERR_ORDER, "rebind before field");
+    must(mps_put(none) == MPS_ERR_ORDER && mps_get(none, NULL) == MPS_ERR_ORDER && mps_close(none) == MPS_ERR_ORDER, "no link");
+    must(strstr(mps_error(), "expected") != NULL && mps_release(&none) == MPS_OK, "the text says what is missing");
     must(mps_join("", 5, &program) == MPS_ERR_PEER && strstr(mps_error(), "no name"), "a name that is none");
     must(mps_join("solver", 30, &program) == MPS_OK, "join");
     must(mps_comm(program, &comm) == MPS_OK, "comm");

@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpishard.errors import ranges_of, ranks_text
+from mpishard.insitu.build import SOURCES
 from tests.conftest import TESTS, mpiexec
+from tests.coupling.conftest import wrapper
 
 HERE = Path(__file__).parent
 
@@ -66,6 +69,22 @@ def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
     done = programs((2, [host, HERE]))
     assert done.returncode == 0, done.stdout
     assert "EMBEDDED FORTRAN IS RIGHT" in done.stdout
+
+
+def test_c_names_ranks_as_python_does(tmp_path):
+    """In ranges, of which there are a few: a text does not grow with the job."""
+    cc = wrapper("mpicc")
+    if cc is None:
+        pytest.skip("no MPI compiler that works beside the launcher")
+    program, native = tmp_path / "ranks", TESTS.parent / "mpishard" / "insitu" / "native"
+    sources = [HERE / "ranks.c", *(native / name for name in SOURCES)]
+    subprocess.run([cc, f"-I{native}", *sources, "-lm", "-o", program], check=True)
+    few = [3], [0, 1], [0, 1, 2], [3, 7, 8, 9, 40], [5, 6, 9]
+    for ranks in (*few, range(9), range(0, 80, 2), [*range(0, 32, 2), 31]):
+        said = subprocess.run([program, *map(str, ranks)], capture_output=True, text=True, check=True).stdout
+        # beyond the ranges that C keeps, it knows how many there are
+        ranges = ranges_of(ranks)
+        assert said.strip() == ranks_text(ranges[:16], len(ranks)), ranks
 
 
 def test_without_a_compiler(tmp_path):

@@ -20,7 +20,7 @@ def ended_well(done: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.parametrize(("ranks", "cases"), [((2, 2), 30), ((3, 1), 15)])
 def test_two_programs(programs, ranks, cases):
     parts = [
-        (n, [sys.executable, TWO, name, str(cases), *(["any_decompositions"] if 1 in ranks else [])])
+        (n, [sys.executable, TWO, name, str(cases), *(["any_decompositions", "any_policy"] if 1 in ranks else [])])
         for n, name in zip(ranks, ("solver", "model"))
     ]
     done = programs(*parts)
@@ -85,6 +85,48 @@ def test_names_that_are_not_right(programs):
     ended_well(done)
     assert done.stdout.count("TOLD join: two programs of one name, 'one'") == 2, done.stdout
     assert done.stdout.count("TOLD join: no name of a program on rank 1") == 2, done.stdout
+
+
+NOT_UP = """
+import os
+import mpi4py
+mpi4py.rc.initialize = False
+import mpishard as ms
+from mpi4py import MPI
+def told(call):
+    try:
+        call()
+    except ms.MeshError as e:
+        os.write(1, f"TOLD {e}\\n".encode())
+calls = (
+    lambda: ms.insitu.join("a"),
+    lambda: ms.insitu.adopt(MPI.COMM_WORLD, (4,), 1, ("x",)),
+    lambda: ms.insitu.adopt(0, (4,), 1, ("x",)),
+    lambda: ms.insitu.adopt(None, (4,), 1, ("x",)),
+    lambda: ms.init_mesh((1,), ("x",)),
+    lambda: ms.CartMesh.from_comm(0, ("x",)),
+)
+for call in calls:
+    told(call)
+MPI.Init_thread(MPI.THREAD_FUNNELED)
+# what failed before left nothing behind
+sim = ms.insitu.adopt(None, (4,), 0, ("x",))
+sim.release()
+assert set(ms.insitu.join("a").programs) == {"a"}
+MPI.Finalize()
+for call in calls:
+    told(call)
+"""
+
+
+def test_mpi_is_not_up(programs):
+    """Where MPI itself would end the process: before MPI_Init, and after MPI_Finalize."""
+    done = programs((1, NOT_UP))
+    ended_well(done)
+    for call, times in (("join", 2), ("adopt", 6), ("init_mesh", 2), ("from_comm", 2)):
+        assert done.stdout.count(f"TOLD {call}: MPI is not up") == times, done.stdout
+    assert done.stdout.count("got:      MPI is not initialised") == 6, done.stdout
+    assert done.stdout.count("got:      MPI is finalized") == 6, done.stdout
 
 
 def test_program_that_never_joins(programs):

@@ -95,6 +95,49 @@ def any_decompositions(me):
         link.close()
 
 
+def any_policy(me):
+    """Drawn: decompositions, policy, depth, paces, and which side closes first; what is read is what was put."""
+    rng = random.Random(11)
+    mine = random.Random(me.comm.rank + 100 * SOLVER)  # paces, each rank its own
+    for case in range(int(sys.argv[2])):
+        shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 3)))
+        dtype = rng.choice([torch.float64, torch.int32])
+        layouts = {n: drawn(rng, me.programs[n], shape) for n in ("solver", "model")}
+        policy, depth = rng.choice(("block", "drop_newest", "latest")), rng.randint(1, 3)
+        puts, gets = rng.randint(1, 8), rng.choice([99, rng.randint(0, 3)])
+        late = rng.choice([0, 0, 0.004]), rng.choice([0, 0, 0.004])
+        field, box = tensor(me, layouts[NAME], dtype)
+        told = (case, policy, depth, puts, gets, layouts)
+        link = me.connect(OTHER, **side({"u": field}, policy=policy, depth=depth), timeout=100)
+        if SOLVER:
+            kept = []
+            for step in range(puts):
+                field.to_local().copy_(cells(shape, dtype, step)[box])
+                kept.append(link.put())
+                time.sleep(late[0] * mine.random())
+            assert gets < 99 or policy == "drop_newest" or all(kept), told
+            assert not gets or kept[0], told
+            # all ranks are told the same
+            assert len(set(me.comm.allgather((tuple(kept), link.ended)))) == 1, told
+        else:
+            got = []
+            for step in link if gets else ():
+                assert torch.equal(field.to_local(), cells(shape, dtype, step)[box]), (*told, step)
+                got.append(step)
+                time.sleep(late[1] * mine.random())
+                if len(got) == gets:
+                    break
+            if policy == "block":
+                assert got == list(range(min(puts, gets))), (*told, got)
+            assert got == sorted(set(got)), (*told, got)
+            if gets == 99:
+                assert got, told
+                assert got[-1] == puts - 1 or policy == "drop_newest", (*told, got)
+                assert got[0] == 0 or policy == "latest", (*told, got)
+            assert len(set(me.comm.allgather(tuple(got)))) == 1, told
+        link.close()
+
+
 def fields_of(me, n=6):
     mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
     return ms.zeros(n, mesh=mesh, placements=(ms.Shard(0),))
@@ -155,10 +198,65 @@ def wrong_order(me):
     if SOLVER:
         if me.comm.rank == 0:
             u.block = u.block[:0]
+            refused(ms.LayoutError, link.put, "has changed")
+        else:
+            assert link.put()  # nobody waits for the others: the next call tells
         refused(ms.LayoutError, link.put, "has changed")
         refused(ms.LayoutError, link.put, "has changed")
     else:
         refused(ms.MpishardError, link.get, "left", "program 'solver'")
+    link.close()
+
+
+def wrong_everywhere(me):
+    """What all ranks were given is refused by the call itself; and by whatever call comes next."""
+    for last in ("put", "get", "close"):
+        u, v = fields_of(me), fields_of(me)
+        link = me.connect(OTHER, out={NAME: u}, into={OTHER: v}, timeout=100)
+        if SOLVER:
+            assert link.put()
+            u.block = u.block.double()
+            refused(ms.LayoutError, link.put, "has changed", "float64")
+            if last != "close":
+                refused(ms.LayoutError, getattr(link, last), "has changed", "float64")
+        else:
+            assert link.get() == 0
+            refused(ms.MpishardError, link.get, "left", "program 'solver'")
+        link.close()
+
+
+def wrong_on_one_rank(me):
+    """Reported by the call after it, be it put, get or close; nothing is lost where that is the last."""
+    for last in ("put", "get", "close"):
+        u, v = fields_of(me), fields_of(me)
+        link = me.connect(OTHER, out={NAME: u}, into={OTHER: v}, timeout=100)
+        if SOLVER and me.comm.rank == me.comm.size - 1:
+            u.block = u.block.double()
+            refused(ms.LayoutError, link.put, "has changed")
+        elif SOLVER:
+            assert link.put()
+            refused(ms.LayoutError, getattr(link, last), "has changed")
+        else:
+            refused(ms.MpishardError, link.get, "left", "program 'solver'")
+        link.close()
+
+
+def released_field(me):
+    """A field of a simulation that lets go of it, in the midst of a link."""
+    n = me.comm.size
+    array = torch.zeros(3 + 2)
+    sim = ms.insitu.adopt(me.comm, (3 * n,), 1, ("x",), grid=(n,), sizes=(3,))
+    u = sim.field("u", array)
+    link = me.connect(OTHER, **side({"u": u}), timeout=100)
+    if SOLVER:
+        array[1:-1] = torch.arange(3.0) + 3 * me.comm.rank
+        assert link.put()
+    else:
+        assert link.get() == 0
+        assert array.tolist() == [0, *range(3 * me.comm.rank, 3 * me.comm.rank + 3), 0]
+    sim.release()
+    for _ in range(2):
+        refused(ms.MpishardError, link.put if SOLVER else link.get, "'u' was released" if SOLVER else "")
     link.close()
 
 
@@ -328,8 +426,12 @@ def main() -> None:
     assert me.comm.size == me.programs[NAME]
     parts = (
         any_decompositions,
+        any_policy,
         bad_input,
         wrong_order,
+        wrong_everywhere,
+        wrong_on_one_rank,
+        released_field,
         policies,
         latest_under_way,
         both_ways_latest,

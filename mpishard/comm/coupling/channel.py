@@ -15,7 +15,7 @@ from torch import Tensor
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.patience import CertainError, Circle, Presence, Wait, state_of
 from mpishard.comm.memory.buffer import pieces
-from mpishard.errors import PeerError, described
+from mpishard.errors import PeerError, described, ranges_of, ranks_text
 
 _ALIGN = 64
 HEAD = wire.HEAD.size
@@ -82,8 +82,7 @@ class Channel(NamedTuple):
 
     def named(self, peers: Sequence[int]) -> str:
         """Return ranks of the other program in words. Not collective."""
-        ranks = ", ".join(str(p - self.first) for p in sorted(peers)[:16])
-        return f"rank{'s' * (len(peers) > 1)} {ranks} of program {self.other!r}"
+        return f"{ranks_text(ranges_of(p - self.first for p in peers))} of program {self.other!r}"
 
     def late(self, peers: Sequence[int], what: str) -> PeerError:
         """Return the error of peers that did not come in time. Not collective."""
@@ -123,9 +122,9 @@ class Load:
         self.parts = [[(self.memory.data_ptr() + a + at, n) for at, n in pieces(s)] for a, s in zip(starts, self.sizes)]
 
 
-def notice(kind: int, value: int) -> np.ndarray:
-    """Return a message without cells. Not collective."""
-    return np.array([wire.MAGIC, wire.VERSION, kind, value, HEAD, 0, 0, 0], np.int64)
+def notice(kind: int, value: int, nbytes: int = HEAD) -> np.ndarray:
+    """Return the head of a message, which is all of one without cells. Not collective."""
+    return np.array([wire.MAGIC, wire.VERSION, kind, value, nbytes, 0, 0, 0], np.int64)
 
 
 def boxes_of(blocks: Sequence[Tensor], parcels: Sequence[Parcel]) -> list[Tensor]:

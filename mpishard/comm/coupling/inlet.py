@@ -88,12 +88,16 @@ class Inlet:
                     raise self.channel.late(self.waits_for(), "get")
         self._running.clear()
         heads = [self._checked(i) for i in range(len(self._parcels))]
-        if len({kind for kind, _ in heads}) > 1 or (heads[0][0] == wire.STEP and len(set(heads)) > 1):
+        if len(set(heads)) > 1:
+            other = {head: p.peer for head, p in reversed(list(zip(heads, self._parcels)))}
             raise PeerError(
                 described(
                     "get: the writers sent different steps",
                     expected="one step",
-                    got=", ".join(f"{step} from rank {p.peer}" for p, (_, step) in zip(self._parcels, heads)),
+                    got=", ".join(
+                        f"{step if kind == wire.STEP else 'the end'} from {self.channel.named([peer])}"
+                        for (kind, step), peer in sorted(other.items(), key=lambda item: item[1])[:4]
+                    ),
                     fix="call put on all ranks of the writing program alike",
                 )
             )
@@ -133,9 +137,9 @@ class Inlet:
         if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
             self._known = list(blocks)
             self._boxes = boxes_of(blocks, self._parcels)
-        with torch.no_grad():
-            for box, view in zip(self._boxes, self._load.views):
-                box.copy_(view)
+        # of detached blocks: autograd learns that they have changed, and nothing else
+        for box, view in zip(self._boxes, self._load.views):
+            box.copy_(view)
 
     def stop(self) -> Callable[[], bool]:
         """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""

@@ -16,6 +16,7 @@ from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.patience import Circle, Wait
 from mpishard.comm.coupling.wire import Entry, Roll
+from mpishard.comm.exit import require_mpi
 from mpishard.errors import MpishardError, PeerError, described, ranges_of, ranks_text
 
 # a rank gives up after those below it in the tree, and before those above
@@ -73,6 +74,7 @@ def meet(name: object, timeout_s: float) -> Meeting:
         A name is none.
     """
     global _attempts  # noqa: PLW0603
+    require_mpi("join")
     _attempts += 1
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()

@@ -3,6 +3,9 @@
 Steps are pushed: a message is a synchronous send, which ends when its receive has begun, so that a slot is free when
 its step was taken, and nothing else holds a step. Only the policy "latest", which may take a step back, keeps it
 until rank 0 of the reader asks. docs/coupling.md has the format.
+
+With the policy "block" a step is put without waiting for the other ranks of the program: whether all of them could put
+it is agreed meanwhile, and told by the next call, on all ranks. The other policies decide on all ranks at once.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 from mpishard.comm import counter
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import HEAD, Channel, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import keep_going, leave
+from mpishard.comm.coupling.patience import Ballot, keep_going, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -38,7 +41,8 @@ class _Slot:
         self.flying = False
         self.peers: list[int] = []
         self.requests: list[Any] = []
-        for p, parts in zip(parcels, self.load.parts):
+        for p, parts, head, size in zip(parcels, self.load.parts, self.load.heads, self.load.sizes):
+            head[:] = notice(wire.STEP, -1, size)
             for start, nbytes in parts:
                 self.requests.append(channel.comm.Ssend_init(address(start, nbytes), p.peer, channel.tag + wire.DATA))
                 self.peers.append(p.peer)
@@ -98,6 +102,7 @@ class Outlet:
         self._known: list[Tensor] = []
         self._boxes: list[Tensor] = []
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
+        self._ballot = Ballot(channel.circle)  # on the last step that was pushed
         keep_going(self)
 
     def put(self, blocks: Sequence[Tensor], error: MpishardError | None) -> bool:
@@ -110,24 +115,26 @@ class Outlet:
         error
             What is wrong with them, or None.
         """
-        circle, timeout = self.channel.circle, self.channel.timeout_s
-        room = FULL
+        self.settle()
+        if self.ended:
+            return False
         self.progress()
         self._putting = True
         try:
             slot = self._slots[self._sent % len(self._slots)]
+            room, wrong = FULL, error is not None
             if error is None:
                 try:
                     room = self._room(slot)
                 except PeerError as e:
                     error = e
+            if self._policy == "block":
+                return self._pushed(slot, blocks, room, error, wrong)
+            circle = self.channel.circle
             circle.start(error, room, -self._asked)
             if room == FREE and error is None and self._policy != "latest":
                 self._fill(slot, blocks)
-                if self._policy == "block":
-                    # whatever the others find: a reader that has stopped drops it, and an error ends the link
-                    self._send(slot, self._next)
-            room, asked, _ = circle.finish(timeout)
+            room, asked, _ = circle.finish(self.channel.timeout_s)
             if room == ENDED:
                 self.ended = True
                 return False
@@ -143,13 +150,32 @@ class Outlet:
                 self._serve(-asked)
             elif room == FREE:
                 self._sent += 1
-                if self._policy != "block":
-                    self._send(slot, step)
+                self._send(slot, step)
             return room == FREE
         finally:
             self._putting = False
             if self._stopped:
                 self.progress()
+
+    def _pushed(
+        self, slot: _Slot, blocks: Sequence[Tensor], room: int, error: MpishardError | None, wrong: bool
+    ) -> bool:
+        # whatever the others find: a reader that has stopped drops the step, and an error ends the link
+        if room == FREE and error is None:
+            self._fill(slot, blocks)
+            self._send(slot, self._next)
+        self._next += 1
+        self._sent += 1
+        self._ballot.start(error, room)
+        if wrong:
+            self.settle()  # what this rank was given is mostly what all were given: they need no other call
+        return True
+
+    def settle(self) -> None:
+        """Learn what came of the last step that was pushed: an error of any rank is raised on all. Collective."""
+        if self._ballot.under_way:
+            room, _, _ = self._ballot.finish(self.channel.timeout_s)
+            self.ended = self.ended or room == ENDED
 
     def _room(self, slot: _Slot) -> int:
         if self._stopped:
@@ -191,13 +217,13 @@ class Outlet:
         if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
             self._known = list(blocks)
             self._boxes = boxes_of(blocks, self._parcels)
-        with torch.no_grad():
-            for view, box in zip(slot.load.views, self._boxes):
-                view.copy_(box)
+        # neither side is known to autograd
+        for view, box in zip(slot.load.views, self._boxes):
+            view.copy_(box)
 
     def _send(self, slot: _Slot, step: int) -> None:
-        for head, nbytes in zip(slot.load.heads, slot.load.sizes):
-            head[:] = (wire.MAGIC, wire.VERSION, wire.STEP, step, nbytes, 0, 0, 0)
+        for head in slot.load.heads:
+            head[3] = step
         if counter.active:
             counter.record("put", len(slot.requests), sum(slot.load.sizes))
         slot.send()
@@ -211,8 +237,9 @@ class Outlet:
     def progress(self) -> None:
         """Answer the reader where it asks or stops. Not collective."""
         comm, tag = self.channel.comm, self.channel.tag
-        status = MPI.Status()
-        while comm.Iprobe(MPI.ANY_SOURCE, tag + wire.STOP, status):
+        while comm.Iprobe(MPI.ANY_SOURCE, tag + wire.STOP):
+            status = MPI.Status()
+            comm.Probe(MPI.ANY_SOURCE, tag + wire.STOP, status)
             peer = status.Get_source()
             comm.Recv(np.empty(HEAD // 8, np.int64), peer, tag + wire.STOP)
             self._stopped.add(peer)
@@ -260,7 +287,8 @@ class Outlet:
         def done() -> bool:
             self.progress()
             everything = all(slot.done() for slot in self._slots)
-            if not everything or (self._unread and not self._stopped):
+            # to whom nothing goes, nobody says that it has stopped
+            if not everything or (self._unread and self._parcels and not self._stopped):
                 return False
             for p in self._parcels:
                 self._end(p.peer, wire.END)
@@ -277,6 +305,7 @@ class Outlet:
     def release(self, gone: bool = False) -> None:
         """Free what is local; where the program leaves without having closed the link, say so. Not collective."""
         leave(self)
+        self._ballot.leave()
         if gone:
             for p in self._parcels:
                 self._end(p.peer, wire.GONE)

@@ -20,7 +20,7 @@ from mpishard.comm.coupling import wire
 from mpishard.errors import PeerError, described
 
 _SPIN_S = 3e-4
-_LONGEST_PAUSE_S = 1e-3
+_LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
 _LOOK_S = 0.2  # between looks whether peers are alive
 
 # what must go on whatever this rank waits for: called with no arguments, must not raise or wait
@@ -63,11 +63,11 @@ class Wait:
     def pause(self) -> bool:
         """Let others run; return whether there is time left. Not collective."""
         self._turns += 1
-        if self._turns % 8 == 0:
-            for worker in tuple(_background):
-                worker.progress()
         now = time.monotonic()
         passed = now - self._start
+        if passed >= _SPIN_S or self._turns % 8 == 0:
+            for worker in tuple(_background):
+                worker.progress()
         if passed < _SPIN_S:
             os.sched_yield()
             return True
@@ -94,41 +94,16 @@ class Circle:
         self.name = name
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self._mine, self._least = np.zeros(4, np.int64), np.zeros(4, np.int64)
-        self._buffers = ([self._mine, MPI.INT64_T], [self._least, MPI.INT64_T])
-        self._error: BaseException | None = None
-        self._request: MPI.Request = MPI.REQUEST_NULL
         self._broken = False
+        self._ballot = Ballot(self)
 
     def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Start an agreement; `finish` ends it. Collective."""
-        if self._broken:
-            raise PeerError(
-                described(
-                    f"program {self.name!r}: its ranks have lost each other",
-                    expected="all of them in every call",
-                    got="an earlier call to which some never came",
-                    fix="see that call's error",
-                )
-            )
-        self._error = error
-        failed = 0
-        if error is not None:
-            # what is known for certain is told first, then what the lowest rank says
-            failed = self.rank - (2 if isinstance(error, CertainError) else 1) * self.size
-        self._mine[:] = (failed, a, b, c)
-        if self.size == 1:
-            self._least[:] = self._mine
-        else:
-            self._request = self.comm.Iallreduce(*self._buffers, MPI.MIN)
+        self._ballot.start(error, a, b, c)
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
-        self._complete(self._request, timeout_s)
-        failed, a, b, c = self._least.tolist()
-        if failed:
-            self._raise(failed % self.size, timeout_s)
-        return a, b, c
+        return self._ballot.finish(timeout_s)
 
     def agree(
         self, error: BaseException | None, timeout_s: float, a: int = 0, b: int = 0, c: int = 0
@@ -150,9 +125,8 @@ class Circle:
         self._complete(self.comm.Ibcast([data, MPI.BYTE], 0), timeout_s)
         return data.tobytes()
 
-    def _raise(self, rank: int, timeout_s: float) -> NoReturn:
+    def _raise(self, error: BaseException | None, rank: int, timeout_s: float) -> NoReturn:
         data = np.zeros(wire.TEXT_NBYTES, np.uint8)
-        error, self._error = self._error, None
         if rank == self.rank:
             said = wire.clipped(f"{type(error).__name__}|{error}", wire.TEXT_NBYTES)
             data[: len(said)] = np.frombuffer(said, np.uint8)
@@ -177,6 +151,63 @@ class Circle:
                         fix="look for a rank that died or took another way",
                     )
                 )
+
+
+class Ballot:
+    """An agreement of a circle that may be under way while the circle agrees on other things.
+
+    Its methods are called by all ranks, in the same order as other agreements of the circle.
+    """
+
+    def __init__(self, circle: Circle) -> None:
+        self._circle = circle
+        self._mine, self._least = np.zeros(4, np.int64), np.zeros(4, np.int64)
+        self._buffers = ([self._mine, MPI.INT64_T], [self._least, MPI.INT64_T])
+        self._error: BaseException | None = None
+        self._request: MPI.Request = MPI.REQUEST_NULL
+        self.under_way = False
+
+    def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
+        """Start an agreement on the least of every value; `finish` ends it. Collective."""
+        circle = self._circle
+        if circle._broken:
+            raise PeerError(
+                described(
+                    f"program {circle.name!r}: its ranks have lost each other",
+                    expected="all of them in every call",
+                    got="an earlier call to which some never came",
+                    fix="see that call's error",
+                )
+            )
+        self._error = error
+        failed = 0
+        if error is not None:
+            # what is known for certain is told first, then what the lowest rank says
+            failed = circle.rank - (2 if isinstance(error, CertainError) else 1) * circle.size
+        self._mine[:] = (failed, a, b, c)
+        if circle.size == 1:
+            self._least[:] = self._mine
+        else:
+            self._request = circle.comm.Iallreduce(*self._buffers, MPI.MIN)
+        self.under_way = True
+
+    def finish(self, timeout_s: float) -> tuple[int, int, int]:
+        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
+        circle, self.under_way = self._circle, False
+        circle._complete(self._request, timeout_s)
+        failed, a, b, c = self._least.tolist()
+        error, self._error = self._error, None
+        if failed:
+            circle._raise(error, failed % circle.size, timeout_s)
+        return a, b, c
+
+    def leave(self) -> None:
+        """Let go of an agreement that nobody will end: MPI may still write to its memory. Not collective."""
+        if self.under_way and not self._request.Test():
+            _left.append(self)
+
+
+_left: list[Ballot] = []
 
 
 class Presence(NamedTuple):

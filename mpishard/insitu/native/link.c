@@ -1,4 +1,4 @@
-/* Links between two programs; the twin of mpishard/insitu/link.py and mpishard/comm/outlet.py and inlet.py, in the same wire format. */
+/* Links between two programs; the twin of mpishard/insitu/link.py and mpishard/comm/coupling/outlet.py and inlet.py, in the same wire format. */
 #include "native.h"
 
 #include <limits.h>
@@ -640,8 +640,8 @@ static void progress_all(void)
 /* ranks of the other program in words: those whose requests are not complete, or who are in a state */
 static int listed(link_t *link, flow_t *flow, slot_t *slot, char state, char *text, size_t room)
 {
-    int found = 0, k = 0;
-    text[0] = 0;
+    int k = 0;
+    ranks_t found = {0, 0, {{0}}};
     for (int i = 0; i < flow->count; i++) {
         parcel_t *p = &flow->parcels[i];
         int done = slot == NULL ? 0 : 1, writes = flow == &link->out;
@@ -650,28 +650,26 @@ static int listed(link_t *link, flow_t *flow, slot_t *slot, char state, char *te
             MPI_Request_get_status(slot->requests[k], &flag, MPI_STATUS_IGNORE);
             done &= flag;
         }
-        if (!done && (state == 0 || presence_state(&p->where) == state))
-            snprintf(text + strlen(text), room - strlen(text), "%s%d", found++ ? ", " : "", p->peer - link->far->first);
+        if (!done && (state == 0 || presence_state(&p->where) == state)) ranks_add(&found, p->peer - link->far->first);
     }
-    return found;
+    ranks_text(&found, text, room);
+    return found.count;
 }
 
 static int dead(link_t *link, flow_t *flow, slot_t *slot, const char *call)
 {
-    char text[256];
-    int n = listed(link, flow, slot, 'X', text, sizeof text);
-    if (n == 0) return MPS_OK;
-    return fail(MPS_ERR_PEER, "%s: rank%s %s of program '%s' died\n  expected: a living peer\n  got:      its process is gone", call,
-                n > 1 ? "s" : "", text, link->far->name);
+    char text[512];
+    if (listed(link, flow, slot, 'X', text, sizeof text) == 0) return MPS_OK;
+    return fail(MPS_ERR_PEER, "%s: %s of program '%s' died\n  expected: a living peer\n  got:      its process is gone", call, text, link->far->name);
 }
 
 static int late(link_t *link, flow_t *flow, slot_t *slot, const char *call, int *certain)
 {
-    char text[256], halted[256];
-    int n = listed(link, flow, slot, 0, text, sizeof text);
+    char text[512], halted[512];
+    listed(link, flow, slot, 0, text, sizeof text);
     *certain = listed(link, flow, slot, 'T', halted, sizeof halted) > 0;
-    return fail(MPS_ERR_PEER, "%s: rank%s %s of program '%s' did not answer\n  expected: the other side of the link within %g s\n"
-                "  got:      nothing%s%s", call, n > 1 ? "s" : "", text, link->far->name, link->timeout,
+    return fail(MPS_ERR_PEER, "%s: %s of program '%s' did not answer\n  expected: the other side of the link within %g s\n"
+                "  got:      nothing%s%s", call, text, link->far->name, link->timeout,
                 *certain ? "; stopped by a signal: " : "", *certain ? halted : "");
 }
 
@@ -877,7 +875,8 @@ static int flushed(link_t *link)
     int done = 1;
     progress(link);
     for (int i = 0; i < flow->slots; i++) done &= slot_done(&flow->slot[i]);
-    if (!done || (flow->unread_count && !stopped(flow))) return 0;
+    /* to whom nothing goes, nobody says that it has stopped */
+    if (!done || (flow->unread_count && flow->count && !stopped(flow))) return 0;
     for (int i = 0; i < flow->count; i++) end_to(link, &flow->parcels[i], KIND_END);
     return 1;
 }

@@ -42,6 +42,34 @@ int mpi_ready(void)
                 over ? "finalized" : "not initialised");
 }
 
+void ranks_add(ranks_t *ranks, int rank)
+{
+    int *last = ranks->ranges ? ranks->ends[ranks->ranges - 1] : NULL;
+    ranks->count++;
+    if (last != NULL && last[1] == rank - 1) last[1] = rank;
+    else if (ranks->ranges < LISTED) {
+        ranks->ends[ranks->ranges][0] = ranks->ends[ranks->ranges][1] = rank;
+        ranks->ranges++;
+    }
+}
+
+void ranks_text(const ranks_t *ranks, char *text, size_t room)
+{
+    char words[2 * LISTED + 1][32];
+    int n = 0, known = 0;
+    for (int i = 0; i < ranks->ranges; i++) {
+        int first = ranks->ends[i][0], last = ranks->ends[i][1];
+        known += last - first + 1;
+        snprintf(words[n++], sizeof *words, last > first + 1 ? "%d-%d" : "%d", first, last);
+        if (last == first + 1) snprintf(words[n++], sizeof *words, "%d", last);
+    }
+    if (ranks->count > known) snprintf(words[n++], sizeof *words, "others");
+    snprintf(text, room, "rank%s%s", ranks->count > 1 ? "s" : "", n ? "" : " none");
+    for (int i = 0; i < n; i++)
+        snprintf(text + strlen(text), room - strlen(text), "%s%s", i == 0 ? " " : i == n - 1 ? " and " : ", ", words[i]);
+    if (ranks->count > 8) snprintf(text + strlen(text), room - strlen(text), " (%d ranks)", ranks->count);
+}
+
 static double now(void)
 {
     struct timespec t;
@@ -60,13 +88,13 @@ patience_t patience(double timeout)
 
 int patient(patience_t *wait)
 {
-    if (++wait->turns % 8 == 0 && background != NULL) background();
     double passed = now() - wait->start;
+    if ((++wait->turns % 8 == 0 || passed >= 3e-4) && background != NULL) background();
     if (passed < 3e-4) {
         sched_yield();
         return 1;
     }
-    double pause = passed / 16 < 1e-3 ? passed / 16 : 1e-3;
+    double pause = passed / 16 < 4e-3 ? passed / 16 : 4e-3;
     struct timespec t = {0, (long)(1e9 * pause)};
     nanosleep(&t, NULL);
     return passed < wait->timeout;
@@ -298,18 +326,22 @@ static char *packed(list_t *list, int *n)
     return data;
 }
 
-static void absent(list_t *list, const int *ranks, int count, int size, double timeout)
+static int ascending(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+static void absent(list_t *list, int *ranks, int count, int size, double timeout)
 {
-    char who[256] = "", here[512] = "";
-    for (int i = 0; i < count; i++)
-        snprintf(who + strlen(who), sizeof who - strlen(who), "%s%d", i ? ", " : "", ranks[i]);
+    char who[320], here[400] = "";
+    ranks_t missing = {0, 0, {{0}}};
+    qsort(ranks, (size_t)count, sizeof *ranks, ascending);
+    for (int i = 0; i < count; i++) ranks_add(&missing, ranks[i]);
+    ranks_text(&missing, who, sizeof who);
     for (int64_t i = 0; i < list->head.count; i++)
         snprintf(here + strlen(here), sizeof here - strlen(here), "%s'%s' (%lld)", i ? ", " : "", list->entries[i].name,
                  (long long)list->entries[i].ranks);
     if (list->head.text[0] == 0)
-        snprintf(list->head.text, TEXT_BYTES, "join: rank%s %s of MPI_COMM_WORLD did not come\n  expected: all %d ranks of the "
+        snprintf(list->head.text, TEXT_BYTES, "join: %s of MPI_COMM_WORLD did not come\n  expected: all %d ranks of the "
                  "job within %g s\n  got:      so far, programs with ranks: %s\n  fix:      call join in every program of the job, "
-                 "on all of its ranks", count > 1 ? "s" : "", who, size, timeout, here);
+                 "on all of its ranks", who, size, timeout, here);
 }
 
 static void one_name(list_t *list)
@@ -485,7 +517,7 @@ void program_left(program_t *program)
 int mps_comm(mps_handle handle, MPI_Comm *comm)
 {
     program_t *program = object_of(handle, OBJECT_PROGRAM);
-    if (program == NULL || comm == NULL) return fail(MPS_ERR_ARGUMENT, "comm: expected a program, from mps_join");
+    if (program == NULL || comm == NULL) return fail(MPS_ERR_ORDER, "comm: expected a program, from mps_join");
     *comm = program->comm;
     return MPS_OK;
 }
@@ -493,7 +525,7 @@ int mps_comm(mps_handle handle, MPI_Comm *comm)
 int mps_ranks(mps_handle handle, const char *name, int *ranks)
 {
     program_t *program = object_of(handle, OBJECT_PROGRAM);
-    if (program == NULL || ranks == NULL) return fail(MPS_ERR_ARGUMENT, "ranks: expected a program, from mps_join");
+    if (program == NULL || ranks == NULL) return fail(MPS_ERR_ORDER, "ranks: expected a program, from mps_join");
     *ranks = strcmp(program->name, name) == 0 ? program->ranks : 0;
     for (int i = 0; i < program->others; i++)
         if (strcmp(program->far[i].name, name) == 0) *ranks = program->far[i].ranks;

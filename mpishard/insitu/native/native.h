@@ -52,6 +52,12 @@ int fail(int status, const char *format, ...);
 int mpi_failed(int code, const char *what);
 int mpi_ready(void);
 
+/* how a text names ranks, as mpishard/errors.py does: "rank 3", "ranks 3, 7-12 and 40" */
+enum { LISTED = 16 };
+typedef struct { int count, ranges, ends[LISTED][2]; } ranks_t;
+void ranks_add(ranks_t *ranks, int rank); /* in ascending order */
+void ranks_text(const ranks_t *ranks, char *text, size_t room);
+
 typedef struct { double start, timeout, looked; long turns; } patience_t;
 patience_t patience(double timeout);
 int patient(patience_t *wait); /* lets others run; whether there is time left */
