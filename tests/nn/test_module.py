@@ -150,13 +150,6 @@ def test_autocast_to_bfloat16():
         torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02)
 
 
-def test_reentrant_checkpoint_is_refused():
-    mesh = mesh_of((-1,))
-    x = ms.distribute_tensor(data(), mesh, (ms.Shard(2),)).requires_grad_()
-    with pytest.raises(ms.UnsupportedOperationError, match="use_reentrant=False"):
-        checkpoint(build(mesh).body, x, use_reentrant=True)
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_models_that_differ_are_refused():
     mesh = mesh_of((-1,))
