@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.linear import apply, in_transform
-from mpishard.autograd.redistribute import use_step
-from mpishard.autograd.replica import Replica, compare, note_use, replica_of
+from mpishard.autograd.redistribute import redistribute, use_step
+from mpishard.autograd.replica import Replica, Together, compare, note_ddp, note_use, replica_of
 from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
 from mpishard.comm import traced
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.layout import Layout
 
 BUCKET_NBYTES = 4 << 20
 
@@ -70,10 +72,28 @@ class _Buckets:
             self._suspect[replica] = param
         self._put(param, key, g)
 
+    def add_all(
+        self, found: Sequence[tuple[Tensor, Replica, Tensor]], mesh: CartMesh, mesh_dims: tuple[int, ...]
+    ) -> None:
+        """Do what `add` does, for gradients of one dtype."""
+        if held or is_withholding():
+            for param, replica, g in found:
+                self.add(param, replica, g, mesh, mesh_dims)
+            return
+        for param, replica, _ in found:
+            replica.postpone(param)
+            if replica.is_suspect:
+                self._suspect[replica] = param
+        key = mesh, mesh_dims, found[0][2].dtype
+        self._open.setdefault(key, []).extend([(param, g) for param, _, g in found])
+        self._grown(key, sum([g.nbytes for _, _, g in found]))
+
     def _put(self, param: Tensor, key: _Key, g: Tensor) -> None:
-        bucket = self._open.setdefault(key, [])
-        bucket.append((param, g))
-        nbytes = self._nbytes[key] = self._nbytes.get(key, 0) + g.nbytes
+        self._open.setdefault(key, []).append((param, g))
+        self._grown(key, g.nbytes)
+
+    def _grown(self, key: _Key, by: int) -> None:
+        nbytes = self._nbytes[key] = self._nbytes.get(key, 0) + by
         if nbytes >= BUCKET_NBYTES:
             self._start(key)
 
@@ -86,7 +106,8 @@ class _Buckets:
         mesh, mesh_dims, _ = key
         bucket = self._open.pop(key)
         del self._nbytes[key]
-        return torch.cat([g.reshape(-1) for _, g in bucket]), mesh.group(mesh_dims), [p for p, _ in bucket]
+        parts = [g if g.ndim == 1 else g.reshape(-1) for _, g in bucket]
+        return torch.cat(parts), mesh.group(mesh_dims), [p for p, _ in bucket]
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
@@ -97,24 +118,30 @@ class _Buckets:
             for waiting in list(held.values()):
                 for key, (param, share) in waiting.taken():
                     self._put(param, key, share)
-        sums = []
-        for key in list(self._open)[:-1]:
-            self._start(key)
-        for key in list(self._open):
+        while self._open:
+            key = next(iter(self._open))
+            if len(self._open) > 1 or self._travelling:
+                self._start(key)
+                continue
             # nothing is left to do meanwhile, and MPI is faster when it need not return
             flat, group, params = self._close(key)
-            sums.append((all_reduce(flat, group, in_place=True), params))
-        sums += [(pending.wait(), params) for pending, params in self._travelling]
-        for flat, params in sums:
-            for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):
-                g = g.view(param.shape)
-                if param.grad is None:
-                    # memory of its own: a user may keep one gradient and drop the others
-                    param.grad = g.clone()
-                else:
-                    param.grad.add_(g)
+            _accumulate(all_reduce(flat, group, in_place=True), params)
+        for pending, params in self._travelling:
+            # those after it travel on
+            _accumulate(pending.wait(), params)
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
+
+
+def _accumulate(flat: Tensor, params: list[Tensor]) -> None:
+    for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):
+        g = g if param.ndim == 1 else g.view(param.shape)
+        grad = param.grad
+        if grad is None:
+            # memory of its own: a user may keep one gradient and drop the others
+            param.grad = g.clone()
+        else:
+            grad.add_(g)
 
 
 def finish_withheld() -> None:
@@ -144,6 +171,7 @@ def bucketed() -> Iterator[None]:
         raise
     finally:
         _active.remove(buckets)
+        _kept.clear()
 
 
 def postpone(finish: Callable[[], None]) -> bool:
@@ -198,8 +226,7 @@ class _UseParameter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         param, replica = ctx.param, ctx.replica
-        # hooks, and what waits for autograd's own accumulation, need the sum now
-        if _active and not replica.direct and not param._backward_hooks and len(param._post_accumulate_grad_hooks) == 1:
+        if _active and not _is_awaited(param, replica):
             _active[-1].add(param, replica, grads[0], ctx.mesh, ctx.mesh_dims)
             return None, None, None, None
         run_deferred()
@@ -209,7 +236,87 @@ class _UseParameter(Function):
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]
 
 
+def _is_awaited(param: Tensor, replica: Replica) -> bool:
+    """Tell whether hooks, or what waits for autograd's own accumulation, need the sum of a gradient at once."""
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return replica.direct or bool(param._backward_hooks) or len(hooks) > 1
+
+
 class _UseTogether(Function):
+    """`use` of small replicated parameters, which share a node: one of each takes longer than what it hands on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mesh: CartMesh, mesh_dims: tuple[int, ...], replicas: list[Replica], *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.mesh_dims, ctx.replicas, ctx.params = mesh, mesh_dims, replicas, params
+        ctx.set_materialize_grads(False)
+        # not views: an optimizer may write into parameters while the node lives
+        return tuple([p.detach() for p in params])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        put_off, now = [], []
+        for i, (param, replica, g) in enumerate(zip(ctx.params, ctx.replicas, grads)):
+            if g is None:
+                continue
+            if _active and not _is_awaited(param, replica):
+                put_off.append((param, replica, g))
+            else:
+                now.append(i)
+        if put_off:
+            _active[-1].add_all(put_off, ctx.mesh, ctx.mesh_dims)
+        out: list[Tensor | None] = [None] * len(grads)
+        if now:
+            run_deferred()
+            flat = torch.cat([grads[i].reshape(-1) for i in now])
+            parts = apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, flat).split([grads[i].numel() for i in now])
+            for i, part in zip(now, parts):
+                out[i] = part.view(grads[i].shape)
+        return None, None, None, *out
+
+
+_shared_node = super(Function, _UseTogether).apply  # type: ignore[misc]
+
+
+class _Used:
+    """What a node of small parameters returned, by their places; None for those that need no gradient."""
+
+    __slots__ = ("__weakref__", "mesh", "values")
+
+    def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
+        alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
+        found = [(i, p, replica) for i, p in alive if (replica := replica_of(p)) is not None]
+        for _, _, replica in found:
+            replica.on(mesh)
+        self.mesh = mesh
+        self.values: list[Tensor | None] = [None] * len(together.members)
+        values = _shared_node(mesh, mesh_dims, [replica for _, _, replica in found], *[p for _, p, _ in found])
+        for (i, _, _), y in zip(found, values):
+            self.values[i] = y
+
+
+# until a backward pass ends; held here, as what the parameters hold would hold them, through their graph
+_kept: deque[_Used] = deque(maxlen=64)
+
+
+def _used_together(
+    param: Tensor, together: Together, place: int, mesh: CartMesh, mesh_dims: tuple[int, ...]
+) -> Tensor | None:
+    known = together.used.get((id(mesh), mesh_dims))
+    used = None if known is None else known()
+    if used is not None and used.mesh is mesh:
+        y = used.values[place]
+        # another where `.data` was set, or the module moved; seen without an operation that checkpoints would count
+        if y is not None and y.data_ptr() == param.data_ptr() and y.shape == param.shape and y.dtype is param.dtype:
+            return y
+    used = _Used(together, mesh, mesh_dims)
+    together.used[id(mesh), mesh_dims] = weakref.ref(used)
+    _kept.append(used)
+    return used.values[place]
+
+
+class _UseAtOnce(Function):
     """`use` of several values, whose cotangents are summed at once: a compiled program has no end of pass."""
 
     @staticmethod
@@ -235,7 +342,7 @@ def use_together(values: list[Tensor], mesh: CartMesh, mesh_dims: tuple[int, ...
     for i, x in enumerate(values):
         nbytes += x.numel() * x.itemsize
         if nbytes >= BUCKET_NBYTES or i + 1 == len(values):
-            out += _UseTogether.apply(mesh, mesh_dims, *values[first : i + 1])  # type: ignore[no-untyped-call]
+            out += _UseAtOnce.apply(mesh, mesh_dims, *values[first : i + 1])  # type: ignore[no-untyped-call]
             first, nbytes = i + 1, 0
     return out
 
@@ -259,7 +366,43 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
         if not x.requires_grad:
             return x
         if (replica := replica_of(x)) is not None:
+            if not torch.is_grad_enabled():
+                return x
+            if replica.together is not None and traced.recording is None:
+                note_ddp()
+                y = _used_together(x, *replica.together, mesh, mesh_dims)
+                if y is not None:
+                    return y
             return _node(x, replica, mesh, mesh_dims)
         if (gathered := getattr(x, "_gathered", None)) is not None:
             return gathered.used(x, mesh, mesh_dims)  # type: ignore[no-any-return]
     return apply(use_step(mesh, mesh_dims), x)
+
+
+def use_part(x: Tensor, mesh: CartMesh, source: Layout, target: Layout, mesh_dims: tuple[int, ...]) -> Tensor:
+    """Return the block of ``target`` of an operand, used with data that is sharded over ``mesh_dims``.
+
+    Collective as `redistribute` is; its backward as that and `use`.
+
+    Notes
+    -----
+    Adjoint: that of `use`, and then of `redistribute`. Of a small replicated parameter, of which ranks take parts, the
+    gradients of the parts are summed as those of `use` are, with zeros elsewhere: a bucket travels while backward goes
+    on, and an all-gather would stop it for every parameter.
+    """
+    if (
+        source is not target
+        and x.requires_grad
+        and x.nbytes < BUCKET_NBYTES
+        and replica_of(x) is not None
+        and source.is_replicated
+        and torch.is_grad_enabled()
+        and traced.recording is None
+        and not in_transform()
+    ):
+        x = use(x, mesh, tuple(sorted({*mesh_dims, *target.sharded_mesh_dims})))
+        for d in target.shard_dims:
+            lo, hi = target.interval(d, mesh.coords)
+            x = x.narrow(d, lo, hi - lo)
+        return x
+    return use(redistribute(x, mesh, source, target), mesh, mesh_dims)

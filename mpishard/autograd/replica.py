@@ -8,8 +8,9 @@ first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,16 +37,19 @@ class Replica:
         Of the parameter, for errors.
     direct
         Whether every gradient must reach autograd's own accumulation, where others (DDP) wait for it.
+    together
+        With which others it shares a node, and its place among them; None: it has one of its own.
     hides_sums
         Whether a norm's sums travelled as its gradient was computed, in the last pass that put that off; None before.
     """
 
-    __slots__ = ("_before", "_meshes", "_passes", "direct", "hides_sums", "name")
+    __slots__ = ("_before", "_meshes", "_passes", "direct", "hides_sums", "name", "together")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.direct = False
         self.hides_sums: bool | None = None
+        self.together: tuple[Together, int] | None = None
         self._meshes: list[weakref.ref[CartMesh]] = []
         self._passes = 0
         # of ``.grad``, where a bucket took a gradient in this pass
@@ -66,6 +70,8 @@ class Replica:
 
     def on(self, mesh: CartMesh) -> None:
         """Note that the ranks of ``mesh`` hold copies. Not collective."""
+        if self._meshes and self._meshes[-1]() is mesh:
+            return
         if all(known() is not mesh for known in self._meshes):
             self._meshes.append(weakref.ref(mesh))
 
@@ -86,6 +92,48 @@ class Replica:
         return n & (n - 1) == 0 or (guard.DEBUG and n % _PERIOD == 0)
 
 
+class Together:
+    """Small parameters whose uses share a node of autograd.
+
+    Attributes
+    ----------
+    members
+        The parameters, by place.
+    used
+        What their node returned, per mesh (its id) and mesh dims.
+    """
+
+    __slots__ = ("members", "used")
+
+    def __init__(self, members: Sequence[Tensor]) -> None:
+        self.members = [weakref.ref(param) for param in members]
+        self.used: dict[tuple[int, tuple[int, ...]], weakref.ref[Any]] = {}
+
+
+# of one node: a backward pass that needs one of them computes all
+_TOGETHER = 64
+_SMALL_CELLS = 1024
+
+
+def join_small(params: Iterable[Tensor]) -> None:
+    """Have the small ones among replicated parameters share nodes. Not collective.
+
+    Those of at most one dim, such as biases and weights of norms: gradients of others may be deferred, one by one.
+    """
+    by_kind: dict[Any, list[Tensor]] = {}
+    for param in params:
+        if param.ndim < 2 and param.numel() <= _SMALL_CELLS:
+            by_kind.setdefault((param.dtype, param.device), []).append(param)
+    for alike in by_kind.values():
+        for first in range(0, len(alike), _TOGETHER):
+            members = alike[first : first + _TOGETHER]
+            together = Together(members)
+            for place, param in enumerate(members):
+                replica = replica_of(param)
+                assert replica is not None
+                replica.together = together, place
+
+
 def _state(grad: Tensor | None) -> tuple[int, int]:
     return (0, 0) if grad is None else (id(grad), grad._version)
 
@@ -95,7 +143,10 @@ def replica_of(param: Tensor) -> Replica | None:
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if not hooks:
         return None
-    return next((hook for hook in hooks.values() if type(hook) is Replica), None)
+    for hook in hooks.values():
+        if type(hook) is Replica:
+            return hook
+    return None
 
 
 def replicate(param: Tensor, mesh: CartMesh, name: str) -> None:
@@ -113,6 +164,11 @@ def replicate(param: Tensor, mesh: CartMesh, name: str) -> None:
 def note_use(replica: Replica, mesh: CartMesh) -> None:
     """Note that a parameter is used with data on ``mesh``. Not collective."""
     replica.on(mesh)
+    note_ddp()
+
+
+def note_ddp() -> None:
+    """Note which parameters are those of a DDP module whose forward goes on. Not collective."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and ddp not in _seen_ddp:
         _seen_ddp.add(ddp)

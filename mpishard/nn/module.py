@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpishard.autograd.replica import replicate
+from mpishard.autograd.replica import join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.device_mesh import names_device_mesh
@@ -137,11 +137,14 @@ def distribute_module(
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda m, _, output: output_fn(m, output, mesh))
-    for name, param in module.named_parameters():
-        if isinstance(param, ShardTensor):
-            continue
-        if param.is_leaf and (param.is_floating_point() or param.is_complex()):
-            replicate(param, mesh, name)
+    plain = [
+        (name, param)
+        for name, param in module.named_parameters()
+        if not isinstance(param, ShardTensor) and param.is_leaf and (param.is_floating_point() or param.is_complex())
+    ]
+    for name, param in plain:
+        replicate(param, mesh, name)
+    join_small(param for _, param in plain)
     return module
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpishard.autograd.bucket import bucketed, finish_withheld
 from mpishard.autograd.withhold import is_withholding
@@ -159,6 +160,43 @@ def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
     return saver
 
 
+def _checkpointed(apply: Any, function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:
+    """Run a reentrant checkpoint on blocks: its function, now and again in backward, sees ShardTensors.
+
+    Collective as the function is; in backward, too, as its backward is.
+    """
+    kinds = [(x.sharding, x.mesh) if isinstance(x, ShardTensor) else None for x in args]
+    found: list[Any] = []
+    _refuse_nested(args)
+
+    def on_blocks(*locals_: Any) -> Any:
+        results = function(*[x if k is None else wrap(x, *k) for x, k in zip(locals_, kinds)])
+        parts = results if isinstance(results, tuple) else (results,)
+        _refuse_nested(parts)
+        found[:] = [(y.sharding, y.mesh) if isinstance(y, ShardTensor) else None for y in parts]
+        blocks = tuple(map(_output, parts))
+        return blocks if isinstance(results, tuple) else blocks[0]
+
+    results = apply(on_blocks, keeps_random_state, *map(_output, args))
+    parts = results if isinstance(results, tuple) else (results,)
+    out = tuple(y if k is None else wrap(y, *k) for y, k in zip(parts, found))
+    return out if isinstance(results, tuple) else out[0]
+
+
+def _refuse_nested(values: Sequence[Any]) -> None:
+    for x in values:
+        if not isinstance(x, Tensor) and holds_shards(x):
+            raise UnsupportedOperationError(
+                described(
+                    "torch.utils.checkpoint with use_reentrant=True and ShardTensors inside a list, tuple or dict: "
+                    "their gradients would be lost in silence",
+                    expected="tensors as arguments, a tensor or a tuple of tensors as the result",
+                    got=f"a {type(x).__name__} that holds ShardTensors",
+                    fix="pass use_reentrant=False, or hand them over one by one",
+                )
+            )
+
+
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     if cls.__module__.startswith("mpishard."):
@@ -170,15 +208,8 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return result
         got = "a ShardTensor as its result"
     name = f"{cls.__module__}.{cls.__qualname__}"
-    if cls.__name__ == "CheckpointFunction":
-        raise UnsupportedOperationError(
-            described(
-                "torch.utils.checkpoint with use_reentrant=True and ShardTensors",
-                expected="non-reentrant checkpointing",
-                got="use_reentrant=True (or not given, in old torch versions)",
-                fix="pass use_reentrant=False",
-            )
-        )
+    if cls is CheckpointFunction:
+        return _checkpointed(apply, *args)
     if cls.__name__ == "_DDPSink":
         raise UnsupportedOperationError(
             described(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
-from mpishard.autograd.bucket import use
+from mpishard.autograd.bucket import use, use_part
 from mpishard.autograd.linear import differentiated
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
@@ -129,7 +129,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
     else:
         return x
     source, target, used = _fits.get((held, out)) or _fit(held, out, mesh)
-    return use(autograd.redistribute(local, mesh, source, target), mesh, used)
+    return use_part(local, mesh, source, target, used)
 
 
 _fits: dict[tuple[Layout | torch.Size, Layout], tuple[Layout, Layout, tuple[int, ...]]] = {}
@@ -161,3 +161,25 @@ def broadcast_of(operands: list[Any]) -> tuple[Any, Layout]:
             _broadcasts.clear()
         layout = _broadcasts[key] = broadcast_layout(operands)
     return mesh, layout
+
+
+_beside: dict[tuple[Layout, torch.Size], tuple[int, ...] | None] = {}
+
+
+def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
+    """Return a plain operand of a pointwise operation with ``other``, where that is all that is done to it.
+
+    Not collective. None where a rank has a part of ``x``, or the result is laid out differently from ``other``, which
+    has no Partial: `broadcast_of` and `fitted` are for all cases.
+    """
+    layout = other.sharding
+    key = layout, x.shape
+    try:
+        mesh_dims = _beside[key]
+    except KeyError:
+        mesh, out = broadcast_of([other, x])
+        source, target, used = _fit(x.shape, layout, mesh) if out is layout else (None, layout, ())
+        if len(_beside) > 65536:
+            _beside.clear()
+        mesh_dims = _beside[key] = used if source is target else None
+    return None if mesh_dims is None else use(x, other.mesh, mesh_dims)

@@ -49,6 +49,7 @@ def ways():
 
     return {
         "checkpoint": again,
+        "reentrant checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=True),
         "selective, by a list": functools.partial(again, context_fn=by_list),
         "selective, by a policy": functools.partial(again, context_fn=by_policy),
         "saved on the host": on_host,
@@ -89,8 +90,38 @@ def test_equals_one_process(name, way):
                 same_state(model.inside, reference, way)
 
 
-def test_reentrant_checkpoints_are_refused():
+def test_reentrant_checkpoints_of_several_tensors():
+    """One inside the other; results of any layout, and no tensors; a plain argument; a loss inside; twice backward."""
+    full = data(4, 6)
+    plain = torch.linspace(-1, 1, 6, dtype=full.dtype)
+
+    def inner(x, w):
+        return torch.tanh(x * w), x.sum(0), "a word"
+
+    def outer(x, w, factor):
+        y, total, _ = checkpoint(inner, x, w, use_reentrant=True)
+        return y * factor, (total * w).square().sum()
+
+    def loss_of(x, w):
+        y, extra = checkpoint(outer, x, w, 3, use_reentrant=True)
+        return y.square().sum() + extra
+
+    def gradients(x):
+        w = plain.clone().requires_grad_()
+        for _ in range(2):
+            loss_of(x.requires_grad_(), w).backward()
+        return x.grad, w.grad
+
+    expected = gradients(full.clone())
+    for mesh, placements in meshes((0, 1)):
+        for placed in (placements, [ms.Replicate()] * mesh.ndim):
+            got, of_plain = gradients(ms.distribute_tensor(full, mesh, placed))
+            torch.testing.assert_close((got.full_tensor(), of_plain), expected)
+
+
+def test_reentrant_checkpoints_of_nested_tensors_are_refused():
     for mesh, placements in meshes((1,)):
         x = ms.distribute_tensor(data(2, 9, 8), mesh, placements).requires_grad_()
-        with pytest.raises(ms.UnsupportedOperationError, match="use_reentrant=False"):
-            checkpoint(nn.Linear(8, 8).double(), x, use_reentrant=True)
+        for call, args in ((lambda xs, y: xs[0] + y, ([x], x)), (lambda y: [y + 1], (x,))):
+            with pytest.raises(ms.UnsupportedOperationError, match="a list that holds ShardTensors"):
+                checkpoint(call, *args, use_reentrant=True)

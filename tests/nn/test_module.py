@@ -150,13 +150,6 @@ def test_autocast_to_bfloat16():
         torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02)
 
 
-def test_reentrant_checkpoint_is_refused():
-    mesh = mesh_of((-1,))
-    x = ms.distribute_tensor(data(), mesh, (ms.Shard(2),)).requires_grad_()
-    with pytest.raises(ms.UnsupportedOperationError, match="use_reentrant=False"):
-        checkpoint(build(mesh).body, x, use_reentrant=True)
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_models_that_differ_are_refused():
     mesh = mesh_of((-1,))
@@ -178,3 +171,44 @@ def test_many_gradients_share_one_message():
 
     assert count_of(copy.deepcopy(layers)) == 16
     assert count_of(ms.distribute_module(layers, mesh)) == 1
+
+
+class Parts(nn.Module):
+    """Parameters of which each rank needs a part, one on whole data too."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        shapes = [(5, 3), (5, 6, 3), (5, 1)]
+        self.scale, self.mix, self.shift = (
+            nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)) for shape in shapes
+        )
+
+    def forward(self, x):
+        y = torch.einsum("bcx,cdx->bdx", x * self.scale + self.shift, self.mix)
+        return y.square().mean() + (self.shift**2).sum()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parts_of_parameters(hooked):
+    full = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for mesh_shape in mesh_shapes(2):
+        mesh = mesh_of(mesh_shape)
+        reference, model, seen = Parts(), ms.distribute_module(Parts(), mesh), []
+        for placements in ([ms.Shard(1)], [ms.Shard(2)], [ms.Shard(0)]):
+            placements = [*placements, ms.Shard(1)][: mesh.ndim]
+            x = ms.distribute_tensor(full, mesh, placements)
+            handle = model.mix.register_hook(lambda g: seen.append(g.clone())) if hooked else None
+            reference(full).backward()
+            with ms.comm_counter() as count:
+                loss = model(x)
+                loss.backward()
+            if hooked:
+                handle.remove()
+                once = torch.autograd.grad(reference(full), reference.mix)[0]
+                torch.testing.assert_close(seen.pop(), once)
+            elif mesh.ndim == 1:
+                assert "all_gather" not in count.by_op  # each would stop the pass
+            close(gradients(model), gradients(reference))
+            found = [torch.autograd.grad(m(z), list(m.parameters())) for m, z in ((model, x), (reference, full))]
+            close(*found)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
@@ -20,7 +21,7 @@ from mpishard.ops.rule.dim import (
     viewed,
     written_through,
 )
-from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved
+from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved, used_beside
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
@@ -105,6 +106,10 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                                 return wrap(func(x.block, y.block), layout, x.mesh)
                         elif kind is float or kind is int:
                             return wrap(func(x.block, y), layout, x.mesh)
+                        elif kind is Tensor or kind is Parameter:
+                            used = used_beside(y, x)
+                            if used is not None:
+                                return wrap(func(x.block, used), layout, x.mesh)
                 if not any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
                     return wrap(func(x.block, *rest, **kwargs), layout, x.mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
-from mpishard.autograd.redistribute import redistribute
+from mpishard.autograd.bucket import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Alignment, Labels, Layout, align, extents_of
 from mpishard.ops.rule.dim import CACHED, whole_along
@@ -77,5 +76,5 @@ def meet(operands: Sequence[Any], labels: Sequence[Labels]) -> Met:
     for k, i in enumerate(tensors):
         if any(d not in plan.operands[k].shard_dims for d in layouts[k].shard_dims):
             notice_gather(mesh, layouts[k], plan.operands[k], ready[k].itemsize)
-        out[i] = use(redistribute(ready[k], mesh, layouts[k], plan.operands[k]), mesh, plan.used[k])
+        out[i] = use_part(ready[k], mesh, layouts[k], plan.operands[k], plan.used[k])
     return Met(mesh, tuple(out), plan)

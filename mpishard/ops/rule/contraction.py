@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
-from mpishard.autograd.redistribute import redistribute
+from mpishard.autograd.bucket import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
 from mpishard.layout import Alignment, Labels, Layout, Partial, align, extents_of
@@ -151,6 +150,4 @@ def _block(x: Tensor, mesh: CartMesh, layout: Layout, target: Layout, used: tupl
     """Return the block of an operand that a product needs. Collective where ``target`` is another layout."""
     if x.layout is not torch.strided:
         return sparse_block(x, mesh, target, used)
-    if layout is not target:
-        x = redistribute(x, mesh, layout, target)
-    return use(x, mesh, used) if used else x
+    return use_part(x, mesh, layout, target, used) if used or layout is not target else x

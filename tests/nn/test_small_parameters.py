@@ -1,0 +1,197 @@
+"""Small parameters share a node of autograd: their gradients are those that each would have on its own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import mpishard as ms
+from tests.compare import mesh_of, mesh_shapes
+
+COUNT = 70  # more than share one node
+
+
+class Many(nn.Module):
+    """Scales and shifts: one used twice, one on replicated data too, one never."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        make = [torch.rand(5, generator=generator, dtype=torch.float64) + 0.5 for _ in range(COUNT)]
+        self.weights = nn.ParameterList(nn.Parameter(w) for w in make)
+        self.number = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.single = nn.Parameter(torch.ones(5))
+        self.unused = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.matrix = nn.Parameter(torch.eye(5, dtype=torch.float64) + 0.1)
+
+    def forward(self, x):
+        for i, w in enumerate(self.weights):
+            x = x * w if i % 2 else x + w
+            x = x / (1 + x.abs().mean())
+        x = (x * self.weights[0] * self.number) @ self.matrix + self.single
+        return x, (self.weights[1] ** 2).sum()
+
+
+def full():
+    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+
+
+def loss_of(model, x):
+    y, extra = model(x)
+    return (y**2).sum() + extra
+
+
+def models(shape=(-1,)):
+    mesh = mesh_of(shape)
+    placements = [ms.Shard(0), ms.Shard(1), ms.Replicate()][: mesh.ndim]
+    return Many(), ms.distribute_module(Many(), mesh), ms.distribute_tensor(full(), mesh, placements)
+
+
+def alike(a, b):
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6 if name == "single" else 1e-10, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("shape", mesh_shapes(2))
+def test_gradients_and_their_accumulation(shape):
+    plain, ours, x = models(shape)
+    for _ in range(2):
+        loss_of(plain, full()).backward()
+        loss_of(ours, x).backward()
+        alike(ours, plain)
+    assert ours.unused.grad is None
+
+
+def test_one_graph_has_few_nodes_and_a_pass_one_message():
+    mesh = mesh_of((-1,))
+    weights = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(COUNT))
+    ms.distribute_module(weights, mesh)
+    y = ms.distribute_tensor(torch.ones(8, 4), mesh, (ms.Shard(0),))
+    for w in weights:
+        y = y * w
+    loss = y.sum()
+    nodes, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            ahead += [parent for parent, _ in node.next_functions]
+    assert sum("Use" in type(node).__name__ for node in nodes) == 2  # of 64, and the others
+    with ms.comm_counter() as count:
+        loss.backward()
+    assert count.by_op["all_reduce"].calls == 1 if mesh.size > 1 else not count.by_op
+    assert all(torch.equal(w.grad, torch.full((4,), 8.0)) for w in weights)
+
+
+def test_several_passes_over_one_graph():
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        loss = loss_of(model, field)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    alike(ours, plain)
+
+
+def test_a_forward_without_a_backward_before():
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        loss_of(model, field)
+        first = loss_of(model, field)
+        with torch.no_grad():
+            model(field)
+        second = loss_of(model, field)
+        second.backward()
+        first.backward()
+    alike(ours, plain)
+
+
+def test_no_sync():
+    plain, ours, x = models()
+    loss_of(plain, full()).backward()
+    with ms.no_sync():
+        loss_of(ours, x).backward()
+    loss_of(plain, full()).backward()
+    loss_of(ours, x).backward()
+    alike(ours, plain)
+
+
+def test_hooks_see_whole_gradients():
+    plain, ours, x = models()
+    seen = {}
+    for model, field in ((plain, full()), (ours, x)):
+        found = seen[model] = []
+        model.weights[3].register_hook(lambda g, found=found: found.append(g.clone()) or 2 * g)
+        model.weights[4].register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
+        loss_of(model, field).backward()
+    torch.testing.assert_close(seen[ours], seen[plain])
+    alike(ours, plain)
+
+
+def test_gradients_of_some_and_second_ones():
+    plain, ours, x = models()
+    found = []
+    for model, field in ((plain, full()), (ours, x)):
+        some = [model.weights[0], model.weights[66], model.number]
+        first = torch.autograd.grad(loss_of(model, field), some, create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), [model.weights[2], model.number])
+        found.append([*first, *second])
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss_of(model, field), [model.unused])
+        loss_of(model, field).backward(inputs=[model.weights[5]])
+    torch.testing.assert_close(found[1], found[0])
+    alike(ours, plain)
+
+
+def test_frozen_thawed_and_replaced_memory():
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        loss_of(model, field)
+        model.weights[2].requires_grad_(False)
+        model.weights[6].data = model.weights[6].data * 2
+        model.weights[7] = nn.Parameter(torch.full((5,), 0.9, dtype=torch.float64))
+        loss_of(model, field).backward()
+        model.weights[2].requires_grad_()
+        loss_of(model, field).backward()
+    alike(ours, plain)
+
+
+def test_a_write_between_forward_and_backward_is_noticed():
+    _, ours, x = models()
+    loss = loss_of(ours, x)
+    with torch.no_grad():
+        ours.weights[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_training_and_what_is_left_of_it():
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        steps = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            steps.zero_grad()
+            loss_of(model, field).backward()
+            steps.step()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+    gone = weakref.ref(ours.weights[0])
+    loss_of(ours, x).backward()
+    del ours, model, steps, p, q
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_meshes():
+    plain, ours, x = models()
+    other = mesh_of((-1,))
+    loss_of(plain, full()).backward()
+    loss_of(plain, full()).backward()
+    y = ms.distribute_tensor(full(), other, (ms.Shard(1),))
+    (loss_of(ours, x).full_tensor() + loss_of(ours, y).full_tensor()).backward()
+    alike(ours, plain)
