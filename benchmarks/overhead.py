@@ -98,9 +98,10 @@ def measure_step(bench: Bench) -> None:
             times[who].append(max(WORLD.allgather(working(step, count))))
     what = "U-Net, step, 8x8x8 a rank"
     bench.add(f"{what}: host time", times, floor="torch")
-    for who, step in every.items():
-        for kind, n in counted(step).items():
-            bench.figure(f"{what}: {kind}", n, "a step", who)
+    counts = {who: counted(step) for who, step in every.items()}
+    for kind in counts["torch"]:
+        for who, found in counts.items():
+            bench.figure(f"{what}: {kind}", found[kind], "a step", who)
     mesh.free()
 
 
