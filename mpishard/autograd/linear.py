@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from mpishard.errors import UnsupportedOperationError, described
 
@@ -180,8 +181,15 @@ def differentiated(x: torch.Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or in_transform()
 
 
-# Function.apply only looks for functorch before it calls this, taken here before ShardTensor guards it
-_node = super(Function, Linear).apply  # type: ignore[misc]
+def node_of(function: type[Function]) -> Callable[..., Any]:
+    """Return how a Function of blocks is applied where no transform is active. Not collective.
+
+    ``Function.apply`` looks for transforms first, and then for ShardTensors.
+    """
+    return super(_SingleLevelFunction, function).apply  # type: ignore[misc,no-any-return]
+
+
+_node = node_of(Linear)
 
 
 def apply(op: LinearOp, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ from mpishard.layout import (
     plan_halo,
     plan_stage,
 )
+
+# of blocks with fewer cells, halos of several dims travel at once: a wait costs more than the corners' own messages
+SMALL_CELLS = 1 << 14
 
 
 class Wanted(NamedTuple):
@@ -109,7 +113,9 @@ def window_op(
         if guard.DEBUG or not (unchanged and not stage.sends and not stage.recvs):
             stages.append(stage)
     rounds = sum(entry.dim in layout.shard_dims for entry in wanted)
-    return WindowOp(mesh, stages, layout.local_shape(mesh.coords), dtype, rounds=rounds, value=value, op=op)
+    small = math.prod(layout.shape) <= SMALL_CELLS * mesh.size
+    block = layout.local_shape(mesh.coords)
+    return WindowOp(mesh, stages, block, dtype, rounds=rounds, small=small, value=value, op=op)
 
 
 def _staged(mesh: CartMesh, layout: Layout, wanted: Wanted) -> Stage:

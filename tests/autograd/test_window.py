@@ -52,6 +52,29 @@ def test_every_mode_equals_the_padded_whole(mode, widths, skewed):
         np.testing.assert_array_equal(got.numpy(), expected_of(full, layout, mesh.coords, widths, mode))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("widths", [{1: (2, 0), 2: (0, 3)}, {1: (1, 2), 2: (2, 1), 3: (1, 1)}])
+def test_at_once_and_dim_by_dim_are_one_map(mode, widths, monkeypatch):
+    full = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for mesh_shape, layout in cases(skewed=True):
+        mesh, ways = mesh_of(mesh_shape), []
+        for cells in (0, full.numel()):
+            monkeypatch.setattr(window, "SMALL_CELLS", cells)
+            key = ("both ways", layout, mode, tuple(widths.items()), cells)
+            ways.append(mesh.plan(key, lambda: window._halo_op(mesh, layout, full.dtype, widths, mode)))
+        x = block(full, layout, mesh)
+        generator = torch.Generator().manual_seed(3 + mesh.rank)
+        g = torch.randn(ways[0].out_shape, dtype=full.dtype, generator=generator)
+        found, calls = [], []
+        for way in ways:
+            with ms.comm_counter() as count:
+                found.append((way(x), way.adjoint(g)))
+            calls.append(count.calls)
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-13, atol=1e-13)
+        assert calls[1] <= 2 + (calls[0] - 2) * (len(mesh_shape) == 1)
+
+
 def test_a_periodic_mesh_wraps_whatever_the_mode():
     full = torch.arange(2.0 * 7 * 6 * 5).reshape(SHAPE)
     for mesh_shape, layout in cases():

@@ -1,4 +1,4 @@
-"""Window fetch: run planned stages on a block, dim after dim, so that corners are carried; and its adjoint."""
+"""Window fetch: run planned stages on a block, dim after dim, so that corners are carried, or at once; its adjoint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import traced
+from mpishard.comm.exchange.at_once import DTYPES, AtOnce
 from mpishard.comm.exchange.round import Round
-from mpishard.comm.memory.piece import empty_as
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.memory.piece import empty_as, like_in_memory
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.tag import Label
 from mpishard.comm.transport.choice import transport_of
 
@@ -32,8 +33,10 @@ class WindowOp:
     shape, dtype
         Of the local block.
     rounds
-        Tensor dims along which messages travel, on this rank or any other. With several, on a GPU they travel
-        all at once.
+        Tensor dims along which messages travel, on this rank or any other. With several, they travel all at once
+        on a GPU, and where the block is `small`.
+    small
+        Whether blocks have so few cells that a wait costs more than their halo's corners.
     value
         What cells beyond the domain hold.
     op, label
@@ -53,12 +56,14 @@ class WindowOp:
         dtype: torch.dtype,
         *,
         rounds: int = 1,
+        small: bool = False,
         value: float = 0.0,
         op: str = "window",
         label: Label | None = None,
     ) -> None:
         self.label = mesh.label if label is None else label
         self.mesh, self.dtype, self.value, self.op, self._along = mesh, dtype, value, op, rounds
+        self._small = small and rounds > 1 and dtype in DTYPES
         self.in_shape = tuple(shape)
         self.stages = list(stages)
         self.rounds: list[Round] = []
@@ -76,6 +81,18 @@ class WindowOp:
         return Round.at_once(self.mesh, self.stages, self.in_shape, self.dtype, self.op, self.label)
 
     @cached_property
+    def _by_number(self) -> AtOnce:
+        return AtOnce(self._at_once, self.in_shape, self.out_shape)
+
+    def _is_by_number(self, x: Tensor) -> bool:
+        """Tell whether messages of all dims travel at once, on the host: alike on every rank, whatever its block."""
+        return self._small and transport_of(self._everyone, x).driver is None
+
+    @property
+    def _everyone(self) -> Group:
+        return self.mesh.group(tuple(range(self.mesh.ndim)))
+
+    @cached_property
     def adjoint(self) -> WindowAdjoint:
         """The adjoint map."""
         return WindowAdjoint(self)
@@ -86,7 +103,16 @@ class WindowOp:
         if self.value == 0:
             return self
         shape, dtype = self.in_shape, self.dtype
-        return WindowOp(self.mesh, self.stages, shape, dtype, rounds=self._along, op=self.op, label=self.label)
+        return WindowOp(
+            self.mesh,
+            self.stages,
+            shape,
+            dtype,
+            rounds=self._along,
+            small=self._small,
+            op=self.op,
+            label=self.label,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fetch the window of the block ``x``. Neighborwise collective."""
@@ -94,7 +120,9 @@ class WindowOp:
             return self._recorded(self, x, self.out_shape, self.op)
         if self.identity:
             return x
-        if self._along > 1 and transport_of(self.mesh.group(tuple(range(self.mesh.ndim))), x).driver is not None:
+        if self._is_by_number(x):
+            return like_in_memory(x, self._by_number.fetch(x, self.value))
+        if self._along > 1 and transport_of(self._everyone, x).driver is not None:
             out, every = empty_as(x, self.out_shape), self._at_once
             exchange = every.start(x)
             every.copy(x, out)
@@ -190,6 +218,8 @@ class WindowAdjoint:
         if traced.recording is not None:
             window = self._forward
             return window._recorded(self, g, window.in_shape, f"adjoint of {window.op}")
+        if self._forward._is_by_number(g) and not self._forward.identity:
+            return like_in_memory(g, self._forward._by_number.send_home(g))
         ours = False  # whether g is already an array of our own
         for stage, one in reversed(list(zip(self._forward.stages, self._forward.rounds))):
             exchange = one.start_adjoint(g)

@@ -41,6 +41,14 @@ def add_cells(x: Tensor, dim: int, src: int, count: int, step: int, values: Tens
         cells(x, dim, src + (count - 1) * step, count, -step).add_(values.flip(dim))
 
 
+def like_in_memory(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``y``, which is contiguous, in the memory format of ``x``. Not collective."""
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
+        return y.contiguous(memory_format=memory_format)
+    return y
+
+
 def empty_as(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor of ``shape`` in the memory format of ``x``. Not collective."""
     memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)

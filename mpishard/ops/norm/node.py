@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.bucket import run_deferred, use
-from mpishard.autograd.linear import again, differentiated_again, in_transform
+from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm import traced
 from mpishard.comm.collective import blocking
@@ -59,14 +59,23 @@ class Rows(NamedTuple):
     over: tuple[int, ...]
     used: tuple[int, ...]
 
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether no statistic is shared by channels."""
+        return self.groups in (0, self.c)
+
     def shared(self, rows: Tensor) -> Tensor:
-        """Sum per-row numbers (n, c) over the rows that share a statistic."""
+        """Sum per-row numbers (..., n, c) over the rows that share a statistic."""
         if not self.groups:
-            return rows.view(self.n, self.c).sum(0)
-        return rows.view(self.n, self.groups, self.c // self.groups).sum(2).view(-1)
+            return rows.sum(-2)
+        if self.groups == self.c:
+            return rows.flatten(-2)
+        return rows.unflatten(-1, (self.groups, self.c // self.groups)).sum(-1).flatten(-2)
 
     def spread(self, stats: Tensor) -> Tensor:
         """Give every row (n, c) the number of its statistic."""
+        if self.groups == self.c:
+            return stats.view(self.n, self.c)
         if self.groups:
             return stats.view(self.n, self.groups, 1).expand(-1, -1, self.c // self.groups).reshape(self.n, self.c)
         return stats.view(1, self.c).expand(self.n, -1)
@@ -117,6 +126,24 @@ def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y, x.shape)
 
 
+def _standardised(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, eps: float
+) -> Tensor:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass, where `Rows.is_per_channel`; x has cells.
+
+    Weight and bias are one per channel, or one per statistic.
+    """
+    wide = torch.float32 if x.dtype in HALVES else x.dtype
+    weight, bias = (t if t is None or t.dtype is wide else t.to(wide) for t in (weight, bias))
+    v, count = x, mean.numel()
+    if rows.groups and rows.n > 1:
+        v = x.view(1, count, -1)
+        weight, bias = (t if t is None or t.numel() == count else t.repeat(rows.n) for t in (weight, bias))
+    y = torch.native_batch_norm(v, weight, bias, mean.to(wide), var.to(wide), False, 0.0, eps)[0]
+    # not a view: what a Function returns may be written in place only if it is not one
+    return y if v is x else torch.ops.aten._unsafe_view(y, x.shape)
+
+
 class Normalise(Function):
     """y = (x - mean) / std * weight + bias with statistics over ranks; weight and bias per channel."""
 
@@ -127,17 +154,20 @@ class Normalise(Function):
         """Return y, mean and biased variance. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
         mean, var, large = global_moments(*local_moments(x, rows), rows.own, rows.count, _group(mesh, rows))
-        rstd = (var + eps).rsqrt()
-        near, beside = _centred(x, mean, rows) if large else (x, mean)
-        scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
-        if weight is not None:
-            w = weight.to(scale.dtype)
-            scale, offset = scale * w, offset * w
-        if bias is not None:
-            offset = offset + bias.to(scale.dtype)
-        wide = torch.float32 if x.dtype in HALVES else x.dtype
-        y = _scaled(near, scale.to(wide), offset.to(wide))
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        if rows.is_per_channel and not large and x.numel():
+            y = _standardised(x, mean, var, weight, bias, rows, eps)
+        else:
+            rstd = (var + eps).rsqrt()
+            near, beside = _centred(x, mean, rows) if large else (x, mean)
+            scale, offset = rows.spread(rstd), rows.spread(-beside * rstd)
+            if weight is not None:
+                w = weight.to(scale.dtype)
+                scale, offset = scale * w, offset * w
+            if bias is not None:
+                offset = offset + bias.to(scale.dtype)
+            wide = torch.float32 if x.dtype in HALVES else x.dtype
+            y = _scaled(near, scale.to(wide), offset.to(wide))
+        ctx.save_for_backward(x, weight, bias, mean, var)
         ctx.rows, ctx.mesh, ctx.eps, ctx.large = rows, mesh, eps, large
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
@@ -147,7 +177,7 @@ class Normalise(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Sum per statistic over ranks, then one pass over the block. Collective over ``rows.over``."""
         dy = grads[0]
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, var = ctx.saved_tensors
         rows, mesh = ctx.rows, ctx.mesh
         if dy is None:
             dy = torch.zeros_like(x)
@@ -156,34 +186,41 @@ class Normalise(Function):
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
         if ctx.large:
             x, mean = _centred(x, mean, rows)
-        if are_columns(x):
+        columns = are_columns(x)
+        if columns:
             dy = in_columns(dy)
-            both = column_dots(dy, x)
+            both = torch.stack(column_dots(dy, x)).view(2, rows.n, rows.c)
         else:
             dy = dy.contiguous()
             each = (rows.n * rows.c, math.prod(x.shape[2:]))
-            both = dots(dy.view(each), x.view(each))
-        by_one, by_x = (t.view(rows.n, rows.c) for t in both)
-        w = 1.0 if weight is None else weight.to(rstd.dtype)
+            both = dots(dy.view(each), x.view(each)).view(2, rows.n, rows.c)
+        by_one, by_x = both.unbind()
+        rstd = (var + ctx.eps).rsqrt_()
         dx = dw = db = None
         sums = pending = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([rows.shared(by_one * w), rows.shared(by_x * w)])
+            sums = rows.shared(both.clone() if weight is None else both * weight)
             pending = iall_reduce(sums, mesh.group(rows.over)) if rows.over else None
         # while the sums travel: what only the end of the pass asks for, the gradients of weights
         run_deferred(hides_sums=pending is not None)
         if ctx.needs_input_grad[1]:
-            dw = ((by_x - rows.spread(mean) * by_one) * rows.spread(rstd)).sum(0).to(weight.dtype)
+            along = torch.addcmul(by_x, rows.spread(mean), by_one, value=-1) * rows.spread(rstd)
+            dw = along.sum(0).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             db = by_one.sum(0).to(bias.dtype)
         if sums is not None:
-            sums = sums if pending is None else pending.wait()
-            along_x = (sums[1] - mean * sums[0]) * rstd / rows.count  # mean of the cotangent times x-hat
-            slope = -rstd * rstd * along_x
-            offset = -rstd * sums[0] / rows.count - slope * mean
+            by_one, by_x = (sums if pending is None else pending.wait()).unbind()
+            # of the cotangent, the means and those times x-hat are taken away
+            part = -1 / rows.count
+            slope = (rstd * rstd * rstd).mul_(torch.addcmul(by_x, mean, by_one, value=-1)).mul_(part)
+            offset = (rstd * by_one).mul_(part).addcmul_(slope, mean, value=-1)
             wide = torch.float32 if x.dtype in HALVES else x.dtype
-            scale = (rows.spread(rstd) * w).to(wide)
-            dx = _combined(dy, x, scale, rows.spread(slope).to(wide), rows.spread(offset).to(wide))
+            if rows.is_per_channel and x.dtype is wide and x.numel():
+                dx = _standardised(dy, torch.zeros_like(mean), var, weight, offset, rows, ctx.eps)
+                _add_scaled(dx, x, rows.spread(slope.to(wide)), columns)
+            else:
+                scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
+                dx = _combined(dy, x, scale.to(wide), rows.spread(slope).to(wide), rows.spread(offset).to(wide))
         return dx, dw, db, None, None, None
 
 
@@ -199,11 +236,17 @@ def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tenso
             o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
         return out
     out = _scaled(dy, scale, offset)
-    if are_columns(x):
-        add_columns_scaled(out, x, slope)
-        return out
-    out.view(n, -1).addcmul_(x.view(n, -1), slope.reshape(n, 1))
+    _add_scaled(out, x, slope, are_columns(x))
     return out
+
+
+def _add_scaled(out: Tensor, x: Tensor, scale: Tensor, columns: bool) -> None:
+    """Add x * scale per row to ``out``."""
+    if columns:
+        add_columns_scaled(out, x, scale)
+        return
+    n = scale.numel()
+    out.view(n, -1).addcmul_(x.view(n, -1), scale.reshape(n, 1))
 
 
 def _group(mesh: CartMesh, rows: Rows) -> Group | None:
@@ -231,6 +274,9 @@ def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, 
     return y.to(x.dtype)
 
 
+_node = node_of(Normalise)
+
+
 def normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +286,7 @@ def normalised(
     if in_transform():
         mean, var, _ = global_moments(*local_moments(x.detach(), rows), rows.own, rows.count, _group(mesh, rows))
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
-    return Normalise.apply(x, weight, bias, rows, mesh, eps)  # type: ignore[no-untyped-call,no-any-return]
+    return _node(x, weight, bias, rows, mesh, eps)  # type: ignore[no-any-return]
 
 
 class _Fusible(Function):

@@ -265,8 +265,10 @@ def instance_norm(
         return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
-    _update(running_mean, _over_samples(mean, x, rows), momentum, x)
-    _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
+    if running_mean is not None:
+        _update(running_mean, _over_samples(mean, x, rows), momentum, x)
+    if running_var is not None:
+        _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
     return wrap(y, x.sharding, mesh)
 
 

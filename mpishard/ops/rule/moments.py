@@ -10,6 +10,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 
 BLOCK = 1 << 15  # cells that are read twice from cache
+_FEW = 1 << 14  # cells for which the calls cost more than the arithmetic
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
 
 
@@ -23,6 +24,10 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
     if n == 0:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
+    if v.is_cpu and v.numel() <= _FEW and traced.recording is None:
+        # a copy costs less than to look at the means
+        var, mean = torch.var_mean(v.double(), 1, correction=0)
+        return mean, var.mul_(n)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not v.is_cpu or n < BLOCK // 4 or traced.recording is not None:
         own = v.to(wide)
@@ -58,7 +63,9 @@ def is_large(mean: Tensor, var: Tensor) -> Tensor:
 
 def any_large(mean: Tensor, var: Tensor) -> bool:
     """Tell whether any mean `is_large`; of tensors without values, none is known to be."""
-    return traced.recording is None and not mean.is_meta and bool(is_large(mean, var).any())
+    if traced.recording is not None or mean.is_meta:
+        return False
+    return bool(torch.addcmul(var, mean, mean, value=-1 / (_OFFSET * _OFFSET)).lt_(0).any())
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,26 +102,28 @@ def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group 
         # what a compiler reads may not depend on values: always in two steps
         centre = blocking.all_reduce(mean * (own / count), group)
         return centre, blocking.all_reduce(m2 + own * (mean - centre).square(), group) / count, True
-    sums = blocking.all_reduce(torch.stack([mean * own, m2 + mean.square() * own]), group) / count
-    centre, var = sums[0], sums[1] - sums[0].square()
+    centre, var = _summed(mean, m2, own, count, group)
     if not any_large(centre, var):
         return centre, var, False
-    beside = mean - centre
-    sums = blocking.all_reduce(torch.stack([beside * own, m2 + beside.square() * own]), group) / count
-    return centre + sums[0], sums[1] - sums[0].square(), True
+    beside, var = _summed(mean - centre, m2, own, count, group)
+    return centre + beside, var, True
 
 
-def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of ``a`` and of ``a * b`` along each row, in float64. Not collective."""
-    rows = a.shape[0]
+def _summed(mean: Tensor, m2: Tensor, own: int, count: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance over ranks, by the sums of values and of squares. Collective over the group."""
+    sums = torch.stack((mean * own, torch.addcmul(m2, mean, mean, value=own)))
+    centre, squares = blocking.all_reduce(sums, group, in_place=True).mul_(1 / count).unbind()
+    return centre, torch.addcmul(squares, centre, centre, value=-1)
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sums of ``a`` and of ``a * b`` along each row, in float64, below each other. Not collective."""
     if not a.numel():
-        zeros = torch.zeros(rows, dtype=torch.float64, device=a.device)
-        return zeros, zeros.clone()
+        return torch.zeros((2, a.shape[0]), dtype=torch.float64, device=a.device)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    sums = torch.sum(a, 1, dtype=wide)
     if a.is_cpu and a.shape[1] >= 1024:
-        sums = torch.sum(a, 1, dtype=wide)
         products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
     else:
-        sums = torch.sum(a, 1, dtype=wide)
         products = torch.linalg.vecdot(a.to(wide), b.to(wide))
-    return sums.double(), products.double()
+    return torch.stack((sums, products)).double()

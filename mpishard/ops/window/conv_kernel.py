@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.bucket import defer
-from mpishard.autograd.linear import again, differentiated_again, in_transform
+from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 # stride, padding, dilation, transposed, output padding, groups
@@ -260,8 +260,11 @@ class _Convolved(Function):
         return None, None, *deferring(backward, g, weight, needs)
 
 
+_node = node_of(_Convolved)
+
+
 def convolved(kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the differentiable convolution of a block by ``kernel``, which is not torch's. Not collective."""
     if in_transform():
         return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
-    return _Convolved.apply(kernel, local, x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    return _node(kernel, local, x, weight, bias)  # type: ignore[no-any-return]
