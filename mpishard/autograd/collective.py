@@ -66,7 +66,8 @@ def all_reduce(
     replicated
         Whether the cotangent of the result is one value held by every rank, as for placements.
     deterministic
-        Whether to accumulate in rank order: the same bits in every run and with every MPI library. None:
+        Whether to accumulate in an order that the ranks alone determine: the same bits in every run and with every
+        MPI library. None:
         what ``MPISHARD_DETERMINISTIC`` says.
 
     Returns
@@ -210,7 +211,7 @@ def reduce_scatter(
     sizes
         Extent of every rank's block; as even as it goes, larger blocks first, if not given.
     deterministic
-        Whether to accumulate in rank order; see `all_reduce`.
+        Whether to accumulate in a fixed order; see `all_reduce`.
 
     Returns
     -------

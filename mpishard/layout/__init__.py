@@ -2,6 +2,7 @@
 
 from mpishard.layout.align import Alignment, Labels, align, aligned_to, extents_of, first_sharded, in_full
 from mpishard.layout.block_sizes import (
+    FEW,
     BlockSizes,
     Each,
     are_equal,
@@ -25,6 +26,7 @@ from mpishard.layout.stage import Piece, Pieces, Run, Runs, Stage, interval_runs
 from mpishard.layout.transfer import Box, Transfer, plan_fetch, plan_transfer
 
 __all__ = [
+    "FEW",
     "Alignment",
     "BlockSizes",
     "Box",

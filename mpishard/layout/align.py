@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from mpishard.layout.block_sizes import repeated, runs_of, scaled
 from mpishard.layout.layout import Layout, layout_of
 from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Placement, Replicate, Shard
@@ -79,7 +80,7 @@ def _placement(label: Any, labels: Labels) -> Placement:
 
 
 def _scaled(cut: tuple[int, ...] | None, share: int) -> tuple[int, ...] | None:
-    return cut if cut is None or share == 1 else tuple(n // share for n in cut)
+    return cut if cut is None or share == 1 else repeated((n // share, k) for n, k in runs_of(cut))
 
 
 def extents_of(
@@ -164,10 +165,10 @@ def align(
     for layout, own, share in zip(layouts, here, shares):
         for dim, dims in layout.shard_dims.items():
             if own[dim] in extents and mesh_dims.get(own[dim]) == dims:
-                sizes.setdefault(own[dim], tuple(n * share.get(own[dim], 1) for n in layout.sizes[dim] or ()))
+                sizes.setdefault(own[dim], scaled(layout.sizes[dim] or (), share.get(own[dim], 1)))
     for label, dims in mesh_dims.items():
         unit = math.lcm(*(share.get(label, 1) for share in shares))
-        if label in extents and (label not in sizes or any(n % unit for n in sizes[label])):
+        if label in extents and (label not in sizes or any(n % unit for n, _ in runs_of(sizes[label]))):
             sizes[label] = balanced(extents[label], math.prod(mesh_shape[m] for m in dims), unit)
     alignment = Alignment(mesh_shape, cut, sizes)
     operands = tuple(map(alignment.operand, layouts, labels, here, shares))

@@ -41,6 +41,20 @@ class CostDensity:
         self._told[tuple(borders)] = [c / total for c in costs]
         if len(self._told) > _TOLD:
             del self._told[next(iter(self._told))]
+        self._fit()
+
+    @property
+    def told(self) -> list[list[list[float]]]:
+        """The measurements that count, the latest last: borders, and the shares of the blocks between them."""
+        return [[list(borders), list(shares)] for borders, shares in self._told.items()]
+
+    def remember(self, told: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Take in measurements as `told` gives them, instead of those that are known."""
+        self._told = {tuple(map(int, borders)): [float(s) for s in shares] for borders, shares in told}
+        if self._told:
+            self._fit()
+
+    def _fit(self) -> None:
         self._at = at = sorted({b for told in self._told for b in told})
         pieces = [(hi - lo) / at[-1] for lo, hi in zip(at, at[1:])]
         ends = {told: [bisect_left(at, b) for b in told] for told in self._told}

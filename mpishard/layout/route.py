@@ -6,7 +6,8 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -134,12 +135,13 @@ def _may_stay(trip: Trip, start: Cut, cut: Cut) -> bool:
     """Tell whether the result may stay cut as it is."""
     if not {*cut} <= {*trip.dims, *start}:
         return False
-    here, there = (_largest_block(trip, c, trip.target.shape) for c in (cut, start))
+    here, there = (_largest_block(trip.source.mesh_shape, c, trip.target.shape) for c in (cut, start))
     return cut.count(WHOLE) == start.count(WHOLE) and here <= _UNEVEN * there
 
 
-def _largest_block(trip: Trip, cut: Cut, shape: Sequence[int]) -> int:
-    return math.prod(-(-n // _blocks(trip, cut, d)) for d, n in enumerate(shape))
+@lru_cache(maxsize=4096)
+def _largest_block(mesh_shape: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> int:
+    return math.prod(-(-n // _blocks(mesh_shape, cut, d)) for d, n in enumerate(shape))
 
 
 def _others(cut: Cut, choices: list[tuple[int, list[int]]]) -> Iterator[Cut]:
@@ -153,7 +155,7 @@ def _others(cut: Cut, choices: list[tuple[int, list[int]]]) -> Iterator[Cut]:
 
 def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
     """Return the dims that can be worked on now."""
-    whole = [d for d in trip.dims if d not in done and _blocks(trip, cut, d) == 1]
+    whole = [d for d in trip.dims if d not in done and _blocks(trip.source.mesh_shape, cut, d) == 1]
     if trip.first is not None and trip.first not in done and trip.first not in whole:
         return ()
     if trip.last in whole and len(done) + len(whole) < len(trip.dims):
@@ -161,15 +163,16 @@ def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def _blocks(trip: Trip, cut: Cut, dim: int) -> int:
-    return math.prod(n for n, d in zip(trip.source.mesh_shape, cut) if d == dim)
+@lru_cache(maxsize=4096)
+def _blocks(mesh_shape: tuple[int, ...], cut: Cut, dim: int) -> int:
+    return math.prod(n for n, d in zip(mesh_shape, cut) if d == dim)
 
 
 def _cost(trip: Trip, done: frozenset[int], cut: Cut, other: Cut) -> int:
     """Return what a redistribution costs the busiest rank, in cells."""
     peers = math.prod(n for n, a, b in zip(trip.source.mesh_shape, cut, other) if a != b)
-    shape = [b if d in done else a for d, (a, b) in enumerate(zip(trip.source.shape, trip.target.shape))]
-    cells = max(_largest_block(trip, c, shape) for c in (cut, other))
+    shape = tuple(b if d in done else a for d, (a, b) in enumerate(zip(trip.source.shape, trip.target.shape)))
+    cells = max(_largest_block(trip.source.mesh_shape, c, shape) for c in (cut, other))
     real = (trip.first is not None and not done) or (trip.last is not None and len(done) == len(trip.dims))
     return (1 if real else 2) * cells * (peers - 1) // peers + _MESSAGE_CELLS * peers
 

@@ -61,10 +61,10 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
 def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tuple[int, Box]]:
     """Give the ranks, at the ``fixed`` coordinates, whose blocks have cells of a box, and these cells."""
     shape = layout.mesh_shape
+    if any(lo >= hi for lo, hi in box):
+        return
     along: list[list[tuple[tuple[tuple[int, int], ...], tuple[int, int]]]] = []
     for dim, (lo, hi) in enumerate(box):
-        if lo >= hi:
-            return
         sizes, mesh_dims = layout.sizes[dim], layout.shard_dims.get(dim, ())
         if sizes is None:
             along.append([((), (lo, hi))])

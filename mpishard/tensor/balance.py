@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 
 from mpishard.comm import guard
+from mpishard.comm.collective.gather_sizes import digest
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.comm.wait_meter import WaitMeter
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
-from mpishard.layout import Layout, bounds, sizes_of
+from mpishard.layout import Layout, balanced, bounds, sizes_of
 from mpishard.layout.balance import CostDensity, moved_borders
 from mpishard.tensor.convert import rebalance
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -248,6 +250,84 @@ class Balancer:
     def sizes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Names of mesh dims, several where they shard one dim together -> block sizes of the first tensor."""
         return {self._names(dims): sizes_of(line.borders) for dims, line in self._lines.items()}
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cuts and what is known of costs, of numbers and strings: `load_state_dict` goes on from there.
+
+        Not collective; the same on every rank.
+
+        Examples
+        --------
+        >>> ms.io.save_checkpoint("checkpoints", step, model=model, extra={"balance": balancer.state_dict()}, mesh=mesh)
+        """
+        lines = [
+            {"mesh_dims": list(self._names(dims)), "borders": list(line.borders), "told": line.density.told}
+            for dims, line in self._lines.items()
+        ]
+        return {
+            "lines": lines,
+            "changes": self.changes,
+            "imbalance": self.imbalance,
+            "before": self._before,
+            "doubt": self._doubt,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, on a mesh of as many ranks or of others.
+
+        Collective. Where a mesh dim has another extent, its cuts are made anew from what is known of costs. Times of
+        steps since the last decision are forgotten.
+
+        Raises
+        ------
+        LayoutError
+            On every rank: no such state, or one of mesh dims that this mesh has not, or that are not to be balanced.
+        DesyncError
+            The ranks' states differ.
+        """
+        error: MpishardError | None = None
+        lines: dict[tuple[int, ...], _Line] = {}
+        try:
+            for told in state["lines"]:
+                dims = tuple(self._mesh.mesh_dim(name) for name in told["mesh_dims"])
+                if not set(dims) <= set(self._dims):
+                    raise ValueError(f"{told['mesh_dims']} are not to be balanced")
+                lines[dims] = self._loaded(dims, told)
+            numbers = {k: state[k] for k in ("changes", "imbalance", "before", "doubt")}
+        except (MpishardError, KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+            error = LayoutError(
+                described(
+                    "balance: this is no state of a balancer of this mesh",
+                    expected=f"what state_dict() returned, of mesh dims among {self._names(self._dims)}",
+                    got=str(e) or type(e).__name__,
+                    fix="load it into a balancer of the same mesh dims, or begin without it",
+                )
+            )
+        comm = self._mesh.group(tuple(range(self._mesh.ndim))).comm
+        guard.agree(comm, error, f"balance: load_state_dict {digest((state, sorted(lines)))}")
+        self._lines = lines
+        self.changes, self.imbalance, self._before, self._doubt = numbers.values()
+        self._seconds, self._fresh = [], True
+        self._targets.clear()
+
+    def _loaded(self, dims: tuple[int, ...], told: Mapping[str, Any]) -> _Line:
+        borders = [operator.index(b) for b in told["borders"]]
+        count = math.prod(self._mesh.shape[m] for m in dims)
+        even = bounds(balanced(borders[-1], count))
+        if borders[0] != 0 or borders != sorted(borders):
+            raise ValueError(f"borders {borders[:3]} ...")
+        same = len(borders) == count + 1
+        line = _Line(sizes_of(tuple(borders)) if same else balanced(borders[-1], count))
+        for ends, shares in told["told"]:
+            fits = [*ends] == sorted(ends) and ends[0] == 0 and ends[-1] == borders[-1] and len(ends) == len(shares) + 1
+            if not fits or min(shares, default=0) < 0:
+                raise ValueError("costs of other cells")
+        line.density.remember(told["told"])
+        if not same:
+            line.borders = moved_borders(even, line.density.equal(count), **{**self._how, "relaxation": 1.0})
+        return line
 
     # time
 

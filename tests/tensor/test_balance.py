@@ -309,3 +309,62 @@ def test_bad_times(bad):
     balancer.record(1.0)
     assert balancer(x) is x
     assert balancer.imbalance == 1
+
+
+def test_a_balancer_goes_on_from_its_state(tmp_path_factory):
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("balance")) if WORLD.rank == 0 else None)
+    mesh = mesh_of((WORLD.size,))
+    cost = cost_of(1)
+    x = ms.distribute_tensor(cost, mesh, [ms.Shard(0)])
+    balancer, after = ms.balance(mesh, every=2), ms.balance(mesh, every=2)
+    decide(balancer, x, cost, 3)
+    ms.io.save_checkpoint(folder, 1, extra={"balance": balancer.state_dict()}, mesh=mesh)
+    after.load_state_dict(ms.io.load_checkpoint(folder, mesh=mesh).extra["balance"])
+    assert after.state_dict() == balancer.state_dict()
+    assert after(x).sharding == balancer(x).sharding
+    # the step that makes plans does not count
+    balancer._fresh = True
+    balancer._seconds = []
+    for one in (balancer, after):
+        decide(one, x, cost, 4)
+    assert after.sizes == balancer.sizes
+    assert after.imbalance == balancer.imbalance
+
+
+def test_a_state_of_other_ranks_gives_cuts_of_equal_cost():
+    mesh = mesh_of((WORLD.size,))
+    (name,) = mesh.mesh_dim_names
+    borders = [0, 4, 8, 12, 48, 48][: 5 if WORLD.size != 4 else 6]
+    costs = [4 / 16, 4 / 16, 4 / 16, 4 / 16, 0.0][: len(borders) - 1]
+    balancer = ms.balance(mesh)
+    state = {"changes": 3, "imbalance": 1.5, "before": None, "doubt": 2.0}
+    balancer.load_state_dict(
+        {**state, "lines": [{"mesh_dims": [name], "borders": borders, "told": [[borders, costs]]}]}
+    )
+    assert balancer.changes == 3
+    sizes = {1: (48,), 2: (8, 40), 3: (5, 6, 37), 4: (4, 4, 4, 36)}[WORLD.size]
+    assert balancer.sizes == {(name,): sizes}
+    x = ms.zeros(N, mesh=mesh, placements=[ms.Shard(0)])
+    assert balancer(x).sharding.sizes == (sizes,)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda s: s.pop("lines"),
+        lambda s: s["lines"][0].update(mesh_dims=["nowhere"]),
+        lambda s: s["lines"][0].update(borders=[3, 48]),
+        lambda s: s["lines"][0].update(told=[[[0, 5], [1.0]]]),
+    ],
+)
+def test_what_is_no_state(harm):
+    mesh = mesh_of((WORLD.size,))
+    balancer = ms.balance(mesh, every=1)
+    x = ms.zeros(N, mesh=mesh, placements=[ms.Shard(0)])
+    balancer(x)
+    before, state = balancer.state_dict(), balancer.state_dict()
+    if WORLD.rank == 0:
+        harm(state)
+    with pytest.raises(ms.LayoutError, match="no state of a balancer"):
+        balancer.load_state_dict(state)
+    assert balancer.state_dict() == before

@@ -18,12 +18,13 @@ from mpishard.comm import counter, guard, traced
 from mpishard.comm.memory.buffer import dense, is_dense, pack
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
+from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.transport.choice import transport_of
 from mpishard.layout import are_equal, scaled, total
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
-_GATHERED_NBYTES = 1 << 12  # ordered sums of less than this gather everything at once
+_WHOLE_NBYTES = 1 << 12  # ordered sums of no more than this travel whole
 
 
 def world() -> Group:
@@ -52,8 +53,8 @@ def all_reduce(
     op
         ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``.
     deterministic
-        Whether to accumulate in rank order, which gives the same bits in every run and with every MPI
-        library. None: what ``MPISHARD_DETERMINISTIC`` says.
+        Whether to accumulate in an order that the ranks alone determine, which gives the same bits in every run and
+        with every MPI library. None: what ``MPISHARD_DETERMINISTIC`` says.
     in_place
         Whether ``x`` itself (contiguous) receives the result.
 
@@ -94,7 +95,7 @@ def all_reduce(
 
 
 def in_order(deterministic: bool | None) -> bool:
-    """Whether to accumulate in rank order. Not collective."""
+    """Whether to accumulate in an order that the ranks alone determine. Not collective."""
     return DETERMINISTIC if deterministic is None else deterministic
 
 
@@ -106,15 +107,49 @@ def _all_reduce(x: torch.Tensor, y: torch.Tensor, group: Group, rule: Rule, op: 
 
 def _ordered_all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     flat = x.reshape(-1)
-    if x.nbytes <= _GATHERED_NBYTES:
-        n = flat.numel()
-        result = ordered(all_gather(flat, group, 0, (n,) * group.size).view(group.size, n), op)
+    if x.nbytes <= _WHOLE_NBYTES:
+        result = _all_reduce_by_halves(flat, group, op)
     else:
         sizes = even(flat.numel(), group.size)
         own = [(sizes[group.rank],)] * group.size
         blocks = all_to_all(flat.split(sizes), own, group, x.nbytes + group.size * x.itemsize)
         result = all_gather(ordered(blocks, op), group, 0, sizes)
     return result.view(x.shape)
+
+
+def _all_reduce_by_halves(flat: torch.Tensor, group: Group, op: str) -> torch.Tensor:
+    """Reduce in the order of a tree over the ranks, that of the lower rank first: so all compute the same bits.
+
+    Collective over the group: the logarithm of its size in exchanges of two ranks each. In exchange ``h``, of ``2 h``
+    ranks that follow each other rank ``i`` has the sum of its half with that of ``i + h`` or ``i - h``. Ranks beyond
+    the largest power of two give theirs away before, and get the result.
+    """
+    size, rank, call = group.size, group.rank, f"all_reduce {op} in order"
+    most = 1 << (size.bit_length() - 1)
+    rule = rule_of(op, flat.dtype)
+    total = flat.to(rule.carrier or flat.dtype, copy=True)
+
+    def travel(to: int | None, of: int | None) -> torch.Tensor:
+        return send_recv(total, group, to, of, total.shape, call)
+
+    def joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        return low + high if op == "sum" else low * high
+
+    if rank >= most:
+        travel(rank - most, None)
+    elif rank + most < size:
+        total = joined(total, travel(None, rank + most))
+    half = most // 2
+    while half and rank < most:
+        other = rank ^ half
+        came = travel(other, other)
+        total = joined(total, came) if rank < other else joined(came, total)
+        half //= 2
+    if rank >= most:
+        total = travel(None, rank - most)
+    elif rank + most < size:
+        travel(rank + most, None)
+    return total.to(flat.dtype)
 
 
 def even(n: int, count: int) -> tuple[int, ...]:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from mpishard.autograd.window import Wanted
-from mpishard.layout import Alignment, Labels, Layout, Replicate, Run, Runs, align, balanced, bounds, in_full
+from mpishard.layout import (
+    Alignment,
+    Each,
+    Labels,
+    Layout,
+    Replicate,
+    Run,
+    Runs,
+    align,
+    balanced,
+    bounds,
+    in_full,
+    repeated,
+)
 from mpishard.ops.rule.dim import CACHED
 
 HEADS = 0  # batch dims are numbered from the last one, which holds the heads
@@ -128,55 +142,95 @@ class Stretch(NamedTuple):
 Stretches = tuple[Stretch, ...]
 
 
-def contiguous(layout: Layout, dim: int) -> tuple[Stretches, ...]:
-    """Return the cells of every block along ``dim``, one segment each. Not collective."""
+class SequenceBlocks(Sequence[Stretches]):
+    """The cells of a sequence that each of many blocks has, computed when they are asked for.
+
+    A block is one piece of the sequence; or, mirrored, of ``2 p`` pieces block ``i`` has the ``i``-th from both ends.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Extents of the blocks.
+    mirrored : bool
+        Whether a block is two pieces.
+    """
+
+    def __init__(self, pieces: Sequence[int], sizes: tuple[int, ...], *, mirrored: bool) -> None:
+        self._borders = bounds(pieces)
+        self.sizes, self.mirrored = sizes, mirrored
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(len(self))[i]]
+        if not 0 <= i < len(self):
+            raise IndexError("no such block")
+        out, at = [], 0
+        for piece in (i, self._mirror(i)) if self.mirrored else (i,):
+            start, stop = self._borders[piece : piece + 2]
+            if start < stop:
+                out.append(Stretch(at, stop - start, start))
+            at += stop - start
+        return tuple(out)
+
+    def start(self, block: int) -> int:
+        """Return the first cell of a block's first piece; of the block after the last, that of what follows."""
+        return self._borders[block] if block < len(self) else self._borders[-1]
+
+    def _mirror(self, piece: int) -> int:
+        return 2 * len(self) - 1 - piece
+
+    def parts(self, lo: int, hi: int) -> Iterator[tuple[int, Stretch]]:
+        """Give, in order, the blocks that have cells of ``[lo, hi)``, and where these lie in them. Not collective."""
+        b = self._borders
+        for piece in range(bisect_right(b, lo) - 1, min(bisect_left(b, hi), len(b) - 1)) if lo < hi else ():
+            start, stop = max(lo, b[piece]), min(hi, b[piece + 1])
+            if start < stop:
+                second = self.mirrored and piece >= len(self)
+                block = self._mirror(piece) if second else piece
+                before = b[block + 1] - b[block] if second else 0
+                yield block, Stretch(before + start - b[piece], stop - start, start)
+
+
+def contiguous(layout: Layout, dim: int) -> SequenceBlocks:
+    """Return the cells of every block along ``dim``, one piece each. Not collective."""
     sizes = layout.sizes[dim] or (layout.shape[dim],)
-    return tuple((Stretch(0, n, lo),) if n else () for n, lo in zip(sizes, bounds(sizes)))
+    return SequenceBlocks(sizes, sizes, mirrored=False)
 
 
-def mirrored(n: int, count: int) -> tuple[Stretches, ...]:
+def mirrored(n: int, count: int) -> SequenceBlocks:
     """Cut ``n`` cells into ``2 count`` pieces, of which block ``i`` has the ``i``-th from both ends.
 
     Not collective. Under a causal mask every block has the same work then, in every step of the ring.
     """
-    sizes = balanced(n, 2 * count)
-    borders = bounds(sizes)
-    out = []
-    for i in range(count):
-        first, last = sizes[i], sizes[2 * count - 1 - i]
-        pieces = (Stretch(0, first, borders[i]), Stretch(first, last, borders[2 * count - 1 - i]))
-        out.append(tuple(s for s in pieces if s.count))
-    return tuple(out)
+    base, rest = divmod(n, 2 * count)
+    # the first pieces have one cell more: one of a block's, both of the last blocks' or none
+    one = min(rest, 2 * count - rest)
+    sizes = repeated(((2 * base + 1, one), (2 * base + 2 * (rest > count), count - one)))
+    return SequenceBlocks(balanced(n, 2 * count), sizes, mirrored=True)
 
 
-def sizes_in(blocks: Sequence[Stretches]) -> tuple[int, ...]:
-    """Return the extents of blocks. Not collective."""
-    return tuple(sum(s.count for s in block) for block in blocks)
-
-
-def moved_into(blocks: Sequence[Stretches], dim: int) -> Wanted:
+def moved_into(blocks: SequenceBlocks, dim: int) -> Wanted:
     """Return the window that brings the cells of ``dim``, in order, into ``blocks``. Not collective."""
-    runs = tuple(tuple(Run(s.at, s.count, s.start, 1) for s in block) for block in blocks)
-    return Wanted(dim, runs, sizes_in(blocks))
+    runs = Each(len(blocks), lambda i: tuple(Run(s.at, s.count, s.start, 1) for s in blocks[i]))
+    return Wanted(dim, runs, blocks.sizes, lambda lo, hi: sorted({i for i, _ in blocks.parts(lo, hi)}))
 
 
-def moved_back(blocks: Sequence[Stretches], dim: int, sizes: Sequence[int]) -> Wanted:
+def moved_back(blocks: SequenceBlocks, dim: int, sizes: Sequence[int]) -> Wanted:
     """Return the window that brings ``blocks`` back into the order of ``dim``. Not collective."""
-    placed = sorted(
-        (s.start, s.count, first + s.at) for block, first in zip(blocks, bounds(sizes_in(blocks))) for s in block
-    )
-    borders = bounds(tuple(sizes))
-    windows: list[Runs] = []
-    nearest = 0
-    for lo, hi in zip(borders[:-1], borders[1:]):
-        while nearest < len(placed) and placed[nearest][0] + placed[nearest][1] <= lo:
-            nearest += 1
-        runs, i = [], nearest
-        while i < len(placed) and placed[i][0] < hi:
-            start, count, source = placed[i]
-            a, b = max(lo, start), min(hi, start + count)
-            if b > a:
-                runs.append(Run(a - lo, b - a, source + a - start, 1))
-            i += 1
-        windows.append(tuple(runs))
-    return Wanted(dim, tuple(windows), tuple(sizes))
+    held, borders = bounds(blocks.sizes), bounds(sizes)
+
+    def window(i: int) -> Runs:
+        lo, hi = borders[i], borders[i + 1]
+        return tuple(Run(s.start - lo, s.count, held[block] + s.at, 1) for block, s in blocks.parts(lo, hi))
+
+    def near(lo: int, hi: int) -> list[int]:
+        found: set[int] = set()
+        for block in range(bisect_right(held, lo) - 1, bisect_left(held, hi)) if lo < hi else ():
+            for s in blocks[block]:
+                found.update(range(bisect_right(borders, s.start) - 1, bisect_left(borders, s.start + s.count)))
+        return sorted(found)
+
+    return Wanted(dim, Each(len(sizes), window), sizes, near)

@@ -15,7 +15,7 @@ share, and from the last such rank, ``j + reach[j]``, straight home to ``j``. No
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.point_to_point import ring
 from mpishard.comm.tag import Label, said
-from mpishard.layout import Layout, bounds
-from mpishard.ops.attention.layout import Stretches, sizes_in
+from mpishard.layout import FEW, Each, Layout, bounds
+from mpishard.ops.attention.layout import SequenceBlocks, Stretches
 from mpishard.ops.attention.online_softmax import (
     Backward,
     Dropout,
@@ -71,12 +71,12 @@ class RingPlan(NamedTuple):
     mesh: CartMesh
     ring: tuple[int, ...]
     rows: Stretches
-    columns: tuple[Stretches, ...]
+    columns: SequenceBlocks
     layouts: tuple[Layout, Layout]
     operands: tuple[Operand, Operand, Operand]
     scale: float
     causal: bool
-    reach: tuple[int, ...]
+    reach: Sequence[int]
     label: Label
 
     @property
@@ -94,26 +94,49 @@ class RingPlan(NamedTuple):
         return self.columns[block][0].start if self.columns[block] else 0
 
 
-def reach_of(rows: Sequence[Stretches], columns: Sequence[Stretches], causal: bool) -> tuple[int, ...]:
+def reach_of(
+    rows: SequenceBlocks, columns: SequenceBlocks, causal: bool, position: Callable[[int], int] = lambda i: i
+) -> Sequence[int]:
     """Return how many hops every block travels: to the last rank that sees any of it. Not collective.
 
     That is the nearest one behind it in the ring whose last row (0 if all see all) is no earlier than the block's first
-    column. Of the ranks behind, only those can be it that have a later row than all that are nearer.
+    column. Last rows rise along the ring, those of mirrored blocks, of which none is empty, fall: so it is found by
+    bisection.
+
+    Parameters
+    ----------
+    rows, columns
+        Cells of blocks of queries and keys.
+    causal
+        Whether rows see no later columns.
+    position
+        Rank of the ring -> which of ``rows`` it has; does not fall.
     """
-    n = len(columns)
-    last = [max((s.start + s.count - 1 if causal else 0 for s in row), default=-1) for row in rows]
-    first = [min((s.start if causal else 0 for s in column), default=math.inf) for column in columns]
-    out = [0] * n
-    behind: list[int] = []  # positions, of two rounds: the nearest is the last, with the earliest last row
-    for p in range(2 * n):
-        if p >= n:
-            seeing = bisect_right(behind, -first[p % n], key=lambda i: -last[i % n])
-            if seeing:
-                out[p % n] = max(0, n - p + behind[seeing - 1])
-        while behind and last[behind[-1] % n] <= last[p % n]:
-            behind.pop()
-        behind.append(p)
-    return tuple(out)
+    n, falls = len(columns), causal and rows.mirrored
+    # blocks without rows that end the ring are not looked at
+    filled = n if falls else bisect_left(Each(n, lambda i: rows.start(position(i))), rows.start(len(rows)))
+
+    def minus_last(i: int) -> int:
+        own = rows[position(i)][-1]
+        return 1 - own.start - own.count if causal else 0
+
+    def reach(block: int) -> int:
+        cells = columns[block]
+        if not cells:
+            return 0
+        first = cells[0].start if causal else 0
+        for lo, hi in ((0, min(block, filled)), (block, filled)):
+            if falls:
+                seeing = bisect_right(Each(hi, minus_last), -first, lo, hi) - 1
+            else:
+                seeing = next((i for i in range(hi - 1, lo - 1, -1) if rows[position(i)]), -1)
+                seeing = seeing if seeing >= lo and -minus_last(seeing) >= first else -1
+            if seeing >= lo:
+                return (seeing - block) % n
+        return 0
+
+    every = Each(n, reach)
+    return tuple(every) if n <= FEW else every
 
 
 class _Blocks:
@@ -124,7 +147,7 @@ class _Blocks:
         self.group: Group | None = plan.mesh.group(plan.ring) if plan.ring else None
         self.size, self.rank = (self.group.size, self.group.rank) if self.group else (1, 0)
         self._k, self._v = k, v
-        self._extents = sizes_in(plan.columns)
+        self._extents = plan.columns.sizes
         if guard.DEBUG and self.group is not None:
             guard.check(plan.mesh.comm, said(ring.OP, plan.label, adjoint))
 
@@ -325,7 +348,7 @@ def composed(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: T
         whole.append(operand.flat(x))
     s = (plan.operands[0].flat(q) * plan.scale) @ whole[0].mT
     s = s.view(*plan.batch, *s.shape[-2:])
-    starts = bounds(sizes_in(plan.columns))
+    starts = bounds(plan.columns.sizes)
     columns = [(first + c.at, c) for first, block in zip(starts, plan.columns) for c in block]
     for mask in masks:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask

@@ -17,17 +17,16 @@ from mpishard.autograd.window import window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout
+from mpishard.layout import Layout, total
 from mpishard.ops.attention.gather import GATHERED_NBYTES, GatherAttention, why_not_gathered
 from mpishard.ops.attention.layout import (
     Meeting,
-    Stretches,
+    SequenceBlocks,
     contiguous,
     mirrored,
     moved_back,
     moved_into,
     plan_attention,
-    sizes_in,
 )
 from mpishard.ops.attention.online_softmax import Dropout, Operand
 from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
@@ -328,7 +327,7 @@ def _plan(
     count, blocks = len(q.sizes[row] or (1,)), len(k.sizes[column] or (1,))
     balance = back = None
     rows, columns = contiguous(q, row), contiguous(k, column)
-    if is_causal and count > 1 and q.shape[row] >= BALANCED * count:
+    if is_causal and count > 1 and q.shape[row] >= max(BALANCED, 2) * count:
         # queries see no keys beyond their own number
         rows, columns = mirrored(q.shape[row], count), mirrored(min(q.shape[row], k.shape[column]), blocks)
         balance = (
@@ -336,11 +335,11 @@ def _plan(
             window_op(mesh, k, dtype, [moved_into(columns, column)], op="attention"),
             window_op(mesh, v, dtype, [moved_into(columns, v.ndim - 2)], op="attention"),
         )
-        held = resized(meeting.out, meeting.out.ndim - 2, q.shape[row], sizes_in(rows))
+        held = resized(meeting.out, meeting.out.ndim - 2, q.shape[row], rows.sizes)
         own = meeting.out.sizes[-2]
         assert own is not None
         back = window_op(mesh, held, dtype, [moved_back(rows, held.ndim - 2, own)], op="attention")
-        k, v = (resized(o, o.ndim - 2, sum(sizes_in(columns)), _cut(o, columns)) for o in (k, v))
+        k, v = (resized(o, o.ndim - 2, total(columns.sizes), _cut(o, columns)) for o in (k, v))
     batch = meeting.out.local_shape(mesh.coords)[:-2]
     ring = RingPlan(
         mesh,
@@ -363,27 +362,28 @@ def _plan(
     return AttentionPlan(meeting, out, ring, reason, balance, back)
 
 
-def _cut(layout: Layout, blocks: Sequence[Stretches]) -> tuple[int, ...] | None:
-    return None if layout.sizes[-2] is None else sizes_in(blocks)
+def _cut(layout: Layout, blocks: SequenceBlocks) -> tuple[int, ...] | None:
+    return None if layout.sizes[-2] is None else blocks.sizes
 
 
 def _reach(
     mesh: CartMesh,
     q: Layout,
     row: int,
-    rows: Sequence[Stretches],
-    columns: Sequence[Stretches],
+    rows: SequenceBlocks,
+    columns: SequenceBlocks,
     ring: tuple[int, ...],
     is_causal: bool,
-) -> tuple[int, ...]:
+) -> Sequence[int]:
     """Return how far every block of keys travels among the ranks that share this rank's other coordinates."""
-    coords = list(mesh.coords)
-    own = []
-    for i in range(len(columns)):
+
+    def position(i: int) -> int:
+        coords = list(mesh.coords)
         for m in reversed(ring):
             i, coords[m] = divmod(i, mesh.shape[m])
-        own.append(rows[q.index(row, coords)])
-    return reach_of(own, columns, is_causal)
+        return q.index(row, coords)
+
+    return reach_of(rows, columns, is_causal, position)
 
 
 def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped: bool, method: str) -> bool:

@@ -108,16 +108,37 @@ def test_all_reduce_in_place_of_strided(group):
     assert torch.equal(x, wanted)
 
 
+def by_halves(blocks):
+    """Sum as the ranks of a tree do: what is beyond a power of two first, then the halves with each other."""
+    most = 1 << (len(blocks).bit_length() - 1)
+    sums = [b + blocks[r + most] if r + most < len(blocks) else b for r, b in enumerate(blocks[:most])]
+    while len(sums) > 1:
+        sums = [low + high for low, high in zip(sums[: len(sums) // 2], sums[len(sums) // 2 :])]
+    return sums[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_small_ordered_sums_are_those_of_a_tree(group, dtype):
+    blocks = [block(r, (3, 5), dtype) * 10.0 ** (r % 3) for r in range(group.size)]
+    carried = torch.float32 if dtype == torch.float16 else dtype
+    wanted = by_halves([b.to(carried) for b in blocks]).to(dtype)
+    for x in (blocks[group.rank].clone(), blocks[group.rank].t().contiguous().t()):
+        assert bits(blocking.all_reduce(x, group, deterministic=True)) == bits(wanted)
+    with comm_counter() as count:
+        blocking.all_reduce(blocks[group.rank], group, deterministic=True)
+    assert count.messages <= group.size.bit_length()
+    assert count.nbytes <= group.size.bit_length() * wanted.numel() * carried.itemsize
+
+
 @pytest.mark.parametrize("n", [3, 5000])
-def test_ordered_sum_is_the_sum_in_rank_order(group, n, monkeypatch):
+def test_ordered_sums_have_a_fixed_order(group, n, monkeypatch):
     # magnitudes that no other order sums to the same bits
     blocks = [block(r, (n,), torch.float32) * 10.0 ** (3 * r) for r in range(group.size)]
-    wanted = blocks[0].clone()
-    for b in blocks[1:]:
-        wanted += b
-    assert bits(blocking.all_reduce(blocks[group.rank], group, deterministic=True)) == bits(wanted)
+    whole = by_halves(blocks) if n < 1000 else sum(blocks[1:], blocks[0])
+    wanted = sum(blocks[1:], blocks[0])
+    assert bits(blocking.all_reduce(blocks[group.rank], group, deterministic=True)) == bits(whole)
     assert bits(blocking.reduce(blocks[group.rank], group, 0, deterministic=True)) == bits(
-        wanted if group.rank == 0 else torch.zeros(n)
+        whole if group.rank == 0 else torch.zeros(n)
     )
     sizes = blocking.even(n, group.size)
     mine = blocking.reduce_scatter(blocks[group.rank], group, 0, sizes, deterministic=True)
@@ -125,7 +146,7 @@ def test_ordered_sum_is_the_sum_in_rank_order(group, n, monkeypatch):
     later = blocks[group.rank].clone()
     assert bits(nonblocking.iall_reduce(later, group, deterministic=True).wait()) == bits(wanted)
     monkeypatch.setattr(blocking, "DETERMINISTIC", True)
-    assert bits(blocking.all_reduce(blocks[group.rank], group)) == bits(wanted)
+    assert bits(blocking.all_reduce(blocks[group.rank], group)) == bits(whole)
 
 
 def test_extrema_of_special_values(group):

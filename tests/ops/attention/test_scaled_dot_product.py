@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpishard as ms
+from mpishard.layout import Shard, balanced, layout_of, plan_stage
 from mpishard.ops.attention import online_softmax, scaled_dot_product
-from mpishard.ops.attention.layout import Stretch, mirrored, moved_back, moved_into
+from mpishard.ops.attention.layout import Stretch, contiguous, mirrored, moved_back, moved_into
 from mpishard.ops.attention.online_softmax import is_needed
 from mpishard.ops.attention.ring import reach_of
 from tests.compare import WORLD, compare, gathered, mesh_of, mesh_shapes, shard, skew
@@ -182,20 +183,78 @@ def test_mirrored_blocks_have_equal_work():
         assert moved_back(blocks, 2, (8,) * count).n_outs == (8,) * count
 
 
+def drawn_cut(rng, cells, count):
+    borders = sorted([0, cells, *(rng.randint(0, cells) for _ in range(count - 1))])
+    return tuple(b - a for a, b in itertools.pairwise(borders))
+
+
+def pieces_of(cells, count):
+    """Return mirrored blocks, all of them at once."""
+    sizes = balanced(cells, 2 * count)
+    starts = [0, *itertools.accumulate(sizes)]
+    blocks = []
+    for i in range(count):
+        j = 2 * count - 1 - i
+        blocks.append(
+            tuple(s for s in (Stretch(0, sizes[i], starts[i]), Stretch(sizes[i], sizes[j], starts[j])) if s[1])
+        )
+    return blocks
+
+
+def hops(rows, columns, causal):
+    n = len(columns)
+    return [max((h for h in range(n) if is_needed(rows[(j + h) % n], columns[j], causal)), default=0) for j in range(n)]
+
+
 def test_hops_are_those_to_the_last_rank_that_sees_a_block(request):
     rng = random.Random(request.config.option.seed)
     for _ in range(300):
-        n, cells = rng.randint(1, 9), rng.randint(0, 20)
-        cuts = [sorted([0, cells, *(rng.randint(0, cells) for _ in range(n - 1))]) for _ in range(2)]
-        rows, columns = ([(Stretch(0, b - a, a),) if b > a else () for a, b in itertools.pairwise(cut)] for cut in cuts)
-        if rng.random() < 0.3:
-            rows = columns = mirrored(cells, n)
+        n, cells = rng.choice([*range(1, 10), 23]), rng.randint(0, 40)
+        rows, columns = (
+            contiguous(layout_of((n,), [Shard(0)], (cells,), {0: drawn_cut(rng, cells, n)}), 0) for _ in "qk"
+        )
+        if rng.random() < 0.4:
+            rows, columns = mirrored(cells + 2 * n, n), mirrored(cells, n)
+            assert list(columns) == pieces_of(cells, n)
+            assert columns.sizes == tuple(sum(s.count for s in block) for block in columns)
         for causal in (False, True):
-            expected = [
-                max((h for h in range(n) if is_needed(rows[(j + h) % n], columns[j], causal)), default=0)
-                for j in range(n)
-            ]
-            assert list(reach_of(rows, columns, causal)) == expected, (rows, columns, causal)
+            assert list(reach_of(rows, columns, causal)) == hops(list(rows), list(columns), causal)
+
+
+def test_hops_among_ranks_with_some_of_the_queries(request):
+    rng = random.Random(request.config.option.seed)
+    for _ in range(100):
+        n, share, cells = rng.choice([1, 2, 5, 21]), rng.randint(1, 3), rng.randint(0, 60)
+        cut = drawn_cut(rng, cells, n * share)
+        rows = contiguous(layout_of((n * share,), [Shard(0)], (cells,), {0: cut}), 0)
+        columns = contiguous(layout_of((n,), [Shard(0)], (cells,), {0: drawn_cut(rng, cells, n)}), 0)
+        at = rng.choice([lambda i: i * share + share - 1, lambda i, n=n: n * (share - 1) + i])
+        own = [rows[at(i)] for i in range(n)]
+        for causal in (False, True):
+            assert list(reach_of(rows, columns, causal, at)) == hops(own, list(columns), causal)
+
+
+def test_windows_of_mirrored_blocks_bring_every_cell_where_it_is_wanted(request):
+    """Those near a block are found: all others' windows have no cell of it."""
+    rng = random.Random(request.config.option.seed)
+    for _ in range(100):
+        n, cells = rng.choice([1, 2, 3, 7, 20]), rng.randint(0, 70)
+        sizes = rng.choice([drawn_cut(rng, cells, n), balanced(cells, n)])
+        blocks = mirrored(cells - rng.randint(0, cells // 3), n)
+        order = [c for block in blocks for s in block for c in range(s.start, s.start + s.count)]
+        kept = drawn_cut(rng, len(order), n)
+        for wanted, source, held, told, ends in (
+            (moved_into(blocks, 0), sizes, range(cells), order, blocks.sizes),
+            (moved_back(blocks, 0, kept), blocks.sizes, order, sorted(order), kept),
+        ):
+            starts = [0, *itertools.accumulate(source)]
+            ends = [0, *itertools.accumulate(ends)]
+            for i in range(n):
+                window = [held[r.src + k] for r in wanted.runs[i] for k in range(r.count)]
+                assert window == told[ends[i] : ends[i + 1]]
+                near = wanted.near(starts[i], starts[i + 1])
+                every = plan_stage(0, (0,), source, wanted.runs, wanted.n_outs, i)
+                assert plan_stage(0, (0,), source, wanted.runs, wanted.n_outs, i, near=near) == every
 
 
 @pytest.mark.parametrize("method", METHODS)
