@@ -15,7 +15,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host
 from mpishard.comm.mesh import Group
-from mpishard.comm.torch_distributed.work import Work
+from mpishard.comm.torch_distributed.work import Work, keep
 from mpishard.errors import LayoutError, UnsupportedOperationError, described
 
 BACKEND = "mpishard"
@@ -84,19 +84,38 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Take what the group is for."""
         self._description = description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where torch may put what it sends of its own: a checkpoint in the background asks for the CPU."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
+        return self
+
     # -- collectives; all but some sums are over when they return
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce in place. Collective."""
         op = _name_of(opts)
         (x,) = tensors
-        if op == "sum" and getattr(opts, "asyncOp", False) and is_dense(x):
-            work = Work(tensors)
-            pending = iall_reduce(x.detach(), self._group)
-            work.finish, work.requests = pending.wait, pending.requests
-            return work
-        _reduced(x.detach(), op, self._group)
-        return Work(tensors)
+        if op != "sum" or blocking.in_order(None):
+            _reduced(x.detach(), op, self._group)
+            return Work(tensors)
+        # whether a rank waits, and how its tensor lies, is its own matter: MPI wants the same call of all
+        own = dense(x.detach())
+        pending = iall_reduce(own, self._group)
+
+        def finish() -> None:
+            pending.wait()
+            if not is_dense(x):
+                x.detach().copy_(own)
+
+        work = Work(tensors, finish)
+        work.requests = pending.requests
+        if getattr(opts, "asyncOp", False):
+            return keep(work)
+        work.wait()
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place. Collective."""
@@ -306,10 +325,12 @@ class MPIProcessGroup(dist.ProcessGroup):
             )
         work.requests = [start(address(host.data_ptr() + a, n), peer, tag) for a, n in cut]
 
+        work.statuses = statuses = [MPI.Status() for _ in cut]
+
         def finish() -> None:
-            statuses = [MPI.Status() for _ in cut]
-            with guard.waiting(op or way, guard.unfinished(work.requests, [peer] * len(cut)), comm):
-                MPI.Request.Waitall(work.requests, statuses)
+            if not work.arrived:  # statuses are told once
+                with guard.waiting(op or way, guard.unfinished(work.requests, [peer] * len(cut)), comm):
+                    MPI.Request.Waitall(work.requests, statuses)
             if way == "send":
                 return
             came = sum(s.Get_count(MPI.BYTE) for s in statuses)
@@ -327,7 +348,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 own.copy_(host)
 
         work.finish = finish
-        return work
+        return keep(work)
 
 
 def _name_of(opts: Any) -> str:

@@ -48,6 +48,10 @@ def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.Process
     and their work handles are done. ``DistributedDataParallel`` asks for a bucket's result when it starts it, so that
     its buckets do not overlap with backward here; those of `mpishard.distribute_module` do.
 
+    A checkpoint in the background (``async_save``) communicates from a thread: give it a group of its own,
+    ``process_group=dist.new_group()``. Torch has ``dist.monitored_barrier`` for gloo and ``bf16_compress_hook`` for
+    NCCL alone, and refuses them here; the watchdog names who is missing at any barrier.
+
     Examples
     --------
     >>> mesh = ms.init_mesh((2, -1), ("data", "y"))

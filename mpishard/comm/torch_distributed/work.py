@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch._C._distributed_c10d import Reducer, _create_work_from_future  # type: ignore[attr-defined]
 
 
 class Work(dist.Work):
@@ -20,17 +22,27 @@ class Work(dist.Work):
         self.finish = finish
         self.source = -1
         self.requests: list[MPI.Request] = []
+        # of requests that tell what came; MPI tells it once, to the call that ends them
+        self.statuses: list[MPI.Status] | None = None
+        self.arrived = False
 
     def wait(self, timeout: Any = None) -> bool:
         """End the operation."""
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
+            _under_way.pop(id(self), None)
         return True
+
+    def through(self) -> bool:
+        """Whether MPI is done with the memory; lets it make progress. Not collective."""
+        if not self.arrived:
+            self.arrived = MPI.Request.Testall(self.requests, self.statuses)
+        return self.arrived
 
     def is_completed(self) -> bool:
         """Whether it is over; lets MPI make progress."""
-        if self.finish is not None and self.requests and MPI.Request.Testall(self.requests):
+        if self.finish is not None and self.requests and self.through():
             self.wait()
         return self.finish is None
 
@@ -54,9 +66,37 @@ class Work(dist.Work):
         future.set_result(self._tensors)
         return future
 
+    def kept(self) -> Any:
+        """Return a handle of torch's own, done, for what outlives this object. Ends the operation."""
+        return _create_work_from_future(self.get_future())
+
     def _source_rank(self) -> int:
         return self.source
 
     def source_rank(self) -> int:
         """Return the rank that a message came from."""
         return self.source
+
+
+_under_way: OrderedDict[int, Work] = OrderedDict()
+
+
+def keep(work: Work) -> Work:
+    """Keep what MPI reads and writes until it is through: nobody need wait for a work. Not collective."""
+    for _ in range(min(2, len(_under_way))):
+        key, earlier = _under_way.popitem(last=False)
+        if not earlier.through():
+            _under_way[key] = earlier
+    _under_way[id(work)] = work
+    return work
+
+
+_set_handle = Reducer._set_forward_pass_work_handle
+
+
+def _keep_handle(self: Reducer, work: Any, *args: Any, **kwargs: Any) -> None:
+    """Give DDP's ``join()`` a handle that lives: torch's C++ asks it in backward, when Python has dropped ours."""
+    _set_handle(self, work.kept() if isinstance(work, Work) else work, *args, **kwargs)
+
+
+Reducer._set_forward_pass_work_handle = _keep_handle

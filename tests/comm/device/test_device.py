@@ -268,6 +268,7 @@ def test_a_graph_cannot_capture_communication(device):
     mesh = device.mesh((WORLD.size,), periodic=True)
     h = ms.HaloExchanger(mesh, (6, 4), ((1, 1), 0), torch.float64)
     field, x, y = values(6, 4), ms.distribute_tensor(values(8, 4), mesh, (ms.Shard(0),)), values(WORLD.size)
+    weight = values(2, 4, 3)
     calls = [
         lambda: h(field),
         lambda: ms.halo_exchange(x, {0: (1, 1)}, mode="circular"),
@@ -276,6 +277,11 @@ def test_a_graph_cannot_capture_communication(device):
         lambda: nonblocking.iall_reduce(y, mesh.group((0,)), deterministic=True),
         lambda: nonblocking.iall_reduce(y, mesh.group((0,))),
         *(lambda call=call: call(y, mesh) for call in (ms.all_reduce, ms.all_gather, ms.broadcast, ms.reduce_scatter)),
+        lambda: ms.all_to_all(y, mesh, split_dim=0, concat_dim=0),
+        x.full_tensor,
+        lambda: x.sum().full_tensor(),
+        lambda: torch.roll(x, 1, 0),
+        lambda: torch.nn.functional.conv1d(x.unsqueeze(0).transpose(1, 2), weight, padding=1),
     ]
     planned = [call() for call in calls[:2]]
     device.wait_all()
