@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpishard import errors
 from mpishard.comm import disagreement
-from mpishard.comm.exit import GRACE_S, end, place, say
+from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
 from mpishard.errors import DesyncError, MpishardError, described, ranges_of, ranks_text
@@ -369,7 +369,7 @@ def _watch() -> None:
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
                 try:
-                    say(_overdue(age, *current[wait]))
+                    say_at_end(_overdue(age, *current[wait]))
                     time.sleep(GRACE_S)
                 finally:
                     end(1)

@@ -87,9 +87,10 @@ def serve(path: str) -> NoReturn:
         listening.listen(64)
         watched.register(listening, selectors.EVENT_READ)
         ranks: dict[int, socket.socket] = {}
+        parent = os.getppid()
         print("ready", flush=True)
-        while True:
-            for key, _ in watched.select(LOOK_S if ranks else None):
+        while ranks or os.getppid() == parent:
+            for key, _ in watched.select(LOOK_S if ranks else 1.0):
                 if key.fileobj is listening:
                     asker, _ = listening.accept()
                     ranks[pid := forked(asker)] = asker
@@ -102,6 +103,7 @@ def serve(path: str) -> NoReturn:
                     if asker in watched.get_map():
                         watched.unregister(asker)
                         asker.send(os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "little", signed=True))
+    os._exit(0)
 
 
 def forked(asker: socket.socket) -> int:
