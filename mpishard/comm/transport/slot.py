@@ -87,6 +87,8 @@ def marks(text: str, op: str, dtype: torch.dtype, size: int) -> tuple[bytes, byt
         values = digest.view(number)
         return values.tobytes(), (values * np.array(size).astype(number)).tobytes()
     real = np.zeros(1, number).real.dtype
+    whole = digest if real == np.float32 else digest.view(np.uint32)
     # sums of so few bits are exact
-    values = (digest if real == np.float32 else digest.view(np.uint32))[: MARK_NBYTES // real.itemsize].astype(real)
+    limit = 2 ** (np.finfo(real).nmant + 1) // size
+    values = (whole[: MARK_NBYTES // real.itemsize] % min(limit + 1, np.iinfo(whole.dtype).max)).astype(real)
     return values.tobytes(), (values * real.type(size)).tobytes()
