@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.comm.exit import end
 from tests.failure.calls import (
     BITS,
@@ -35,6 +36,7 @@ from tests.failure.calls import (
 
 # How long a rank with an error waits for the others, and how it ends the job then.
 GRACE_S, ENDED = 0.5, 77
+PATIENCE_S = 120.0
 
 # draws among the calls that have this in their names
 ONLY = os.environ.get("FUZZ_ONLY", "")
@@ -107,6 +109,8 @@ def main(seed: str, first: str, count: str, path: str) -> None:
         os.write(notes, (json.dumps(what) + "\n").encode())
 
     beside = WORLD.Dup()
+    # the watchdog is for the pairs alone: what goes before may take its time on a busy machine
+    timeout_s, guard.TIMEOUT_S = guard.TIMEOUT_S, PATIENCE_S
     prepare()
     last = int(first) + int(count)
     every = pairs(int(seed), SIZE, last)
@@ -126,6 +130,7 @@ def main(seed: str, first: str, count: str, path: str) -> None:
         if RANK == 0:
             note(case=i, pair=repr(tuple(pair)), family=family(pair))
         beside.Barrier()
+        guard.TIMEOUT_S = timeout_s
         came = outcome(ready[mine], expected[mine])
         if came in ("right", "wrong"):
             then = next_call(mesh)
@@ -137,6 +142,7 @@ def main(seed: str, first: str, count: str, path: str) -> None:
             time.sleep(0.001)
             if came not in ("right", "wrong") and time.monotonic() - start > GRACE_S:
                 end(ENDED)
+        guard.TIMEOUT_S = PATIENCE_S
         if RANK == 0:
             note(case=i, over=True)
     # what the pairs have left under way on their meshes cannot be taken back
