@@ -11,6 +11,8 @@
 #   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
 #                       promises; give it the oldest Python: PYTHON=python3.10
 #   make test-newest    the same with the newest releases: PYTHON=python3.13
+#   make fuzz           what is drawn at random, by the hundred: calls that differ between ranks, damaged files, kills;
+#                       CASES=300 of each, SEED=1, FUZZ_RANKS="2 3", ON=cluster for Open MPI: docs/robustness.md
 #   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter
 #   make docs           the documentation, build/docs/index.html; a warning is an error
@@ -33,6 +35,11 @@ PYTEST_ARGS ?=
 # What is run with the oldest and the newest dependencies.
 VERSION_TESTS ?= $(addprefix tests/,autograd comm io layout models nn ops tensor testing)
 VERSION_RANKS ?= 1 2
+# What is drawn: how many of each kind, from which seed, at which numbers of ranks, on which stack.
+CASES ?= 300
+SEED ?= 1
+FUZZ_RANKS ?= 2 3
+ON ?= mpich
 # What the demo gets.
 ARGS ?=
 # The last hang guard; tests and programs have their own, which say more.
@@ -43,7 +50,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 guarded = timeout --foreground --kill-after=20 $(LIMIT_S)
 
-.PHONY: demo demo-insitu test test-cluster test-oldest test-newest test-all test-gpu lint docs clean
+.PHONY: demo demo-insitu fuzz test test-cluster test-oldest test-newest test-all test-gpu lint docs clean
 
 demo: .venv/.ready
 	$(guarded) .venv/bin/mpiexec -n 4 .venv/bin/python examples/segment_brain.py $(ARGS)
@@ -57,11 +64,24 @@ test: export MPIEXEC = $(CURDIR)/.venv/bin/mpiexec
 test: .venv/.ready
 	tests/run.sh .venv/bin/python "$(RANKS)" $(TESTS) $(PYTEST_ARGS)
 
-test-cluster: export MPIEXEC = mpirun --oversubscribe --bind-to none$(if $(filter 0,$(shell id -u)), --allow-run-as-root)
+cluster_mpiexec = mpirun --oversubscribe --bind-to none$(if $(filter 0,$(shell id -u)), --allow-run-as-root)
+test-cluster: export MPIEXEC = $(cluster_mpiexec)
 test-cluster: STACK_ARGS ?= --stack
 test-cluster: STACK_RANKS ?= 2 4
 test-cluster: .venv-cluster/.ready
 	tests/run.sh .venv-cluster/bin/python "$(STACK_RANKS)" $(TESTS) --cluster $(STACK_ARGS) $(PYTEST_ARGS)
+
+fuzz_venv = $(if $(filter cluster,$(ON)),.venv-cluster,.venv)
+fuzz: export MPIEXEC = $(if $(filter cluster,$(ON)),$(cluster_mpiexec),$(CURDIR)/.venv/bin/mpiexec)
+fuzz: export MPISHARD_SEED = $(SEED)
+fuzz: export MPISHARD_VARIANTS = $(CASES)
+fuzz: export MPISHARD_KILLS = $(shell expr $(CASES) / 45 + 1)
+fuzz: $(fuzz_venv)/.ready
+	$(guarded) $(fuzz_venv)/bin/python -m tests.failure.test_mismatch $(SEED) $(CASES) $(FUZZ_RANKS)
+	$(guarded) $(MPIEXEC) -n 2 $(fuzz_venv)/bin/python -m pytest --ranks 2 \
+	    -o faulthandler_timeout=$(LIMIT_S) tests/io/test_damage.py tests/io/test_append.py $(PYTEST_ARGS)
+	$(guarded) $(fuzz_venv)/bin/python -m pytest tests/failure/test_append.py tests/failure/test_checkpoint.py -k killed \
+	    $(PYTEST_ARGS)
 
 test-oldest test-newest: test-%: .venv-%/.ready
 	MPIEXEC=$(CURDIR)/.venv-$*/bin/mpiexec tests/run.sh .venv-$*/bin/python "$(VERSION_RANKS)" $(VERSION_TESTS) $(PYTEST_ARGS)

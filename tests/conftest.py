@@ -236,8 +236,9 @@ def same_numbers(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """How often to kill what is to survive: in full on one stack, a quarter of it on another."""
-    return lambda times: max(2, times // 4) if request.config.getoption("--stack") else times
+    """How often to kill what is to survive: in full on one stack, a quarter on another; `MPISHARD_KILLS` as often."""
+    more = int(os.environ.get("MPISHARD_KILLS", "1"))
+    return lambda times: more * (max(2, times // 4) if request.config.getoption("--stack") else times)
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -23,6 +23,8 @@ from collections.abc import Generator
 import pytest
 from mpi4py import MPI
 
+from mpishard.comm import exit
+
 # How long a rank with a failure waits for the others before it gives up on them.
 GRACE_S = 20
 # Left for the dumps of all stacks before the abort.
@@ -37,6 +39,7 @@ class Lockstep:
         self.comm = MPI.COMM_WORLD.Dup()
         # the runner captures descriptors during a test; these stay
         self.out = os.fdopen(os.dup(2), "w", buffering=1)
+        exit.uncaptured = self.out.fileno()
         # Any rank can ask the others on its host for their stacks, also while they wait in MPI.
         faulthandler.register(signal.SIGUSR2, file=self.out, all_threads=True)
         host = socket.gethostname()

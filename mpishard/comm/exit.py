@@ -183,6 +183,18 @@ def say(text: str) -> None:
         os.write(2, text.encode())
 
 
+# in place of a standard error that somebody captures and, when the job is aborted, never shows: a descriptor
+uncaptured: int | None = None
+
+
+def say_at_end(text: str) -> None:
+    """Write to the standard error, past those who capture it where they have said how. Not collective."""
+    say(text)
+    if uncaptured is not None:
+        with contextlib.suppress(OSError):
+            os.write(uncaptured, text.encode(errors="replace"))
+
+
 # the end of the program
 
 _finalizers: list[Callable[[], None]] = []

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpishard import errors
 from mpishard.comm import disagreement
-from mpishard.comm.exit import GRACE_S, end, place, say
+from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
 from mpishard.errors import DesyncError, MpishardError, described, ranges_of, ranks_text
@@ -47,13 +47,17 @@ TIMEOUT_S = _timeout_s()
 
 # agreement
 
+# of the small reductions of a mesh, all of one length: where two of them meet, their marks tell
+SLOT_NBYTES, MARK_NBYTES = 272, 16
+_MARK = 0x6D707368
+
 
 def agree(
     comm: MPI.Intracomm, error: BaseException | None, signature: str = "", numbers: tuple[int, int] = (0, 0)
 ) -> tuple[int, int]:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 40 bytes where all is well; else some kilobytes, whatever the number of ranks.
+    Collective. One reduction of 272 bytes where all is well; else some kilobytes, whatever the number of ranks.
 
     Parameters
     ----------
@@ -114,8 +118,26 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
         return
     call = f"call {count[0]}: {op}"
     call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
+    if inside is not None:
+        call += f", in {inside()}"
     # a rank that is in `agree` instead sends the same
     _agree(comm, None, "check", call, call)
+
+
+# what the user has called, where calls are compared: rules communicate for it
+inside: Callable[[], str] | None = None
+
+
+@contextlib.contextmanager
+def within(call: Callable[[], str]) -> Iterator[None]:
+    """Compare what ``call`` says too, wherever calls are compared in the body; the outermost counts. Not collective."""
+    global inside  # noqa: PLW0603
+    before = inside
+    inside = before or call
+    try:
+        yield
+    finally:
+        inside = before
 
 
 _COUNT_KEYVAL: list[int] = []
@@ -144,20 +166,27 @@ def _agree(
     digest = disagreement.digest_of(f"{kind}|{text}")
     size = comm.Get_size()
     first = 0 if error is None else size - comm.Get_rank()
-    mine = np.array([first, digest, -digest, *numbers], np.int64)
+    mine = np.zeros(SLOT_NBYTES // 8, np.int64)
+    mine[:5], mine[-2:] = (first, digest, -digest, *numbers), (_MARK, ~_MARK)
     most = np.empty_like(mine)
     with waiting(op, (), comm):
         if DEBUG:
             _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
         else:
             comm.Allreduce(mine, most, MPI.MAX)
-        if not most[0] and most[1] == -most[2]:
+        met = most[-2] == _MARK and most[-1] == ~_MARK
+        if met and not most[0] and most[1] == -most[2]:
             return int(most[3]), int(most[4])
-        if most[0]:
+        if met and most[0]:
             agreed = _failure(comm, error, size - int(most[0]))
         else:
-            agreed = _desync(disagreement.kinds(comm, text))
+            agreed = _desync(disagreement.kinds(comm, text if met else op))
     raise common(agreed, comm) from None
+
+
+def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
+    """Return the error of ranks whose small reductions, this rank's ``call``, are not the same. Collective."""
+    return common(_desync(disagreement.kinds(comm, call)), comm)
 
 
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
@@ -340,7 +369,7 @@ def _watch() -> None:
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
                 try:
-                    say(_overdue(age, *current[wait]))
+                    say_at_end(_overdue(age, *current[wait]))
                     time.sleep(GRACE_S)
                 finally:
                     end(1)

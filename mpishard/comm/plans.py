@@ -52,7 +52,7 @@ class Plans(dict[Any, Any]):
     def clear(self) -> None:
         """Forget all plans. Not collective."""
         super().clear()
-        self.__init__()  # type: ignore[misc]
+        self._older, self._sizes, self._older_sizes, self._nbytes = {}, {}, {}, 0
 
 
 class Compared(Plans):

@@ -260,5 +260,6 @@ class Flight:
     def free(self) -> None:
         """Free persistent requests. Not collective."""
         for request in self.requests:
-            request.Free()
+            if request:  # Open MPI frees one that has failed
+                request.Free()
         self.requests = []

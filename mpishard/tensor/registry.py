@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from mpishard.comm import guard
 from mpishard.errors import NoShardingRule, described
 
 Rule = Callable[..., Any]
@@ -60,6 +62,36 @@ def _of_user(rule: R) -> R:
             _depth -= 1
 
     return run  # type: ignore[return-value]
+
+
+def _compared(function: Any, rule: Rule) -> Rule:
+    """Have the whole call compared where the rule communicates, not only what travels."""
+
+    @functools.wraps(rule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guard.within(lambda: _call_text(function, args, kwargs)):
+            return rule(*args, **kwargs)
+
+    return run
+
+
+def _call_text(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    named = [f"{name}={_argument(a)}" for name, a in sorted(kwargs.items())]
+    return f"{name_of(function)}({', '.join([*map(_argument, args), *named])})"
+
+
+def _argument(a: Any) -> str:
+    """Return what all ranks have in common of an argument."""
+    if isinstance(a, torch.Tensor):
+        text = f"{outline(a)} {a.dtype}"
+        # where to find cells is what ranks must agree on
+        if not hasattr(a, "placements") and not (a.is_floating_point() or a.is_complex() or a.is_meta):
+            text += f" {zlib.crc32(a.detach().cpu().contiguous().numpy().tobytes()):x}"
+        return text
+    if isinstance(a, (list, tuple)):
+        return f"[{', '.join(map(_argument, a))}]"
+    # addresses and rounding differ between ranks that mean the same
+    return repr(a) if isinstance(a, (int, str, slice, torch.dtype, type(None))) else type(a).__name__
 
 
 # what a rule may do with a sharded dim, as `mpishard ops` and docs/operations.md say it
@@ -119,7 +151,8 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
 
     def register(rule: R) -> R:
         for function in functions:
-            RULES[function] = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
+            known = rule if str(rule.__module__).startswith("mpishard.") else _of_user(rule)
+            RULES[function] = _compared(function, known) if guard.DEBUG else known
             SHARDED[function] = sharded
         return rule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -282,3 +283,15 @@ def test_finalizers_run_once_last_first(monkeypatch, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
     exit._run_finalizers()
     assert order == [3, 1]
+
+
+def test_last_words_pass_a_capture(capfd, monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setattr(exit, "uncaptured", write)
+    exit.say_at_end("words\n")
+    assert os.read(read, 100) == b"words\n"
+    assert "words\n" in capfd.readouterr().err
+    os.close(read)
+    os.close(write)
+    # a descriptor that is gone is no error
+    exit.say_at_end("more\n")

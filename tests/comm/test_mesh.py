@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm import lifetime, plans
+from mpishard.comm import guard, lifetime, plans
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import DesyncError, LayoutError, MeshError, UnsupportedOperationError
 
@@ -461,3 +461,11 @@ def test_mesh_is_neither_pickled_nor_copied():
     with pytest.raises(MeshError, match="cannot be pickled"):
         pickle.dumps(mesh)
     assert copy.deepcopy(mesh) is mesh
+
+
+def test_a_mesh_that_compares_calls_can_be_freed(monkeypatch):
+    monkeypatch.setattr(guard, "DEBUG", True)
+    mesh = init_mesh((-1,))
+    assert mesh.plan("a plan", lambda: [1]) == mesh.plan("a plan", lambda: [2]) == [1]
+    mesh.free()
+    assert mesh.freed

@@ -17,6 +17,7 @@ from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
+from mpishard.comm.transport.slot import ROOM_NBYTES, Slot
 from mpishard.layout import are_equal
 
 # (rank, tensor)
@@ -143,9 +144,14 @@ class Host:
 
     def __init__(self, group: Group) -> None:
         self.group, self.comm = group, group.comm
+        self._slot = Slot(group.comm)
 
-    def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:  # noqa: ARG002
+    def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
+        if x.nbytes <= ROOM_NBYTES:
+            with guard.waiting("all_reduce", (), self.comm):
+                self._slot.all_reduce(x, y, rule, op)
+            return
         at, to, comm, datatype = x.data_ptr(), y.data_ptr(), self.comm, rule.datatype
         with guard.waiting("all_reduce", (), comm):
             for a, n in pieces(x.nbytes):
