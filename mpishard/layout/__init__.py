@@ -17,7 +17,7 @@ from mpishard.layout.block_sizes import (
 )
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
-from mpishard.layout.layout import Layout, by_dim, layout_of
+from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks
 from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
@@ -74,5 +74,6 @@ __all__ = [
     "scaled",
     "sizes_of",
     "total",
+    "watch_empty_blocks",
     "weighted",
 ]

@@ -6,7 +6,7 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypeVar
@@ -18,6 +18,23 @@ from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Sha
 
 Sizes = tuple["tuple[int, ...] | None", ...]
 V = TypeVar("V")
+
+
+# the first layout in which a block is empty and the tensor is not, and who wants to know of it
+_seen: list[Layout] = []
+_watching: list[Callable[[], None]] = []
+
+
+def watch_empty_blocks(call: Callable[[], None]) -> None:
+    """Have ``call`` called once, as soon as a layout is made in which a block is empty and the tensor is not."""
+    if _seen:
+        call()
+    else:
+        _watching.append(call)
+
+
+def _least(sizes: Sequence[int]) -> int:
+    return sizes.smallest if isinstance(sizes, BlockSizes) else min(sizes, default=0)
 
 
 class Layout(Frozen):
@@ -75,6 +92,10 @@ class Layout(Frozen):
         set_once(self, "partial_dims", tuple(m for m, p in enumerate(placements) if type(p) is Partial))
         set_once(self, "sharded_mesh_dims", tuple(m for m, p in enumerate(placements) if type(p) is Shard))
         set_once(self, "_hash", hash((mesh_shape, placements, shape, tuple(map(key_of, sizes)))))
+        if not _seen and 0 not in shape and any(cut is not None and _least(cut) == 0 for cut in sizes):
+            _seen.append(self)
+            while _watching:
+                _watching.pop()()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_of, (self.mesh_shape, self.placements, self.shape, self.sizes)
@@ -220,7 +241,7 @@ def layout_of(
             out[dim] = balanced(shape[dim], count, multiple)
             continue
         cut = as_block_sizes(cut if isinstance(cut, BlockSizes) else map(int, cut))
-        least, total = (cut.smallest, cut.total) if isinstance(cut, BlockSizes) else (min(cut, default=0), sum(cut))
+        least, total = _least(cut), cut.total if isinstance(cut, BlockSizes) else sum(cut)
         if len(cut) != count or least < 0 or total != shape[dim]:
             raise LayoutError(
                 described(

@@ -20,6 +20,8 @@ from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.registry import RULES, spellings
 
 _CAST = (*HALVES, torch.float32)
+# for which torch has kernels on every device
+_EVERYWHERE = (torch.float32, torch.float64)
 # called with the tensors that autocast may cast, and with all arguments
 Probe = Callable[..., Tensor]
 
@@ -52,6 +54,8 @@ _PROBES: dict[str, Probe] = {
         _cells(t[0], 1, 1), _cells(t[1], 1, 1), torch.ones(1, device=t[0].device)
     ),
     "cosine_similarity": lambda t, *_, **__: F.cosine_similarity(_cells(t[0], 1), _cells(t[1], 1), 0),
+    "cumulative_trapezoid": lambda t, *_, **__: torch.cumulative_trapezoid(*(_cells(x, 2) for x in t)),
+    "gaussian_nll_loss": lambda t, *_, **__: F.gaussian_nll_loss(*(_cells(t[i % len(t)], 1) for i in range(3))),
     "grid_sample": lambda t, *_, **__: F.grid_sample(
         _cells(t[0], 1, 1, 1, 1), _cells(t[1], 1, 1, 1, 2), align_corners=False
     ),
@@ -62,21 +66,59 @@ _PROBES: dict[str, Probe] = {
     "max_unpool1d": _unpool(1),
     "max_unpool2d": _unpool(2),
     "max_unpool3d": _unpool(3),
+    "nanmean": lambda t, *_, dtype=None, **__: torch.nanmean(_cells(t[0], 1), dtype=dtype),
     "pad": _pad,
     "prelu": lambda t, *_, **__: torch.prelu(_cells(t[0], 1), _cells(t[1], 1)),
     "trace": lambda t, *_, **__: torch.trace(_cells(t[0], 1, 1)),
+    "trapezoid": lambda t, *_, **__: torch.trapezoid(*(_cells(x, 2) for x in t)),
+    "trapz": lambda t, *_, **__: torch.trapezoid(*(_cells(x, 2) for x in t)),
     "triplet_margin_loss": lambda t, *_, **__: F.triplet_margin_loss(*(_cells(x, 1, 1) for x in t)),
     "vecdot": lambda t, *_, **__: torch.linalg.vecdot(_cells(t[0], 1), _cells(t[1], 1)),
 }
+for _ndim in (1, 2, 3):
+    _PROBES[f"adaptive_avg_pool{_ndim}d"] = lambda t, *_, _ndim=_ndim, **__: getattr(F, f"adaptive_avg_pool{_ndim}d")(
+        _cells(t[0], *(2,) * (_ndim + 1)), 2
+    )
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     for _suffix, _ndim in (("", 1), ("2", 2), ("n", 1)):
         _PROBES[_name + _suffix] = _transform(_name + _suffix, _ndim)
 
 
-def _in_autocast(rule: Callable[..., Any], probe: Probe) -> Callable[..., Any]:
+# calls whose dtypes torch does not refuse
+_taken: set[Any] = set()
+
+
+def _require_taken(name: str, probe: Probe, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise what torch raises of operands of these dtypes. Not collective: the same on every rank."""
+    given = (*args, *kwargs.values())
+    tensors = [a for a in given if isinstance(a, Tensor)]
+    key = (name, *(t.dtype for t in tensors), *(a for a in given if isinstance(a, (str, torch.dtype))))
+    if key in _taken or any(t.layout is not torch.strided for t in tensors):
+        return
+    try:
+        with torch.no_grad():
+            probe(tensors, *args, **kwargs)
+    except NotImplementedError:
+        raise
+    except RuntimeError as e:
+        if _of_dtype(str(e)):
+            raise
+    except Exception:  # noqa: BLE001 (of other arguments, which the rule looks at)
+        pass
+    _taken.add(key)
+
+
+def _of_dtype(text: str) -> bool:
+    """Tell whether an error is about a dtype, not about shapes that are not those of the caller."""
+    return any(word in text for word in ("dtype", "type ", "bool", "Bool", "floating", "integral", "complex", "Long"))
+
+
+def _in_autocast(rule: Callable[..., Any], name: str, probe: Probe) -> Callable[..., Any]:
     @wraps(rule)
     def cast(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_any_autocast_enabled():
+            if not args or getattr(args[0], "dtype", None) not in _EVERYWHERE:
+                _require_taken(name, probe, args, kwargs)
             return rule(*args, **kwargs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype in _CAST]
         if not tensors or not autocast_enabled(tensors[0].device.type):
@@ -104,4 +146,4 @@ def install() -> None:
     for name, probe in _PROBES.items():
         for function in spellings(name):
             if function in RULES:
-                RULES[function] = _in_autocast(RULES[function], probe)
+                RULES[function] = _in_autocast(RULES[function], name, probe)

@@ -209,7 +209,7 @@ def unsafe_masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any
     if not input.numel():
         return mask.new_full(mask.shape, fill, dtype=input.dtype)
     at = tuple(slice(None) if i is None else i for i in _within(input, indices))
-    return torch.where(mask, input[at], fill)
+    return input[at].masked_fill(~mask, fill)
 
 
 @implements(*spellings("_unsafe_masked_index_put_accumulate"), sharded="reduction")

@@ -16,12 +16,21 @@ R = TypeVar("R", bound=Rule)
 
 
 class _Rules(dict[Any, Rule]):
+    # what is put in front of a rule: see `mpishard.tensor.kernel`
+    front: Callable[[Any, Rule], Rule] | None = None
+
     def __setitem__(self, function: Any, rule: Rule) -> None:
         BLOCKWISE.discard(function)
-        super().__setitem__(function, rule)
+        super().__setitem__(function, self.front(function, rule) if self.front is not None else rule)
+
+    def put_in_front(self, front: Callable[[Any, Rule], Rule]) -> None:
+        """Call ``front(function, rule)`` in place of each rule, now and later."""
+        self.front = front
+        for function, rule in list(self.items()):
+            self[function] = rule
 
 
-RULES: dict[Any, Rule] = _Rules()
+RULES = _Rules()
 
 # whose functions torch makes of the schemas of aten, argument by argument
 _OF_ATEN = (

@@ -103,6 +103,14 @@ REFUSED = {
     "group_norm, weight": lambda x: F.group_norm(x, 2, torch.ones(5).double()),
     "instance_norm, weight": lambda x: F.instance_norm(x[None], weight=torch.ones(4).double()),
     "amax of complex": lambda x: torch.amax(x * 1j, 0),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[None] * 1j, 2),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x > 0),
+    "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x.long(), x.long(), x.abs().long()),
+    "nanmean": lambda x: x.long().nanmean(0),
+    "max_unpool1d": lambda x: F.max_unpool1d(x[None] * 1j, torch.arange(0, 8, 2).expand(1, 5, 4), 2),
+    "pad": lambda x: F.pad(x[None] > 0, (1, 1), "reflect"),
+    "trace": lambda x: (x > 0).trace(),
+    "trapezoid": lambda x: torch.trapezoid(x > 0),
     "local_response_norm": lambda x: F.local_response_norm(x[None].int(), 2),
 }
 
@@ -148,6 +156,37 @@ def test_local_response_of_integers(shape):
         for sizes in (None, {dim: skew(n, WORLD.size)}):
             got = F.local_response_norm(shard(x, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes), 3, alpha=1.0)
             torch.testing.assert_close(gathered(got), expected)
+
+
+SMALL = (MATRIX * 200).byte()
+OF_INTEGERS = {
+    "trapezoid": torch.trapezoid,
+    "trapezoid, dx": lambda x: torch.trapezoid(x, dx=2, dim=0),
+    "trapezoid, x": lambda x: torch.trapezoid(x, x),
+    "cumulative_trapezoid": torch.cumulative_trapezoid,
+    "cumulative_trapezoid, dx": lambda x: torch.cumulative_trapezoid(x, dx=2.5, dim=0),
+    "cumulative_trapezoid, x": lambda x: torch.cumulative_trapezoid(x, x, dim=0),
+    "_unsafe_masked_index": lambda x: torch._unsafe_masked_index(x, MATRIX[:4] > 0, [TWICE[:, None], TWICE], 7),
+    "searchsorted": lambda x: torch.searchsorted(x[0].sort()[0], x, sorter=torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_integers(name):
+    expected = OF_INTEGERS[name](SMALL)
+    for dim, n in enumerate(SMALL.shape):
+        for sizes in (None, {dim: skew(n, WORLD.size)}):
+            got = gathered(OF_INTEGERS[name](shard(SMALL, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes)))
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got, expected)
+
+
+def test_a_sorter_beside_no_values():
+    order = VECTOR.argsort()
+    for sizes in ((5,) + (0,) * (WORLD.size - 1), (0,) * (WORLD.size - 1) + (5,)):
+        own = (mesh_of((WORLD.size,)), (ms.Shard(0),), {0: sizes})
+        got = torch.searchsorted(shard(VECTOR, *own), shard(VECTOR, *own), sorter=shard(order, *own))
+        assert gathered(got).equal(torch.searchsorted(VECTOR, VECTOR, sorter=order))
 
 
 def test_broadcast_tensors_is_a_tuple():

@@ -46,7 +46,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
 
 def _tiny(x: Tensor, ndim: int) -> Tensor:
     """Return a tensor of one cell that tells which dtype an operation makes of that of ``x``, or why it refuses."""
-    return torch.zeros((1,) * ndim, dtype=x.dtype, device=x.device)
+    return torch.zeros((1,) * ndim, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:

@@ -74,7 +74,12 @@ def _per_channel(t: Any, x: ShardTensor, rows: Rows) -> Tensor | None:
 
 
 def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
-    """Return ``x`` in the dtype in which autocast would run the operation, as ``probe`` of a tiny tensor tells."""
+    """Return ``x`` in the dtype in which autocast would run the operation, as ``probe`` of a tiny tensor tells.
+
+    What torch refuses to normalise is refused by it, on ranks without cells too.
+    """
+    if not x.is_floating_point():
+        probe(x.block.new_zeros((1, x.shape[1], 2)))
     if not autocast_enabled(x.block.device.type):
         return x
     with torch.no_grad():

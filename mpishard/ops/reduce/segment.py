@@ -38,6 +38,7 @@ def segment_reduce(
     cells, own = met.locals
     count = own.shape[-1] - (offsets is not None)
     if 0 in cells.shape[:axis] + cells.shape[axis + 1 :]:
+        torch.segment_reduce(cells.new_zeros(1), reduce, lengths=own.new_ones(1))  # torch's own error for a dtype
         out = cells.sum() + cells.new_zeros((*cells.shape[:axis], count, *cells.shape[axis + 1 :]))
     else:
         name = "lengths" if offsets is None else "offsets"

@@ -73,8 +73,9 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
         dim, correction, keepdim = _dim_and_correction(args, kwargs, func)
         x = resolved(input)
         plan, mesh = reduced(x.sharding, dim, keepdim), x.mesh
+        if plan.over or not x.block.numel():
+            func(x.block.new_zeros(2))  # torch's own error for a dtype
         if plan.over:
-            torch.var(x.block.new_zeros(2))  # torch's own error for integers
             var, mean = _variance(x, dim, correction, keepdim)
             real = x.block.real.dtype if x.block.is_complex() else x.block.dtype
             found = pick(var.to(real), mean.to(x.block.dtype))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from mpishard.autograd.graph import before, own_nodes
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import MpishardError
@@ -50,3 +52,27 @@ def agreed(call: Callable[[], T], mesh: CartMesh, layouts: Iterable[Layout]) -> 
             raise
         raise guard.common(_OF_TORCH[kind](text), comm) from None
     return result  # type: ignore[no-any-return]
+
+
+# whose backward refuses a cotangent that depends on the phase of complex vectors
+_OF_PHASES = ("LinalgEigBackward0", "LinalgEighBackward0", "LinalgSvdBackward0")
+
+
+def agree_in_backward(
+    results: Iterable[Tensor], operands: Iterable[Tensor], mesh: CartMesh, layouts: Sequence[Layout]
+) -> None:
+    """Have the backward of a local call raise on every rank what it raises on any. Collective then, as `agreed`.
+
+    Torch looks at the values of a cotangent where vectors are known up to their phase. So that is tried first, once
+    more than needed: products of matrices, beside a decomposition.
+    """
+    own = [y for y in results if y.requires_grad]
+    if not any(y.is_complex() for y in own):
+        return
+
+    def try_first(node: Any, gradients: Any) -> None:
+        agreed(lambda: node(*gradients), mesh, layouts)
+
+    for node in own_nodes(own, operands):
+        if node.name() in _OF_PHASES:
+            before(node, try_first)

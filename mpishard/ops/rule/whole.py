@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Labels
-from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.agreement import agree_in_backward, agreed
 from mpishard.ops.rule.align import meet
 
 # of the labels of a result, None says that it stays plain: it is the same on every rank
@@ -64,10 +64,15 @@ def whole(
     local = met.locals
     if empty and spare is not None:
         local = tuple(
-            spare(x, [1 if s in empty else n for n, s in zip(x.shape, own)], own) if isinstance(x, Tensor) else x
+            spare(x, [1 if s in empty else n for n, s in zip(x.shape, own)], own)
+            if isinstance(x, Tensor) and not empty.isdisjoint(own)
+            else x
             for x, own in zip(local, labels)
         )
     found = agreed(lambda: func(*local), met.mesh, met.plan.operands) if checked else func(*local)
+    if checked:
+        parts = [found] if isinstance(found, Tensor) else list(found)
+        agree_in_backward(parts, [x for x in local if isinstance(x, Tensor)], met.mesh, met.plan.operands)
 
     def cut(t: Tensor, own: Labels | None) -> Any:
         if own is None:

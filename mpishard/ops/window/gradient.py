@@ -63,7 +63,7 @@ def _check(x: ShardTensor, dims: list[int], spacings: Sequence[Any], given: Any,
         else:
             few.append(s)
     if 0 not in sizes:
-        torch.gradient(torch.zeros(sizes), spacing=few, dim=given, edge_order=edge_order)
+        torch.gradient(torch.zeros(sizes, dtype=x.dtype), spacing=few, dim=given, edge_order=edge_order)
 
 
 def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTensor:

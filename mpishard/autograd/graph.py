@@ -1,0 +1,42 @@
+"""The nodes that torch made for an operation on blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:
+    """Give torch's own nodes between operands and results, which communicate nothing and may be run twice.
+
+    Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return
+    seen = {x.grad_fn for x in operands}
+    waiting = [y.grad_fn for y in results]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [n for n, _ in node.next_functions]
+        if not isinstance(node, BackwardCFunction) and node.name() != _ACCUMULATE:
+            yield node
+
+
+def before(node: Any, call: Callable[[Any, Any], None]) -> None:
+    """Have ``call(node, cotangents)`` called, without a graph, before autograd runs the node. Not collective."""
+
+    def prehook(cotangents: Any) -> None:
+        # a hook that held its node would keep both
+        with torch.no_grad():
+            call(torch._C._current_autograd_node(), cotangents)
+
+    node.register_prehook(prehook)

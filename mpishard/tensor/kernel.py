@@ -1,0 +1,181 @@
+"""Kernels that torch lacks for a dtype: a rank without cells raises what ranks with cells raise.
+
+Torch looks for the kernel of a dtype only where there are cells. Of a tensor that it refuses, a rank with an empty
+block would go on, and meet nobody. So an operation of which this rank's block is empty is done once, per function,
+dtypes and layouts, with torch asked after each kernel by a tensor of a cell; forward, and backward when it comes. None
+of this is in the way of a program before a layout with an empty block is made; then, blocks with cells cost a look at
+their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mpishard.autograd.graph import before, own_nodes
+from mpishard.autograd.linear import transforms_active
+from mpishard.layout import watch_empty_blocks
+from mpishard.tensor.registry import RULES, Rule, tensors_in
+from mpishard.tensor.shard_tensor import ShardTensor
+
+_KEPT = 65536
+# calls that were done so, and calls whose backward was; of kernels, what torch said of them
+_calls: set[Any] = set()
+_backwards: set[Any] = set()
+_kernels: dict[Any, NotImplementedError | None] = {}
+
+
+class _Asking(TorchDispatchMode):
+    """Asks, for each operation without cells, whether torch has its kernel."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        _require_kernel(func, args, kwargs or {})
+        return found
+
+
+_asking = _Asking()
+_is_asking = False
+
+
+def _require_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise what torch raises of an operation of these dtypes where there are cells. Not collective."""
+    leaves, tree = tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not any(x.numel() == 0 and x.device.type != "meta" for x in tensors):
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return  # it would draw numbers, on this rank alone
+    key = (func, tuple(x.dtype if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, torch.dtype))))
+    if key not in _kernels:
+        if len(_kernels) > _KEPT:
+            _kernels.clear()
+        cells = [_with_cells(x, func._schema.is_mutable) for x in leaves]
+        _kernels[key] = _refusal_of(func, *tree_unflatten(cells, tree))
+    refusal = _kernels[key]
+    if refusal is not None:
+        raise NotImplementedError(*refusal.args)
+
+
+def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NotImplementedError | None:
+    given = {a.name: a for a in func._schema.arguments}
+    named = {name: _in_place_of(given[name], value) for name, value in kwargs.items()}
+    try:
+        with _disable_current_modes():  # those of users, who may count
+            func(*map(_in_place_of, given.values(), args), **named)
+    except NotImplementedError as e:
+        return e.with_traceback(None)
+    except Exception:  # noqa: BLE001 (of shapes or values, which are not the caller's)
+        pass
+    return None
+
+
+def _in_place_of(argument: Any, value: Any) -> Any:
+    """Return what an argument is with cells: lists of extents have none that is 0, and torch makes the results."""
+    if argument.is_out:
+        return value.new_empty(0) if isinstance(value, Tensor) else [t.new_empty(0) for t in value]
+    return [n or 1 for n in value] if "size" in argument.name and isinstance(value, (list, tuple)) else value
+
+
+def _with_cells(x: Any, written: bool) -> Any:
+    """Return a tensor that has a cell where ``x`` has none, and is not written into for others."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.numel() == 0:
+        return x.new_zeros([n or 1 for n in x.shape])
+    return torch.zeros_like(x) if written else x
+
+
+def _is_idle(values: Iterable[Any]) -> bool:
+    """Tell whether this rank's block of an argument is empty, and none of the arguments are. Not collective."""
+    return any(not x.block.numel() for x in _shards(values)) and all(0 not in x.shape for x in tensors_in(values))
+
+
+def _shards(values: Iterable[Any]) -> Iterator[ShardTensor]:
+    for a in values:
+        kind = type(a)
+        if kind is ShardTensor:
+            yield a
+        elif kind is list or kind is tuple:
+            yield from _shards(a)
+
+
+def _asked(function: Any, rule: Rule) -> Rule:
+    """Return the rule that asks torch where this rank's block is empty."""
+
+    @wraps(rule)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_asking or not _is_idle((args, (*kwargs.values(),)) if kwargs else args):
+            return rule(*args, **kwargs)
+        # autocast does not reach through the mode, and casts to dtypes that have kernels
+        if transforms_active() or torch._C._is_any_autocast_enabled():
+            return rule(*args, **kwargs)
+        key = (function, torch.is_grad_enabled(), _kind((args, kwargs)))
+        if key in _calls and (key in _backwards or not key[1]):
+            return rule(*args, **kwargs)
+        found = rule(*args, **kwargs) if key in _calls else _asking_torch(lambda: rule(*args, **kwargs))
+        for kept in (_calls, _backwards):
+            if len(kept) > _KEPT:
+                kept.clear()
+        _calls.add(key)
+        if key[1]:
+            _ask_in_backward(key, found, tensors_in([*args, *kwargs.values()]))
+        return found
+
+    into = getattr(rule, "into", None)
+    if into is not None:
+        call.into = _asked((function, "out"), into)  # type: ignore[attr-defined]
+    return call
+
+
+def _asking_torch(run: Callable[[], Any]) -> Any:
+    global _is_asking  # noqa: PLW0603
+    _is_asking = True
+    try:
+        with _asking:
+            return run()
+    finally:
+        _is_asking = False
+
+
+def _kind(a: Any) -> Any:
+    """Return what decides which kernels are called with an argument. Not collective."""
+    if isinstance(a, ShardTensor):
+        return a.dtype, a.sharding, a.requires_grad
+    if isinstance(a, Tensor):
+        return a.dtype, a.requires_grad
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_kind, a))
+    if isinstance(a, dict):
+        return tuple((name, _kind(value)) for name, value in a.items())
+    return a if a is None or isinstance(a, (bool, str, torch.dtype)) else type(a)
+
+
+def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
+    """Have torch asked after the kernels of the backward of a call, when it comes to it."""
+    results = found if isinstance(found, (list, tuple)) else [found]
+
+    def ask(node: Any, gradients: Any) -> None:
+        _backwards.add(key)
+        if not _is_asking:
+            _asking_torch(lambda: node(*gradients))
+
+    for node in own_nodes(_blocks(results), _blocks(operands)):
+        before(node, ask)
+
+
+def _blocks(values: Iterable[Any]) -> list[Tensor]:
+    # of what is pending, the block is a sum under way
+    return [x.block if type(x) is ShardTensor else x for x in tensors_in(values) if type(x) in _SETTLED]
+
+
+_SETTLED = (ShardTensor, Tensor, torch.nn.Parameter)
+
+
+watch_empty_blocks(lambda: RULES.put_in_front(_asked))

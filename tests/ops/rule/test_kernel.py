@@ -1,0 +1,153 @@
+"""What torch refuses beside an empty block is refused alike on every rank: kernels of a dtype, phases of vectors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.tensor import kernel
+from tests.compare import WORLD, gathered, mesh_of, shard
+from tests.ops.windows import field
+
+MATRIX = field(4, 4)
+IMAGES = field(4, 2, 4)
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+REFUSED = (NotImplementedError, RuntimeError, ms.errors.MpishardError)
+
+
+def beside_nothing(t, requires_grad=False):
+    """Blocks of which the first, or the last, holds all."""
+    nothing = (0,) * (WORLD.size - 1)
+    for sizes in ((len(t), *nothing), (*nothing, len(t))):
+        yield shard(t, mesh_of((WORLD.size,)), (ms.Shard(0),), {0: sizes}, requires_grad)
+
+
+def refusal(f, *args):
+    try:
+        f(*args)
+    except REFUSED as e:
+        return f"{type(e).__name__}: {e}"
+    return "none"
+
+
+FORWARD = {
+    "bitwise_not": (torch.bitwise_not, MATRIX),
+    "bitwise_and_": (lambda x: x.bitwise_and_(x), MATRIX),
+    "lgamma": (torch.lgamma, MATRIX + 1j),
+    "gcd": (lambda x: torch.gcd(x, x), MATRIX),
+    "mv": (lambda x: x @ x[0].full_tensor() if isinstance(x, ms.ShardTensor) else x @ x[0], MATRIX, torch.complex32),
+    "max": (lambda x: x.max(1), MATRIX.to(torch.uint16)),
+    "amax over blocks": (lambda x: x.amax(0), MATRIX + 1j),
+    "cummax": (lambda x: x.cummax(1), MATRIX + 1j),
+    "sum": (lambda x: x.sum(1), MATRIX, torch.complex32),
+    "std_mean": (lambda x: torch.std_mean(x, 0), MATRIX.long()),
+    "std_mean of rows": (lambda x: torch.std_mean(x, 1), MATRIX.long()),
+    "gradient": (lambda x: torch.gradient(x, dim=0), MATRIX.byte()),
+    "instance_norm": (F.instance_norm, IMAGES.long()),
+    "group_norm": (lambda x: F.group_norm(x, 2), IMAGES + 1j),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), IMAGES + 1j),
+    "segment_reduce": (lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3]), axis=0), MATRIX + 1j),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), IMAGES + 1j),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2, return_indices=True), IMAGES + 1j),
+    "grid_sample": (lambda x: F.grid_sample(x[:, None], field(4, 4, 4, 2).long(), align_corners=False), IMAGES.long()),
+    "softmax": (lambda x: x.softmax(1), MATRIX.long()),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_no_kernel_for_a_dtype(name):
+    f, whole, *dtype = FORWARD[name]
+    whole = whole.to(*dtype) if dtype else whole
+    expected = refusal(f, whole)
+    assert expected != "none"
+    for x in beside_nothing(whole):
+        for _ in range(2):  # the second is told from the first
+            told = WORLD.allgather(refusal(f, x))
+            assert set(told) == {told[0]}
+            assert told[0] != "none"
+
+
+BACKWARD = {
+    # what has a kernel, and its backward has none
+    "add": (lambda x, w: x + w, MATRIX, torch.complex32),
+    "bilinear": (lambda x, w: F.bilinear(x, x, w.expand(2, 4, 4)), MATRIX + 1j),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_no_kernel_for_the_backward_of_a_dtype(name):
+    f, whole, *dtype = BACKWARD[name]
+    whole = whole.to(*dtype) if dtype else whole
+    w = torch.ones(1, 4, dtype=whole.dtype, requires_grad=True)
+
+    def derive(x):
+        y = f(x, w)
+        torch.autograd.grad(y, [x, w], y.detach() if isinstance(y, ms.ShardTensor) else torch.ones_like(y))
+
+    assert refusal(derive, whole.requires_grad_()) != "none"
+    for x in beside_nothing(whole, True):
+        told = WORLD.allgather(refusal(derive, x))
+        assert set(told) == {told[0]}
+        assert told[0] != "none"
+
+
+def test_torch_is_asked_once_and_where_a_block_is_empty(monkeypatch):
+    asked = []
+    ask = kernel._asking_torch
+
+    def counted(run):
+        asked.append(run)
+        return ask(run)
+
+    monkeypatch.setattr(kernel, "_asking_torch", counted)
+    for x in beside_nothing(field(5, 3), True):
+        for k in range(3):
+            before = len(asked)
+            y = torch.hypot(x, x)
+            y.sum().backward()
+            first = k == 0 and not x.to_local().numel()
+            assert (len(asked) > before) == first
+    assert len(asked) == 0 or WORLD.size > 1
+
+
+@pytest.mark.parametrize("made", ["normal_", "dropout", "bernoulli"])
+def test_nothing_is_drawn_to_ask(made):
+    draws = {
+        "normal_": lambda x: x.clone().normal_(),
+        "dropout": lambda x: F.dropout(x, 0.5),
+        "bernoulli": torch.bernoulli,
+    }
+    for x in beside_nothing(field(6, 3).sigmoid()):
+        draws[made](x)
+        after = torch.get_rng_state().sum().item()
+        assert len(set(WORLD.allgather(after))) == 1
+
+
+PHASES = {
+    "eigh": lambda a: torch.linalg.eigh(a + a.mH)[1],
+    "eig": lambda a: torch.linalg.eig(a.real)[1],
+    "svd": lambda a: torch.linalg.svd(a)[0],
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0)])
+def test_phases_that_a_loss_depends_on(name, weights):
+    a = torch.complex(field(3, 4, 4), field(3, 4, 4).flip(0))
+    w = torch.tensor(weights)[:, None, None]
+
+    def derive(x, of=PHASES[name]):
+        (of(x) * w).real.sum().backward()
+
+    expected = refusal(derive, a.clone().requires_grad_())
+    assert "ill-defined" in expected
+    spread = shard(a, mesh_of((WORLD.size,)), (ms.Shard(0),), None, True)
+    for x in (*beside_nothing(a, True), spread):
+        told = WORLD.allgather(refusal(derive, x))
+        assert set(told) == {told[0]}
+        assert "ill-defined" in told[0]
+    for x in beside_nothing(a, True):
+        (PHASES[name](x).abs() ** 2 * w).sum().backward()
+        whole = a.clone().requires_grad_()
+        (PHASES[name](whole).abs() ** 2 * w).sum().backward()
+        torch.testing.assert_close(gathered(x.grad), whole.grad)
