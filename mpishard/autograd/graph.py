@@ -13,7 +13,12 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
 def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:
-    """Give torch's own nodes between operands and results, which communicate nothing. Not collective."""
+    """Give torch's own nodes between operands and results, which communicate nothing and may be run twice.
+
+    Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return
     seen = {x.grad_fn for x in operands}
     waiting = [y.grad_fn for y in results]
     while waiting:
