@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import _lru_cache_wrapper
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from mpishard.comm.null import Event
+from mpishard.ops.attention import scaled_dot_product
 from mpishard.planning.mesh import mesh_on
 from mpishard.planning.step import Program, step_on
 
@@ -30,19 +32,19 @@ LIMITS = {"3-D": (250_000, 100_000), "2-D": (250_000, 100_000), "1-D": (250_000,
 # What grows today: case and mesh -> bytecodes and bytes that it may take, None where there is no bound yet (it is not
 # run). A line goes when its planner is mended; docs/scaling.md says with what each grows.
 GROWING: dict[tuple[str, str], tuple[int, int] | None] = {
-    ("redistribute", "1-D"): None,
-    ("attention", "3-D"): None,
-    ("attention, causal", "3-D"): None,
+    # 182 peers: a message for each
+    ("redistribute", "1-D"): (600_000, 200_000),
 }
 # of the first step at 65,536 ranks, beyond 1.3 times that at 64: blocks along the mesh dims are looked at, in 26 plans
 GROWING_STEP = 500_000
 # at the peak of an error that all ranks have
 ERROR_NBYTES = 20_000
 
+RINGS = ("attention", "attention, causal", "attention, causal and balanced")
 # what is planned on meshes of fewer dims too; the others are planned alike there
 FEWER = {
     "2-D": ("layout", "conv3d", "conv3d, strided", "redistribute"),
-    "1-D": ("layout", "halo, zeros", "group_norm", "conv3d", "redistribute"),
+    "1-D": ("layout", "halo, zeros", "group_norm", "conv3d", "redistribute", *RINGS),
 }
 
 
@@ -112,9 +114,9 @@ def weight(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
-def sequence(mesh):
+def sequence(mesh, cells):
     """Return queries, sharded over all ranks."""
-    shape = (1, 2, 64 * mesh.size, 16)
+    shape = (1, 2, cells * mesh.size, 16)
     return ms.empty(*shape, mesh=mesh, placements=[ms.Shard(2)] * mesh.ndim)
 
 
@@ -123,10 +125,34 @@ def turned(mesh):
     return lambda: x.redistribute(placements=[ms.Shard({2: 3, 3: 2}.get(d, d)) for d in range(2, 2 + mesh.ndim)])
 
 
-def attention(causal):
+def attention(causal, cells=64):
+    """Return a case of the plan of a ring; its hops are as many as there are ranks."""
+
     def case(mesh):
-        q = sequence(mesh)
-        return lambda: F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        q = sequence(mesh, cells)
+
+        def call():
+            with mock.patch.object(scaled_dot_product, "ring_attention", lambda plan, dropout, q, *_: q):
+                return F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+        return call
+
+    return case
+
+
+def blocks_told(mesh):
+    """Return a case of blocks whose extents the ranks tell each other, as for `ms.HaloExchanger` too."""
+    mesh = mesh_on("cpu", mesh.shape)
+    block, placements = torch.zeros(1, 2, *(4,) * mesh.ndim), [ms.Shard(2 + d) for d in range(mesh.ndim)]
+    return lambda: ms.ShardTensor.from_local(block, mesh, placements, sharding_shapes="infer")
+
+
+def on_block(function: Callable[[torch.Tensor, ms.CartMesh], object], rows: int = 1):
+    """Return a case of a collective on a plain tensor, of some rows for each rank along the first mesh dim."""
+
+    def case(mesh):
+        x = torch.empty(rows * mesh.shape[0], 8, device="meta")
+        return lambda: function(x, mesh)
 
     return case
 
@@ -157,8 +183,15 @@ CASES = {
     "mean": on_field(lambda x: x.mean()),
     "softmax": on_field(lambda x: x.softmax(2)),
     "redistribute": turned,
+    "from_local, infer": blocks_told,
+    "all_gather": on_block(ms.all_gather),
+    "all_to_all": on_block(
+        lambda x, mesh: ms.all_to_all(x, mesh, mesh.mesh_dim_names[0], split_dim=0, concat_dim=1), 4
+    ),
+    "all_reduce, deterministic": on_block(lambda x, mesh: ms.all_reduce(x[:4], mesh, deterministic=True)),
     "attention": attention(False),
     "attention, causal": attention(True),
+    "attention, causal and balanced": attention(True, scaled_dot_product.BALANCED),
 }
 
 
