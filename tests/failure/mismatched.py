@@ -1,8 +1,8 @@
 """Pairs of calls that ranks make differently, one after the other; run under an MPI launcher.
 
-``main(SEED, FIRST, COUNT, NOTES)``: the pairs FIRST to FIRST + COUNT - 1 of a seed. Of warm pairs all plans are made
-before, so that nothing but the calls themselves can tell. A pair that ends the job is the last one: what is written to
-the file NOTES says which it was.
+``python -m tests.failure.mismatched SEED FIRST COUNT NOTES``: the pairs FIRST to FIRST + COUNT - 1 of a seed. Of warm
+pairs all plans are made before, so that nothing but the calls themselves can tell. A pair that ends the job is the last
+one: what is written to the file NOTES says which it was.
 """
 
 from __future__ import annotations
@@ -149,3 +149,7 @@ def main(seed: str, first: str, count: str, path: str) -> None:
     sys.stdout.flush()
     beside.Barrier()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

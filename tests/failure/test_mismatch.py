@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.failure.forked import Ranks
+from tests.conftest import mpiexec, python
 
 ROOT = Path(__file__).parents[2]
 # where calls are compared, nothing should wait for the watchdog, and a busy machine has time
@@ -48,22 +47,24 @@ class Tries(NamedTuple):
     debug: bool
 
 
-def batch(ranks: Ranks, mpiexec: list[str], tries: Tries, first: int) -> list[End]:
+def batch(tries: Tries, first: int) -> list[End]:
     """Run pairs from the number ``first`` on, until one ends the job; return how each of them ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "notes"
         path.touch()
         done = subprocess.run(
             [
-                *mpiexec,
+                *mpiexec(),
                 "-n",
                 str(tries.ranks),
-                *ranks.command("tests.failure.mismatched", tries.seed, first, tries.count - first, path),
+                *python("-m", "tests.failure.mismatched", *map(str, (tries.seed, first, tries.count - first, path))),
             ],
             cwd=ROOT,
             env={
                 **os.environ,
                 "FOLDER": folder,
+                "MPISHARD_DEBUG": str(int(tries.debug)),
+                "MPISHARD_TIMEOUT": str(TIMEOUT_S[tries.debug]),
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             },
@@ -108,15 +109,14 @@ def is_clear(text: str) -> bool:
     return bool(ours and "rank" in text and re.search(r"differ|does not fit|MPI failed on rank", text))
 
 
-def tried(mpiexec: list[str], tries: Tries, starts: int = 10**6) -> Iterator[End]:
+def tried(tries: Tries, starts: int = 10**6) -> Iterator[End]:
     """Try pairs, or as many as ``starts`` jobs come to."""
-    with Ranks(MPISHARD_TIMEOUT=str(TIMEOUT_S[tries.debug]), MPISHARD_DEBUG=str(int(tries.debug))) as ranks:
-        number = 0
-        while number < tries.count and starts:
-            found = batch(ranks, mpiexec, tries, number)
-            yield from found
-            number += len(found)
-            starts -= 1
+    number = 0
+    while number < tries.count and starts:
+        found = batch(tries, number)
+        yield from found
+        number += len(found)
+        starts -= 1
 
 
 def is_right(end: End, debug: bool) -> bool:
@@ -126,10 +126,8 @@ def is_right(end: End, debug: bool) -> bool:
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_pairs_of_calls(debug: bool, request: pytest.FixtureRequest) -> None:
-    from tests.conftest import mpiexec
-
     tries = Tries(request.config.option.seed, 3, 20, debug)
-    bad = [end for end in tried(list(mpiexec()), tries, starts=1) if not is_right(end, debug)]
+    bad = [end for end in tried(tries, starts=1) if not is_right(end, debug)]
     assert not bad, "\n".join(map(str, (tries, *bad)))
 
 
@@ -139,12 +137,11 @@ def shortened(text: str) -> list[str]:
 
 
 def main(seed: int, count: int, *ranks: int) -> None:
-    launcher = shlex.split(os.environ.get("MPIEXEC", os.fspath(Path(sys.executable).with_name("mpiexec"))))
     wrong = 0
     debugs = json.loads(os.environ.get("FUZZ_DEBUGS", "[true, false]"))
     for tries in (Tries(seed, n, count, debug) for debug in debugs for n in ranks):
         found = []
-        for end in tried(launcher, tries):
+        for end in tried(tries):
             found.append(end)
             if end.end == ABORTED or not is_right(end, tries.debug):
                 wrong += end.end != ABORTED
