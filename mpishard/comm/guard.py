@@ -47,8 +47,9 @@ TIMEOUT_S = _timeout_s()
 
 # agreement
 
-# of the small reductions of a mesh, all of one length: where two of them meet, their marks tell
-SLOT_NBYTES, MARK_NBYTES = 272, 16
+# of the small reductions of a mesh, all of one length: where two of them meet, their marks tell. A power of two:
+# libraries cut a message among the ranks by its numbers, and parts must have one length whatever their dtype
+SLOT_NBYTES, MARK_NBYTES = 256, 16
 _MARK = 0x6D707368
 
 
@@ -57,7 +58,7 @@ def agree(
 ) -> tuple[int, int]:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
-    Collective. One reduction of 272 bytes where all is well; else some kilobytes, whatever the number of ranks.
+    Collective. One reduction of 256 bytes where all is well; else some kilobytes, whatever the number of ranks.
 
     Parameters
     ----------

@@ -38,6 +38,8 @@ _INTEGERS = {
 _FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 _COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
 _HALVES = (torch.float16, torch.bfloat16)
+# Open MPI's sums of these end at the largest number, torch's begin again (4.1, where the processor has vectors)
+_NARROW = (torch.int8, torch.int16, torch.uint8, torch.uint16)
 # MPI leaves the extrema of NaN open; integers that sort like the floats do not
 _KEYS = {
     torch.float16: torch.int16,
@@ -53,6 +55,7 @@ def _rules() -> dict[tuple[str, torch.dtype], Rule]:
     rules = {}
     for op, mpi_op in _OPS.items():
         rules.update({(op, d): Rule(t, mpi_op, None, False, False) for d, t in _INTEGERS.items()})
+    rules.update({("sum", d): Rule(MPI.INT32_T, MPI.SUM, torch.int32, False, False) for d in _NARROW})
     for op in ("sum", "prod"):
         rules.update({(op, d): Rule(t, _OPS[op], None, False, True) for d, t in (_FLOATS | _COMPLEX).items()})
         rules.update({(op, d): Rule(MPI.FLOAT, _OPS[op], torch.float32, False, True) for d in _HALVES})

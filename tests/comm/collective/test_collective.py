@@ -218,6 +218,22 @@ def test_reduce_scatter(group, dim, extents, deterministic):
         )
 
 
+@pytest.mark.parametrize("op", ["sum", "prod"])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_go_around(group, op, dtype):
+    """Many enough that a library takes them in vectors, where some end at the largest number instead."""
+    n = 100 * group.size
+    x = torch.full((n,), torch.iinfo(dtype).max - 3, dtype=dtype)
+    with np.errstate(over="ignore"):
+        wanted = getattr(np, op)(np.stack([x.numpy()] * group.size), axis=0, dtype=x.numpy().dtype)
+    expect(blocking.all_reduce(x, group, op), wanted, dtype)
+    expect(blocking.all_reduce(x[:5], group, op), wanted[:5], dtype)
+    if op == "sum":
+        expect(nonblocking.iall_reduce(x.clone(), group).wait(), wanted, dtype)
+        part = slice(100 * group.rank, 100 * group.rank + 100)
+        expect(blocking.reduce_scatter(x, group, 0, [100] * group.size), wanted[part], dtype)
+
+
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool], ids=str)
 def test_all_to_all(group, dtype):
