@@ -50,7 +50,18 @@ TIMEOUT_S = _timeout_s()
 # of the small reductions of a mesh, all of one length: where two of them meet, their marks tell. A power of two:
 # libraries cut a message among the ranks by its numbers, and parts must have one length whatever their dtype
 SLOT_NBYTES, MARK_NBYTES = 256, 16
-_MARK = 0x6D707368
+
+
+def extreme_mark(digest: int) -> tuple[int, int]:
+    """Return what a rank adds to maxima of 64-bit integers, of 32 bits that say what they are of. Not collective.
+
+    All of one mark have that, and any other mark a larger number; so have sums, which are not so small.
+    """
+    least = -(1 << 63)
+    return least + digest, least + 0xFFFFFFFF - digest
+
+
+_MARK = extreme_mark(0x6D707368)
 
 
 def agree(
@@ -168,14 +179,14 @@ def _agree(
     size = comm.Get_size()
     first = 0 if error is None else size - comm.Get_rank()
     mine = np.zeros(SLOT_NBYTES // 8, np.int64)
-    mine[:5], mine[-2:] = (first, digest, -digest, *numbers), (_MARK, ~_MARK)
+    mine[:5], mine[-2:] = (first, digest, -digest, *numbers), _MARK
     most = np.empty_like(mine)
     with waiting(op, (), comm):
         if DEBUG:
             _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
         else:
             comm.Allreduce(mine, most, MPI.MAX)
-        met = most[-2] == _MARK and most[-1] == ~_MARK
+        met = most[-2] == _MARK[0] and most[-1] == _MARK[1]
         if met and not most[0] and most[1] == -most[2]:
             return int(most[3]), int(most[4])
         if met and most[0]:

@@ -17,7 +17,7 @@ from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
-from mpishard.comm.transport.slot import ROOM_NBYTES, Slot
+from mpishard.comm.transport.slot import Slot, has_room
 from mpishard.layout import are_equal
 
 # (rank, tensor)
@@ -148,7 +148,7 @@ class Host:
 
     def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
-        if x.nbytes <= ROOM_NBYTES:
+        if has_room(x, op):
             with guard.waiting("all_reduce", (), self.comm):
                 self._slot.all_reduce(x, y, rule, op)
             return

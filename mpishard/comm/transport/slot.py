@@ -3,6 +3,10 @@
 Lengths that differ make MPI libraries fail in ways of their own, some of which end the process; equal lengths of
 different dtypes give wrong numbers. So what is small travels in a message of `guard.SLOT_NBYTES`, whose end is reduced
 with the rest, to what is known before if all ranks reduce as many numbers of one dtype in one way.
+
+Extrema all travel as maxima of 64-bit integers: where some ranks took the smaller and some the larger of two marks, or
+looked at numbers of other lengths, one of them could come out with its own. Products have no place here: a mark would
+have to be 1.
 """
 
 from __future__ import annotations
@@ -11,19 +15,21 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.guard import MARK_NBYTES, SLOT_NBYTES
+from mpishard.comm.guard import MARK_NBYTES, SLOT_NBYTES, extreme_mark
 from mpishard.comm.memory.buffer import address
 
 if TYPE_CHECKING:
-    import torch
-
     from mpishard.comm.memory.reduction_type import Rule
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 _NOTHING = bytes(SLOT_NBYTES)
+
+# operation, dtype, what carries it, bytes
+_Key = tuple[str, torch.dtype, "torch.dtype | None", int]
 
 
 class Slot:
@@ -43,21 +49,34 @@ class Slot:
         # as MPI takes it fastest
         self._buffer = MPI.buffer(self._memory)
         self._words = memoryview(self._memory).cast("q")
-        self._marks: dict[Any, tuple[bytes, int, int]] = {}
+        self._marks: dict[_Key, tuple[bytes, int, int]] = {}
         self._last: tuple[bytes, int, int] | None = None
 
     def all_reduce(self, x: torch.Tensor, y: torch.Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous and of `ROOM_NBYTES` at most, to ``y``, which may be ``x``. Collective.
+
+        ``op`` is ``"sum"``, ``"max"`` or ``"min"``.
 
         Raises
         ------
         DesyncError
             On every rank: some reduce otherwise.
         """
+        key = op, x.dtype, rule.carrier, x.nbytes
+        if op == "sum":
+            self._reduce(x, y, key, (rule.datatype, rule.op))
+            return
+        most = x.to(torch.int64, copy=True)
+        if op == "min":
+            most.bitwise_not_()
+        self._reduce(most, most, key, (MPI.INT64_T, MPI.MAX))
+        y.copy_(most.bitwise_not_() if op == "min" else most)
+
+    def _reduce(self, x: torch.Tensor, y: torch.Tensor, key: _Key, how: tuple[MPI.Datatype, MPI.Op]) -> None:
         n, words, buffer = x.nbytes, self._words, self._buffer
-        mark = self._marks.get(key := (op, x.dtype, rule.carrier, n))
+        mark = self._marks.get(key)
         if mark is None:
-            mine, expected = marks(f"{key} {rule.keyed}", op, x.dtype, self._comm.Get_size())
+            mine, expected = marks(str(key), x.dtype, self._comm.Get_size(), summed=how[1] == MPI.SUM)
             mark = self._marks[key] = (mine, *np.frombuffer(expected, np.int64).tolist())
         if mark is not self._last:
             # what others have left would be reduced again and again
@@ -65,24 +84,29 @@ class Slot:
             self._last = mark
         buffer[:n] = address(x.data_ptr(), n)
         buffer[ROOM_NBYTES:] = mark[0]
-        self._comm.Allreduce(MPI.IN_PLACE, (buffer, rule.datatype), rule.op)
+        self._comm.Allreduce(MPI.IN_PLACE, (buffer, how[0]), how[1])
         if words[-2] != mark[1] or words[-1] != mark[2]:
-            raise guard.differing(self._comm, f"all_reduce {op}, {x.numel()} numbers of {rule.carrier or x.dtype}")
+            op, dtype, carrier, nbytes = key
+            call = f"all_reduce {op}, {nbytes // dtype.itemsize} numbers of {carrier or dtype}"
+            raise guard.differing(self._comm, call)
         address(y.data_ptr(), n)[:] = buffer[:n]
 
 
-def marks(text: str, op: str, dtype: torch.dtype, size: int) -> tuple[bytes, bytes]:
+def has_room(x: torch.Tensor, op: str) -> bool:
+    """Tell whether the all-reduce of a tensor is a small one. Not collective."""
+    if op == "sum":
+        return x.nbytes <= ROOM_NBYTES
+    return op != "prod" and 8 * x.numel() <= ROOM_NBYTES and x.dtype is not torch.uint64
+
+
+def marks(text: str, dtype: torch.dtype, size: int, *, summed: bool) -> tuple[bytes, bytes]:
     """Return what a rank adds to a reduction, and what ``size`` equal ones are reduced to. Not collective."""
+    crc = zlib.crc32(text.encode())
+    if not summed:
+        mark = np.array(extreme_mark(crc), np.int64).tobytes()
+        return mark, mark
     number: np.dtype[Any] = np.dtype(str(dtype).removeprefix("torch."))
-    digest = np.frombuffer(zlib.crc32(text.encode()).to_bytes(4, "little") * (MARK_NBYTES // 4), np.uint8)
-    if op in ("max", "min"):
-        # integers: both are largest, or smallest, where all are equal
-        half = digest[: MARK_NBYTES // 2]
-        mark = np.concatenate([half, ~half])
-        return mark.tobytes(), mark.tobytes()
-    if op == "prod":
-        ones = np.ones(MARK_NBYTES // number.itemsize, number)
-        return ones.tobytes(), ones.tobytes()
+    digest = np.frombuffer(crc.to_bytes(4, "little") * (MARK_NBYTES // 4), np.uint8)
     if number.kind in "iu":
         values = digest.view(number)
         return values.tobytes(), (values * np.array(size).astype(number)).tobytes()

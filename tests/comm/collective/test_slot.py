@@ -16,35 +16,53 @@ from tests.compare import WORLD, mesh_of
 DTYPES = "uint8 int8 int16 int32 int64 float32 float64 complex64 complex128 float16 bfloat16 bool".split()
 
 
-def carried(op, dtype):
-    rule = rule_of(op, dtype)
-    return rule.carrier or dtype
+def calls():
+    """Give operations, each with the dtype of what is reduced and that which travels."""
+    for op, dtype in itertools.product(("sum", "max", "min"), map(torch.__dict__.get, DTYPES)):
+        if not (op != "sum" and dtype.is_complex) and not (op == "sum" and dtype is torch.bool):
+            yield op, dtype, (rule_of(op, dtype).carrier or dtype) if op == "sum" else torch.int64
+
+
+def marks_of(call, size):
+    op, _, travels = call
+    return marks(str(call), travels, size, summed=op == "sum")
+
+
+def combined(call, a, b):
+    """As MPI reduces them, in the type of the numbers."""
+    op, _, travels = call
+    a, b = (np.frombuffer(x, str(travels).removeprefix("torch.")) for x in (a, b))
+    return (a + b if op == "sum" else np.maximum(a, b)).tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 255, 65536, 10**7])
 def test_marks_of_any_number_of_ranks(size):
-    """As MPI reduces them: pairwise, in the type of the numbers."""
-    calls = [
-        (op, carried(op, dtype))
-        for op, dtype in itertools.product(("sum", "prod", "max", "min"), map(torch.__dict__.get, DTYPES))
-        if not (op in ("max", "min") and dtype.is_complex) and not (op in ("sum", "prod") and dtype is torch.bool)
-    ]
-    combine = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
     found = set()
-    for op, dtype in calls:
-        mine, expected = marks(f"{op} {dtype}", op, dtype, size)
+    for call in calls():
+        mine, expected = marks_of(call, size)
         assert len(mine) == len(expected) == 16
-        total, power, left = None, np.frombuffer(mine, str(dtype).removeprefix("torch.")), size
+        total, power, left = None, mine, size
         while left:
             if left & 1:
-                total = power if total is None else combine[op](total, power)
-            power, left = combine[op](power, power), left >> 1
-        assert total.tobytes() == expected
-        found.add((op != "prod", mine))
+                total = power if total is None else combined(call, total, power)
+            power, left = combined(call, power, power), left >> 1
+        assert total == expected
+        found.add(mine)
     # fewer bits are left where ranks are very many
-    assert size > 10**6 or len([mark for summed, mark in found if summed]) == len(
-        {call for call in calls if call[0] != "prod"}
-    )
+    assert size > 10**6 or len(found) == len([*calls()])
+
+
+@pytest.mark.parametrize("odd_rank", range(4))
+def test_no_rank_takes_a_mixture_for_its_own(odd_rank):
+    """Four ranks, one of which reduces otherwise, each in its own way: halves that exchange what they have."""
+    with np.errstate(all="ignore"):
+        for most, odd in itertools.permutations(calls(), 2):
+            own = [odd if r == odd_rank else most for r in range(4)]
+            told = [marks_of(call, 4) for call in own]
+            have = [mine for mine, _ in told]
+            for half in (1, 2):
+                have = [combined(call, have[r], have[r ^ half]) for r, call in enumerate(own)]
+            assert all(came != expected for came, (_, expected) in zip(have, told)), (most, odd)
 
 
 @pytest.mark.ranks(2, 3, 4)
