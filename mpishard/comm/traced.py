@@ -176,8 +176,8 @@ def _define() -> None:
     global _library  # noqa: PLW0603
     if _library is not None:
         return
-    from torch._higher_order_ops.effects import EffectType
-    from torch.library import Library, _register_effectful_op, register_fake
+    from torch._higher_order_ops import effects
+    from torch.library import Library, register_fake
 
     library = Library("mpishard", "DEF")
     # no CUDA graph: messages through the host would not be in it
@@ -189,5 +189,8 @@ def _define() -> None:
     )
     library.impl("communicate", _run, "CompositeExplicitAutograd")
     register_fake("mpishard::communicate", _fake, lib=library)
-    _register_effectful_op("mpishard::communicate", EffectType.ORDERED)
+    if hasattr(effects, "EffectType"):
+        torch.library._register_effectful_op("mpishard::communicate", effects.EffectType.ORDERED)
+    else:  # torch 2.8
+        effects._register_effectful_op(torch.ops.mpishard.communicate.default, effects._EffectType.ORDERED)
     _library = library

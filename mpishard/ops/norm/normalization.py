@@ -370,7 +370,10 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
         key = ("local_response_norm", layout, x.block.dtype, size)
         squares = apply(mesh.plan(key, lambda: _plan_response(x, size)), squares)
     else:
-        squares = F.pad(squares, (*[0] * (2 * (x.ndim - 2)), size // 2, (size - 1) // 2))
+        # not F.pad: torch 2.8 refuses blocks without cells
+        n, _, *rest = squares.shape
+        beside = [squares.new_zeros((n, width, *rest)) for width in (size // 2, (size - 1) // 2)]
+        squares = torch.cat((beside[0], squares, beside[1]), 1)
     if not x.block.shape[1]:
         means = squares.narrow(1, 0, 0)
     else:

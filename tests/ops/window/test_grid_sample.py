@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import mpishard as ms
 from tests.compare import WORLD, compare, layouts, mesh_of, skew
 from tests.ops.windows import check, field, refused_alike, sampled
+from tests.release import RELEASE
 
 KINDS = list(itertools.product(("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (True, False)))
 
@@ -149,6 +150,6 @@ def test_second_gradients_where_a_rank_has_no_points(mode):
             compare(
                 lambda a, b: F.grid_sample(a, b, mode, align_corners=False),
                 [(x, mesh, (ms.Shard(dims[0]),), None), (g, mesh, (ms.Shard(dims[1]),), sizes)],
-                second=True,
+                second=RELEASE >= (2, 13),  # torch 2.8 has none to compare with
                 what=f"{dims} {sizes}",
             )
