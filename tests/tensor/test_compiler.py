@@ -55,7 +55,7 @@ def test_every_spelling(compiled):
 @pytest.mark.parametrize(
     "export",
     [
-        lambda m, x: torch.jit.trace(m, x),
+        lambda m, x: torch.jit.trace(m, example_inputs=x),
         lambda m, x: torch.jit.trace(m, (x,), strict=False),
         lambda m, x: torch.export.export(m, (x,)),
         lambda m, x: torch.export.export(m, args=(), kwargs={"input": x}),
