@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import mpishard as ms
 from tests.compare import WORLD, compare, gathered, mesh_of, shard, skew
 from tests.ops.windows import field
+from tests.release import RELEASE
 
 NUMBER, VECTOR, MATRIX = field(1)[0], field(5), field(5, 4)
 ZERO, NONE = torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
@@ -60,6 +61,8 @@ CASES = {
     "vander of a number": (lambda x: torch.linalg.vander(x, N=3), NUMBER),
     "diff of order 0": (lambda x, p: torch.diff(x, 0, 0, prepend=p), MATRIX, MATRIX),
 }
+if RELEASE < (2, 13):  # torch 2.8 refuses an index that goes around
+    del CASES["take_along_dim, around"]
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
