@@ -58,14 +58,12 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_large(mean: Tensor, var: Tensor) -> Tensor:
     """Tell which means are so large that float32 would round them by a visible part of the deviation."""
-    return mean.square() > _OFFSET * _OFFSET * var
+    return torch.addcmul(var, mean, mean, value=-1 / (_OFFSET * _OFFSET)).lt(0)
 
 
 def any_large(mean: Tensor, var: Tensor) -> bool:
     """Tell whether any mean `is_large`; of tensors without values, none is known to be."""
-    if traced.recording is not None or mean.is_meta:
-        return False
-    return bool(torch.addcmul(var, mean, mean, value=-1 / (_OFFSET * _OFFSET)).lt_(0).any())
+    return traced.recording is None and not mean.is_meta and bool(is_large(mean, var).any())
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
