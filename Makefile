@@ -4,9 +4,9 @@
 #   make demo           the main job on 4 ranks (2 x 2); ARGS="--help" lists its options
 #   make demo-insitu    a simulation on 4 ranks, beside it a model on 2 that learns meanwhile; ARGS="--help"
 #   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, at 1, 3 and 4 a sample that
-#                       each run draws anew
-#   make test-cluster   what another MPI or HDF5 may change, in full at 2 and 4 ranks, on Debian's Open MPI and parallel
-#                       HDF5, and Slurm jobs
+#                       each run draws anew, as of programs in C and Fortran
+#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5: in full at 4 ranks,
+#                       a sample at 2 and of programs that are killed; programs in C and Fortran, Slurm jobs
 #   make test-all       every test at every number of ranks, on both
 #   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
 #                       promises; give it the oldest Python: PYTHON=python3.10

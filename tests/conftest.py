@@ -10,7 +10,7 @@ A test of the other part, or marked ``ranks`` for other sizes, is deselected, ne
 
 Every run has a seed, which it prints: the order of the tests, the cases that hypothesis draws and the tests of a
 sample follow from it. ``--seed N`` repeats a run. ``--sample K`` leaves of the tests that run in full at another
-size one in K; ``--stack`` leaves those whose outcome may depend on the MPI and HDF5 libraries.
+size, or on another stack, one in K; ``--stack`` leaves those whose outcome may depend on the MPI and HDF5 libraries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ STACK = (
     *("test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
 # Where every test runs, and where on another stack; other sizes may take a sample.
-FULL_SIZES, FULL_STACK_SIZES = {2}, {2, 4}
+FULL_SIZES, FULL_STACK_SIZES = {2}, {4}
+# Programs that run in full on one stack, another or not; there may be a sample of them on the one that is left.
+FULL_ON_STACK = {"failure": False, "coupling": True}
 # What launchers tell each of their ranks: hydra, Open MPI, Slurm.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -156,19 +158,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def chosen(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether a test runs here: in this part, at this size, on this stack, in this sample."""
     folder = part_of(item.path)
-    of_stack = not {folder, item.path.stem}.isdisjoint(STACK)
-    if not belongs(folder, config) or (config.getoption("--stack") and not of_stack):
+    stack = config.getoption("--stack")
+    if not belongs(folder, config) or (stack and {folder, item.path.stem}.isdisjoint(STACK)):
         return False
+    of_sample = zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % config.getoption("--sample") == 0
     if not under_launcher():
-        return True
+        return of_sample or FULL_ON_STACK.get(folder, stack) == stack
     from mpi4py import MPI
 
     size = MPI.COMM_WORLD.size
     sizes = {REHEARSAL_SIZE} if folder == GPU and not has_gpu() else set(sizes_of(item))
     if size not in sizes or (size == 6 and folder not in AT_SIX):
         return False
-    full = sizes & (FULL_STACK_SIZES if config.getoption("--stack") else FULL_SIZES)
-    of_sample = zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % config.getoption("--sample") == 0
+    full = sizes & (FULL_STACK_SIZES if stack else FULL_SIZES)
     return size in full or not full or of_sample
 
 

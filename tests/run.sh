@@ -4,7 +4,7 @@
 #
 #   MPIEXEC="mpiexec" LIMIT_S=1800 tests/run.sh PYTHON "1 2 3 4" PYTEST_ARGS...
 #
-# SAMPLE=K runs, at sizes that are not full ones (tests/conftest.py), one test in K.
+# SAMPLE=K runs one test in K of those that run in full at another size, or on another stack (tests/conftest.py).
 set -uo pipefail
 python=$1 sizes=$2
 shift 2
@@ -15,7 +15,7 @@ declare -A codes
 # in the group of whoever guards make itself, so that its signal arrives here
 guarded() { timeout --foreground --kill-after=20 "$LIMIT_S" "$@"; }
 
-guarded "$python" -m pytest "$@" >"$logs/serial" 2>&1 &
+guarded "$python" -m pytest --sample "${SAMPLE:-1}" "$@" >"$logs/serial" 2>&1 &
 serial=$!
 for size in $sizes; do
     echo "== $size ranks"

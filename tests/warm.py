@@ -5,9 +5,9 @@ launcher starts a stand-in (``python -IS tests/warm.py SOCKET program.py ...``) 
 environment, folder and open files to a server, which forks a child that runs the program, and passes on to that child
 the signals that it gets. It ends as the child ends, by a signal too; where it is killed, the server kills the child.
 
-A child is unlike a process of its own in this: torch, numpy and h5py are imported (nothing that starts MPI is), strings
-have the same hashes on all ranks, and what the interpreter and libraries read from the environment when they are
-loaded is the server's.
+A child is unlike a process of its own in this: torch, with what it imports for the first optimizer, numpy, h5py and
+matplotlib are imported (nothing that starts MPI is), strings have the same hashes on all ranks, and what the
+interpreter and libraries read from the environment when they are loaded is the server's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def serve(path: str) -> None:
 
     import h5py  # noqa: F401
     import numpy as np  # noqa: F401
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import matplotlib.figure  # noqa: F401
 
     # what children share stays shared
     gc.collect()

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.conftest import python
 from tests.packaging.versions import is_lowest, promised
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +101,9 @@ FIRST = ["mpishard.tensor", "mpishard.ops", "mpishard.ops.window.conv", "mpishar
 
 @pytest.mark.parametrize("first", [*FIRST, "threads"])
 def test_rules_are_there_before_the_first_tensor(first: str) -> None:
-    code = f"import {first}\n"
+    code = "import warnings\nwarnings.simplefilter('error')\n"
     if first == "threads":
-        code = """
+        code += """
 import threading, mpishard as ms
 names = ["zeros", "einsum", "nn", "io", "HaloExchanger", "dot_test", "ops", "attention_method"]
 failed = []
@@ -118,6 +119,8 @@ threads = [threading.Thread(target=touch, args=(name,)) for name in names]
 [t.join() for t in threads]
 assert not failed, failed
 """
+    else:
+        code += f"import {first}"
     code += """
 import torch
 from mpishard.tensor import ShardTensor
@@ -126,7 +129,7 @@ x = ms.ones(4, mesh=ms.init_mesh(1), placements=(ms.Shard(0),))
 assert isinstance(torch.roll(x, 1), ShardTensor)
 assert float(x.sum().full_tensor()) == 4
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True, timeout=300)
+    subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
 
 
 def test_import_is_silent(imported: Imported) -> None:
