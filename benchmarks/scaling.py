@@ -1,8 +1,9 @@
-"""A training step on all ranks against one process of plain torch, and against what the machine allows.
+"""A step on all ranks against one process of plain torch, and against what the machine allows: training, inference.
 
-Per model, a step of one process on the whole field while the other ranks sleep (the floor); of plain torch on the
-blocks alone, on all ranks at once (no communication, so not the same results: what the machine allows); and ours. The
-speed-ups are of the same rounds. Processor time is that of all ranks, relative to that of the one process (waiting for
+Per model, a step of one process while the other ranks sleep (the floor); of plain torch on the blocks alone, on all
+ranks at once (no communication, so not the same results: what the machine allows); and ours, with what it consists of.
+Strong scaling: one field, for one process or for all ranks. Weak: one process has what each rank has. The speed-ups are
+of the same rounds. Processor time is that of all ranks, relative to that of the one process (waiting for
 messages counts as processor time). Attention on the blocks alone sees fewer keys, which flatters it.
 """
 
@@ -18,8 +19,11 @@ from torch import nn
 
 import mpishard as ms
 from benchmarks.harness.measure import WORLD, Bench, Unfit
+from mpishard.comm.wait_meter import WaitMeter
 
+WAYS = ("training-strong", "training-weak", "inference-strong", "inference-weak")
 OPTIONS = {
+    "ways": "of training-strong, training-weak, inference-strong, inference-weak: which (default: all)",
     "models": "which, with commas between (default: all)",
     "round_s": "seconds a round of one kind (default 0.2)",
 }
@@ -170,8 +174,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], n
 }
 
 
-def trainer(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """Return one step of training on ``x``."""
+def stepper(model: nn.Module, x: torch.Tensor, work: str) -> Callable[[], None]:
+    """Return one step of training on ``x``, or of inference."""
+    if work == "inference":
+        return torch.no_grad()(lambda: model(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -202,14 +208,38 @@ def timed(step: Callable[[], None], count: int, alone: bool) -> tuple[float, flo
     return WORLD.allreduce(spent[0], op=MPI.MAX), WORLD.allreduce(spent[1])
 
 
-def measure(bench: Bench, name: str, round_s: float) -> None:
-    """Note the rows of one model."""
+def split(step: Callable[[], None], count: int, blocks_s: float) -> dict[str, float]:
+    """Return what a step consists of, in seconds that add up to it.
+
+    ``compute`` is the same on the blocks alone. Of the waits, those of the rank that waits least are the ``exchange``:
+    nobody is late for it. What the others wait longer is ``imbalance``. The rest is the ``host``'s: planning, packing,
+    Python.
+    """
+    meter = WaitMeter(time.perf_counter)
+    rest()
+    meter.start()
+    begun = time.perf_counter()
+    for _ in range(count):
+        step()
+    whole, waited = (time.perf_counter() - begun) / count, meter.stop() / count
+    whole, mean = WORLD.allreduce(whole) / WORLD.size, WORLD.allreduce(waited) / WORLD.size
+    least = WORLD.allreduce(waited, op=MPI.MIN)
+    return {"compute": blocks_s, "exchange": least, "imbalance": mean - least, "host": whole - mean - blocks_s}
+
+
+def measure(bench: Bench, name: str, work: str, scaling: str, round_s: float) -> None:
+    """Note the rows of one model: the same field for all ranks, or, weakly, the same field for each."""
     make, shape, small, small_shape = MODELS[name]
     if bench.quick:
         make, shape = small, small_shape
+    rows = shape[2]
+    share = shape
+    if scaling == "weak":
+        shape = (*shape[:2], rows * WORLD.size, *shape[3:])
+    what = f"{name}, {work}, {'x'.join(map(str, shape))}, {scaling}"
     if shape[2] % (8 * WORLD.size):
         # plain torch on a block would not be the same layers: strides and patches do not fit it
-        bench.failed(f"{name}, step", "ours", f"{shape[2]} rows are not {WORLD.size} blocks of a multiple of 8")
+        bench.failed(what, "ours", f"{shape[2]} rows are not {WORLD.size} blocks of a multiple of 8")
         return
     torch.manual_seed(0)
     full = torch.randn(shape)
@@ -220,30 +250,38 @@ def measure(bench: Bench, name: str, round_s: float) -> None:
     mesh = ms.init_mesh((-1,), ("d",))
     x = ms.distribute_tensor(full, mesh, (ms.Shard(2),))
     steps = {
-        "one process": trainer(models[0], full),
-        "blocks": trainer(models[1], x.to_local().clone()),
-        "ours": trainer(ms.distribute_module(models[2], mesh), x),
+        "one process": stepper(models[0], full[:, :, : share[2]].clone(), work),
+        "blocks": stepper(models[1], x.to_local().clone(), work),
+        "ours": stepper(ms.distribute_module(models[2], mesh), x, work),
     }
     for kind, step in steps.items():
         timed(step, 2, kind == "one process")
     count = max(1, int(round_s / timed(steps["ours"], 1, False)[0]))
     wall: dict[str, list[float]] = {kind: [] for kind in steps}
     cpu: dict[str, list[float]] = {kind: [] for kind in steps}
+    parts: dict[str, list[float]] = {}
     for _ in range(bench.rounds):
         for kind, step in steps.items():
             a, b = timed(step, count, kind == "one process")
             wall[kind].append(a)
             cpu[kind].append(b)
+        for part, spent in split(steps["ours"], count, wall["blocks"][-1]).items():
+            parts.setdefault(part, []).append(spent)
 
-    what = f"{name}, step, {'x'.join(map(str, shape))}"
-    bench.add(what, wall, floor="one process", model=name)
+    tags = {"model": name, "work": work, "scaling": scaling}
+    bench.add(what, wall, floor="one process", **tags)
+    # of the work that all ranks do together, in the time of one process for the work that it has
+    more = WORLD.size if scaling == "weak" else 1
     for kind in ("blocks", "ours"):
-        gains = [a / b for a, b in zip(wall["one process"], wall[kind])]
-        bench.figure(f"{what}: speed-up", gains, f"of {WORLD.size}", kind, model=name)
-    spent = [b / a for a, b in zip(cpu["one process"], cpu["ours"])]
-    bench.figure(f"{what}: processor time", spent, "of one process", model=name)
-    best = min(wall["one process"]) / min(wall["ours"])
-    bench.figure(f"{what}: speed-up of the best rounds", best, f"of {WORLD.size}", model=name)
+        gains = [more * a / b for a, b in zip(wall["one process"], wall[kind])]
+        bench.figure(f"{what}: speed-up", gains, f"of {WORLD.size}", kind, **tags)
+    for part, spent in parts.items():
+        shares = [100 * s / sum(each) for s, each in zip(spent, zip(*parts.values()))]
+        bench.figure(f"{what}: parts of ours", shares, "%", part, **tags)
+    spent = [b / (more * a) for a, b in zip(cpu["one process"], cpu["ours"])]
+    bench.figure(f"{what}: processor time", spent, "of one process", **tags)
+    best = more * min(wall["one process"]) / min(wall["ours"])
+    bench.figure(f"{what}: speed-up of the best rounds", best, f"of {WORLD.size}", **tags)
 
 
 def run(bench: Bench) -> None:
@@ -252,5 +290,9 @@ def run(bench: Bench) -> None:
     names = bench.setting("models", list(MODELS))
     if unknown := [name for name in names if name not in MODELS]:
         raise Unfit(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    ways = bench.setting("ways", ["training-strong", "inference-weak"] if bench.quick else list(WAYS))
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise Unfit(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
     for name in names:
-        measure(bench, name, round_s)
+        for way in ways:
+            measure(bench, name, *way.split("-"), round_s)
