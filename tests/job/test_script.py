@@ -247,6 +247,7 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
     ("options", "expected"),
     [
         ("--site nowhere", "generic-cpu, generic-gpu, perlmutter"),
+        ("--site perlmuter", "write perlmutter, or take generic-cpu"),
         ("--site frontier", "--account"),
         ("--site frontier --account a --gpus-per-node 9", "at most 8"),
         ("--gpus-per-node 1", "at most 0"),
