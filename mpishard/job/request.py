@@ -14,8 +14,10 @@ from mpishard.job.site import Site
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?")
-# PBS has no quoting for these
-_PBS_WORD = re.compile(r"[\w.@+=:/-]+")
+# PBS has no quoting for these, and names files by the job
+_PBS_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=:/-]*")
+_PBS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]{0,229}")
+_PBS_ARRAY = re.compile(r"([0-9]+)-([0-9]+)(:[0-9]+)?(%[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,14 @@ class Request:
                 raise _wrong(option, "letters, digits and _ . @ + = : / -", repr(value), "PBS knows no quotes here")
         if not self.job_name:
             raise _wrong("--job-name", "a name", "nothing", "leave the option out")
+        if self.scheduler == "pbs" and not _PBS_NAME.fullmatch(self.job_name):
+            raise _wrong("--job-name", "a letter, then letters, digits and _ . + -", repr(self.job_name), "rename it")
         if self.array and not _ARRAY.fullmatch(self.array):
             raise _wrong("--array", "indices such as 0-9 or 1,3,5-7%2", repr(self.array), "see man sbatch")
+        if self.array and self.scheduler == "pbs":
+            found = _PBS_ARRAY.fullmatch(self.array)
+            if not found or int(found[1]) >= int(found[2]):
+                raise _wrong("--array", "a range of PBS, such as 0-9, 0-8:2 or 0-9%2", repr(self.array), "see man qsub")
         for word in (*self.command, self.env, self.checkpoints, self.container):
             if "\0" in word:
                 raise _wrong("a word of the job", "text", "a null byte", "no program can be given one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -52,12 +53,14 @@ def site_named(name: str) -> Site:
     """
     known = name.lower().replace(" ", "-").replace("_", "-")
     if known not in _sites():
+        near = get_close_matches(known, site_names(), 1)
+        generic = "take generic-cpu or generic-gpu, and give what your site needs as options"
         raise JobError(
             described(
                 "unknown site",
                 expected=f"one of {', '.join(site_names())}",
                 got=repr(name),
-                fix="take generic-cpu or generic-gpu, and give what your site needs as options",
+                fix=f"write {near[0]}, or {generic}" if near else generic,
             )
         )
     return _sites()[known]

@@ -223,10 +223,12 @@ _ALONE = 2  # references: a local variable, and the argument of sys.getrefcount
 
 def _hand_over(found: Tensor, x: ShardTensor) -> None:
     for owner in gc.get_referrers(found):
-        if isinstance(owner, dict):
-            owner.update({k: x for k, v in owner.items() if v is found})
-        elif isinstance(owner, list):
+        # from Python 3.13 on an object holds its attributes itself
+        names = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
+        if isinstance(owner, list):
             owner[:] = [x if v is found else v for v in owner]
+        elif isinstance(names, dict):
+            names.update({k: x for k, v in names.items() if v is found})
 
 
 def _without_data(x: ShardTensor) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd import Function
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -237,5 +240,20 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-# not Function.apply itself: many a program has its bound method, op = MyFunction.apply, from before this import
-_SingleLevelFunction.apply = classmethod(_guarded_apply)  # type: ignore[attr-defined]
+def _install() -> None:
+    """Put `_guarded_apply` where every ``Function.apply`` passes."""
+    if isinstance(vars(Function)["apply"], classmethod):
+        # not Function.apply itself: many a program has its bound method, op = MyFunction.apply, from before this import
+        _SingleLevelFunction.apply = classmethod(_guarded_apply)  # type: ignore[attr-defined]
+        return
+    # from torch 2.15 on it is one function in C, which asks nobody; nor does what is bound to it
+    Function.apply = classmethod(_guarded_apply)  # type: ignore[assignment, method-assign]
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name, bound in list(names.items()):
+            cls = bound.__self__ if type(bound) is BuiltinMethodType else None
+            if isinstance(cls, FunctionMeta) and not cls.__module__.startswith("mpishard."):
+                names[name] = cls.apply  # type: ignore[attr-defined]
+
+
+_install()

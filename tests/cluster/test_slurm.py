@@ -173,6 +173,38 @@ def test_a_job_that_must_stop_is_queued_again(submit: Submit, script: Script, pr
     assert "sum over 4 ranks: 4" in output
 
 
+# of an array one task has the number of the whole: this one asks for another turn, once, while the others still run
+TURNS = """
+echo "$SLURM_ARRAY_TASK_ID" >>"$1"
+mine() { [ "$SLURM_JOB_ID" = "$SLURM_ARRAY_JOB_ID" ]; }
+if mine && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+    while [ "$(wc -l <"$1")" -lt 2 ]; do sleep 0.1; done
+    exit 75
+fi
+while ! grep -q "^again" "$1"; do mine && echo "again $SLURM_ARRAY_TASK_ID" >>"$1"; sleep 0.1; done
+"""
+
+
+def test_of_an_array_the_task_that_saved_goes_on_alone(slurm: Slurm, tmp_path: Path) -> None:
+    path = tmp_path / "array.sbatch"
+    options = ["--array=0-1", "--ranks-per-node=1", f"--checkpoints={tmp_path / 'saved'}", f"--output={path}"]
+    assert main(["slurm", "render", *options, "--", "bash", "-c", TURNS, "turns", os.fspath(tmp_path / "turns")]) == 0
+    number = slurm("sbatch", "--parsable", f"--output={tmp_path}/%a.out", path)
+    end = time.monotonic() + JOB_S
+    while states := slurm("squeue", "--noheader", "--array", "--format=%F_%K %r", "--jobs", number):
+        for task in re.findall(r"(\S+) BeginTime", states):
+            # what is queued again waits for two minutes; this node needs but a few seconds
+            slurm("scontrol", "update", f"JobId={task}", "StartTime=now")
+        if time.monotonic() > end:
+            slurm("scancel", number)
+            pytest.fail(f"no end within {JOB_S} s: {states}")
+        time.sleep(1)
+    turns = (tmp_path / "turns").read_text().split("\n")
+    last = turns[3].removeprefix("again ")
+    assert sorted(turns[:2]) == ["0", "1"]
+    assert turns[2:] == [last, f"again {last}", ""]
+
+
 HELD = f"""
 import os, signal, sys, time
 sys.path.insert(0, {os.fspath(ROOT / "examples")!r})

@@ -131,3 +131,33 @@ def test_one_traceback_a_node(job):
     assert outcome.status != 0
     assert outcome.output.count("Traceback (most recent call last)") == 1
     assert outcome.output.count("ValueError: everywhere") == 1
+
+
+BOUND_BEFORE = """
+import torch
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+doubled = Doubled.apply
+import mpishard as ms
+
+mesh = ms.init_mesh((-1,), ("x",))
+assert doubled(torch.ones(3, requires_grad=True)).requires_grad
+x = ms.ones(3, mesh=mesh, placements=(ms.Shard(0),), requires_grad=True)
+doubled(x)
+"""
+
+
+def test_a_function_of_autograd_that_was_bound_before_the_import(launch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BOUND_BEFORE)
+    done = launch(1, program, fresh=True)
+    assert "Doubled with ShardTensors: its gradient would be lost in silence" in done.stdout
+    assert done.returncode != 0

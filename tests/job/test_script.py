@@ -214,9 +214,18 @@ def test_a_job_that_saved_is_queued_again_until_the_cap(tmp_path: Path, shell) -
         got, calls, _ = shell(script, CODE=str(code), SLURM_RESTART_COUNT=restarts)
         assert got == (75 if code == 138 else code)
         assert (["scontrol", ["requeue", "7"]] in [call[:2] for call in calls]) == again
+    assert "cap is 2" in shell(script, CODE="75", SLURM_RESTART_COUNT="2")[2]
     code, calls, error = shell(script, SLURM_RESTART_COUNT="3")
     assert (code, calls) == (1, [])
     assert "cap is 2" in error
+
+
+def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, shell) -> None:
+    script = made([*SLURM, "--checkpoints", "c", "--array", "0-3", "--", "prog"], tmp_path / "script")
+    # the last task of an array has its number
+    _, calls, _ = shell(script, CODE="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert [call[1] for call in calls if call[0] == "scontrol"] == [["requeue", "7_3"]]
+    assert [call[2] for call in calls if call[0] == "srun"] == ["c/3"]
 
 
 def test_pbs_starts_a_job_that_saved_again_until_the_cap(tmp_path: Path, shell) -> None:
@@ -238,6 +247,7 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
     ("options", "expected"),
     [
         ("--site nowhere", "generic-cpu, generic-gpu, perlmutter"),
+        ("--site perlmuter", "write perlmutter, or take generic-cpu"),
         ("--site frontier", "--account"),
         ("--site frontier --account a --gpus-per-node 9", "at most 8"),
         ("--gpus-per-node 1", "at most 0"),
@@ -265,6 +275,9 @@ def test_wrong_commands_are_refused(capsys, tmp_path: Path) -> None:
     assert "add up" in refused([*SLURM, "--multi-prog", "--", "-n", "2", "a", ":", "-n", "3", "b"], capsys)
     assert "colon" in refused([*SLURM, "--multi-prog", "--", "-n", "2", "a", ":"], capsys)
     assert "quotes" in refused(["pbs", "render", "--job-name", "two words", "--", "a"], capsys)
+    assert "a letter" in refused(["pbs", "render", "--job-name", "2fast", "--", "a"], capsys)
+    for array in ("5", "1,3", "4-4", "9-3"):
+        assert "a range of PBS" in refused(["pbs", "render", "--array", array, "--", "a"], capsys)
     assert "--output" in refused([*SLURM[:2], "--output", f"{tmp_path}/no/such/x", "--", "a"], capsys)
 
 

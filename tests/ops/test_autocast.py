@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import mpishard as ms
 from tests.compare import WORLD, flat, gathered, mesh_of, shard, skew
 from tests.ops.windows import field
+from tests.release import RELEASE
 
 
 def plain(*shape):
@@ -110,6 +111,8 @@ ROWWISE = {
     "kron": lambda x: torch.kron(x, plain(2, 2)),
     "windows": lambda x: x.unfold(0, 3, 2),
 }
+if RELEASE < (2, 13):  # torch 2.8 has no derivative of it
+    del ROWWISE["aminmax"]
 
 # of x (7, 6), all between 0 and 1, and the kind of reduction
 LOSSES = {
@@ -349,7 +352,7 @@ def test_float64_and_no_autocast_stay():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.trace(x).dtype == F.pad(x, (1, 1), "replicate").dtype == torch.float64
         with torch.autocast("cpu", enabled=False):
-            assert torch.trace(x.bfloat16()).dtype == torch.bfloat16
+            assert torch.nanmean(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_parameters_get_the_whole_gradient():

@@ -167,3 +167,5 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+# torch 2.15 would hang its recorder of calls on the group, which needs a back-end in C++
+getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)

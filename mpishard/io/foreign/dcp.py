@@ -48,7 +48,8 @@ _CLASSES = {
     "torch": ("Size",),
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "pathlib.block": ("PosixPath", "PurePosixPath"),
+    # Python 3.13
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
     # so Python 3.11.0 to 3.11.3 write a member of an enumeration
     "builtins": ("getattr",),
 }

@@ -38,6 +38,15 @@ while :; do
     # a signal ends the wait, not the launcher
     if [ "$told" -eq 0 ]; then break; fi
 done
+{{ too_early() -}}
+{% endmacro %}
+
+{% macro too_early() %}
 # 138: USR1 ended the program, which was still starting and did not notice signals yet; it can start again
 if [ "$code" -eq 138 ] && [ "$SECONDS" -lt 300 ]; then code=75; fi
+{% endmacro %}
+
+{% macro cap() %}
+if [ "$code" -eq 75 ] && [ "$restarts" -ge "$most" ]; then
+    echo "started again $restarts times, and the cap is $most (--max-requeues): no more" >&2
 {% endmacro %}

@@ -23,10 +23,16 @@
 #PBS -J {{ job.array }}
 {% endif %}
 #PBS -j oe
+{% if not job.array %}
 #PBS -r n
+{% endif %}
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 
+{% if job.array %}
+# a job that goes on alone has the index of the one that stopped
+export PBS_ARRAY_INDEX=${PBS_ARRAY_INDEX:-${MPISHARD_ARRAY_INDEX:-0}}
+{% endif %}
 {{ parts.environment(job, env, modules, variables) -}}
 {{ parts.checkpoints(job, "PBS_ARRAY_INDEX") }}
 {% if job.gpus %}
@@ -46,10 +52,19 @@ mpiexec {{ (options | joined) ~ " " if options }}\
     {{ ": " if loop.index0 }}-n {{ program.ranks }} {{ program.command | joined }}{{ " \\" if not loop.last }}{{ " || code=$?" if loop.last and job.saves }}
 {% endfor %}
 {% if job.requeues %}
+{{ parts.too_early() -}}
 restarts=${MPISHARD_RESTARTS:-0} most={{ job.requeues }}
-if [ "$code" -eq 75 ] && [ "$restarts" -lt "$most" ] && [ -f "$0" ]; then
-    # a job of its own, with the directives above
-    qsub -v "MPISHARD_RESTARTS=$((restarts + 1))" "$0"
+{{ parts.cap() -}}
+elif [ "$code" -eq 75 ]; then
+    # a job of its own, with the directives above{{ " but for the array's: this one alone goes on" if job.array }}
+{% if job.array %}
+    sed '/^#PBS -J /d' "$0" |
+        qsub -v "MPISHARD_RESTARTS=$((restarts + 1)),MPISHARD_ARRAY_INDEX=$PBS_ARRAY_INDEX" ||
+        echo "not queued again: submit this script by hand, and it goes on" >&2
+{% else %}
+    qsub -v "MPISHARD_RESTARTS=$((restarts + 1))" "$0" ||
+        echo "not queued again: submit this script by hand, and it goes on" >&2
+{% endif %}
 fi
 {% endif %}
 {% if job.saves %}

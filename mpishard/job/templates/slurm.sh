@@ -75,9 +75,15 @@ srun {{ options | joined }} \
 {% if job.saves %}
 {{ parts.told_to_stop() -}}
 {% if job.requeues %}
-if [ "$code" -eq 75 ] && [ "$restarts" -lt "$most" ]; then
+{{ parts.cap() -}}
+elif [ "$code" -eq 75 ]; then
     # goes back to the queue under its number, and ends this script
+{% if job.array %}
+    # this task alone: one task has the number of the whole array, too
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:?}_${SLURM_ARRAY_TASK_ID:?}"
+{% else %}
     scontrol requeue "${SLURM_JOB_ID:?}"
+{% endif %}
     wait
 fi
 {% endif %}

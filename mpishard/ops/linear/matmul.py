@@ -55,7 +55,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor) -> Tensor:
     # torch's own fails on empty blocks (docs/upstream.md)
     dtype = F.bilinear(_tiny(input1, 2), _tiny(input2, 2), _tiny(weight, 3)).dtype
     with no_autocast(input1.device.type):
-        return torch.einsum("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
+        return _summed("...i,oij,...j->...o", input1.to(dtype), weight.to(dtype), input2.to(dtype))
 
 
 @implements(F.bilinear, torch.bilinear, sharded="reduction")
@@ -286,6 +286,15 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
     return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
 
 
+def _summed(equation: str, *blocks: Tensor) -> Tensor:
+    """Return torch's einsum of blocks; empty ones are multiplied from left to right (docs/upstream.md)."""
+    flags = torch.backends.opt_einsum
+    if len(blocks) > 2 and flags.enabled and not all(b.numel() for b in blocks):
+        with flags.flags(enabled=False):
+            return torch.einsum(equation, *blocks)
+    return torch.einsum(equation, *blocks)
+
+
 @implements(*spellings("einsum"), sharded="reduction")
 def einsum(*args: Any) -> ShardTensor:
     """Evaluate Einstein's sum convention. As `matmul`."""
@@ -305,7 +314,7 @@ def einsum(*args: Any) -> ShardTensor:
         dtype = torch.einsum(equation, *cells).dtype
 
     def product(*blocks: Tensor) -> Tensor:
-        y = torch.einsum(equation, *blocks)
+        y = _summed(equation, *blocks)
         return y if dtype is None else y.to(dtype)
 
     return contract(f"einsum({equation!r})", product, operands, labels, out)

@@ -149,8 +149,8 @@ def _plan(
         # refused on some devices only; an empty block would not meet the error
         torch.fft.ifft(x.block.new_zeros(2))
     # errors, shape and dtype are torch's own
-    result = func(on_domain(layout.shape, x.block), *given)
     family = _FAMILIES[name.rstrip("2n")]
+    result = func(on_domain(layout.shape, x.block), *_in_order(family, given, wanted, order))
     shape = tuple(result.shape)
     lengths = {d: shape[d] for d in order}
     if family.halves:
@@ -188,6 +188,18 @@ def _plan(
             )
         )
     return FourierPlan(tuple(passes), legs[-1].after)
+
+
+def _in_order(family: Family, given: tuple[Any, Any, Any], wanted: Any, order: Any) -> tuple[Any, Any, Any]:
+    """Return arguments of the same result, and errors, whose dims count up where their order is free.
+
+    Of others torch 2.8 does not know the shape (docs/upstream.md).
+    """
+    if not order or isinstance(given[1], int) or len(order) != len(wanted or order):
+        return given
+    free = len(order) - (family.halves or family.doubles)
+    places = [*sorted(range(free), key=order.__getitem__), *range(free, len(order))]
+    return (wanted and tuple(wanted[i] for i in places), tuple(order[i] for i in places), given[2])
 
 
 def _torch(kind: Family, extents: tuple[int, ...], dims: tuple[int, ...], norm: str | None) -> LocalMap:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -71,6 +73,14 @@ def test_pieces_of_several_processes(mesh, folder):
     back = ms.io.import_dcp(folder / "dcp", like)
     assert torch.equal(back["x"].full_tensor(), full)
     assert torch.equal(back["y"], full)
+
+
+def test_a_list_that_python_3_13_wrote(mesh, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+    at = save(folder, {"x": values((4, 6))})
+    assert b"pathlib._local" in (at / ".metadata").read_bytes()
+    assert torch.equal(ms.io.import_dcp(at, {"x": torch.zeros(4, 6)}, mesh=mesh)["x"], values((4, 6)))
 
 
 class Trap:

@@ -9,6 +9,7 @@ import torch
 
 import mpishard as ms
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+from tests.release import RELEASE
 
 SHAPE = (3, 6, 4)
 
@@ -453,7 +454,8 @@ REPEATS = {
     "tril": lambda x: x.tril(),
     "triu": lambda x: torch.triu(x, diagonal=1),
     "triu_": lambda x: (x * 1).triu_(-2),
-    "trace": lambda x: x[0].trace(),
+    # torch 2.8 gives a matrix that is taller than wide a gradient beside its diagonal, too
+    "trace": lambda x: (x[0] if RELEASE >= (2, 13) else x[0, :4]).trace(),
 }
 
 
