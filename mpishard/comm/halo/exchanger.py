@@ -111,7 +111,13 @@ class HaloExchanger:
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
         self._number, _ = mesh.agree(everyone, error, signature)
         sizes = _interior_sizes(mesh, self.shape, self.halo_width, self.mesh_dims)
-        self._prepare(mesh, sizes, {d: [self.halo_width[d]] * len(n) for d, n in sizes.items()}, order)
+        # the same at all positions
+        alike = {
+            d: (repeated(((lo, len(n)),)), repeated(((hi, len(n)),)))
+            for d, n in sizes.items()
+            for lo, hi in [self.halo_width[d]]
+        }
+        self._prepare(mesh, sizes, alike, order)
 
     @classmethod
     def planned(
@@ -147,19 +153,20 @@ class HaloExchanger:
         self._number, _ = mesh.agree(
             everyone, None, f"HaloExchanger of a field, {self.dtypes}, {self.mesh_dims}, {order}"
         )
-        self._prepare(mesh, sizes, widths, order)
+        each = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
+        self._prepare(mesh, sizes, each, order)
         return self
 
     def _prepare(
         self,
         mesh: CartMesh,
         sizes: Mapping[int, Sequence[int]],
-        widths: Mapping[int, Sequence[tuple[int, int]]],
+        widths: Mapping[int, tuple[Sequence[int], Sequence[int]]],
         order: str,
     ) -> None:
         self.mesh = mesh
         self._sizes = sizes
-        self._widths = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
+        self._widths = widths
         self._reversed = order == "F"
         self._sweeps = self._plan()
         self._channel = channel_of(mesh)
