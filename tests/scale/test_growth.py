@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.autograd import redistribute
@@ -363,6 +364,38 @@ def test_a_step():
     assert large[3] <= 1.05 * nbytes
     # one for each of ten norms forward, and the last gradients; norms' sums backward and the loss travel meanwhile
     assert len(blocking) <= 11
+
+
+def refused(mesh):
+    """Return calls whose blocks do not fit those of other ranks."""
+    mesh, block = mesh_on("cpu", mesh.shape), torch.zeros(4, 4, 4)
+    shards = [ms.Shard(d) for d in range(3)]
+    return [
+        lambda: ms.ShardTensor.from_local(block, mesh, shards, sharding_shapes="infer"),
+        lambda: ms.HaloExchanger(mesh, (6, 6, 6), 1, "float32"),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_that_do_not_fit(which):
+    """No rank hears of all others' blocks: a small text, and few bytes on the way."""
+    refused(ms.planning.mesh((2, 2, 2)))[which]()
+    call = refused(ms.planning.mesh(MESHES["3-D"]))[which]
+
+    def odd(_comm, send, recv, op=None):
+        recv = recv[0] if isinstance(recv, list) else recv
+        recv[:] = (send[0] if isinstance(send, list) else send)[:]
+        if op is MPI.MIN:
+            recv[:] = 4242  # the first rank of those that differ
+
+    never = mock.patch("mpishard.comm.collective.gather_sizes.are_alike", return_value=False)
+    tracemalloc.start()
+    with never, mock.patch.object(NullComm, "Allreduce", odd), pytest.raises(ms.LayoutError, match="4242") as caught:
+        call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value)) <= 10_000
+    assert peak <= 65536  # not a byte for each rank
 
 
 def test_an_error():

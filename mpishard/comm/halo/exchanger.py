@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.collective.gather_sizes import gather_blocks
+from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
@@ -462,21 +462,16 @@ def _interior_sizes(
 
 
 def _misfit(mesh: CartMesh, own: tuple[int, ...], mesh_dims: Mapping[int, int]) -> LayoutError:
-    """Return the error of arrays that do not fit each other. Collective: all ranks' shapes are gathered."""
-    shapes = mesh.group(tuple(range(mesh.ndim))).comm.allgather(own)
-    for d in range(len(own)):
-        m = mesh_dims.get(d)
-        by_coord: dict[int, int] = {}
-        for rank, shape in enumerate(shapes):
-            coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
-            if by_coord.setdefault(coord, shape[d]) != shape[d]:
-                where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
-                return LayoutError(
-                    described(
-                        f"HaloExchanger: array dim {d} has different extents on {where}",
-                        expected=f"{by_coord[coord]}, as on the first of them",
-                        got=f"{shape[d]} on rank {rank}",
-                        fix="let an extent depend on the coordinate along its own mesh dim only",
-                    )
-                )
-    raise AssertionError("arrays that fit")
+    """Return the error of arrays that do not fit each other. Collective."""
+    d, rank, expected, shape = first_misfit("HaloExchanger", mesh, own, {d: (m,) for d, m in mesh_dims.items()})
+    m = mesh_dims.get(d)
+    coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
+    where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
+    return LayoutError(
+        described(
+            f"HaloExchanger: array dim {d} has different extents on {where}",
+            expected=f"{expected}, as on the first of them",
+            got=f"{shape[d]} on rank {rank}",
+            fix="let an extent depend on the coordinate along its own mesh dim only",
+        )
+    )
