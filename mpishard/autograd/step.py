@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point import send_recv
 from mpishard.errors import UnsupportedDtypeError, described
-from mpishard.layout import as_block_sizes, balanced, bounds
+from mpishard.layout import as_block_sizes, balanced, bounds, repeated, runs_of, scaled, total
 
 
 def sum_step(group: Group, replicated: bool = False, deterministic: bool | None = None) -> Step:
@@ -93,36 +93,84 @@ def transpose_step(
     extents
         Of every rank's tensor along ``concat_dim``.
     """
-    ranks = range(group.size)
-    lengths = extents if split_dim == concat_dim else (shape[split_dim],) * group.size
-    cut = list(split or balanced(lengths[group.rank], group.size))
-
-    def block(source: int, n: int) -> tuple[int, ...]:
-        sizes = list(shape)
-        sizes[concat_dim] = extents[source]
-        sizes[split_dim] = n
-        return tuple(sizes)
-
-    sent = [block(group.rank, n) for n in cut]
-    # of every rank's tensor: larger blocks come first
-    mine = [cut[group.rank] if split else n // group.size + (group.rank < n % group.size) for n in lengths]
-    received = [block(r, n) for r, n in enumerate(mine)]
-    joined = [s[concat_dim] for s in received]
-    row = itemsize * math.prod(n for d, n in enumerate(shape) if d not in (split_dim, concat_dim))
-    rows = (1,) * group.size if split_dim == concat_dim else extents
+    size = group.size
+    same_dim = split_dim == concat_dim
+    cut = as_block_sizes(split or balanced(shape[split_dim], size))
+    own = (*shape[:split_dim], cut[group.rank], *shape[split_dim + 1 :])
+    joined = as_block_sizes(extents)
+    if same_dim:
+        joined = repeated(((own[split_dim], size),)) if split else _shares(joined, group.rank)
+    sent, received = _Cut(shape, split_dim, cut), _Cut(own, concat_dim, joined)
     # most that any rank sends, and receives: the first block of a balanced cut is the largest
-    most = max(split) if split else None
-    sends = max(rows[s] * (sum(split) if split else lengths[s]) for s in ranks)
-    recvs = sum(rows[s] * (-(-lengths[s] // group.size) if most is None else most) for s in ranks)
-    bound = row * max(sends, recvs)
+    runs = runs_of(extents)
+    longest = max(n for n, _ in runs)
+    if same_dim:
+        sends = longest
+        recvs = max(split) * size if split else sum(-(-n // size) * count for n, count in runs)
+    else:
+        sends = longest * shape[split_dim]
+        recvs = total(extents) * (max(split) if split else -(-shape[split_dim] // size))
+    rest = [n for d, n in enumerate(shape) if d not in (split_dim, concat_dim)]
+    bound = itemsize * math.prod(rest) * max(sends, recvs)
 
-    def forward(x: Tensor) -> Tensor:
-        return torch.cat(blocking.all_to_all(x.split(cut, split_dim), received, group, bound), concat_dim)
+    def run(there: _Cut, back: _Cut, x: Tensor) -> Tensor:
+        return back.join(blocking.all_to_all_flat(there.pack(x), there.counts(), back.counts(), group, bound))
 
-    def backward(g: Tensor) -> Tensor:
-        return torch.cat(blocking.all_to_all(g.split(joined, concat_dim), sent, group, bound), split_dim)
+    return pair(partial(run, sent, received), partial(run, received, sent))
 
-    return pair(forward, backward)
+
+def _shares(extents: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return what a rank gets of every rank's balanced cut, where a tensor is cut and joined along one dim."""
+    runs, count = [], len(extents)
+    for n, times in runs_of(extents):
+        # larger blocks come first
+        runs.append((n // count + (rank < n % count), times))
+    return repeated(runs)
+
+
+class _Cut:
+    """A tensor that is cut into a block for each rank along a dim, as one message of the blocks, and back.
+
+    Equal blocks that follow each other are one copy.
+
+    Parameters
+    ----------
+    shape, dim
+        Of the tensor; its extent along the dim is the blocks'.
+    sizes
+        Of the blocks along the dim.
+    """
+
+    def __init__(self, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> None:
+        self.shape, self.dim, self.sizes = (*shape[:dim], total(sizes), *shape[dim + 1 :]), dim, sizes
+        self.row = math.prod(n for d, n in enumerate(shape) if d != dim)
+
+    def counts(self) -> Sequence[int]:
+        """Return how many numbers each block has."""
+        return scaled(self.sizes, self.row)
+
+    def _runs(self, x: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the blocks of each run of equal ones: in the tensor, and in the message."""
+        start = at = 0
+        for size, count in runs_of(self.sizes):
+            n = size * count
+            blocks = x.narrow(self.dim, start, n).unflatten(self.dim, (count, size)).movedim(self.dim, 0)
+            yield blocks, flat[at : at + n * self.row].view(blocks.shape)
+            start, at = start + n, at + n * self.row
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the numbers of the blocks, one block after the other."""
+        flat = x.new_empty(x.numel())
+        for blocks, message in self._runs(x, flat):
+            message.copy_(blocks)
+        return flat
+
+    def join(self, flat: Tensor) -> Tensor:
+        """Return the tensor of which ``flat`` has the blocks."""
+        x = flat.new_empty(self.shape)
+        for blocks, message in self._runs(x, flat):
+            blocks.copy_(message)
+        return x
 
 
 class Extremum(Function):

@@ -103,6 +103,12 @@ class NullComm:
         shape, _, coords = ([v for v, kept in zip(values, remain) if kept] for values in self.topology)
         return NullComm(math.prod(shape), rank_of(coords, shape), self.device, self.listeners)
 
+    def Dup(self) -> NullComm:
+        """Return another one of the same ranks."""
+        other = NullComm(self.size, self.rank, self.device, self.listeners)
+        other.topology = self.topology
+        return other
+
     def Split_type(self, _kind: int) -> NullComm:
         """Return that of a node where no other rank is."""
         return NullComm(1, 0, self.device)

@@ -82,10 +82,10 @@ def text_of(key: Any) -> str:
 def nbytes_of(plan: Any, *shared: type) -> int:
     """Return the bytes of what only a plan holds; objects of the types ``shared`` are others'. Not collective."""
     seen: set[int] = set()
-    todo, total = [plan], 0
+    todo, total, others = [plan], 0, (*_SHARED, *shared)
     while todo:
         x = todo.pop()
-        if id(x) in seen or isinstance(x, (*_SHARED, *shared)):
+        if id(x) in seen or isinstance(x, others):
             continue
         seen.add(id(x))
         total += sys.getsizeof(x, 0)

@@ -1,15 +1,19 @@
 """Where to cut a dim so that its blocks cost the same: the cost per cell, as far as the costs of blocks tell.
 
-Nothing here is collective. Sums go from left to right, so that every rank gets the same bits.
+Nothing here is collective. All ranks compute with the same numbers in the same order, and get the same bits.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpishard.errors import LayoutError, described
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _TOLD = 4  # measurements that count
 _SWEEPS = 5  # over all of them, until they agree
@@ -28,71 +32,75 @@ class CostDensity:
     """
 
     def __init__(self, n: int) -> None:
-        # per measurement, by its borders: the last one is the latest
-        self._told: dict[tuple[int, ...], list[float]] = {}
-        self._at, self._upto = [0, n], [0.0, 1.0]
+        # borders and shares of each measurement: the last one is the latest
+        self._told: list[tuple[Integers, Floats]] = []
+        self._at, self._upto = np.array([0, n]), np.array([0.0, 1.0])
 
     def learn(self, borders: Sequence[int], costs: Sequence[float]) -> None:
         """Take in what the blocks between ``borders`` have cost, in any unit."""
         total = sum(costs)
         if total <= 0:
             return
-        self._told.pop(tuple(borders), None)
-        self._told[tuple(borders)] = [c / total for c in costs]
-        if len(self._told) > _TOLD:
-            del self._told[next(iter(self._told))]
+        ends = np.array(borders)
+        told = [(b, shares) for b, shares in self._told if not np.array_equal(b, ends)]
+        self._told = [*told, (ends, np.array(costs, float) / total)][-_TOLD:]
         self._fit()
 
     @property
     def told(self) -> list[list[list[float]]]:
         """The measurements that count, the latest last: borders, and the shares of the blocks between them."""
-        return [[list(borders), list(shares)] for borders, shares in self._told.items()]
+        return [[borders.tolist(), shares.tolist()] for borders, shares in self._told]
 
     def remember(self, told: Sequence[Sequence[Sequence[float]]]) -> None:
         """Take in measurements as `told` gives them, instead of those that are known."""
-        self._told = {tuple(map(int, borders)): [float(s) for s in shares] for borders, shares in told}
+        self._told = [(np.array(borders, int), np.array(shares, float)) for borders, shares in told]
         if self._told:
             self._fit()
 
     def _fit(self) -> None:
-        self._at = at = sorted({b for told in self._told for b in told})
-        pieces = [(hi - lo) / at[-1] for lo, hi in zip(at, at[1:])]
-        ends = {told: [bisect_left(at, b) for b in told] for told in self._told}
+        ends = np.sort(np.concatenate([borders for borders, _ in self._told]), kind="stable")
+        self._at = at = ends[np.diff(ends, prepend=-1) > 0]
+        widths = np.diff(at)
+        pieces = widths / at[-1]
+        told = []
+        for borders, shares in self._told:
+            # blocks without cells have no pieces
+            full = np.flatnonzero(np.diff(borders))
+            first = np.searchsorted(at, borders[full])
+            block = np.repeat(np.arange(len(full)), np.diff(first, append=len(pieces)))
+            told.append((first, block, shares[full], widths / np.diff(borders)[full][block]))
         # scaling each block to its cost keeps what others told of the cells inside it
         for _ in range(_SWEEPS):
-            for told, shares in self._told.items():
-                for lo, hi, share in zip(ends[told], ends[told][1:], shares):
-                    known = sum(pieces[lo:hi])
-                    for k in range(lo, hi):
-                        even = (at[k + 1] - at[k]) / (at[hi] - at[lo])
-                        pieces[k] = share * (pieces[k] / known if known > 0 else even)
-        self._upto = [0.0, *accumulate(pieces)]
+            for first, block, shares, even in told:
+                known = np.add.reduceat(pieces, first)[block]
+                pieces = shares[block] * np.where(known > 0, pieces / np.where(known > 0, known, 1), even)
+        self._upto = np.concatenate([[0.0], np.cumsum(pieces)])
 
-    def costs(self, borders: Sequence[int]) -> list[float]:
+    def costs(self, borders: Sequence[int]) -> Floats:
         """Return what blocks between ``borders`` would cost."""
-        upto = [self._before(b) for b in borders]
-        return [hi - lo for lo, hi in zip(upto, upto[1:])]
+        cells, at, upto = np.asarray(borders), self._at, self._upto
+        k = np.minimum(np.searchsorted(at, cells, "right"), len(at) - 1) - 1
+        width = at[k + 1] - at[k]
+        part = np.where(width > 0, (cells - at[k]) / np.maximum(width, 1), 0.0)
+        return np.diff(upto[k] + part * (upto[k + 1] - upto[k]))
 
-    def _before(self, cell: int) -> float:
-        at, upto = self._at, self._upto
-        k = min(bisect_right(at, cell), len(at) - 1) - 1
-        part = (cell - at[k]) / (at[k + 1] - at[k]) if at[k + 1] > at[k] else 0.0
-        return upto[k] + part * (upto[k + 1] - upto[k])
-
-    def equal(self, count: int) -> list[float]:
+    def equal(self, count: int) -> Floats:
         """Return the borders of ``count`` blocks of equal cost, which may lie inside cells."""
         at, upto = self._at, self._upto
-        out = [0.0]
-        for i in range(1, count):
-            share = upto[-1] * i / count
-            k = min(bisect_right(upto, share), len(at) - 1) - 1
-            cost = upto[k + 1] - upto[k]
-            out.append(at[k] + (min(1.0, (share - upto[k]) / cost) * (at[k + 1] - at[k]) if cost > 0 else 0.0))
-        return [*out, float(at[-1])]
+        share = upto[-1] * np.arange(1, count) / count
+        k = np.minimum(np.searchsorted(upto, share, "right"), len(at) - 1) - 1
+        cost = upto[k + 1] - upto[k]
+        part = np.where(cost > 0, np.minimum(1.0, (share - upto[k]) / np.where(cost > 0, cost, 1)), 0.0)
+        return np.concatenate([at[:1], at[k] + part * (at[k + 1] - at[k]), at[-1:]])
 
 
 def moved_borders(
-    borders: Sequence[int], target: Sequence[float], *, relaxation: float = 1.0, min_cells: int = 1, multiple: int = 1
+    borders: Sequence[int],
+    target: Sequence[float] | Floats,
+    *,
+    relaxation: float = 1.0,
+    min_cells: int = 1,
+    multiple: int = 1,
 ) -> tuple[int, ...]:
     """Move ``borders`` towards ``target``.
 
@@ -130,12 +138,12 @@ def moved_borders(
                 fix="use fewer ranks along this dim, or smaller min_cells",
             )
         )
-    out = [multiple * round((b + relaxation * (t - b)) / multiple) for b, t in zip(borders, target)]
+    before = np.asarray(borders)
+    out = multiple * np.rint((before + relaxation * (np.asarray(target) - before)) / multiple).astype(int)
     out[0], out[-1] = 0, n
-    for i in range(1, count):
-        out[i] = max(out[i], out[i - 1] + width)
+    room = width * np.arange(count)
+    out[:-1] = np.maximum.accumulate(out[:-1] - room) + room
     if count > 1:
         out[-2] = min(out[-2], (n - min_cells) // multiple * multiple)
-    for i in range(count - 2, 0, -1):
-        out[i] = min(out[i], out[i + 1] - width)
-    return tuple(out)
+        out[1:-1] = np.minimum.accumulate((out[1:-1] - room[1:])[::-1])[::-1] + room[1:]
+    return tuple(out.tolist())

@@ -146,13 +146,26 @@ class Borders(_Computed):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             at = range(len(self))[i]
-            return tuple(self[k] for k in at) if len(at) <= FEW else tuple(self)[i]
-        if not -len(self) <= i < len(self):
+            return tuple(self._between(at.start, at.stop) if at.step == 1 else (self[k] for k in at))
+        count = len(self)
+        if not -count <= i < count:
             raise IndexError("no such border")
-        return self.sizes.start(i % len(self))
+        return self.sizes.start(i % count)
 
     def __iter__(self) -> Iterator[int]:
-        return accumulate(self.sizes, initial=0)
+        return self._between(0, len(self))
+
+    def _between(self, first: int, stop: int) -> Iterator[int]:
+        """Give the borders from one to before another, run by run."""
+        sizes = self.sizes
+        parts: list[Iterable[int]] = []
+        for (size, count), block, cell in zip(sizes.runs, sizes._firsts, sizes._starts):
+            lo, hi = max(first, block) - block, min(stop, block + count) - block
+            if lo < hi:
+                parts.append(range(cell + lo * size, cell + hi * size, size) if size else repeat(cell, hi - lo))
+        if first <= len(sizes) < stop:
+            parts.append((sizes.total,))
+        return chain.from_iterable(parts)
 
     def __repr__(self) -> str:
         return f"borders of {self.sizes}"

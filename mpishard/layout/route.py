@@ -6,7 +6,6 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
@@ -76,7 +75,8 @@ def plan_route(trip: Trip) -> tuple[Leg, ...]:
     start = _cut_of(trip.source)
     active = [m for m, d in enumerate(start) if d in trip.dims and trip.source.mesh_shape[m] > 1]
     for gather in (False, True):
-        path = _cheapest(trip, start, [(m, _choices(trip, start[m], len(active), gather)) for m in active])
+        choices = [_choices(trip, d, len(active), gather) if m in active else [d] for m, d in enumerate(start)]
+        path = _cheapest(trip, start, choices)
         if path is not None:
             break
     assert path is not None
@@ -105,7 +105,7 @@ def _choices(trip: Trip, own: int, n_active: int, gather: bool) -> list[int]:
 Path = tuple[tuple[Cut, tuple[int, ...]], ...]
 
 
-def _cheapest(trip: Trip, start: Cut, choices: list[tuple[int, list[int]]]) -> Path | None:
+def _cheapest(trip: Trip, start: Cut, choices: list[list[int]]) -> Path | None:
     """Return the placements on the way and the dims worked on in each, or None where there is no way."""
     count = 0
     every = frozenset(trip.dims)
@@ -122,11 +122,14 @@ def _cheapest(trip: Trip, start: Cut, choices: list[tuple[int, list[int]]]) -> P
         if (done, cut) in seen:
             continue
         seen.add((done, cut))
-        for other in [start] if done == every else _others(cut, choices):
+        shape = tuple(b if d in done else a for d, (a, b) in enumerate(zip(trip.source.shape, trip.target.shape)))
+        for other in [start] if done == every else product(*choices):
+            if other == cut:
+                continue
             ready = _ready(trip, done, other)
             if ready or done == every:
                 count += 1
-                step = _cost(trip, done, cut, other)
+                step = _cost(trip, shape, done, cut, other)
                 heappush(heap, (cost + step, count, done | set(ready), other, (*path, (other, ready))))
     return None
 
@@ -144,18 +147,9 @@ def _largest_block(mesh_shape: tuple[int, ...], cut: Cut, shape: tuple[int, ...]
     return math.prod(-(-n // _blocks(mesh_shape, cut, d)) for d, n in enumerate(shape))
 
 
-def _others(cut: Cut, choices: list[tuple[int, list[int]]]) -> Iterator[Cut]:
-    for dims in product(*(own for _, own in choices)):
-        other = list(cut)
-        for (m, _), d in zip(choices, dims):
-            other[m] = d
-        if tuple(other) != cut:
-            yield tuple(other)
-
-
 def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
     """Return the dims that can be worked on now."""
-    whole = [d for d in trip.dims if d not in done and _blocks(trip.source.mesh_shape, cut, d) == 1]
+    whole = [d for d in _whole(trip.source.mesh_shape, cut, trip.dims) if d not in done]
     if trip.first is not None and trip.first not in done and trip.first not in whole:
         return ()
     if trip.last in whole and len(done) + len(whole) < len(trip.dims):
@@ -164,14 +158,18 @@ def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
+def _whole(mesh_shape: tuple[int, ...], cut: Cut, dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(d for d in dims if _blocks(mesh_shape, cut, d) == 1)
+
+
+@lru_cache(maxsize=4096)
 def _blocks(mesh_shape: tuple[int, ...], cut: Cut, dim: int) -> int:
     return math.prod(n for n, d in zip(mesh_shape, cut) if d == dim)
 
 
-def _cost(trip: Trip, done: frozenset[int], cut: Cut, other: Cut) -> int:
+def _cost(trip: Trip, shape: tuple[int, ...], done: frozenset[int], cut: Cut, other: Cut) -> int:
     """Return what a redistribution costs the busiest rank, in cells."""
     peers = math.prod(n for n, a, b in zip(trip.source.mesh_shape, cut, other) if a != b)
-    shape = tuple(b if d in done else a for d, (a, b) in enumerate(zip(trip.source.shape, trip.target.shape)))
     cells = max(_largest_block(trip.source.mesh_shape, c, shape) for c in (cut, other))
     real = (trip.first is not None and not done) or (trip.last is not None and len(done) == len(trip.dims))
     return (1 if real else 2) * cells * (peers - 1) // peers + _MESSAGE_CELLS * peers

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from mpishard.layout.block_sizes import bounds
+from mpishard.layout.block_sizes import FEW, bounds
 from mpishard.layout.layout import Layout
 from mpishard.layout.partition import coords_of, rank_of
 from mpishard.layout.placement import Shard
@@ -26,15 +26,15 @@ class Transfer(NamedTuple):
     ----------
     local : tuple of (Box, Box) or None
         Source and destination box of the cells that stay, or None.
-    sends : tuple of (int, Box)
+    sends : tuple of (int, Box), or Peers
         Per peer (mesh rank, ascending), the box of the source block.
-    recvs : tuple of (int, Box)
+    recvs : tuple of (int, Box), or Peers
         Per peer, the box of the destination block.
     """
 
     local: tuple[Box, Box] | None
-    sends: tuple[tuple[int, Box], ...]
-    recvs: tuple[tuple[int, Box], ...]
+    sends: tuple[tuple[int, Box], ...] | Peers
+    recvs: tuple[tuple[int, Box], ...] | Peers
 
     @property
     def reverse(self) -> Transfer:
@@ -51,43 +51,79 @@ def plan_transfer(source: Layout, target: Layout, coords: tuple[int, ...]) -> Tr
     """
     fixed = {m: coords[m] for m, p in enumerate(source.placements) if type(p) is not Shard}
     my_source, my_target, me = source.box(coords), target.box(coords), rank_of(coords, source.mesh_shape)
-    stays = _meet(my_source, my_target)
-    sends = sorted((r, _shift(out, my_source)) for r, out in _meeting(target, my_source, fixed) if r != me)
-    recvs = sorted((r, _shift(into, my_target)) for r, into in _meeting(source, my_target, fixed) if r != me)
-    local = None if stays is None else (_shift(stays, my_source), _shift(stays, my_target))
-    return Transfer(local, tuple(sends), tuple(recvs))
+    sends, recvs = Peers(target, my_source, fixed, me), Peers(source, my_target, fixed, me)
+    return Transfer(_stays(my_source, my_target), _few(sends), _few(recvs))
 
 
-def _meeting(layout: Layout, box: Box, fixed: Mapping[int, int]) -> Iterator[tuple[int, Box]]:
-    """Give the ranks, at the ``fixed`` coordinates, whose blocks have cells of a box, and these cells."""
-    shape = layout.mesh_shape
-    if any(lo >= hi for lo, hi in box):
-        return
-    along: list[list[tuple[tuple[tuple[int, int], ...], tuple[int, int]]]] = []
-    for dim, (lo, hi) in enumerate(box):
-        sizes, mesh_dims = layout.sizes[dim], layout.shard_dims.get(dim, ())
+class Peers:
+    """Other ranks whose blocks have cells of a box, ascending, and these cells: a product of ranges, made when asked.
+
+    Parameters
+    ----------
+    layout
+        Whose blocks.
+    box
+        In global indices; the cells are given relative to it.
+    fixed
+        Mesh dim -> the coordinate of the ranks that are meant, where not all are.
+    me
+        The rank that is left out.
+
+    Attributes
+    ----------
+    most : int
+        There are no more of them.
+    """
+
+    __slots__ = ("_box", "_fixed", "_layout", "_me", "_ranges", "most")
+
+    def __init__(self, layout: Layout, box: Box, fixed: Mapping[int, int], me: int) -> None:
+        self._layout, self._box, self._fixed, self._me = layout, box, fixed, me
+        # per tensor dim, the blocks that have cells of the box, between others that have none at all
+        self._ranges: list[tuple[int, int]] = []
+        self.most = int(all(lo < hi for lo, hi in box))
+        for (lo, hi), sizes in zip(box, layout.sizes):
+            borders = bounds(sizes) if sizes is not None and self.most else (lo, hi)
+            self._ranges.append((bisect_right(borders, lo) - 1, bisect_left(borders, hi)))
+            self.most *= self._ranges[-1][1] - self._ranges[-1][0]
+        for m, n in enumerate(layout.mesh_shape):
+            if m not in layout.sharded_mesh_dims and m not in fixed:
+                self.most *= n
+
+    def __iter__(self) -> Iterator[tuple[int, Box]]:
+        if not self.most:
+            return
+        shape, fixed, ndim = self._layout.mesh_shape, self._fixed, len(self._box)
+        strides = [math.prod(shape[m + 1 :]) for m in range(len(shape))]
+        choices = [self._along(dim, strides) for dim in range(ndim)]
+        for m, n in enumerate(shape):
+            if m not in self._layout.sharded_mesh_dims:
+                choices.append([(c * strides[m], (0, 0)) for c in ([fixed[m]] if m in fixed else range(n))])
+        ranks = ((sum(rank for rank, _ in each), each) for each in product(*choices))
+        for rank, each in sorted(ranks):
+            if rank != self._me:
+                yield rank, tuple(cells for _, cells in each[:ndim])
+
+    def _along(self, dim: int, strides: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+        """Return, of each block along a dim, what it adds to the rank, and its cells."""
+        layout, (lo, hi), (first, stop) = self._layout, self._box[dim], self._ranges[dim]
+        sizes, mesh_dims, found = layout.sizes[dim], layout.shard_dims.get(dim, ()), []
         if sizes is None:
-            along.append([((), (lo, hi))])
-            continue
-        b, choices = bounds(sizes), []
-        first = bisect_right(b, lo) - 1
-        for i, (p, q) in enumerate(pairwise(b[first : bisect_left(b, hi) + 1]), first):
-            start, stop, left, at = max(lo, p), min(hi, q), i, []
+            return [(0, (0, hi - lo))]
+        for i, (p, q) in enumerate(pairwise(bounds(sizes)[first : stop + 1]), first):
+            left, rank, meant = i, 0, p < q
             for m in reversed(mesh_dims):
-                left, c = divmod(left, shape[m])
-                at.append((m, c))
-            if start < stop and all(fixed.get(m, c) == c for m, c in at):
-                choices.append((tuple(at), (start, stop)))
-        along.append(choices)
-    rest = [m for m in range(len(shape)) if m not in layout.sharded_mesh_dims]
-    copies = [[(m, fixed[m])] if m in fixed else [(m, c) for c in range(shape[m])] for m in rest]
-    for each in product(*along):
-        cells = tuple(interval for _, interval in each)
-        for copy in product(*copies):
-            place = dict(copy)
-            for some, _ in each:
-                place.update(some)
-            yield rank_of([place[m] for m in range(len(shape))], shape), cells
+                left, c = divmod(left, layout.mesh_shape[m])
+                rank += c * strides[m]
+                meant = meant and self._fixed.get(m, c) == c
+            if meant:
+                found.append((rank, (max(lo, p) - lo, min(hi, q) - lo)))
+        return found
+
+
+def _few(peers: Peers) -> tuple[tuple[int, Box], ...] | Peers:
+    """Return peers as they are kept: few of them one by one."""
+    return tuple(peers) if peers.most <= FEW else peers
 
 
 def plan_fetch(
@@ -111,7 +147,7 @@ def plan_fetch(
     """
     fixed = {m: coords[m] for m, p in enumerate(source.placements) if type(p) is not Shard}
     my_source, my_target, me = source.box(coords), wanted(coords), rank_of(coords, source.mesh_shape)
-    stays, sends = _meet(my_source, my_target), []
+    sends = []
     for rank in range(math.prod(source.mesh_shape)) if near is None else near:
         other = coords_of(rank, source.mesh_shape)
         if rank == me or any(other[m] != c for m, c in fixed.items()):
@@ -119,9 +155,13 @@ def plan_fetch(
         out = _meet(my_source, wanted(other))
         if out is not None:
             sends.append((rank, _shift(out, my_source)))
-    recvs = sorted((r, _shift(into, my_target)) for r, into in _meeting(source, my_target, fixed) if r != me)
-    local = None if stays is None else (_shift(stays, my_source), _shift(stays, my_target))
-    return Transfer(local, tuple(sends), tuple(recvs))
+    return Transfer(_stays(my_source, my_target), tuple(sends), _few(Peers(source, my_target, fixed, me)))
+
+
+def _stays(source: Box, target: Box) -> tuple[Box, Box] | None:
+    """Return the cells that two boxes share, relative to each."""
+    both = _meet(source, target)
+    return None if both is None else (_shift(both, source), _shift(both, target))
 
 
 def _meet(a: Box, b: Box) -> Box | None:

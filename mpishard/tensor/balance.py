@@ -447,7 +447,7 @@ class Balancer:
         for line, cost in zip(self._lines.values(), costs):
             line.density.learn(line.borders, cost)
             borders = moved_borders(line.borders, line.density.equal(len(cost)), **self._how)
-            part = max(line.density.costs(borders)) * total / max(cost)
+            part = float(line.density.costs(borders).max()) * total / max(cost)
             if part < 1:
                 kept *= part
                 moved[line] = borders

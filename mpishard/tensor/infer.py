@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.collective.gather_sizes import are_alike, digest, gather_blocks
+from mpishard.comm.collective.gather_sizes import are_alike, digest, first_misfit, first_unlike, gather_blocks
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError, MpishardError, described
 from mpishard.layout import Layout, as_placements, bounds, layout_of
-from mpishard.layout.partition import coords_of
 
-_MAX_NDIM = 16
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
 
@@ -66,13 +63,7 @@ def _found(
 
 
 def _misfit(local: Tensor, mesh: CartMesh, placements: tuple[Any, ...], kind: tuple[Any, ...], group: Group) -> str:
-    """Return what does not fit, of blocks that do not. Collective: all ranks' shapes are gathered."""
-    mine = np.full(_MAX_NDIM + 4, -1, np.int64)
-    mine[:4] = digest(placements), *kind
-    mine[4 : 4 + local.ndim] = local.shape
-    everyone = np.empty((mesh.size, len(mine)), np.int64)
-    with guard.waiting("from_local", (), group.comm):
-        group.comm.Allgather(mine, everyone)
+    """Return what does not fit, of blocks that do not. Collective."""
 
     def unfit(rank: int, expected: object, got: object) -> str:
         return described(
@@ -82,26 +73,19 @@ def _misfit(local: Tensor, mesh: CartMesh, placements: tuple[Any, ...], kind: tu
             fix="pass blocks of one dtype that agree in every dim that the placements do not shard between them",
         )
 
-    def said(rank: int) -> str:
-        _, n, dtype, requires_grad = everyone[rank, :4]
-        return f"{n} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
+    def said(ndim: int, dtype: int, requires_grad: int) -> str:
+        return f"{ndim} dims of {_DTYPES[dtype]}{', with requires_grad' if requires_grad else ''}"
 
-    odd = np.flatnonzero((everyone[:, 1:4] != everyone[0, 1:4]).any(1))
-    if len(odd):
-        return unfit(int(odd[0]), f"{said(0)}, as rank 0 has", said(int(odd[0])))
-    odd = np.flatnonzero(everyone[:, 0] != everyone[0, 0])
-    if len(odd):
-        return unfit(int(odd[0]), "the placements that rank 0 gives", "others")
+    unlike = first_unlike("from_local", kind, group)
+    if unlike is not None:
+        rank, first, other = unlike
+        return unfit(rank, f"{said(*first)}, as rank 0 has", said(*other))
+    unlike = first_unlike("from_local", (digest(placements),), group)
+    if unlike is not None:
+        return unfit(unlike[0], "the placements that rank 0 gives", "others")
     probe = layout_of(mesh.shape, as_placements(placements, mesh.ndim, local.ndim), (0,) * local.ndim)
-    for dim in range(local.ndim):
-        seen: dict[int, int] = {}
-        for rank in range(mesh.size):
-            n = int(everyone[rank, 4 + dim])
-            expected = seen.setdefault(probe.index(dim, coords_of(rank, mesh.shape)), n)
-            if expected != n:
-                shape = tuple(int(s) for s in everyone[rank, 4 : 4 + local.ndim])
-                return unfit(rank, f"{expected} cells along dim {dim}", f"shape {shape}")
-    raise AssertionError("blocks that fit")
+    dim, rank, expected, shape = first_misfit("from_local", mesh, local.shape, probe.shard_dims)
+    return unfit(rank, f"{expected} cells along dim {dim}", f"shape {shape}")
 
 
 def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mpishard.errors import LayoutError
 from mpishard.layout import balanced, bounds
 from mpishard.layout.balance import CostDensity, moved_borders
+from tests.layout import balance_by_loops
 
 costs = st.lists(st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=60)
 
@@ -35,6 +36,27 @@ def test_what_was_measured_is_what_is_expected(true, count, data):
         assert all(c >= -1e-12 for c in density.costs(range(len(true) + 1)))
         if sum(measured):
             np.testing.assert_allclose(density.costs(borders), np.array(measured) / sum(measured), atol=1e-6)
+
+
+@given(st.integers(1, 90), st.integers(1, 40), st.data())
+def test_as_number_by_number(n, count, data):
+    """Densities and borders are those of loops over blocks and borders."""
+    density, loops = CostDensity(n), balance_by_loops.CostDensity(n)
+    borders = bounds(balanced(n, count))
+    how = {"relaxation": data.draw(st.sampled_from([0.8, 1.0])), "multiple": data.draw(st.integers(1, 3))}
+    fits = n >= (count - 1) * how["multiple"] + 1
+    for _ in range(5):
+        measured = data.draw(st.lists(st.integers(1000, 1 << 20), min_size=count, max_size=count))
+        density.learn(borders, measured)
+        loops.learn(borders, measured)
+        np.testing.assert_allclose(density.costs(borders), loops.costs(borders), rtol=1e-9, atol=1e-14)
+        target = density.equal(count)
+        np.testing.assert_allclose(target, loops.equal(count), rtol=1e-9, atol=1e-9 * n)
+        if fits:
+            moved = moved_borders(borders, target, **how)
+            assert moved == balance_by_loops.moved_borders(borders, target.tolist(), **how)
+        middle = st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)
+        borders = moved if fits and data.draw(st.booleans()) else (0, *sorted(data.draw(middle)), n)
 
 
 @given(costs.filter(lambda c: sum(c) > 1e-3), st.integers(1, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from unittest import mock
 
 import numpy as np
 from hypothesis import given
@@ -89,7 +90,13 @@ def test_nothing_travels_to_the_same_layout(layout):
 def test_bisection_finds_the_peers_that_a_look_at_all_ranks_finds(pair):
     source, target = pair
     for coords in product(*map(range, source.mesh_shape)):
-        assert plan_transfer(source, target, coords) == plan_fetch(source, target.box, coords)
+        plans = [plan_transfer(source, target, coords), plan_fetch(source, target.box, coords)]
+        with mock.patch.object(transfer, "FEW", -1):  # as where there are many peers
+            plans.append(plan_transfer(source, target, coords))
+        many = plans[-1]
+        assert not isinstance(many.sends, tuple)
+        assert many.sends.most >= len([*many.sends])
+        assert plans[0] == plans[1] == (many.local, tuple(many.sends), tuple(many.recvs))
 
 
 def test_other_ranks_are_not_looked_at(monkeypatch):

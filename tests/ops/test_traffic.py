@@ -176,10 +176,12 @@ FAMILIES = {
     "linear/linalg": (torch.linalg.pinv, each("all_gather", FIELD // P), NOTHING),
     "reduce/sort": (lambda x: x.sort(2)[0], each("all_gather", FIELD // P), each("all_gather", FIELD // P)),
     "reduce/sort, the largest": (lambda x: x.topk(3, 2)[0], each("all_gather", 6 * ROW, 2), NOTHING),
-    # where the windows lie, then rows
+    # how far ranks read, which rows, and these
     "window/grid_sample": (
         shifted,
-        each("all_gather", 2 * 8) | halo("grid_sample", 0, 1),
+        each("all_reduce", 2 * 8)
+        | {"readers of grid_sample": (2 * BORDERS, 2 * BORDERS * 2 * 8)}
+        | halo("grid_sample", 0, 1),
         halo("adjoint of grid_sample", 0, 1),
     ),
     "shape/diagonal": (lambda x: torch.diagonal(x, dim1=0, dim2=1), NOTHING, NOTHING),

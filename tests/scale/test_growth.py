@@ -14,38 +14,44 @@ from collections.abc import Callable
 from functools import _lru_cache_wrapper
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.comm.null import Event
+from mpishard.autograd import redistribute
+from mpishard.comm.null import Event, NullComm
+from mpishard.io.backend.job import given
+from mpishard.io.checkpoint.background import below
+from mpishard.io.file.parts import Parts, Plan, place, writes
+from mpishard.layout import balanced, layout_of
 from mpishard.ops.attention import scaled_dot_product
 from mpishard.planning.mesh import mesh_on
 from mpishard.planning.step import Program, step_on
+from mpishard.tensor import convert
 
 PACKAGE = os.path.dirname(ms.__file__) + os.sep
 MESHES = {"3-D": (64, 32, 32), "2-D": (256, 256), "1-D": (65536,)}
 # of one plan: bytecodes, and bytes that it keeps
 LIMITS = {"3-D": (250_000, 100_000), "2-D": (250_000, 100_000), "1-D": (250_000, 100_000)}
 
-# What grows today: case and mesh -> bytecodes and bytes that it may take, None where there is no bound yet (it is not
-# run). A line goes when its planner is mended; docs/scaling.md says with what each grows.
-GROWING: dict[tuple[str, str], tuple[int, int] | None] = {
-    # 182 peers: a message for each
-    ("redistribute", "1-D"): (600_000, 200_000),
+# where one dim has all ranks, and a plan has a number for each: what it may take (50 ms are 2,500,000 bytecodes)
+GROWING: dict[tuple[str, str], tuple[int, int]] = {
+    # extents of all come, and are looked at
+    ("from_local, infer", "1-D"): (2_500_000, 100_000),
+    ("HaloExchanger", "1-D"): (2_500_000, 100_000),
+    # cuts of 65,536 blocks, and what each has cost, four times
+    ("balance", "1-D"): (2_500_000, 8_000_000),
 }
 # of the first step at 65,536 ranks, beyond 1.3 times that at 64: blocks along the mesh dims are looked at, in 26 plans
 GROWING_STEP = 500_000
 # at the peak of an error that all ranks have
 ERROR_NBYTES = 20_000
 
-RINGS = ("attention", "attention, causal", "attention, causal and balanced")
-# what is planned on meshes of fewer dims too; the others are planned alike there
-FEWER = {
-    "2-D": ("layout", "conv3d", "conv3d, strided", "redistribute"),
-    "1-D": ("layout", "halo, zeros", "group_norm", "conv3d", "redistribute", *RINGS),
-}
+# planned on fewer dims as on three, along one of them
+ALIKE = ("halo, reflect", "halo, circular", "conv_transpose3d", "max_pool3d", "roll", "mean", "softmax")
 
 
 class TooMuch(BaseException):
@@ -157,6 +163,96 @@ def on_block(function: Callable[[torch.Tensor, ms.CartMesh], object], rows: int 
     return case
 
 
+def scattered(mesh):
+    """Return a case of a tensor that another rank has: what this one must know, and its block."""
+    mesh, shape = mesh_on("cpu", mesh.shape), (4 * 65536, *(64,) * (mesh.ndim - 1))
+    placements = [ms.Shard(d) for d in range(mesh.ndim)]
+
+    def told(_comm, _meta, root):
+        return shape, torch.float32
+
+    def came(_mesh, _src, _x, box_of, dtype):
+        return torch.empty([hi - lo for lo, hi in box_of(mesh.rank)], dtype=dtype)
+
+    def call():
+        with mock.patch.object(NullComm, "bcast", told), mock.patch.object(convert, "scatter_blocks", came):
+            return ms.scatter_tensor(None, 0, mesh, placements)
+
+    return call
+
+
+def sampled(mesh):
+    """Return a case of a grid whose points lie a cell and a half from its own cells, beyond the block's ends too."""
+    mesh, space = mesh_on("cpu", mesh.shape), [2 * n for n in mesh.shape]
+    space = [*space, *(4,) * (2 - len(space))]
+    x = field(mesh, channels=1, shape=(1, 1, *space))
+    grid = ms.zeros(1, *space, len(space), mesh=mesh, placements=[ms.Shard(1 + d) for d in range(mesh.ndim)])
+    for d, n in enumerate(space):
+        cells = torch.arange(*grid.sharding.interval(1 + d, mesh.coords))
+        at = ((cells + 2) / n * 2 - 1).view([-1 if k == d else 1 for k in range(len(space))])
+        grid.block[..., len(space) - 1 - d] = at
+    return lambda: F.grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+def transformed(mesh):
+    """Return a case of a Fourier transform along three sharded dims: the route, and what travels on it."""
+    x = field(mesh, channels=1)
+
+    def came(_mesh, _plan, block, shape, *_, **__):
+        return block.new_empty(shape)
+
+    def call():
+        with mock.patch.object(redistribute, "run_transfer", came):
+            return torch.fft.fftn(x, dim=(2, 3, 4))
+
+    return call
+
+
+def balanced_anew(mesh):
+    """Return a case of a balancer's second decision, about as many measured slabs as the mesh has coordinates."""
+    mesh = mesh_on("cpu", mesh.shape)
+    balancer, x = ms.balance(mesh, every=1), field(mesh, channels=0)
+    costs = [np.linspace(1 << 30, 1 << 34, n).astype(int).tolist() for n in mesh.shape]
+    balancer(x)
+    balancer.record(1.0)  # the first one does not count
+
+    def call():
+        with mock.patch.object(type(balancer), "_costs", return_value=costs):
+            balancer.record(1.0)
+            balancer.record(1.0)
+            balancer.record(2.0)
+        assert balancer.changes
+        return balancer
+
+    return call
+
+
+def written(mesh):
+    """Return a case of what a rank must know to write its blocks to files that ranks share, and where."""
+    layout = field(mesh).sharding
+
+    def call():
+        plan = Plan.of(mesh.size)
+        assert writes(layout, mesh.coords)
+        slabs = given(layout, mesh.rank, 1 << 24, 4)
+        return slabs, plan.name(mesh.rank), plan.folders(), Parts(layout, "parts", plan).told()
+
+    return call
+
+
+def read(mesh):
+    """Return a case of what a rank must know to read its block of a field that as many ranks cut elsewhere wrote."""
+    layout = field(mesh).sharding
+    source = layout_of(mesh.shape, layout.placements, layout.shape, {2: balanced(layout.shape[2], mesh.shape[0], 3)})
+    box = layout.box(mesh.coords)
+
+    def call():
+        parts = Parts(source, "parts", Plan.of(mesh.size))
+        return [(parts.path(rank), place(rank, "x"), box) for rank, box in parts.touched(box)]
+
+    return call
+
+
 def on_field(function: Callable[[ms.ShardTensor], object]) -> Callable[[ms.CartMesh], Callable[[], object]]:
     def case(mesh):
         x = field(mesh)
@@ -180,6 +276,15 @@ CASES = {
     "max_pool3d": on_field(lambda x: F.max_pool3d(x, 2)),
     "roll": on_field(lambda x: torch.roll(x, 3, 2)),
     "group_norm": on_field(lambda x: F.group_norm(x, 4)),
+    "conv3d, not overlapped": on_field(lambda x: F.conv3d(x, weight(8, 8, 4, 4, 4), padding="same")),
+    "grid_sample": sampled,
+    "fft": transformed,
+    "HaloExchanger": lambda mesh: lambda: ms.HaloExchanger(mesh_on("cpu", mesh.shape), (6,) * mesh.ndim, 1, "float32"),
+    "scatter_tensor": scattered,
+    "balance": balanced_anew,
+    "files, written": written,
+    "files, read": read,
+    "checkpoint, whom to wait for": lambda mesh: lambda: [*below(0, mesh.size)],
     "mean": on_field(lambda x: x.mean()),
     "softmax": on_field(lambda x: x.softmax(2)),
     "redistribute": turned,
@@ -210,10 +315,10 @@ def test_what_grows_exists():
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [(n, p) for p in MESHES for n in FEWER.get(p, CASES) if GROWING.get((n, p), LIMITS[p]) is not None],
+    [(n, p) for p in MESHES for n in CASES if p == "3-D" or n not in ALIKE],
 )
 def test_a_plan(name, place):
-    most, room = GROWING.get((name, place)) or LIMITS[place]
+    most, room = GROWING.get((name, place), LIMITS[place])
     case = CASES[name]
     case(ms.planning.mesh((2,) * len(MESHES[place])))()  # what is imported or made at a first use
     forget()
@@ -259,6 +364,38 @@ def test_a_step():
     assert large[3] <= 1.05 * nbytes
     # one for each of ten norms forward, and the last gradients; norms' sums backward and the loss travel meanwhile
     assert len(blocking) <= 11
+
+
+def refused(mesh):
+    """Return calls whose blocks do not fit those of other ranks."""
+    mesh, block = mesh_on("cpu", mesh.shape), torch.zeros(4, 4, 4)
+    shards = [ms.Shard(d) for d in range(3)]
+    return [
+        lambda: ms.ShardTensor.from_local(block, mesh, shards, sharding_shapes="infer"),
+        lambda: ms.HaloExchanger(mesh, (6, 6, 6), 1, "float32"),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_that_do_not_fit(which):
+    """No rank hears of all others' blocks: a small text, and few bytes on the way."""
+    refused(ms.planning.mesh((2, 2, 2)))[which]()
+    call = refused(ms.planning.mesh(MESHES["3-D"]))[which]
+
+    def odd(_comm, send, recv, op=None):
+        recv = recv[0] if isinstance(recv, list) else recv
+        recv[:] = (send[0] if isinstance(send, list) else send)[:]
+        if op is MPI.MIN:
+            recv[:] = 4242  # the first rank of those that differ
+
+    never = mock.patch("mpishard.comm.collective.gather_sizes.are_alike", return_value=False)
+    tracemalloc.start()
+    with never, mock.patch.object(NullComm, "Allreduce", odd), pytest.raises(ms.LayoutError, match="4242") as caught:
+        call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value)) <= 10_000
+    assert peak <= 65536  # not a byte for each rank
 
 
 def test_an_error():

@@ -293,24 +293,41 @@ def all_to_all(
     list of torch.Tensor
         What came, by rank; contiguous views of one buffer.
     """
+    counts = [math.prod(s) for s in shapes]
+    flat = pack(blocks, blocks[0].dtype)
+    came = all_to_all_flat(flat, [b.numel() for b in blocks], counts, group, bound_nbytes)
+    return [b.view(s) for b, s in zip(came.split(counts), shapes)]
+
+
+def all_to_all_flat(
+    flat: torch.Tensor, out: Sequence[int], into: Sequence[int], group: Group, bound_nbytes: int
+) -> torch.Tensor:
+    """Send every rank a part of a tensor, and return what came from all, 1-D and fresh.
+
+    Collective over the group.
+
+    Parameters
+    ----------
+    flat
+        1-D and dense: what to send, one part after the other.
+    out, into
+        Numbers that go to, and come from, every rank.
+    group, bound_nbytes
+        As for `all_to_all`.
+    """
     if traced.recording is not None and group.size > 1:
-        flat = traced.recording.call(
-            "all_to_all",
-            lambda *sent: torch.cat([b.reshape(-1) for b in all_to_all(sent, shapes, group, bound_nbytes)]),
-            blocks,
-            (sum(math.prod(s) for s in shapes),),
+        return traced.recording.call(
+            "all_to_all", lambda t: all_to_all_flat(t, out, into, group, bound_nbytes), [flat], (total(into),)
         )
-        return [b.view(s) for b, s in zip(flat.split([math.prod(s) for s in shapes]), shapes)]
     if guard.DEBUG:
-        guard.check(group.comm, "all_to_all", (), blocks[0].dtype)
+        guard.check(group.comm, "all_to_all", (), flat.dtype)
     if group.size == 1:
-        return [dense(blocks[0]).clone(memory_format=torch.contiguous_format)]
-    counts = [torch.Size(s).numel() for s in shapes]
-    into = blocks[0].new_empty(sum(counts))
+        return flat.clone()
+    came = flat.new_empty(total(into))
     if counter.active:
-        counter.record("all_to_all", 1, sum(b.nbytes for b in blocks))
-    transport_of(group, into).all_to_all(blocks, into, counts, bound_nbytes)
-    return [b.view(s) for b, s in zip(into.split(counts), shapes)]
+        counter.record("all_to_all", 1, flat.nbytes)
+    transport_of(group, came).all_to_all(flat, out, came, into, bound_nbytes)
+    return came
 
 
 def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:

@@ -98,6 +98,50 @@ def gather_blocks(
     return sizes if are_alike(op, told, mesh.group(tuple(range(mesh.ndim)))) else None
 
 
+def first_misfit(
+    op: str, mesh: CartMesh, shape: Sequence[int], mesh_dims: Mapping[int, tuple[int, ...]]
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Return what does not fit, of blocks of which `gather_blocks` has found that they do not fit each other.
+
+    Collective over the mesh; no rank hears of all others. Parameters as there.
+
+    Returns
+    -------
+    dim, rank, expected, shape
+        A dim, the first rank whose extent there is not that of the first rank at its place, that extent, and its shape.
+    """
+    comm, expected = mesh.group(tuple(range(mesh.ndim))).comm, []
+    with guard.waiting(op, (), comm):
+        for dim, n in enumerate(shape):
+            extent = np.array([n], np.int64)
+            alike = tuple(m for m in range(mesh.ndim) if m not in mesh_dims.get(dim, ()))
+            if alike:
+                mesh.group(alike).comm.Bcast([extent, MPI.INT64_T], 0)
+            expected.append(int(extent[0]))
+        first = np.array([mesh.size if n == e else mesh.rank for n, e in zip(shape, expected)], np.int64)
+        lowest = np.empty_like(first)
+        comm.Allreduce([first, MPI.INT64_T], [lowest, MPI.INT64_T], MPI.MIN)
+        dim = int((lowest < mesh.size).argmax())
+        told = np.array([expected[dim], *shape], np.int64)
+        comm.Bcast([told, MPI.INT64_T], int(lowest[dim]))
+    return dim, int(lowest[dim]), int(told[0]), tuple(told[1:].tolist())
+
+
+def first_unlike(op: str, numbers: Sequence[int], group: Group) -> tuple[int, list[int], list[int]] | None:
+    """Return the first rank whose numbers are not rank 0's, those of rank 0, and its own; or None. Collective."""
+    common = np.array(numbers, np.int64)
+    with guard.waiting(op, (), group.comm):
+        group.comm.Bcast([common, MPI.INT64_T], 0)
+        first = np.array([group.size if common.tolist() == [*numbers] else group.rank], np.int64)
+        lowest = np.empty_like(first)
+        group.comm.Allreduce([first, MPI.INT64_T], [lowest, MPI.INT64_T], MPI.MIN)
+        if lowest[0] == group.size:
+            return None
+        own = np.array(numbers, np.int64)
+        group.comm.Bcast([own, MPI.INT64_T], int(lowest[0]))
+    return int(lowest[0]), common.tolist(), own.tolist()
+
+
 def digest(what: object) -> int:
     """Return a number above 0 that tells values apart by their text. Not collective."""
     return 1 + int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")

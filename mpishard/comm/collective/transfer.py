@@ -75,14 +75,15 @@ def run_transfer(
         _move(out, x, plan.local, put)
         return out
     sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
-    recvs = [(peer, x.new_empty([hi - lo for lo, hi in box])) for peer, box in plan.recvs]
+    into = [*plan.recvs]
+    recvs = [(peer, x.new_empty([hi - lo for lo, hi in box])) for peer, box in into]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
     posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, f"{op} {call}", tag, bulk=True)
     _move(out, x, plan.local, put)
     posted.wait()
     # in the order of the plan: sums are the same in every run
-    for (_, box), (_, block) in zip(plan.recvs, recvs):
+    for (_, box), (_, block) in zip(into, recvs):
         put(_narrow(out, box), block)
     return out
 

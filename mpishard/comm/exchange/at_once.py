@@ -6,6 +6,7 @@ for 26 neighbours as for one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,8 +51,9 @@ class AtOnce:
     def __init__(self, every: Round, in_shape: Sequence[int], out_shape: Sequence[int]) -> None:
         self._every, self._in, self._out = every, tuple(in_shape), tuple(out_shape)
         # of a block that lies in the window whole, which is copied as it is
-        self._resident = [stage.resident for stage in every.stages]
-        self._whole = None not in self._resident and bool(every.local)
+        self._whole = all(stage.resident is not None for stage in every.stages) and bool(every.local)
+        self._strides = [math.prod(self._out[dim + 1 :]) for dim in range(len(self._out))]
+        self._first = sum((stage.resident or 0) * self._strides[stage.dim] for stage in every.stages)
         self._repeats = any(repeats(p) for _, parts in every.recvs for part in parts for p in part)
         self._tables: dict[torch.device, tuple[_Table | None, _Table | None, _Table | None]] = {}
 
@@ -108,10 +110,8 @@ class AtOnce:
         return own
 
     def _place(self, window: Tensor) -> Tensor:
-        """Return where the block lies in its window."""
-        for stage in self._every.stages:
-            window = window.narrow(stage.dim, stage.resident, stage.n_in)  # type: ignore[arg-type]
-        return window
+        """Return where the block lies in its window, which is contiguous."""
+        return window.as_strided(self._in, self._strides, window.storage_offset() + self._first)
 
     def _tables_of(
         self, device: torch.device, exchange: Exchange | None

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.comm.collective.gather_sizes import gather_blocks
+from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
@@ -111,7 +111,13 @@ class HaloExchanger:
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
         self._number, _ = mesh.agree(everyone, error, signature)
         sizes = _interior_sizes(mesh, self.shape, self.halo_width, self.mesh_dims)
-        self._prepare(mesh, sizes, {d: [self.halo_width[d]] * len(n) for d, n in sizes.items()}, order)
+        # the same at all positions
+        alike = {
+            d: (repeated(((lo, len(n)),)), repeated(((hi, len(n)),)))
+            for d, n in sizes.items()
+            for lo, hi in [self.halo_width[d]]
+        }
+        self._prepare(mesh, sizes, alike, order)
 
     @classmethod
     def planned(
@@ -147,19 +153,20 @@ class HaloExchanger:
         self._number, _ = mesh.agree(
             everyone, None, f"HaloExchanger of a field, {self.dtypes}, {self.mesh_dims}, {order}"
         )
-        self._prepare(mesh, sizes, widths, order)
+        each = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
+        self._prepare(mesh, sizes, each, order)
         return self
 
     def _prepare(
         self,
         mesh: CartMesh,
         sizes: Mapping[int, Sequence[int]],
-        widths: Mapping[int, Sequence[tuple[int, int]]],
+        widths: Mapping[int, tuple[Sequence[int], Sequence[int]]],
         order: str,
     ) -> None:
         self.mesh = mesh
         self._sizes = sizes
-        self._widths = {d: ([lo for lo, _ in w], [hi for _, hi in w]) for d, w in widths.items()}
+        self._widths = widths
         self._reversed = order == "F"
         self._sweeps = self._plan()
         self._channel = channel_of(mesh)
@@ -455,21 +462,16 @@ def _interior_sizes(
 
 
 def _misfit(mesh: CartMesh, own: tuple[int, ...], mesh_dims: Mapping[int, int]) -> LayoutError:
-    """Return the error of arrays that do not fit each other. Collective: all ranks' shapes are gathered."""
-    shapes = mesh.group(tuple(range(mesh.ndim))).comm.allgather(own)
-    for d in range(len(own)):
-        m = mesh_dims.get(d)
-        by_coord: dict[int, int] = {}
-        for rank, shape in enumerate(shapes):
-            coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
-            if by_coord.setdefault(coord, shape[d]) != shape[d]:
-                where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
-                return LayoutError(
-                    described(
-                        f"HaloExchanger: array dim {d} has different extents on {where}",
-                        expected=f"{by_coord[coord]}, as on the first of them",
-                        got=f"{shape[d]} on rank {rank}",
-                        fix="let an extent depend on the coordinate along its own mesh dim only",
-                    )
-                )
-    raise AssertionError("arrays that fit")
+    """Return the error of arrays that do not fit each other. Collective."""
+    d, rank, expected, shape = first_misfit("HaloExchanger", mesh, own, {d: (m,) for d, m in mesh_dims.items()})
+    m = mesh_dims.get(d)
+    coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
+    where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
+    return LayoutError(
+        described(
+            f"HaloExchanger: array dim {d} has different extents on {where}",
+            expected=f"{expected}, as on the first of them",
+            got=f"{shape[d]} on rank {rank}",
+            fix="let an extent depend on the coordinate along its own mesh dim only",
+        )
+    )

@@ -106,12 +106,14 @@ class Device:
 
         through_host(self.driver, flat, parts, result, of_block(parts, self.group.rank), move)
 
-    def all_to_all(self, blocks: Sequence[Tensor], into: Tensor, counts: Sequence[int], bound_nbytes: int) -> None:
-        """Send blocks, and receive ``counts`` numbers of every rank. Collective over the group."""
-        back = into.split(list(counts))
+    def all_to_all(
+        self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
+    ) -> None:
+        """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
+        blocks, back = flat.split(list(out)), into.split(list(counts))
         link = nccl.link_of(self.group, into, bound_nbytes)
         if link is not None:
-            link.all_to_all([dense(b) for b in blocks], back)
+            link.all_to_all(blocks, back)
         else:
             self.post(list(enumerate(blocks)), list(enumerate(back)), "all_to_all", hashed("all_to_all")).wait()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.comm import counter, guard
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import address, as_bytes, dense, pack, pieces, spans
+from mpishard.comm.memory.buffer import address, as_bytes, dense, pieces, spans
 from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
@@ -194,15 +194,17 @@ class Host:
                     recv = (address(result.data_ptr() + a, n), datatype) if root == self.group.rank else None
                     comm.Reduce(send, recv, rule.op, root)
 
-    def all_to_all(self, blocks: Sequence[Tensor], into: Tensor, counts: Sequence[int], bound_nbytes: int) -> None:
-        """Send blocks, and receive ``counts`` numbers of every rank. Collective over the group."""
-        flat, size = pack(blocks, into.dtype), into.itemsize
-        out, back = [b.numel() * size for b in blocks], [n * size for n in counts]
+    def all_to_all(
+        self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
+    ) -> None:
+        """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
+        size = into.itemsize
+        ahead, back = [n * size for n in out], [n * size for n in counts]
         with guard.waiting("all_to_all", (), self.comm):
             if bound_nbytes > buffer.MESSAGE_NBYTES:
-                MPI.Request.Waitall(start_messages(flat, spans(out), into, spans(back), self.group))
+                MPI.Request.Waitall(start_messages(flat, spans(ahead), into, spans(back), self.group))
             else:
-                self.comm.Alltoallv([as_bytes(flat), out], [as_bytes(into), back])
+                self.comm.Alltoallv([as_bytes(flat), ahead], [as_bytes(into), back])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""

@@ -80,11 +80,16 @@ class Null:
         self._collective("reduce_scatter", flat)
         self._fill(result)
 
-    def all_to_all(self, blocks: Sequence[Tensor], into: Tensor, counts: Sequence[int], bound_nbytes: int) -> None:  # noqa: ARG002
+    def all_to_all(
+        self,
+        flat: Tensor,
+        out: Sequence[int],  # noqa: ARG002
+        into: Tensor,
+        counts: Sequence[int],  # noqa: ARG002
+        bound_nbytes: int,  # noqa: ARG002
+    ) -> None:
         """Leave what is there. Not collective."""
-        for block in blocks[:1]:
-            self._check(block)
-        self._note("collective", "all_to_all", nbytes=sum(b.nbytes for b in blocks))
+        self._collective("all_to_all", flat)
         self._fill(into)
 
     def broadcast(self, x: Tensor, root: int) -> None:  # noqa: ARG002

@@ -211,12 +211,12 @@ class Normalise(Function):
         if sums is not None:
             by_one, by_x = (sums if pending is None else pending.wait()).unbind()
             # of the cotangent, the means and those times x-hat are taken away
-            part = -1 / rows.count
-            slope = (rstd * rstd * rstd).mul_(torch.addcmul(by_x, mean, by_one, value=-1)).mul_(part)
-            offset = (rstd * by_one).mul_(part).addcmul_(slope, mean, value=-1)
+            part = rstd * (-1 / rows.count)
+            slope = torch.addcmul(by_x, mean, by_one, value=-1).mul_(part).mul_(rstd).mul_(rstd)
+            offset = (part * by_one).addcmul_(slope, mean, value=-1)
             wide = torch.float32 if x.dtype in HALVES else x.dtype
             if rows.is_per_channel and x.dtype is wide and x.numel():
-                dx = _standardised(dy, torch.zeros_like(mean), var, weight, offset, rows, ctx.eps)
+                dx = _standardised(dy, torch.zeros_like(mean, dtype=wide), var, weight, offset, rows, ctx.eps)
                 _add_scaled(dx, x, rows.spread(slope.to(wide)), columns)
             else:
                 scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight

@@ -25,9 +25,11 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
     if v.is_cpu and v.numel() <= _FEW and traced.recording is None:
-        # a copy costs less than to look at the means
-        var, mean = torch.var_mean(v.double(), 1, correction=0)
-        return mean, var.mul_(n)
+        # a copy costs less than to look at the means, and torch.var_mean more than both passes
+        own = v.double()
+        mean = own.mean(1)
+        own = own - mean.unsqueeze(1)
+        return mean, torch.linalg.vecdot(own, own)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not v.is_cpu or n < BLOCK // 4 or traced.recording is not None:
         own = v.to(wide)

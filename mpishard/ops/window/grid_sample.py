@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.window import fetch_box
+from mpishard.autograd.window import fetch_box, window_op
 from mpishard.comm.collective import blocking
-from mpishard.layout import Box, Layout, Placement, Replicate, Shard, layout_of, repeated
+from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import (
+    Box,
+    Layout,
+    Placement,
+    Replicate,
+    Shard,
+    bounds,
+    layout_of,
+    owner,
+    plan_halo,
+    repeated,
+)
+from mpishard.layout.partition import coords_of
 from mpishard.ops.rule.align import Met, plan_meeting
 from mpishard.ops.rule.dim import unsharded, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
@@ -23,6 +39,7 @@ from mpishard.tensor.shard_tensor import ShardTensor
 
 _MODES = ("bilinear", "nearest", "bicubic")
 _PADDINGS = ("zeros", "border", "reflection")
+_FAR = 64  # so many ranks along a mesh dim are told one by one
 _WIDE = 0.75  # windows of more than this part of the field are no better than all of it
 
 
@@ -32,9 +49,9 @@ def grid_sample(
 ) -> ShardTensor:
     """Sample a field at the points of a grid, which may lie anywhere.
 
-    Neighborwise collective where spatial dims of the field are sharded: ranks agree on the part of the field that
-    each of them reads, and get it from where it is. Where the points of a rank are spread over most of the field
-    all of it travels to every rank, and also where the numbers are of a half type.
+    Neighborwise collective where spatial dims of the field are sharded: ranks agree on how far they read, tell those
+    within reach which part of the field they read, and get it from where it is. Where the points of a rank are spread
+    over most of the field all of it travels to every rank, and also where the numbers are of a half type.
 
     The result is sharded as the grid; along mesh dims that shard the field, but not the grid, the grid is cut as the
     field. Where a mesh dim shards batch or channels of the field, the grid is whole along it.
@@ -89,34 +106,80 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     # the last coordinate belongs to the first spatial dim
     taps = [taps_of(flat[..., x.ndim - 1 - d], layout.shape[d], x.ndim - 2, *how) for d in whole]
     dims = [d for d in whole if layout.sizes[d] is not None]
-    reads = [(0, 1) if 0 in points.shape else taps[d - 2].interval() or (0, 1) for d in dims]
-    every = blocking.all_gather(
-        torch.tensor([reads], dtype=torch.int64),
-        mesh.group(tuple(range(mesh.ndim))),
-        0,
-        repeated(((1, mesh.size),)),
-    )
-    lows, highs = every.unbind(-1)
-    parts = (highs - lows) / torch.tensor([layout.shape[d] for d in dims], dtype=torch.float64)
-    if parts.prod(1).max() > _WIDE:
+    reads = [tap.interval() if points.numel() else None for tap in taps]
+    # who reads nothing asks for a cell that is near
+    first = [min(source.interval(d, mesh.coords)[0], layout.shape[d] - 1) for d in dims]
+    own = [reads[d - 2] or (lo, lo + 1) for d, lo in zip(dims, first)]
+    part = math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, own))
+    told = torch.tensor([part, *_reach(source, mesh, dict(zip(dims, own)))], dtype=torch.float64)
+    widest, *reach = blocking.all_reduce(told, mesh.group(tuple(range(mesh.ndim))), "max").tolist()
+    if widest > _WIDE:
         return None
+    mine = torch.tensor([source.interval(d, mesh.coords) for d in dims])
+    every = {**_readers(mesh, torch.tensor(own), mine, [int(n) for n in reach]), mesh.rank: own}
 
     def window(coords: tuple[int, ...]) -> Box:
         box = list(source.box(coords))
-        for d, (lo, hi) in zip(dims, every[mesh.rank_at(coords)].tolist()):
-            box[d] = (lo, hi)
+        for d, interval in zip(dims, every[mesh.rank_at(coords)]):
+            box[d] = interval
         return tuple(box)
 
     field = moved(x, source)
     used = tuple(m for m in plan.used[0] if type(source.placements[m]) is Replicate)
-    first, stop = torch.tensor([source.interval(d, mesh.coords) for d in dims]).unbind(1)
-    near = ((lows < stop) & (highs > first)).all(1).nonzero().flatten().tolist()
-    cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample", near)
+    cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample", sorted(every))
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
     return Met(mesh, (cells, points), plan).result(
         _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
     )
+
+
+def _reach(source: Layout, mesh: CartMesh, reads: Mapping[int, tuple[int, int]]) -> list[int]:
+    """Return how many coordinates away, along every mesh dim, the cells lie that this rank reads. Not collective."""
+    reach = [0] * mesh.ndim
+    for d, (lo, hi) in reads.items():
+        borders, mesh_dims = bounds(source.sizes[d] or ()), source.shard_dims[d]
+        extents = [mesh.shape[m] for m in mesh_dims]
+        here, there = (coords_of(owner(borders, cell), extents) for cell in (lo, hi - 1))
+        for k, m in enumerate(mesh_dims):
+            ends = (here[k], there[k]) if here[:k] == there[:k] else (0, extents[k] - 1)
+            reach[m] = max(abs(c - mesh.coords[m]) for c in ends)
+    return reach
+
+
+def _readers(mesh: CartMesh, own: Tensor, mine: Tensor, reach: Sequence[int]) -> dict[int, Any]:
+    """Return what the ranks read that read of this rank's block.
+
+    Neighborwise collective: ranks as far apart as the reach, per mesh dim, tell each other; where that is far, all.
+
+    Parameters
+    ----------
+    own, mine
+        Per dim the interval that this rank reads, and that of its block.
+    reach
+        Per mesh dim, the longest of all ranks.
+    """
+    table, origin, placements, halos = own.view((1,) * mesh.ndim + own.shape), list(mesh.coords), [], {}
+    for m, n in enumerate(mesh.shape):
+        far = 1 << (reach[m] - 1).bit_length() if reach[m] else 0  # of few lengths, as messages are kept
+        placements.append(Replicate() if far > _FAR else Shard(m))
+        if far > _FAR:
+            table, origin[m] = blocking.all_gather(table, mesh.group((m,)), m, repeated(((1, n),))), 0
+        elif far:
+            halos[m] = far
+            origin[m] -= far
+    if halos:
+        layout = layout_of(mesh.shape, placements, (*mesh.shape, *own.shape))
+
+        def plan() -> WindowOp:
+            ones = [plan_halo(m, (m,), layout.sizes[m] or (), n, n, "zeros", mesh.coords[m]) for m, n in halos.items()]
+            return window_op(mesh, layout, table.dtype, ones, op="readers of grid_sample")
+
+        table = mesh.plan(("grid_sample, readers", layout, *halos.items()), plan)(table)
+    low, high = table.unbind(-1)
+    near = ((low < mine[:, 1]) & (high > mine[:, 0])).all(-1).nonzero()
+    found = zip((near + torch.tensor(origin)).tolist(), table[near.unbind(1)].tolist())
+    return {mesh.rank_at(coords): intervals for coords, intervals in found}
 
 
 def _fits(input: Any, grid: Any, mode: str, padding_mode: str) -> bool:
