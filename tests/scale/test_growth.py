@@ -383,8 +383,8 @@ def test_blocks_that_do_not_fit(which):
     call = refused(ms.planning.mesh(MESHES["3-D"]))[which]
 
     def odd(_comm, send, recv, op=None):
-        recv = recv[0] if isinstance(recv, list) else recv
-        recv[:] = (send[0] if isinstance(send, list) else send)[:]
+        send, recv = (x[0] if isinstance(x, (tuple, list)) else x for x in (send, recv))
+        recv[:] = send[:]
         if op is MPI.MIN:
             recv[:] = 4242  # the first rank of those that differ
 
