@@ -11,8 +11,8 @@
 #   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
 #                       promises; give it the oldest Python: PYTHON=python3.10
 #   make test-newest    the same with the newest releases: PYTHON=python3.13
-#   make fuzz           what is drawn at random, by the hundred: calls that differ between ranks, damaged files, kills;
-#                       CASES=300 of each, SEED=1, FUZZ_RANKS="2 3", ON=cluster for Open MPI: docs/robustness.md
+#   make fuzz           what is drawn at random, by the hundred: calls that differ between ranks, damaged files, kills,
+#                       simulations and links; CASES=300 of each, SEED=1, FUZZ_RANKS="2 3", ON=cluster for Open MPI: docs/robustness.md
 #   make test-gpu       the tests and figures that need a GPU, with the Python and MPI at hand
 #   make lint           ruff, mypy, import-linter
 #   make docs           the documentation, build/docs/index.html; a warning is an error
@@ -80,6 +80,10 @@ fuzz: $(fuzz_venv)/.ready
 	$(guarded) $(fuzz_venv)/bin/python -m tests.failure.test_mismatch $(SEED) $(CASES) $(FUZZ_RANKS)
 	$(guarded) $(MPIEXEC) -n 2 $(fuzz_venv)/bin/python -m pytest --ranks 2 \
 	    -o faulthandler_timeout=$(LIMIT_S) tests/io/test_damage.py tests/io/test_append.py $(PYTEST_ARGS)
+	for ranks in 1 $(FUZZ_RANKS); do \
+	    $(guarded) $(MPIEXEC) -n $$ranks $(fuzz_venv)/bin/python -m pytest --ranks $$ranks \
+	        tests/insitu/test_drawn.py $(PYTEST_ARGS); done
+	$(guarded) $(fuzz_venv)/bin/python -m pytest tests/coupling/test_programs.py -k drawn $(PYTEST_ARGS)
 	$(guarded) $(fuzz_venv)/bin/python -m pytest tests/failure/test_append.py tests/failure/test_checkpoint.py -k killed \
 	    $(PYTEST_ARGS)
 

@@ -67,6 +67,10 @@ def run(bench: Bench) -> None:
         u.rebind(levels[0])
         return u.tensor
 
+    def another() -> object:
+        sim.fields.pop("v", None)  # its name may be used again
+        return sim.field("v", levels[0])
+
     def model(x: ms.ShardTensor) -> ms.ShardTensor:
         return x
 
@@ -79,6 +83,7 @@ def run(bench: Bench) -> None:
     tensor, empty = u.tensor, sim.hook(model, ["u"])
     calls = {
         "wrap another array (rebind)": wrap,
+        "wrap a field (like one before)": another,
         "exchange of ghost cells": u.exchange,
         "reduction of 4 bytes": floor,
     }

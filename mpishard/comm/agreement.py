@@ -55,6 +55,7 @@ class Agreement:
         self._alone = mesh.size == 1
         self._flag = np.zeros(1, np.int32)
         self._any = np.zeros(1, np.int32)
+        self._digests, self._most = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._ends, self._any_end = np.zeros(2, np.int32), np.zeros(2, np.int32)
 
     def on(self, error: BaseException | None, op: str, signature: str | None = None) -> None:
@@ -73,6 +74,16 @@ class Agreement:
             if error is not None and agreed is not error:
                 raise agreed from error
             raise
+
+    def alike(self, digest: int) -> bool:
+        """Tell whether all ranks have the same number, 0 or more."""
+        if self._alone:
+            return digest >= 0
+        self._digests[:] = digest, -digest
+        with guard.waiting("field", (), self.comm):
+            self.comm.Allreduce(self._digests, self._most, MPI.MAX)
+        most, least = self._most.tolist()
+        return most == -least and digest >= 0
 
     @contextlib.contextmanager
     def lookout(self) -> Iterator[None]:

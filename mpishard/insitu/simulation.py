@@ -15,6 +15,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook
+from mpishard.insitu.kind import Kinds
 from mpishard.insitu.memory import as_tensor
 from mpishard.layout import Replicate, Shard, layout_of
 from mpishard.tensor.resident import resident
@@ -117,6 +118,7 @@ class Simulation:
         self.mesh = mesh
         self.agreement = Agreement(mesh)
         self.fields: dict[str, Field] = {}
+        self._kinds = Kinds(mesh, self.agreement)
         self.shape: tuple[int, ...] = ()
         self.halo: tuple[tuple[int, int], ...] = ()
         self._offset: tuple[int, ...] | None = None
@@ -292,6 +294,11 @@ class Simulation:
             On every rank: a name used twice, an array of another size than said, or one that cannot be shared.
         """
         self._require_alive()
+        key = self._kinds.key(array, (halo, dims, location, writable))
+        known = self._kinds.again(name, array, key, new=name not in self.fields)
+        if known is not None:
+            field = self.fields[name] = Field(self, name, *known, writable=writable)
+            return field
         mesh, names = self.mesh, self.mesh.mesh_dim_names
         what = f"field {name!r}"
         found: dict[str, Any] = {}
@@ -373,6 +380,7 @@ class Simulation:
             tensor = resident(
                 mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name, foreign=True
             )
+        self._kinds.note(key, array, tensor)
         field = self.fields[name] = Field(self, name, array, tensor, writable=writable)
         return field
 

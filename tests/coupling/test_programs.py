@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +11,30 @@ import pytest
 
 from tests.conftest import mpiexec
 
-TWO = Path(__file__).with_name("two_programs.py")
+TWO, DRAWN = (Path(__file__).with_name(name) for name in ("two_programs.py", "drawn_programs.py"))
 
 
 def ended_well(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [((2, 2), 30), ((3, 1), 15)])
-def test_two_programs(programs, ranks, cases):
-    parts = [
-        (n, [sys.executable, TWO, name, str(cases), *(["any_decompositions", "any_policy"] if 1 in ranks else [])])
-        for n, name in zip(ranks, ("solver", "model"))
-    ]
-    done = programs(*parts)
+def test_two_programs(programs):
+    ended_well(programs(*[(2, [sys.executable, TWO, name]) for name in ("solver", "model")]))
+
+
+# three of the pairs every day, all where many are drawn
+PAIRS = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3)]
+VARIANTS = int(os.environ.get("MPISHARD_VARIANTS", "20"))
+
+
+@pytest.mark.parametrize("ranks", PAIRS if VARIANTS > 20 else [(2, 2), (3, 1), (1, 3)], ids=str)
+def test_drawn(programs, ranks):
+    """Decompositions, policies, links and mistakes; ``MPISHARD_VARIANTS=300`` and ``MPISHARD_SEED`` as elsewhere."""
+    count = -(-VARIANTS // len(PAIRS)) if VARIANTS > 20 else VARIANTS
+    named = zip(ranks, ("solver", "model"))
+    done = programs(*[(n, [sys.executable, DRAWN, name, str(count)]) for n, name in named], timeout_s=120 + count)
     ended_well(done)
-    assert "model any_decompositions" in done.stdout
+    assert "model any_links" in done.stdout
 
 
 THREE = """

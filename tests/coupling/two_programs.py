@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import random
 import sys
 import time
 
@@ -13,129 +11,10 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
-from mpishard.layout import layout_of
 
 NAME = sys.argv[1]
 OTHER = {"solver": "model", "model": "solver"}[NAME]
 SOLVER = NAME == "solver"
-
-
-def drawn(rng: random.Random, ranks: int, shape: tuple[int, ...]):
-    """Any decomposition of a shape on so many ranks: meshes of 1 to 3 dims, uneven, empty, replicated."""
-    meshes = ((ranks,), (1, ranks), (ranks, 1), (1, ranks, 1), (2, ranks // 2), (1, 2, ranks // 2))
-    mesh = rng.choice([m for m in meshes if math.prod(m) == ranks])
-    placements = tuple(rng.choice([ms.Replicate(), *map(ms.Shard, range(len(shape)))]) for _ in mesh)
-    sizes = {}
-    for d, n in enumerate(shape):
-        count = math.prod(s for s, p in zip(mesh, placements) if p == ms.Shard(d))
-        if count > 1 and rng.random() < 0.6:
-            borders = sorted(rng.choice([0, n, rng.randint(0, n)]) for _ in range(count - 1))
-            sizes[d] = [b - a for a, b in zip([0, *borders], [*borders, n])]
-    return layout_of(mesh, placements, shape, sizes)
-
-
-def tensor(me, layout, dtype, values=None):
-    mesh = ms.init_mesh(layout.mesh_shape, comm=me.comm)
-    box = tuple(slice(lo, hi) for lo, hi in layout.box(mesh.coords))
-    block = torch.full(layout.local_shape(mesh.coords), 0, dtype=dtype) if values is None else values[box].clone()
-    return ms.ShardTensor.from_local(
-        block,
-        mesh,
-        layout.placements,
-        {min(layout.shard_dims[d]): s for d, s in enumerate(layout.sizes) if s is not None},
-    ), box
-
-
-def cells(shape, dtype, offset=0):
-    return (torch.arange(math.prod(shape)).reshape(shape) + offset).to(dtype)
-
-
-def any_decompositions(me):
-    rng = random.Random(7)
-    for case in range(int(sys.argv[2])):
-        shapes = [
-            tuple(rng.randint(0 if rng.random() < 0.1 else 1, 7) for _ in range(rng.randint(1, 3))) for _ in range(2)
-        ]
-        dtypes = [
-            rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.complex64]) for _ in shapes
-        ]
-        layouts = {n: [drawn(rng, me.programs[n], s) for s in shapes] for n in ("solver", "model")}
-        fields = [tensor(me, layout, t)[0] for layout, t in zip(layouts[NAME], dtypes)]
-        boxes = [tensor(me, layout, t)[1] for layout, t in zip(layouts[NAME], dtypes)]
-        back = case % 2  # the second field goes back, or along
-        names = dict(zip("uv", fields))
-        first, second = {"u": fields[0]}, {"v": fields[1]}
-        if back:
-            out, into = (first, second) if SOLVER else (second, first)
-        else:
-            out, into = (names, {}) if SOLVER else ({}, names)
-        link = me.connect(OTHER, out=out, into=into, timeout=100)
-        for step in range(3):
-            if SOLVER:
-                for f, s, t, b in zip(fields, shapes, dtypes, boxes):
-                    f.to_local().copy_(cells(s, t, step)[b])
-                assert link.put()
-                # at once: the step is in a slot
-                fields[0].to_local().zero_()
-            else:
-                assert link.get() == step
-                for name, f, s, t, b in zip("uv", fields, shapes, dtypes, boxes):
-                    if name in into:
-                        assert torch.equal(f.to_local(), cells(s, t, step)[b]), (case, name, layouts)
-            if back and SOLVER:
-                assert link.get() == step
-                assert torch.equal(fields[1].to_local(), cells(shapes[1], dtypes[1], 5 * step)[boxes[1]]), (
-                    case,
-                    layouts,
-                )
-            elif back:
-                fields[1].to_local().copy_(cells(shapes[1], dtypes[1], 5 * step)[boxes[1]])
-                assert link.put()
-        link.close()
-        link.close()
-
-
-def any_policy(me):
-    """Drawn: decompositions, policy, depth, paces, and which side closes first; what is read is what was put."""
-    rng = random.Random(11)
-    mine = random.Random(me.comm.rank + 100 * SOLVER)  # paces, each rank its own
-    for case in range(int(sys.argv[2])):
-        shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 3)))
-        dtype = rng.choice([torch.float64, torch.int32])
-        layouts = {n: drawn(rng, me.programs[n], shape) for n in ("solver", "model")}
-        policy, depth = rng.choice(("block", "drop_newest", "latest")), rng.randint(1, 3)
-        puts, gets = rng.randint(1, 8), rng.choice([99, rng.randint(0, 3)])
-        late = rng.choice([0, 0, 0.004]), rng.choice([0, 0, 0.004])
-        field, box = tensor(me, layouts[NAME], dtype)
-        told = (case, policy, depth, puts, gets, layouts)
-        link = me.connect(OTHER, **side({"u": field}, policy=policy, depth=depth), timeout=100)
-        if SOLVER:
-            kept = []
-            for step in range(puts):
-                field.to_local().copy_(cells(shape, dtype, step)[box])
-                kept.append(link.put())
-                time.sleep(late[0] * mine.random())
-            assert gets < 99 or policy == "drop_newest" or all(kept), told
-            assert not gets or kept[0], told
-            # all ranks are told the same
-            assert len(set(me.comm.allgather((tuple(kept), link.ended)))) == 1, told
-        else:
-            got = []
-            for step in link if gets else ():
-                assert torch.equal(field.to_local(), cells(shape, dtype, step)[box]), (*told, step)
-                got.append(step)
-                time.sleep(late[1] * mine.random())
-                if len(got) == gets:
-                    break
-            if policy == "block":
-                assert got == list(range(min(puts, gets))), (*told, got)
-            assert got == sorted(set(got)), (*told, got)
-            if gets == 99:
-                assert got, told
-                assert got[-1] == puts - 1 or policy == "drop_newest", (*told, got)
-                assert got[0] == 0 or policy == "latest", (*told, got)
-            assert len(set(me.comm.allgather(tuple(got)))) == 1, told
-        link.close()
 
 
 def fields_of(me, n=6):
@@ -419,14 +298,19 @@ def gradients_know(me):
     link.close()
 
 
-def main() -> None:
+def main(*parts) -> None:
     torch.set_num_threads(1)
     me = ms.insitu.join(NAME, timeout=100)
     assert me.name == NAME
     assert me.comm.size == me.programs[NAME]
-    parts = (
-        any_decompositions,
-        any_policy,
+    for part in parts:
+        part(me)
+        if me.comm.rank == 0:
+            os.write(1, f"{NAME} {part.__name__}\n".encode())  # at once: the programs share the output
+
+
+if __name__ == "__main__":
+    main(
         bad_input,
         wrong_order,
         wrong_everywhere,
@@ -441,11 +325,3 @@ def main() -> None:
         reordered_mesh,
         gradients_know,
     )
-    for part in [p for p in parts if p.__name__ in sys.argv[3:] or not sys.argv[3:]]:
-        part(me)
-        if me.comm.rank == 0:
-            os.write(1, f"{NAME} {part.__name__}\n".encode())  # at once: the programs share the output
-
-
-if __name__ == "__main__":
-    main()

@@ -261,3 +261,31 @@ def test_read_only_fields():
         # a model may read it
         assert u.tensor.sum().item() == host.whole.sum()
     host.free()
+
+
+def test_fields_alike():
+    """A field like one before costs one reduction; not where another rank's is not, or has another name."""
+    host = Host((SIZE, 1), [cut(9, SIZE), (6,)], [(1, 1), (2, 0)])
+    with ms.insitu.adopt(host.cart, host.shape, host.widths) as sim:
+        sim.field("a", host.array())
+        sim.field("b", host.array("F"))
+        for name, order in (("c", "C"), ("d", "F")):
+            array = host.array(order)
+            u = sim.field(name, array)
+            check(host, sim, u, array)
+            assert sim.fields[name] is u
+            assert u.array.data_ptr() == array.ctypes.data
+        # one rank's array is laid out otherwise: found out as for a new one
+        array = host.array("F" if WORLD.rank == SIZE - 1 else "C")
+        check(host, sim, sim.field("e", array), array)
+        with pytest.raises(ms.LayoutError, match="used twice"):
+            sim.field("c", host.array())
+        if SIZE > 1:
+            with pytest.raises(ms.DesyncError):
+                sim.field("f" if WORLD.rank else "g", host.array())
+            with pytest.raises(ms.MpishardError, match="'h'"):
+                sim.field("h", host.array() if WORLD.rank else host.array().astype(object))
+        released = sim.field("i", host.array())
+    with pytest.raises(ms.UnsupportedOperationError, match="'i' was released"):
+        _ = released.tensor
+    host.free()

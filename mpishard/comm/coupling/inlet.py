@@ -35,6 +35,8 @@ class Inlet:
         self._parcels = parcels
         self._asks = asks
         self._load = Load(parcels, dtypes)
+        # what is all of a step, where it comes in one piece
+        self._whole = [n if len(parts) == 1 else -1 for n, parts in zip(self._load.sizes, self._load.parts)]
         comm, tag = channel.comm, channel.tag + wire.DATA
         self._requests = [
             comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
@@ -104,7 +106,9 @@ class Inlet:
         return heads[0]
 
     def _checked(self, i: int) -> tuple[int, int]:
-        magic, version, kind, step, nbytes, *_ = self._load.heads[i].tolist()
+        magic, version, kind, step, nbytes, *_ = wire.HEAD.unpack_from(self._load.heads[i].data)
+        if (magic, version, kind, nbytes) == (wire.MAGIC, wire.VERSION, wire.STEP, self._whole[i]):
+            return kind, step
         peer = self._parcels[i].peer
         if (magic, version) != (wire.MAGIC, wire.VERSION):
             raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))

@@ -102,7 +102,7 @@ class Outlet:
         self._known: list[Tensor] = []
         self._boxes: list[Tensor] = []
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
-        self._ballot = Ballot(channel.circle)  # on the last step that was pushed
+        self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
         keep_going(self)
 
     def put(self, blocks: Sequence[Tensor], error: MpishardError | None) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import struct
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -17,24 +18,30 @@ from mpi4py import MPI
 from mpishard import errors
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
+from mpishard.comm.exit import on_finalize
+from mpishard.comm.memory.buffer import address
 from mpishard.errors import PeerError, described
 
-_SPIN_S = 3e-4
+_SPIN_S = 5e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
+_NUMBERS = struct.Struct("=4q")
+_FIRST_TAG = 1 << 14  # those below are the notes' of links
 _LOOK_S = 0.2  # between looks whether peers are alive
 
 # what must go on whatever this rank waits for: called with no arguments, must not raise or wait
-_background: weakref.WeakSet[Any] = weakref.WeakSet()
+_background: tuple[Any, ...] = ()
 
 
 def keep_going(worker: Any) -> None:
-    """Have ``worker.progress()`` called in every wait of this rank, as long as the object lives. Not collective."""
-    _background.add(worker)
+    """Have ``worker.progress()`` called in every wait of this rank, until `leave`. Not collective."""
+    global _background  # noqa: PLW0603
+    _background = (*_background, worker)
 
 
 def leave(worker: Any) -> None:
     """Undo `keep_going`. Not collective."""
-    _background.discard(worker)
+    global _background  # noqa: PLW0603
+    _background = tuple(w for w in _background if w is not worker)
 
 
 class CertainError(PeerError):
@@ -66,7 +73,7 @@ class Wait:
         now = time.monotonic()
         passed = now - self._start
         if passed >= _SPIN_S or self._turns % 8 == 0:
-            for worker in tuple(_background):
+            for worker in _background:
                 worker.progress()
         if passed < _SPIN_S:
             os.sched_yield()
@@ -74,7 +81,7 @@ class Wait:
         if self.look is not None and now - self._looked > _LOOK_S:
             self._looked = now
             self.look()
-        time.sleep(min(passed / 16, _LONGEST_PAUSE_S))
+        time.sleep(min(passed / 32, _LONGEST_PAUSE_S))
         return passed < self.timeout_s
 
 
@@ -95,7 +102,13 @@ class Circle:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._broken = False
+        self._tags = itertools.count(_FIRST_TAG)
         self._ballot = Ballot(self)
+        on_finalize(self._ballot.leave)
+
+    def new_tag(self) -> int:
+        """Return a tag on ``comm`` that nobody else has. Collective."""
+        return next(self._tags)
 
     def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Start an agreement; `finish` ends it. Collective."""
@@ -118,11 +131,11 @@ class Circle:
             assert message is not None
             return message
         count = np.array([0 if message is None else len(message)], np.int64)
-        self._complete(self.comm.Ibcast([count, MPI.INT64_T], 0), timeout_s)
+        self._complete(self.comm.Ibcast([count, MPI.INT64_T], 0).Test, timeout_s)
         data = np.empty(int(count[0]), np.uint8)
         if message is not None:
             data[:] = np.frombuffer(message, np.uint8)
-        self._complete(self.comm.Ibcast([data, MPI.BYTE], 0), timeout_s)
+        self._complete(self.comm.Ibcast([data, MPI.BYTE], 0).Test, timeout_s)
         return data.tobytes()
 
     def _raise(self, error: BaseException | None, rank: int, timeout_s: float) -> NoReturn:
@@ -131,16 +144,14 @@ class Circle:
             said = wire.clipped(f"{type(error).__name__}|{error}", wire.TEXT_NBYTES)
             data[: len(said)] = np.frombuffer(said, np.uint8)
         if self.size > 1:
-            self._complete(self.comm.Ibcast([data, MPI.BYTE], rank), timeout_s)
+            self._complete(self.comm.Ibcast([data, MPI.BYTE], rank).Test, timeout_s)
         kind, _, text = wire.text_of(data.tobytes()).partition("|")
         raise guard.common(getattr(errors, kind, PeerError)(text), self.comm) from None
 
-    def _complete(self, request: MPI.Request, timeout_s: float) -> None:
-        if request.Test():
-            return
+    def _complete(self, done: Callable[[], bool], timeout_s: float) -> None:
         # ranks whose own wait ran out come this much later
         wait = Wait(timeout_s + min(timeout_s, 5.0))
-        while not request.Test():
+        while not done():
             if not wait.pause():
                 self._broken = True
                 raise PeerError(
@@ -157,15 +168,39 @@ class Ballot:
     """An agreement of a circle that may be under way while the circle agrees on other things.
 
     Its methods are called by all ranks, in the same order as other agreements of the circle.
+
+    Parameters
+    ----------
+    circle
+        The ranks.
+    later
+        Whether ranks do other things between `start` and `finish`.
     """
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: Circle, *, later: bool = False) -> None:
         self._circle = circle
-        self._mine, self._least = np.zeros(4, np.int64), np.zeros(4, np.int64)
-        self._buffers = ([self._mine, MPI.INT64_T], [self._least, MPI.INT64_T])
+        # own numbers, then what comes in each round
+        rounds = (circle.size - 1).bit_length()
+        self._numbers = np.zeros((1 + rounds, _NUMBERS.size), np.uint8)
         self._error: BaseException | None = None
-        self._request: MPI.Request = MPI.REQUEST_NULL
         self.under_way = False
+        self._rounds: list[list[MPI.Prequest]] = []
+        # messages by hand take a few microseconds where MPI's reduction takes tens; but nobody sends those of a second
+        # round before it is in a call again
+        self._by_mpi = later and rounds > 1
+        self._request: MPI.Request = MPI.REQUEST_NULL
+        self._at = 0
+        if self._by_mpi:
+            self._mine, self._least = ([row.view(np.int64), MPI.INT64_T] for row in self._numbers[:2])
+            return
+        comm, rank, size, tag = circle.comm, circle.rank, circle.size, circle.new_tag()
+        mine = address(self._numbers[0].ctypes.data, _NUMBERS.size)
+        for k in range(rounds):
+            # after round k a rank knows the least of 2**(k+1) ranks up to its own; that some are met twice is harmless
+            came = address(self._numbers[1 + k].ctypes.data, _NUMBERS.size)
+            request = comm.Recv_init(came, (rank - (1 << k)) % size, tag)
+            self._rounds.append([request, comm.Send_init(mine, (rank + (1 << k)) % size, tag)])
+        self._at = rounds
 
     def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Start an agreement on the least of every value; `finish` ends it. Collective."""
@@ -184,27 +219,49 @@ class Ballot:
         if error is not None:
             # what is known for certain is told first, then what the lowest rank says
             failed = circle.rank - (2 if isinstance(error, CertainError) else 1) * circle.size
-        self._mine[:] = (failed, a, b, c)
-        if circle.size == 1:
-            self._least[:] = self._mine
-        else:
-            self._request = circle.comm.Iallreduce(*self._buffers, MPI.MIN)
+        _NUMBERS.pack_into(self._numbers[0], 0, failed, a, b, c)
+        self._at = 0
+        if self._rounds:
+            MPI.Prequest.Startall(self._rounds[0])
+        elif self._by_mpi:
+            self._request = circle.comm.Iallreduce(self._mine, self._least, MPI.MIN)
         self.under_way = True
+
+    def _done(self) -> bool:
+        if self._by_mpi:
+            return self._request.Test()
+        rounds = self._rounds
+        while self._at < len(rounds):
+            if not MPI.Request.Testall(rounds[self._at]):
+                return False
+            mine = _NUMBERS.unpack_from(self._numbers[0])
+            came = _NUMBERS.unpack_from(self._numbers[1 + self._at])
+            if came != mine:
+                _NUMBERS.pack_into(self._numbers[0], 0, *map(min, mine, came))
+            self._at += 1
+            if self._at < len(rounds):
+                MPI.Prequest.Startall(rounds[self._at])
+        return True
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
         circle, self.under_way = self._circle, False
-        circle._complete(self._request, timeout_s)
-        failed, a, b, c = self._least.tolist()
+        if not self._done():
+            circle._complete(self._done, timeout_s)
+        failed, a, b, c = _NUMBERS.unpack_from(self._numbers[int(self._by_mpi)])
         error, self._error = self._error, None
         if failed:
             circle._raise(error, failed % circle.size, timeout_s)
         return a, b, c
 
     def leave(self) -> None:
-        """Let go of an agreement that nobody will end: MPI may still write to its memory. Not collective."""
-        if self.under_way and not self._request.Test():
+        """Free what is local, but not an agreement that nobody will end: MPI may still write to its memory."""
+        if not self._done():
             _left.append(self)
+            return
+        for request in itertools.chain(*self._rounds):
+            request.Free()
+        self._rounds = []
 
 
 _left: list[Ballot] = []

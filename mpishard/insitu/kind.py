@@ -1,0 +1,72 @@
+"""Kinds of fields: what a field that is like one before need not find out, or agree on, again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpishard.comm.agreement import Agreement
+from mpishard.comm.mesh import CartMesh
+from mpishard.layout import Layout
+from mpishard.tensor.resident import ResidentHalo
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+
+class Kind(NamedTuple):
+    """What fields have in common whose arrays have one shape, strides and dtype on this rank."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    interior: int
+    layout: Layout
+    halo: ResidentHalo
+
+
+class Kinds:
+    """The kinds of a simulation's fields. A kind is that of the same field on all ranks, its number counts fields."""
+
+    def __init__(self, mesh: CartMesh, agreement: Agreement) -> None:
+        self._mesh, self._agreement = mesh, agreement
+        self._known: dict[Hashable, Kind] = {}
+        self._count = 0
+
+    def key(self, array: Any, told: tuple[Any, ...]) -> Hashable:
+        """Return what a field's kind depends on, or None: of arrays of numpy alone it can be seen. Not collective."""
+        if type(array) is not np.ndarray or not array.flags.writeable or torch.is_inference_mode_enabled():
+            return None
+        return array.shape, array.strides, array.dtype, repr(told)
+
+    def again(self, name: str, array: Any, key: Hashable, *, new: bool) -> tuple[Tensor, ShardTensor] | None:
+        """Return a field's array and tensor, where on all ranks it is of one known kind; ``new``: so is its name.
+
+        Collective: one reduction of 16 bytes where there are fields.
+        """
+        if not self._count:
+            return None
+        kind = self._known.get(key) if new and key is not None else None
+        digest = -1 if kind is None else zlib.crc32(f"{name}, of kind {kind.number}".encode())
+        if not self._agreement.alike(digest):
+            return None
+        assert kind is not None
+        found = torch.from_numpy(array)
+        local = found.as_strided(kind.shape, kind.strides, found.storage_offset() + kind.interior)
+        tensor = wrap(local, kind.layout, self._mesh)
+        tensor._halo = kind.halo.again()
+        tensor._halo.name = name
+        return found, tensor
+
+    def note(self, key: Hashable, array: Tensor, tensor: ShardTensor) -> None:
+        """Note a field that was made. Collective in that all ranks do, whatever their keys."""
+        self._count += 1
+        if key is None or tensor._halo is None:
+            return
+        block = tensor.block
+        interior = int(block.storage_offset() - array.storage_offset())
+        halo = tensor._halo.again()
+        self._known[key] = Kind(self._count, tuple(block.shape), block.stride(), interior, tensor.sharding, halo)
