@@ -31,6 +31,28 @@ def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator
             yield node
 
 
+class _Underivable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, value: Tensor, *operands: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
+        raise RuntimeError(f"derivative for {ctx.name} is not implemented")
+
+
+def underivable(name: str, value: Tensor, operands: Iterable[Any]) -> Tensor:
+    """Return a value through which torch has no derivative: as there, it needs one where an operand does.
+
+    Not collective. A backward through it raises.
+    """
+    needed = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
+    if not needed or not torch.is_grad_enabled() or not value.is_floating_point():
+        return value
+    return _Underivable.apply(name, value, *needed)  # type: ignore[no-any-return]
+
+
 def before(node: Any, call: Callable[[Any, Any], None]) -> None:
     """Have ``call(node, cotangents)`` called, without a graph, before autograd runs the node. Not collective."""
 

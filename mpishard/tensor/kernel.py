@@ -25,6 +25,7 @@ from mpishard.tensor.registry import RULES, Rule, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _KEPT = 65536
+_DIMS = 8
 # calls that were done so, and calls whose backward was; of kernels, what torch said of them
 _calls: set[Any] = set()
 _backwards: set[Any] = set()
@@ -154,6 +155,8 @@ def _kind(a: Any) -> Any:
         return tuple(map(_kind, a))
     if isinstance(a, dict):
         return tuple((name, _kind(value)) for name, value in a.items())
+    if type(a) is int and -_DIMS <= a <= _DIMS:  # which may be a dim: not all have the same way
+        return a
     return a if a is None or isinstance(a, (bool, str, torch.dtype)) else type(a)
 
 

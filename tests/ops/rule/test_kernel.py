@@ -37,6 +37,7 @@ FORWARD = {
     "gcd": (lambda x: torch.gcd(x, x), MATRIX),
     "mv": (lambda x: x @ x[0].full_tensor() if isinstance(x, ms.ShardTensor) else x @ x[0], MATRIX, torch.complex32),
     "max": (lambda x: x.max(1), MATRIX.to(torch.uint16)),
+    "amax of integers": (torch.amax, MATRIX.to(torch.uint16)),
     "amax over blocks": (lambda x: x.amax(0), MATRIX + 1j),
     "cummax": (lambda x: x.cummax(1), MATRIX + 1j),
     "sum": (lambda x: x.sum(1), MATRIX, torch.complex32),
@@ -49,6 +50,8 @@ FORWARD = {
     "segment_reduce": (lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3]), axis=0), MATRIX + 1j),
     "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), IMAGES + 1j),
     "max_pool1d": (lambda x: F.max_pool1d(x, 2, return_indices=True), IMAGES + 1j),
+    "max_pool1d without a graph": (lambda x: F.max_pool1d(x, 2), IMAGES.long()),
+    "flip, of the dims that stay": (lambda x: (x.flip(0), x.flip(1)), MATRIX.to(torch.uint16)),
     "grid_sample": (lambda x: F.grid_sample(x[:, None], field(4, 4, 4, 2).long(), align_corners=False), IMAGES.long()),
     "softmax": (lambda x: x.softmax(1), MATRIX.long()),
 }
