@@ -1,8 +1,11 @@
 """What torch refuses beside an empty block is refused alike on every rank: kernels of a dtype, phases of vectors."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.tensor import kernel
@@ -134,12 +137,17 @@ PHASES = {
 
 
 @pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("again", [None, False, True])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0)])
-def test_phases_that_a_loss_depends_on(name, weights):
+def test_phases_that_a_loss_depends_on(name, weights, again):
+    """Also where a checkpoint makes the vectors again in backward."""
+    of = PHASES[name]
+    if again is not None:
+        of = functools.partial(checkpoint, of, use_reentrant=again)
     a = torch.complex(field(3, 4, 4), field(3, 4, 4).flip(0))
     w = torch.tensor(weights)[:, None, None]
 
-    def derive(x, of=PHASES[name]):
+    def derive(x):
         (of(x) * w).real.sum().backward()
 
     expected = refusal(derive, a.clone().requires_grad_())
@@ -150,7 +158,7 @@ def test_phases_that_a_loss_depends_on(name, weights):
         assert set(told) == {told[0]}
         assert "ill-defined" in told[0]
     for x in beside_nothing(a, True):
-        (PHASES[name](x).abs() ** 2 * w).sum().backward()
+        (of(x).abs() ** 2 * w).sum().backward()
         whole = a.clone().requires_grad_()
         (PHASES[name](whole).abs() ** 2 * w).sum().backward()
         torch.testing.assert_close(gathered(x.grad), whole.grad)
