@@ -9,10 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DOCS = Path(__file__).parents[2] / "docs" / "upstream.md"
 
@@ -103,6 +105,18 @@ def einsum() -> bool:
     return one == two
 
 
+class _Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def conjugates() -> bool:
+    x = torch.eye(2) * 1j + torch.ones(2, 2)
+    with _Seen():
+        found = torch.linalg.pinv(x)
+    return torch.allclose(found, torch.linalg.pinv(x), atol=1e-4)
+
+
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
@@ -114,6 +128,7 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "fft": fft,
     "bilinear": bilinear,
     "einsum": einsum,
+    "conjugates": conjugates,
 }
 
 

@@ -129,6 +129,15 @@ def test_nothing_is_drawn_to_ask(made):
         assert len(set(WORLD.allgather(after))) == 1
 
 
+@pytest.mark.parametrize(
+    "f", [torch.linalg.pinv, lambda x: torch.linalg.pinv(x.conj()), lambda x: (x @ x.mH).inverse()]
+)
+def test_conjugates_where_torch_is_asked(f):
+    a = torch.complex(field(4, 4), field(4, 4).flip(0))
+    for x in beside_nothing(a):
+        torch.testing.assert_close(gathered(f(x)), f(a))
+
+
 PHASES = {
     "eigh": lambda a: torch.linalg.eigh(a + a.mH)[1],
     "eig": lambda a: torch.linalg.eig(a.real)[1],
