@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,12 +13,31 @@ from torch.autograd.function import BackwardCFunction
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:
+def _packs() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def unpacked() -> contextlib.AbstractContextManager[Any]:
+    """Have torch keep for backward, in the body, what a checkpoint around it would drop. Not collective.
+
+    So the nodes may be run twice.
+    """
+    if not (_packs() and torch.is_grad_enabled()):
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor], *, were_unpacked: bool = False) -> Iterator[Any]:
     """Give torch's own nodes between operands and results, which communicate nothing and may be run twice.
 
-    Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once.
+    Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once. Those that were
+    made in `unpacked` may.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if _packs() and not were_unpacked:
         return
     seen = {x.grad_fn for x in operands}
     waiting = [y.grad_fn for y in results]
@@ -29,6 +49,28 @@ def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator
         waiting += [n for n, _ in node.next_functions]
         if not isinstance(node, BackwardCFunction) and node.name() != _ACCUMULATE:
             yield node
+
+
+class _Underivable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, value: Tensor, *operands: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
+        raise RuntimeError(f"derivative for {ctx.name} is not implemented")
+
+
+def underivable(name: str, value: Tensor, operands: Iterable[Any]) -> Tensor:
+    """Return a value through which torch has no derivative: as there, it needs one where an operand does.
+
+    Not collective. A backward through it raises.
+    """
+    needed = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
+    if not needed or not torch.is_grad_enabled() or not value.is_floating_point():
+        return value
+    return _Underivable.apply(name, value, *needed)  # type: ignore[no-any-return]
 
 
 def before(node: Any, call: Callable[[Any, Any], None]) -> None:

@@ -53,6 +53,7 @@ def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
 @implements(*spellings("_softmax_backward_data"), sharded="reduction")
 def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of softmax. Collective where the dim is sharded."""
+    _require_kernel(torch.ops.aten._softmax_backward_data, grad_output, output, input_dtype)
     g, y = _wide(grad_output), _wide(output)
     return (y * (g - (g * y).sum(dim, keepdim=True))).to(input_dtype)
 
@@ -60,8 +61,15 @@ def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) 
 @implements(*spellings("_log_softmax_backward_data"), sharded="reduction")
 def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of log_softmax. Collective where the dim is sharded."""
+    _require_kernel(torch.ops.aten._log_softmax_backward_data, grad_output, output, input_dtype)
     g, y = _wide(grad_output), _wide(output)
     return (g - y.exp() * g.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _require_kernel(func: Any, grad_output: Any, output: Any, input_dtype: Any) -> None:
+    """Raise what torch raises of these dtypes, which has kernels for floats alone. Not collective."""
+    if not (grad_output.is_floating_point() and output.is_floating_point() and input_dtype.is_floating_point):
+        func(*(torch.ones(1, dtype=x.dtype, device=x.device) for x in (grad_output, output)), 0, input_dtype)
 
 
 def _wide(x: Any) -> Any:
@@ -224,6 +232,10 @@ def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[
 @implements(*spellings("_chunk_cat"), sharded="reduction")
 def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
     """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move."""
+    if num_chunks <= 0:
+        raise RuntimeError("_chunk_cat expects positive num_chunks")
+    if not all(t.numel() for t in tensors):
+        raise RuntimeError("_chunk_cat expects non-empty tensor")
     parts = []
     for t in tensors:
         d = dim % t.ndim

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from mpishard.comm import traced
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import implements
+from mpishard.tensor.registry import Rule, implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,
@@ -45,12 +47,51 @@ def _drawn(
     return draw()
 
 
+# -- what torch refuses
+
+_KEPT = 4096
+_taken: set[Any] = set()
+
+
+def _as_taken_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Decorate a rule: what torch refuses of dtypes and numbers is refused. Not collective.
+
+    Torch is asked by tensors of one cell each, once for all calls alike: a rank without cells must refuse, too.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            key = function, *map(_kind, args), *((name, _kind(a)) for name, a in kwargs.items())
+            if key not in _taken:
+                where = next(x for x in args if isinstance(x, ShardTensor)).block.device
+                named = {name: a for name, a in kwargs.items() if name not in ("generator", "device")}
+                with torch.random.fork_rng([where] if where.type == "cuda" else []), torch.no_grad():
+                    function(*map(_one_cell, args), **{name: _one_cell(a) for name, a in named.items()})
+                if len(_taken) > _KEPT:
+                    _taken.clear()
+                _taken.add(key)
+            return rule(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _kind(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return a.dtype, a.ndim
+    return type(a) if isinstance(a, torch.Generator) else (type(a), a)
+
+
+def _one_cell(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        device = a.block.device if isinstance(a, ShardTensor) else a.device
+        return torch.ones((1,) * a.ndim, dtype=a.dtype, device=device)
+    return None if isinstance(a, torch.Generator) else a
+
+
 # -- dropout
-
-
-def _check_probability(p: float) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
 def _features(layout: Layout, leading: int) -> Layout:
@@ -66,7 +107,6 @@ def _dropped(
     input: ShardTensor, p: float, training: bool, inplace: bool, leading: int | None = None, alpha: bool = False
 ) -> ShardTensor:
     """Drop cells, or features of the first ``leading`` dims. Collective in training."""
-    _check_probability(p)
     if not training or p == 0 or not math.prod(input.shape):
         return input
     x = resolved(input)
@@ -82,7 +122,7 @@ def _dropped(
         if inplace:
             return input.mul_(wrap(noise, layout, x.mesh)).add_(wrap(shift, layout, x.mesh))
         return wrap(local * noise + shift, x.sharding, x.mesh)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
+    scale = 0 if p == 1 else 1 / (1 - p)
     # the boolean mask alone is kept for backward
     if inplace:
         return input.mul_(wrap(kept, layout, x.mesh)).mul_(scale)
@@ -90,32 +130,35 @@ def _dropped(
 
 
 @implements(F.dropout, sharded="local")
+@_as_taken_by(F.dropout)
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
     return _dropped(input, p, training, inplace)
 
 
 @implements(F.alpha_dropout, sharded="local")
+@_as_taken_by(F.alpha_dropout)
 def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
     """Drop cells such that mean and variance stay (for SELU). Collective in training."""
     return _dropped(input, p, training, inplace, alpha=True)
 
 
 @implements(F.feature_alpha_dropout, sharded="local")
+@_as_taken_by(F.feature_alpha_dropout)
 def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
     """Drop whole channels such that mean and variance stay. Collective in training."""
     return _dropped(input, p, training, inplace, _channels(input), alpha=True)
 
 
 @implements(F.dropout1d, sharded="local")
+@_as_taken_by(F.dropout1d)
 def dropout1d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
-    if input.ndim not in (2, 3):
-        raise RuntimeError(f"dropout1d: Expected 2D or 3D input, but received a {input.ndim}D input.")
     return _dropped(input, p, training, inplace, input.ndim - 1)
 
 
 @implements(F.dropout2d, sharded="local")
+@_as_taken_by(F.dropout2d)
 def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     if input.ndim not in (3, 4):
@@ -124,6 +167,7 @@ def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool =
 
 
 @implements(F.dropout3d, sharded="local")
+@_as_taken_by(F.dropout3d)
 def dropout3d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     if input.ndim not in (4, 5):
@@ -136,24 +180,28 @@ def _channels(x: ShardTensor) -> int:
 
 
 @implements(torch.dropout, sharded="local")
+@_as_taken_by(torch.dropout)
 def torch_dropout(input: Any, p: float, train: bool) -> ShardTensor:
     """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
     return _dropped(input, p, train, False)
 
 
 @implements(torch.dropout_, sharded="local")
+@_as_taken_by(torch.dropout_)
 def torch_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Do the same in place. Collective in training."""
     return _dropped(input, p, train, True)
 
 
 @implements(torch.feature_dropout, sharded="local")
+@_as_taken_by(torch.feature_dropout)
 def torch_feature_dropout(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels. Collective in training."""
     return _dropped(input, p, train, False, _channels(input))
 
 
 @implements(torch.feature_dropout_, sharded="local")
+@_as_taken_by(torch.feature_dropout_)
 def torch_feature_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels in place. Collective in training."""
     return _dropped(input, p, train, True, _channels(input))
@@ -164,18 +212,21 @@ implements(torch.feature_alpha_dropout, sharded="local")(feature_alpha_dropout)
 
 
 @implements(torch.alpha_dropout_, sharded="local")
+@_as_taken_by(torch.alpha_dropout_)
 def torch_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop cells in place such that mean and variance stay. Collective in training."""
     return alpha_dropout(input, p, train, True)
 
 
 @implements(torch.feature_alpha_dropout_, sharded="local")
+@_as_taken_by(torch.feature_alpha_dropout_)
 def torch_feature_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
     """Drop whole channels in place such that mean and variance stay. Collective in training."""
     return feature_alpha_dropout(input, p, train, True)
 
 
 @implements(F.rrelu, torch.rrelu, sharded="local")
+@_as_taken_by(F.rrelu)
 def rrelu(
     input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> ShardTensor:
@@ -209,6 +260,7 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, op
 
 
 @implements(torch.rand_like, sharded="local")
+@_as_taken_by(torch.rand_like)
 def rand_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -217,6 +269,7 @@ def rand_like(
 
 
 @implements(torch.randn_like, sharded="local")
+@_as_taken_by(torch.randn_like)
 def randn_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -225,6 +278,7 @@ def randn_like(
 
 
 @implements(torch.randint_like, sharded="local")
+@_as_taken_by(torch.randint_like)
 def randint_like(
     input: Any,
     low: int,
@@ -237,22 +291,19 @@ def randint_like(
 ) -> ShardTensor:
     """Integers in [low, high), laid out as ``input``. Collective."""
     low, high = (0, low) if high is None else (low, high)
-    if high <= low:
-        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
     return _like(input, lambda _: integers(low, high), dtype, requires_grad, generator, options)
 
 
 def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:
     """Return zeros and ones, one with probability ``p``, a number or a tensor. Collective."""
     if not isinstance(p, Tensor):
-        if not 0 <= p <= 1:
-            raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
         return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
     local = fitted(resolved(p), x.mesh, x.sharding).detach()
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli, sharded="local")
+@_as_taken_by(torch.bernoulli)
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     x = resolved(input)
@@ -265,11 +316,12 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
 
 
 @implements(torch.normal, sharded="local")
+@_as_taken_by(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
     with torch.no_grad():
-        if bool((std < 0).any()) if isinstance(std, Tensor) else std < 0:
+        if isinstance(std, Tensor) and bool((std < 0).any()):
             raise RuntimeError("normal expects all elements of std >= 0.0")
         like = mean + std  # the broadcast shape and layout
         drawn = randn_like(like, generator=generator) * std + mean
@@ -285,6 +337,7 @@ def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
 
 
 @implements(torch.poisson, sharded="local")
+@_as_taken_by(torch.poisson)
 def poisson(input: Any, generator: Any = None) -> ShardTensor:
     """Draw Poisson numbers with the rates ``input``. Collective."""
     x = resolved(input)
@@ -347,60 +400,58 @@ def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
 
 
 @implements(torch.Tensor.uniform_, sharded="local")
+@_as_taken_by(torch.Tensor.uniform_)
 def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with uniform numbers in [a, b). Collective."""
-    if a > b:
-        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={a} > to={b}")
     dtype = self.block.dtype
     return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
 
 
 @implements(torch.Tensor.normal_, sharded="local")
+@_as_taken_by(torch.Tensor.normal_)
 def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with normal numbers. Collective."""
-    if std < 0:
-        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     return _write(self, _drawn(self, self.block.dtype, normal(self.block.dtype), generator).mul_(std).add_(mean))
 
 
 @implements(torch.Tensor.bernoulli_, sharded="local")
+@_as_taken_by(torch.Tensor.bernoulli_)
 def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor:
     """Fill with zeros and ones. Collective."""
     return _write(self, _probabilities(resolved(self), p, self.block.dtype, generator))
 
 
 @implements(torch.Tensor.exponential_, sharded="local")
+@_as_taken_by(torch.Tensor.exponential_)
 def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with exponentially distributed numbers. Collective."""
     return _write(self, _drawn(self, self.block.dtype, exponential(lambd), generator))
 
 
 @implements(torch.Tensor.cauchy_, sharded="local")
+@_as_taken_by(torch.Tensor.cauchy_)
 def cauchy_(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> ShardTensor:
     """Fill with Cauchy numbers. Collective."""
-    if sigma <= 0:
-        raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
     angle = _uniform_of(resolved(self), generator).sub_(0.5).mul_(math.pi)
     return _write(self, angle.tan_().mul_(sigma).add_(median))
 
 
 @implements(torch.Tensor.log_normal_, sharded="local")
+@_as_taken_by(torch.Tensor.log_normal_)
 def log_normal_(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> ShardTensor:
     """Fill with numbers whose logarithm is normal. Collective."""
-    if std <= 0:
-        raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}")
     return _write(self, _drawn(self, torch.float64, normal(torch.float64), generator).mul_(std).add_(mean).exp_())
 
 
 @implements(torch.Tensor.geometric_, sharded="local")
+@_as_taken_by(torch.Tensor.geometric_)
 def geometric_(self: Any, p: float, *, generator: Any = None) -> ShardTensor:
     """Fill with the number of trials up to a first success of probability ``p``. Collective."""
-    if not 0 < p < 1:
-        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
     return _write(self, _uniform_of(resolved(self), generator).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1))
 
 
 @implements(torch.Tensor.random_, sharded="local")
+@_as_taken_by(torch.Tensor.random_)
 def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> ShardTensor:
     """Fill with integers in [from, to), or all that the dtype represents exactly. Collective."""
     low, high = named.get("from", 0), named.get("to")
@@ -416,6 +467,7 @@ def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> Sha
 
 
 @implements(F.gumbel_softmax, sharded="local")
+@_as_taken_by(F.gumbel_softmax)
 def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """Sample from the Gumbel-Softmax distribution. Collective."""
     if eps != 1e-10:

@@ -25,6 +25,8 @@ from mpishard.tensor.registry import RULES, Rule, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _KEPT = 65536
+_DIMS = 8
+_LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 # calls that were done so, and calls whose backward was; of kernels, what torch said of them
 _calls: set[Any] = set()
 _backwards: set[Any] = set()
@@ -35,7 +37,11 @@ class _Asking(TorchDispatchMode):
     """Asks, for each operation without cells, whether torch has its kernel."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        # torch leaves out what resolves conjugates inside functions that it composes
+        with torch._C._PreserveDispatchKeyGuard():
+            for lazy in _LAZY:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(lazy, False)
+            found = func(*args, **(kwargs or {}))
         _require_kernel(func, args, kwargs or {})
         return found
 
@@ -154,6 +160,8 @@ def _kind(a: Any) -> Any:
         return tuple(map(_kind, a))
     if isinstance(a, dict):
         return tuple((name, _kind(value)) for name, value in a.items())
+    if type(a) is int and -_DIMS <= a <= _DIMS:  # which may be a dim: not all have the same way
+        return a
     return a if a is None or isinstance(a, (bool, str, torch.dtype)) else type(a)
 
 

@@ -16,6 +16,11 @@ MASK = torch.tensor([[True, False, True, True]])
 
 # operands are sharded one at a time, and all; integers and masks too
 CASES = {
+    "binary_cross_entropy_with_logits": (
+        lambda x, p: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), pos_weight=p.detach()),
+        MATRIX,
+        field(4).abs(),
+    ),
     "bucketize": (torch.bucketize, VECTOR, VECTOR.sort()[0]),
     "gather nothing": (lambda x, i: x.gather(0, i), MATRIX, NONE),
     "gather nothing of another shape": (lambda x, i: x.gather(0, i), VECTOR, NONE.reshape(2, 0)),
@@ -56,6 +61,7 @@ CASES = {
     "take_along_dim, around": (lambda x, i: torch.take_along_dim(x, i[:, None] - 7, 0), MATRIX, TWICE),
     "tensor_split": (lambda x, i: x.tensor_split(i.sort()[0]), MATRIX, TWICE),
     "tensor_split evenly": (lambda x, i: x.tensor_split(i), MATRIX, TWICE[1]),
+    "interpolate no samples": (lambda x: F.interpolate(x[None][:0], scale_factor=2), MATRIX),
     "unfold of a number": (lambda x: x.unfold(0, 1, 1), NUMBER),
     "unfold nothing of a number": (lambda x: x.unfold(0, 0, 1), NUMBER),
     "vander of a number": (lambda x: torch.linalg.vander(x, N=3), NUMBER),
@@ -115,6 +121,38 @@ REFUSED = {
     "trace": lambda x: (x > 0).trace(),
     "trapezoid": lambda x: torch.trapezoid(x > 0),
     "local_response_norm": lambda x: F.local_response_norm(x[None].int(), 2),
+    "batch_norm, statistics with a gradient": lambda x: F.batch_norm(
+        x, torch.zeros(4).double().requires_grad_(), torch.ones(4).double(), training=True
+    ),
+    "bucketize, boundaries": lambda x: torch.bucketize(x, torch.ones(5, 5)),
+    "_chunk_cat": lambda x: torch._chunk_cat([x, x[:0]], 0, 2),
+    "cov, no weight": lambda x: torch.cov(x, fweights=torch.zeros(4).long()),
+    "group_norm, no groups": lambda x: F.group_norm(x, -1),
+    "histogram, weight": lambda x: torch.histogram(x, 3, weight=x[:3].detach()),
+    "histogramdd, weight": lambda x: torch.histogramdd(x, 3, weight=torch.ones(3).double()),
+    "index_put, mask of bytes": lambda x: x.index_put(((x > 0).byte(),), x.new_ones(1)),
+    "max_pool1d": lambda x: F.max_pool1d(x.long()[None], 2),
+    "max_unpool2d": lambda x: torch._C._nn.max_unpool2d(x[None], (x.long() * 0 + 99)[None], (5, 9)),
+    "renorm, limit": lambda x: x.renorm(2, 0, -1.0),
+    "renorm, norm": lambda x: x.renorm(-1, 0, 1.0),
+    "_softmax_backward_data": lambda x: torch.ops.aten._softmax_backward_data(x * 1j, x * 1j, 0, torch.complex128),
+    "_log_softmax_backward_data": lambda x: torch.ops.aten._log_softmax_backward_data(
+        x.long(), x.long(), 0, torch.int64
+    ),
+    "bernoulli of integers": lambda x: torch.bernoulli((x > 0).long()),
+    "cauchy_ of integers": lambda x: x.long().cauchy_(),
+    "dropout of complex": lambda x: F.dropout(x * 1j),
+    "exponential_, rate": lambda x: x.clone().exponential_(0.0),
+    "exponential_ of integers": lambda x: x.long().exponential_(),
+    "geometric_ of booleans": lambda x: (x > 0).geometric_(0.5),
+    "gumbel_softmax of integers": lambda x: F.gumbel_softmax(x.long()),
+    "log_normal_ of integers": lambda x: x.long().log_normal_(),
+    "normal of integers": lambda x: torch.normal(x.long(), 1.0),
+    "poisson of integers": lambda x: torch.poisson(x.long().abs()),
+    "randint_like, bounds of the dtype": lambda x: torch.randint_like(x.to(torch.int8), 3000),
+    "random_, bounds": lambda x: x.clone().random_(5, 3),
+    "random_ of complex": lambda x: (x * 1j).random_(),
+    "rrelu, bounds": lambda x: F.rrelu(x, 0.9, 0.1, training=True),
 }
 
 
@@ -192,8 +230,28 @@ def test_a_sorter_beside_no_values():
         assert gathered(got).equal(torch.searchsorted(VECTOR, VECTOR, sorter=order))
 
 
-def test_broadcast_tensors_is_a_tuple():
+def test_what_has_no_derivative_says_so_in_backward():
+    mesh = mesh_of((WORLD.size,))
+    x, w = (shard(VECTOR.abs(), mesh, (ms.Shard(0),), None, True) for _ in range(2))
+    whole = VECTOR.abs().requires_grad_()
+    for f in (
+        lambda a, b: torch.bincount(a.detach().long(), b),
+        lambda a, b: torch.histogram(a, 3)[0],
+        lambda a, b: torch.histogram(a.detach(), 3, weight=b)[0],
+        lambda a, b: torch.histogramdd(a[:, None], 3, weight=b)[0],
+        lambda a, b: torch.unique(a),
+        lambda a, b: torch.unique(a, dim=0),
+        lambda a, b: torch.unique_consecutive(a),
+    ):
+        for y in (f(whole, whole), f(x, w)):
+            assert y.requires_grad
+            with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
+                y.sum().backward()
+
+
+def test_lists_and_tuples_are_where_torch_has_them():
     x = shard(MATRIX, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    assert type(torch._foreach_neg([x])) is type(torch._foreach_neg([MATRIX]))
     assert type(torch.broadcast_tensors(x, VECTOR[:, None])) is type(torch.broadcast_tensors(MATRIX, VECTOR[:, None]))
 
 

@@ -9,10 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.release import RELEASE
 
@@ -107,6 +109,18 @@ def einsum() -> bool:
     return one == two
 
 
+class _Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def conjugates() -> bool:
+    x = torch.tensor([[1, 2j, 3], [3 + 1j, 4, 1], [1j, 2, 5 - 2j]])
+    with _Seen():
+        found = torch.linalg.pinv(x)
+    return torch.allclose(found, torch.linalg.pinv(x), atol=1e-4)
+
+
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
@@ -118,6 +132,7 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "fft": fft,
     "bilinear": bilinear,
     "einsum": einsum,
+    "conjugates": conjugates,
 }
 
 

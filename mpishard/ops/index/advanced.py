@@ -334,6 +334,9 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
     if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
         mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
+        one = not isinstance(value, Tensor) or value.numel() == 1
+        if mask.dtype == torch.uint8 and one and not accumulate:
+            raise RuntimeError("masked_fill_ only supports boolean masks, but got mask with dtype unsigned char")
         broadcasts = not isinstance(value, Tensor) or value.ndim <= after
         if broadcasts and not accumulate:
             mask = mask.bool().reshape(*mask.shape, *(1,) * after)

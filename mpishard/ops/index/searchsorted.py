@@ -27,6 +27,8 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
 @implements(torch.bucketize, sharded="gathers")
 def bucketize(input: Any, boundaries: Any, **options: Any) -> Any:
     """Return the bucket of every cell. Collective where the boundaries are sharded: they are gathered."""
+    if boundaries.ndim != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.ndim})")
     return searchsorted(boundaries, input, **options)
 
 

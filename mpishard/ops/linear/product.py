@@ -134,6 +134,8 @@ def _covariances(name: str, input: Any, correction: int, fweights: Any, aweights
         norm = count - correction
     else:
         total = weights.sum()
+        if bool(total == 0):
+            raise RuntimeError("cov(): weights sum to zero, can't be normalized")
         mean = (x * weights).sum(1, keepdim=True) / total
         if aweights is None or correction == 0:
             norm = total - correction
@@ -229,6 +231,7 @@ def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     d = normal_dim(dim, input.ndim)
     if input.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {input.ndim} dimensions")
+    torch.renorm(input.block.new_zeros((1,) * input.ndim), p, d, maxnorm)  # what torch says to the numbers
     norm = torch.linalg.vector_norm(input, p, [i for i in range(input.ndim) if i != d], True)
     # torch's own constant against division by zero
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))

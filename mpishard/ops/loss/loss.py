@@ -164,6 +164,7 @@ def binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> ShardTensor:
     named, reduction = _arguments(_logits_signature, args, kwargs)
     pos_weight = named.pop("pos_weight")
     if pos_weight is not None:
+        named["input"] = on_mesh(named["input"], mesh_of((pos_weight, *named.values())))
         mesh, out = broadcast_of([named["input"], named["target"]])
         named["pos_weight"] = fitted(pos_weight, mesh, out)
     return _logits(**named, reduction=reduction)

@@ -102,9 +102,11 @@ def group_norm(
     """
     mesh = mesh_of((input, weight, bias))
     x = on_mesh(input, mesh)
+    if num_groups <= 0:
+        raise RuntimeError(f"Expected num groups to be greater than 0, got {num_groups}")
     before = x.sharding
     sizes = before.sizes[1] if x.ndim > 1 else None
-    if sizes is not None and num_groups > 0 and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
+    if sizes is not None and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
         x = whole_along(x, (1,))
     rows = _rows_of(x, num_groups)
     _require_channels(x, weight=weight, bias=bias)
@@ -173,6 +175,12 @@ def batch_norm(
         return _of_no_cells(x, weight, bias)
     rows = _rows_of(x, 0)
     _require_channels(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    for name, running in (("running_mean", running_mean), ("running_var", running_var)):
+        if running is not None and running.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"The function 'native_batch_norm' is not differentiable with respect to argument '{name}'. This "
+                "input cannot have requires_grad True."
+            )
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if training:
         if rows.count == 1:

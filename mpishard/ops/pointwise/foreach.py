@@ -58,16 +58,20 @@ def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
     return one
 
 
+# a tuple, or a list in older releases
+_RESULTS = type(torch._foreach_neg([torch.empty(0)]))
+
+
 def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     def rule(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         def at(i: int, a: Any) -> Any:
             # a vector of numbers, one per tensor, stands beside lists of tensors
             return a[i] if isinstance(a, (list, tuple)) or (isinstance(a, Tensor) and a.ndim == 1) else a
 
-        results = [
+        results = _RESULTS(
             single(t, *[at(i, a) for a in args], **{k: at(i, a) for k, a in kwargs.items()})
             for i, t in enumerate(tensors)
-        ]
+        )
         return tensors if in_place else results
 
     rule.__name__ = func.__name__

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import underivable
 from mpishard.comm.collective import blocking
 from mpishard.ops.rule.dim import gathered, plain, whole_along, without
 from mpishard.ops.rule.whole import whole
@@ -47,20 +48,30 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Sh
 @implements(torch.histogram, torch.Tensor.histogram, sharded="reduction")
 def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
-    x = on_mesh(input, mesh_of((input, bins, weight))).detach()
+    own = on_mesh(input, mesh_of((input, bins, weight)))
+    x = own.detach()
+    operands = [own.block]
     options: dict[str, Any] = {}
     if weight is not None:
-        weight = resolved(weight)
-        options["weight"] = fitted(weight, x.mesh, x.sharding)
+        if tuple(weight.shape) != tuple(x.shape):
+            # torch compares the numbers of cells alone
+            nothing = torch.zeros(())
+            torch.histogram(nothing.expand(x.shape), 1, weight=nothing.expand(weight.shape))
+            weight = weight.reshape(x.shape)
+        operands.append(fitted(resolved(weight), x.mesh, x.sharding))
+        options["weight"] = operands[1].detach()
     if isinstance(bins, Tensor):
         bins = plain(bins)
+        operands.append(bins)
+        bins = bins.detach()
     else:
         options["range"] = _range(x) if range is None else range
     counts, edges = torch.histogram(x.block, bins, **options)
     total = _summed(x, counts).block
     if density:
         total = total / total.sum() / edges.diff()
-    return torch.return_types.histogram((_whole(x, total), _whole(x, edges)))
+    found = (_whole(x, underivable("aten::histogram", t, operands)) for t in (total, edges))
+    return torch.return_types.histogram(tuple(found))
 
 
 @implements(torch.bincount, torch.Tensor.bincount, sharded="reduction")
@@ -81,7 +92,8 @@ def bincount(input: ShardTensor, weights: Any = None, minlength: int = 0) -> Sha
     cells = fitted(own.detach(), x.mesh, x.sharding)
     n = max(minlength, hi + 1 if x.numel() else 0)
     result = torch.bincount(x.block.new_zeros(1), cells.new_zeros(1)).dtype
-    return _summed(x, torch.bincount(x.block, cells, n).to(result))
+    sums = _summed(x, torch.bincount(x.block, cells, n).to(result))
+    return _whole(x, underivable("aten::bincount", sums.block, [own.block if isinstance(own, ShardTensor) else own]))
 
 
 def _joined(x: ShardTensor, local: Tensor) -> Tensor:
@@ -101,13 +113,14 @@ def unique(
 
     With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is.
     """
-    x = resolved(input).detach()
+    given = resolved(input)
+    x = given.detach()
     if dim is not None:
-        return _unique_slices(torch.unique, x, dim, return_inverse, return_counts, sorted=sorted)
+        return _unique_slices(torch.unique, given, dim, return_inverse, return_counts, sorted=sorted)
     own, counts = torch.unique(x.block, return_counts=True)
     every = _joined(x, own)
     values, place = torch.unique(every, return_inverse=True)
-    found: list[Any] = [_whole(x, values)]
+    found: list[Any] = [_whole(x, underivable("unique", values, [given.block]))]
     if return_inverse:
         found.append(wrap(_positions(values, x.block), x.sharding, x.mesh))
     if return_counts:
@@ -135,8 +148,7 @@ def unique_consecutive(
     input: ShardTensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None
 ) -> Any:
     """Return the values without repetitions of neighbours. Collective: the tensor is gathered."""
-    x = resolved(input).detach()
-    return _unique_slices(torch.unique_consecutive, x, dim, return_inverse, return_counts)
+    return _unique_slices(torch.unique_consecutive, resolved(input), dim, return_inverse, return_counts)
 
 
 for _function in spellings("unique"):
@@ -152,15 +164,18 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     The counts are whole on every rank.
     """
     edges = [gathered(b) for b in bins] if isinstance(bins, (tuple, list)) else bins
-    x = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ())))).detach()
-    x = whole_along(x, (x.ndim - 1,))
+    own = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ()))))
+    operands: list[Any] = [own.block]
+    x = whole_along(own.detach(), (own.ndim - 1,))
     if isinstance(edges, list):
         edges = [b.block if isinstance(b, ShardTensor) else b for b in edges]
     options: dict[str, Any] = {}
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape[:-1]):
-            torch.histogramdd(torch.zeros(x.shape), edges, weight=torch.zeros(weight.shape))
+            nothing = torch.zeros(())
+            torch.histogramdd(nothing.expand(x.shape), edges, weight=nothing.expand(weight.shape))
         weight = resolved(weight)
+        operands.append(weight.block if isinstance(weight, ShardTensor) else weight)
         points = without(x.sharding, (x.ndim - 1,))
         options["weight"] = fitted(weight.detach(), x.mesh, points)
     if not (isinstance(edges, list) and isinstance(edges[0], Tensor)):
@@ -171,7 +186,9 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
         total = total / total.sum()
         for d, own in enumerate(found):
             total = total / own.diff().view(-1, *[1] * (total.ndim - 1 - d))
-    return torch.return_types.histogramdd((_whole(x, total), tuple(_whole(x, t) for t in found)))
+    name = "aten::_histogramdd_bin_edges"
+    found = tuple(_whole(x, underivable(name, t, operands)) for t in found)
+    return torch.return_types.histogramdd((_whole(x, underivable(name, total, operands)), found))
 
 
 def _ranges(x: ShardTensor) -> list[float]:

@@ -63,6 +63,8 @@ def agree_in_backward(
 ) -> None:
     """Have the backward of a local call raise on every rank what it raises on any. Collective then, as `agreed`.
 
+    The call was made in `unpacked`.
+
     Torch looks at the values of a cotangent where vectors are known up to their phase. So that is tried first, once
     more than needed: products of matrices, beside a decomposition.
     """
@@ -73,6 +75,6 @@ def agree_in_backward(
     def try_first(node: Any, gradients: Any) -> None:
         agreed(lambda: node(*gradients), mesh, layouts)
 
-    for node in own_nodes(own, operands):
+    for node in own_nodes(own, operands, were_unpacked=True):
         if node.name() in _OF_PHASES:
             before(node, try_first)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import unpacked
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Labels
 from mpishard.ops.rule.agreement import agree_in_backward, agreed
@@ -69,8 +70,11 @@ def whole(
             else x
             for x, own in zip(local, labels)
         )
-    found = agreed(lambda: func(*local), met.mesh, met.plan.operands) if checked else func(*local)
-    if checked:
+    if not checked:
+        found = func(*local)
+    else:
+        with unpacked():
+            found = agreed(lambda: func(*local), met.mesh, met.plan.operands)
         parts = [found] if isinstance(found, Tensor) else list(found)
         agree_in_backward(parts, [x for x in local if isinstance(x, Tensor)], met.mesh, met.plan.operands)
 

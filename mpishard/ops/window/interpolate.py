@@ -226,7 +226,9 @@ def _refused_or_extents(x: ShardTensor, request: _Request) -> tuple[int, ...]:
     """Return the spatial extents of an unusual request's result, or raise torch's own error."""
     layout = x.sharding
     try:
-        return tuple(F.interpolate(on_domain(layout.shape, x.block), *request).shape[2:])
+        # torch's check of no samples fails on tensors without data
+        shape = (layout.shape[0] or 1, *layout.shape[1:])
+        return tuple(F.interpolate(on_domain(shape, x.block), *request).shape[2:])
     except Exception:
         # what is refused without data is refused with data before any work, and in other words
         F.interpolate(x.block.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)

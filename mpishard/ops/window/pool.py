@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
@@ -165,6 +166,9 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         def build() -> PoolPlan:
             whole = on_domain(x.sharding.shape, x.block)
             shape = func(whole, kernel_size, stride, padding, dilation, ceil_mode).shape
+            if ndim == 1:  # which has a kernel of its own, that is looked for where there are cells, and no modes
+                with _disable_current_modes():
+                    func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
             return _plan(x, ndim, kernel, step, pads, spread, shape, name)
 
         plan = mesh.plans.get(key)

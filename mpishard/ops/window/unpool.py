@@ -161,7 +161,7 @@ def _anywhere_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., Shar
         """Scatter to cells anywhere in the plane. Collective where spatial dims are sharded: they are gathered."""
         labels = (*range(-input.ndim, -ndim), *(None,) * ndim)
         return whole(  # type: ignore[no-any-return]
-            lambda x, at: func(x, at, output_size, *window), (input, indices), (labels, labels), labels
+            lambda x, at: func(x, at, output_size, *window), (input, indices), (labels, labels), labels, checked=True
         )
 
     return rule

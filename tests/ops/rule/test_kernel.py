@@ -1,8 +1,11 @@
 """What torch refuses beside an empty block is refused alike on every rank: kernels of a dtype, phases of vectors."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.tensor import kernel
@@ -37,6 +40,7 @@ FORWARD = {
     "gcd": (lambda x: torch.gcd(x, x), MATRIX),
     "mv": (lambda x: x @ x[0].full_tensor() if isinstance(x, ms.ShardTensor) else x @ x[0], MATRIX, torch.complex32),
     "max": (lambda x: x.max(1), MATRIX.to(torch.uint16)),
+    "amax of integers": (torch.amax, MATRIX.to(torch.uint16)),
     "amax over blocks": (lambda x: x.amax(0), MATRIX + 1j),
     "cummax": (lambda x: x.cummax(1), MATRIX + 1j),
     "sum": (lambda x: x.sum(1), MATRIX, torch.complex32),
@@ -49,6 +53,8 @@ FORWARD = {
     "segment_reduce": (lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3]), axis=0), MATRIX + 1j),
     "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), IMAGES + 1j),
     "max_pool1d": (lambda x: F.max_pool1d(x, 2, return_indices=True), IMAGES + 1j),
+    "max_pool1d without a graph": (lambda x: F.max_pool1d(x, 2), IMAGES.long()),
+    "flip, of the dims that stay": (lambda x: (x.flip(0), x.flip(1)), MATRIX.to(torch.uint16)),
     "grid_sample": (lambda x: F.grid_sample(x[:, None], field(4, 4, 4, 2).long(), align_corners=False), IMAGES.long()),
     "softmax": (lambda x: x.softmax(1), MATRIX.long()),
 }
@@ -123,6 +129,15 @@ def test_nothing_is_drawn_to_ask(made):
         assert len(set(WORLD.allgather(after))) == 1
 
 
+@pytest.mark.parametrize(
+    "f", [torch.linalg.pinv, lambda x: torch.linalg.pinv(x.conj()), lambda x: (x @ x.mH).inverse()]
+)
+def test_conjugates_where_torch_is_asked(f):
+    a = torch.complex(field(4, 4), field(4, 4).flip(0))
+    for x in beside_nothing(a):
+        torch.testing.assert_close(gathered(f(x)), f(a))
+
+
 PHASES = {
     "eigh": lambda a: torch.linalg.eigh(a + a.mH)[1],
     "eig": lambda a: torch.linalg.eig(a.real)[1],
@@ -131,12 +146,17 @@ PHASES = {
 
 
 @pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("again", [None, False, True])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0)])
-def test_phases_that_a_loss_depends_on(name, weights):
+def test_phases_that_a_loss_depends_on(name, weights, again):
+    """Also where a checkpoint makes the vectors again in backward."""
+    of = PHASES[name]
+    if again is not None:
+        of = functools.partial(checkpoint, of, use_reentrant=again)
     a = torch.complex(field(3, 4, 4), field(3, 4, 4).flip(0))
     w = torch.tensor(weights)[:, None, None]
 
-    def derive(x, of=PHASES[name]):
+    def derive(x):
         (of(x) * w).real.sum().backward()
 
     expected = refusal(derive, a.clone().requires_grad_())
@@ -147,7 +167,7 @@ def test_phases_that_a_loss_depends_on(name, weights):
         assert set(told) == {told[0]}
         assert "ill-defined" in told[0]
     for x in beside_nothing(a, True):
-        (PHASES[name](x).abs() ** 2 * w).sum().backward()
+        (of(x).abs() ** 2 * w).sum().backward()
         whole = a.clone().requires_grad_()
         (PHASES[name](whole).abs() ** 2 * w).sum().backward()
         torch.testing.assert_close(gathered(x.grad), whole.grad)
