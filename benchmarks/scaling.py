@@ -174,10 +174,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], n
 }
 
 
-def stepper(model: nn.Module, x: torch.Tensor, work: str) -> Callable[[], None]:
-    """Return one step of training on ``x``, or of inference."""
-    if work == "inference":
-        return torch.no_grad()(lambda: model(x))
+def trainer(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Return one step of training on ``x``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -188,6 +186,11 @@ def stepper(model: nn.Module, x: torch.Tensor, work: str) -> Callable[[], None]:
     return step
 
 
+def inference(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """Return one step of inference on ``x``."""
+    return torch.no_grad()(lambda: model(x))
+
+
 def rest() -> None:
     """Wait for all ranks, asleep: a barrier that spins would take the core of a rank that works."""
     request = WORLD.Ibarrier()
@@ -195,7 +198,7 @@ def rest() -> None:
         time.sleep(5e-4)
 
 
-def timed(step: Callable[[], None], count: int, alone: bool) -> tuple[float, float]:
+def timed(step: Callable[[], object], count: int, alone: bool) -> tuple[float, float]:
     """Return seconds a step on the slowest rank, and processor seconds on all ranks; ``alone``: on rank 0 only."""
     rest()
     spent = (0.0, 0.0)
@@ -208,7 +211,7 @@ def timed(step: Callable[[], None], count: int, alone: bool) -> tuple[float, flo
     return WORLD.allreduce(spent[0], op=MPI.MAX), WORLD.allreduce(spent[1])
 
 
-def split(step: Callable[[], None], count: int, blocks_s: float) -> dict[str, float]:
+def split(step: Callable[[], object], count: int, blocks_s: float) -> dict[str, float]:
     """Return what a step consists of, in seconds that add up to it.
 
     ``compute`` is the same on the blocks alone. Of the waits, those of the rank that waits least are the ``exchange``:
@@ -249,10 +252,11 @@ def measure(bench: Bench, name: str, work: str, scaling: str, round_s: float) ->
         models.append(make())
     mesh = ms.init_mesh((-1,), ("d",))
     x = ms.distribute_tensor(full, mesh, (ms.Shard(2),))
+    made = trainer if work == "training" else inference
     steps = {
-        "one process": stepper(models[0], full[:, :, : share[2]].clone(), work),
-        "blocks": stepper(models[1], x.to_local().clone(), work),
-        "ours": stepper(ms.distribute_module(models[2], mesh), x, work),
+        "one process": made(models[0], full[:, :, : share[2]].clone()),
+        "blocks": made(models[1], x.to_local().clone()),
+        "ours": made(ms.distribute_module(models[2], mesh), x),
     }
     for kind, step in steps.items():
         timed(step, 2, kind == "one process")
