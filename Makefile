@@ -28,7 +28,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # Numbers of ranks that tests run at (also 6, for operations), and of those that are not in full there, one in SAMPLE.
 RANKS ?= 1 2 3 4
-SAMPLE ?= 4
+SAMPLE ?= 8
 # What pytest gets, e.g. make test TESTS=tests/layout PYTEST_ARGS=-x
 TESTS ?= tests
 PYTEST_ARGS ?=
@@ -66,6 +66,7 @@ test: .venv/.ready
 
 cluster_mpiexec = mpirun --oversubscribe --bind-to none$(if $(filter 0,$(shell id -u)), --allow-run-as-root)
 test-cluster: export MPIEXEC = $(cluster_mpiexec)
+test-cluster: SAMPLE = 4
 test-cluster: STACK_ARGS ?= --stack
 test-cluster: STACK_RANKS ?= 2 4
 test-cluster: .venv-cluster/.ready

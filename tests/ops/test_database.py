@@ -29,8 +29,8 @@ from tests.conftest import has_gpu
 WORLD = MPI.COMM_WORLD
 DTYPES = (torch.float64, torch.complex128, torch.float32, torch.int64, torch.bool)
 PARTS = 8
-# samples of an entry that are tried, and are looked at for that
-TRIED, SEEN = 3, 60
+# samples of an entry that are tried, and are looked at for that; those with cells, where one is drawn of them
+TRIED, SEEN, SEEN_TO_DRAW = 3, 60, 12
 # how long a rank with an error waits for the others
 GRACE_S = 20
 
@@ -84,7 +84,7 @@ def name_of(entry: Any) -> str:
     return f"{entry.name}/{entry.variant_test_name}" if entry.variant_test_name else entry.name
 
 
-def chosen(entry: Any) -> list[tuple[Any, Any, Callable[..., Any]]]:
+def chosen(entry: Any, most: int) -> list[tuple[Any, Any, Callable[..., Any]]]:
     """A few samples of different kinds that have cells to shard: leaves, what joins them, and what ends the call."""
     dtype = next((d for d in DTYPES if d in entry.supported_dtypes("cpu")), None)
     if dtype is None:
@@ -93,13 +93,16 @@ def chosen(entry: Any) -> list[tuple[Any, Any, Callable[..., Any]]]:
     torch.manual_seed(1)
     random.seed(1)
     found: dict[Any, tuple[Any, Any, Callable[..., Any]]] = {}
+    fit = 0
     for sample in itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=autograd), SEEN):
         given, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         dims = tuple(x.ndim if isinstance(x, Tensor) else None for x in given)
-        if (str(spec), dims) in found or not any(isinstance(x, Tensor) and x.ndim and x.numel() > 1 for x in given):
+        if not any(isinstance(x, Tensor) and x.ndim and x.numel() > 1 for x in given):
             continue
-        found[str(spec), dims] = given, spec, sample.output_process_fn_grad
-        if len(found) == TRIED:
+        fit += 1
+        if (str(spec), dims) not in found:
+            found[str(spec), dims] = given, spec, sample.output_process_fn_grad
+        if len(found) == TRIED or fit == most:
             break
     # some are made in the order of a set of words, which each rank has for itself
     words = repr([[x for x in given if isinstance(x, (str, int))] for given, _, _ in found.values()])
@@ -109,9 +112,9 @@ def chosen(entry: Any) -> list[tuple[Any, Any, Callable[..., Any]]]:
     return list(found.values())
 
 
-def calls(entry: Any) -> Iterator[Call]:
+def calls(entry: Any, most: int) -> Iterator[Call]:
     """The calls of an entry that are tried, the same on every rank."""
-    for leaves, spec, end in chosen(entry):
+    for leaves, spec, end in chosen(entry, most):
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout == torch.strided]
 
         def run(*operands: Any, leaves: Any = leaves, spec: Any = spec, at: Any = at, end: Any = end) -> Any:
@@ -188,7 +191,7 @@ def outcomes(entry: Any, draw: random.Random | None) -> dict[str, str] | None:
     Of all samples, or of one that is drawn.
     """
     found: dict[str, str] | None = None
-    each = list(enumerate(calls(entry)))
+    each = list(enumerate(calls(entry, SEEN if draw is None else SEEN_TO_DRAW)))
     for i, call in each if draw is None else draw.sample(each, min(1, len(each))):
         found = found or {}
         for form, placed in forms(call.tensors):
