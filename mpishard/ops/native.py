@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
@@ -103,6 +104,11 @@ def native_group_norm(
     y: Any = group_norm(rows, group, weight, bias, eps)
     grouped = rows.unflatten(1, (group, C // group))
     mean, rstd = _moments(grouped, range(2, grouped.ndim), eps, False)
+    if not x.requires_grad:
+        # torch gives these a gradient where any operand has one: that of weight and bias is zero
+        for param in (weight, bias):
+            if isinstance(param, Tensor) and param.requires_grad:
+                mean, rstd = mean + param[:0].sum(), rstd + param[:0].sum()
     return y.reshape(x.shape), mean, rstd
 
 

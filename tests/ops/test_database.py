@@ -64,6 +64,9 @@ REFUSED = {
     for reason, words in {
         "the result is a sparse tensor": "sparse.sampled_addmm to_sparse",
         "a hash of the bits of all cells, which MPI's reductions here do not know": "hash_tensor",
+        "one device's kernel, which F.scaled_dot_product_attention chooses by itself": (
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+        ),
         "known: torch gives the input the gradient of the cells that are written": "as_strided_scatter",
     }.items()
 }

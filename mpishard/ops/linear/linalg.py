@@ -16,7 +16,8 @@ from mpishard.tensor.registry import implements, spellings
 
 _OF_ONE = """
 inv inverse inv_ex det slogdet logdet cholesky cholesky_ex cholesky_inverse qr svd svdvals eig eigvals eigh eigvalsh
-pinv pinverse matrix_power matrix_exp lu_factor lu_factor_ex lu cond matrix_rank ldl_factor ldl_factor_ex geqrf
+pinv pinverse matrix_power matrix_exp matrix_sqrth lu_factor lu_factor_ex lu cond matrix_rank ldl_factor ldl_factor_ex
+geqrf
 """.split()
 
 # names of the tensor arguments, with the dims of one of them
@@ -44,6 +45,8 @@ def _rule(func: Callable[..., Any], cores: dict[str, int]) -> Callable[..., Any]
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         """Run on whole matrices of a sharded batch. Collective where matrices are sharded: they are gathered."""
+        if names == ["A"] and "input" in kwargs:  # some of torch.linalg call it so
+            kwargs["A"] = kwargs.pop("input")
         given = {**dict(zip(names, args)), **{n: kwargs.pop(n) for n in names if n in kwargs}}
         rest = args[len(names) :]
         # tolerances that are tensors, one per matrix
@@ -73,6 +76,8 @@ for _name in _OF_ONE:
         implements(_func, sharded="gathers")(
             _rule(_func, {"A" if _func.__name__.startswith("linalg_") else "input": 2})
         )
+if hasattr(torch.linalg, "polar"):  # since torch 2.15; torch.polar is another function
+    _OF_SEVERAL[torch.linalg.polar] = {"A": 2}
 for _func, _cores in _OF_SEVERAL.items():
     implements(_func, sharded="gathers")(_rule(_func, _cores))
 

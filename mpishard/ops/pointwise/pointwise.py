@@ -36,7 +36,7 @@ isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log
 logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
 multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal polygamma pow psi rad2deg reciprocal relu
 relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
-square sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta complex polar
+square sub subtract tan tanh tanhshrink threshold true_divide trunc type_as where xlog1py xlogy zeta complex
 detach_copy
 """.split()
 
@@ -271,6 +271,7 @@ for _func in spellings(*_ALIASING):
     implements(_func, sharded="local")(_alias_rule(_func))
 for _func in spellings("where"):
     implements(_func, sharded="local")(_where_rule(_func))
+pointwise(torch.polar)  # alone: torch.linalg.polar is another function
 in_place(*spellings(*[f"{n}_" for n in _OUT_OF_PLACE], *_IN_PLACE_DUNDERS, *_IN_PLACE))
 for _func in spellings(*_DIVIDING):
     implements(_func, sharded="local")(_dividing_rule(_func, RULES[_func]))

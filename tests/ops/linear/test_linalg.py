@@ -9,6 +9,7 @@ from torch import linalg
 import mpishard as ms
 from tests.compare import compare, shard
 from tests.ops.windows import check, field, sampled
+from tests.release import RELEASE
 
 SQUARE = {
     "inv": linalg.inv,
@@ -23,6 +24,8 @@ SQUARE = {
     "eigvals": lambda a: linalg.eigvals(a).abs().sum(-1),
     "matrix_power": lambda a: linalg.matrix_power(a, 3),
     "matrix_exp": linalg.matrix_exp,
+    "matrix_exp by name": lambda a: linalg.matrix_exp(input=a),
+    "inv by name": lambda a: linalg.inv(A=a),
     "cond": linalg.cond,
     "lu": lambda a: linalg.lu(a)[1:],
     "lu_factor": lambda a: linalg.lu_factor(a)[0],
@@ -41,6 +44,10 @@ OBLONG = {
     "nuclear": lambda a: torch.nuclear_norm(a, (1, 2), True),
     "vector": lambda a: linalg.vector_norm(a, 3, (0, 2)),
 }
+if RELEASE >= (2, 15):
+    SQUARE["matrix_sqrth"] = lambda a: linalg.matrix_sqrth(a @ a.mT)
+    SQUARE["matrix_sqrth by name"] = lambda a: linalg.matrix_sqrth(input=a @ a.mT)
+    OBLONG["polar"] = linalg.polar
 
 
 def matrices(*shape):

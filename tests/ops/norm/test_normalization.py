@@ -140,6 +140,19 @@ def test_parameters_and_running_statistics_that_are_sharded(name):
             compare(f, operands, differentiable=[True] * 3 + [False] * 2, what=f"{name} {placements} {sizes} {parts}")
 
 
+@pytest.mark.parametrize("has_gradient", [(0, 1, 0), (0, 0, 1), (0, 1, 1), (0, 0, 0)])
+def test_statistics_of_a_group_norm_have_a_gradient_where_any_operand_has(has_gradient):
+    def f(x, w, b):
+        return torch.native_group_norm(x, w, b, 4, 6, 9, 3, 1e-5)
+
+    whole = [values(4, 6, 9), W.detach(), B.detach()]
+    own = list(layouts((6,), (0,), 1))[::2]
+    for i, (mesh, placements, sizes) in enumerate(layouts((4, 6, 9), (0, 1, 2), 1)):
+        for part in ((None, None), own[i % len(own)][1:]):
+            operands = [(whole[0], mesh, placements, sizes), *((t, mesh, *part) for t in whole[1:])]
+            compare(f, operands, differentiable=[bool(d) for d in has_gradient], what=f"{placements} {sizes} {part}")
+
+
 def test_running_statistics_where_a_rank_has_no_samples():
     def f(x):
         mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
