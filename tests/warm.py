@@ -37,8 +37,13 @@ def stand_in(path: str, words: list[str]) -> None:
     request = marshal.dumps((words, dict(os.environ), os.getcwd(), files))
     server.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     child = int(server.recv(64) or sys.exit("tests/warm.py: the server is gone"))
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
     for number in PASSED_ON:
-        signal.signal(number, lambda n, _: os.kill(child, n))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = os.waitstatus_to_exitcode(int(server.recv(64) or sys.exit("tests/warm.py: the server is gone")))
     if code < 0:

@@ -2,7 +2,7 @@
 
 Run as a program it forks the processes, so that they share the imports. The environment variable PROGRAM has the
 text that defines ``first(i)``, which checks the files and returns the step to go on with, and ``work(step, i)``;
-``i`` counts the processes.
+``i`` counts the processes. One that hangs ends by an alarm; how long all of them take is not limited.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+# of one process, which does a few steps
+PATIENCE_S = 300
 
 
 def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -> int:
@@ -31,7 +34,6 @@ def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -
         env={**os.environ, "PYTHONPATH": root, "PROGRAM": program, **environment},
         capture_output=True,
         text=True,
-        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout.split()[-1])
@@ -39,6 +41,7 @@ def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -
 
 def child(program: str, report: int, i: int) -> None:
     """Work until the end comes."""
+    signal.alarm(PATIENCE_S)
     space: dict[str, object] = {}
     exec(program, space)
     for step in itertools.count(space["first"](i)):  # type: ignore[operator]
@@ -66,7 +69,9 @@ def steps_of(program: str, i: int) -> tuple[int, int]:
         time.sleep(2 * random.random() * (time.monotonic() - start))
         os.kill(pid, signal.SIGKILL)
         begun += reports
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL, "it ended by itself"
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended != -signal.SIGALRM, f"it hung: no end of a few steps within {PATIENCE_S} s, after {begun}"
+    assert ended == -signal.SIGKILL, f"it ended by itself: {ended}"
     steps = [int(line) for line in begun if line]
     return steps[0], steps[-1]
 

@@ -99,9 +99,9 @@ def test_a_rank_killed_at_any_moment_of_a_save(job, tmp_path, kills):
     for i in range(times):
         body = f"""
 first = load(0) + 1 if {i} else 1
-world.Barrier()
 if rank == 0:
     note("FIRST", first)
+world.Barrier()
 if rank == {2 * i // times}:
     subprocess.Popen(["sh", "-c", f"sleep {0.02 + 0.2 * generator.random()}; kill -9 {{os.getpid()}}"])
 for step in range(first, 10**6):

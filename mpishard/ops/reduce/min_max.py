@@ -19,8 +19,8 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _MAX_NDIM = 64
 _NOWHERE = torch.iinfo(torch.int64).max
-# integers of which torch has no extrema, on the host
-_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+# of which torch has no extrema on the host, or (bool) no positions of them
+_UNASKED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
 class _Found:
@@ -44,7 +44,7 @@ class _Found:
 def _operand(input: ShardTensor, func: Callable[..., Any]) -> ShardTensor:
     """Return the operand of a search; torch's error for a dtype without order, also from a block without cells."""
     x = resolved(input)
-    if x.block.is_complex() or x.dtype in _UNORDERED:
+    if x.block.is_complex() or x.dtype in _UNASKED:
         func(x.block.new_zeros(1), 0)
     return x
 

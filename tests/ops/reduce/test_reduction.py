@@ -427,3 +427,18 @@ def test_gradients_of_what_is_written_over_its_argument(name):
             [(values(5, 4), mesh, placements, sizes)],
             what=f"{placements} {sizes}",
         )
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_positions_of_bool_are_refused_beside_an_empty_block(dim, largest):
+    func = torch.argmax if largest else torch.argmin
+    x = torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(RuntimeError) as expected:
+        func(x, dim)
+    first = ms.ShardTensor.from_local(
+        x if WORLD.rank == 0 else x[:0], mesh_of((WORLD.size,)), (ms.Shard(0),), {0: [3] + [0] * (WORLD.size - 1)}
+    )
+    with pytest.raises(RuntimeError) as caught:
+        func(first, dim)
+    assert set(WORLD.allgather(str(caught.value))) == {str(expected.value)}
