@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpishard.errors import MpishardError
-from mpishard.tensor.registry import RULES
+from mpishard.tensor.registry import RULES, by_torch_names
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # inside `with SomeTorchFunctionMode():` the mode is asked first, by torch
@@ -25,7 +25,9 @@ def _method(function: Any) -> Any:
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _modes_active():
             return function(self, *args, **kwargs)
-        return RULES[function](self, *args, **kwargs) if kwargs else RULES[function](self, *args)
+        if kwargs:
+            return RULES[function](self, *args, **by_torch_names(function, kwargs))
+        return RULES[function](self, *args)
 
     method.__name__ = method.__qualname__ = getattr(function, "__name__", "method")
     method.__doc__ = getattr(function, "__doc__", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -216,6 +217,32 @@ def rule_below(function: Any) -> Rule | None:
         return None
     twins = (getattr(place, name, None) for place in _OF_ATEN)
     return next((RULES[twin] for twin in twins if twin in RULES), None)
+
+
+# numpy's names of arguments, which torch's parser takes for its own
+NUMPY_NAMES = {"x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim", "keepdims": "keepdim"}
+
+
+def by_torch_names(function: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by the names that rules know. Not collective."""
+    if NUMPY_NAMES.keys().isdisjoint(kwargs):
+        return kwargs
+    own = _own_names(function)
+    return {name if name in own else NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+
+
+@functools.cache
+def _own_names(function: Any) -> frozenset[str]:
+    """Return which of numpy's names a function has for itself, as `torch.cdist` has x1 and x2. Not collective."""
+    if isinstance(function, OpOverload):
+        names = {argument.name for argument in function._schema.arguments}
+    else:
+        try:
+            names = set(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # a function in C
+            schemas = torch._C._jit_get_schemas_for_operator(f"aten::{getattr(function, '__name__', '')}")
+            names = {argument.name for schema in schemas for argument in schema.arguments}
+    return frozenset(names & NUMPY_NAMES.keys())
 
 
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:

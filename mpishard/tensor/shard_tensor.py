@@ -17,7 +17,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
 from mpishard.tensor.out import call_into
-from mpishard.tensor.registry import BLOCKWISE, RULES, in_rule, no_rule, outline, rule_below
+from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
 
 if TYPE_CHECKING:
     from mpishard.tensor.resident import ResidentHalo
@@ -88,6 +88,7 @@ class ShardTensor(Tensor):
             raise no_rule(func, args, kwargs or {})
         if not kwargs:
             return rule(*args)
+        kwargs = by_torch_names(func, kwargs)
         return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
 
     @classmethod

@@ -48,6 +48,8 @@ def _rule(func: Callable[..., Any], cores: dict[str, int]) -> Callable[..., Any]
         if names == ["A"] and "input" in kwargs:  # some of torch.linalg call it so
             kwargs["A"] = kwargs.pop("input")
         given = {**dict(zip(names, args)), **{n: kwargs.pop(n) for n in names if n in kwargs}}
+        if names[0] not in given:
+            raise TypeError(f"{func.__name__}() missing 1 required argument: {names[0]!r}")
         rest = args[len(names) :]
         # tolerances that are tensors, one per matrix
         others = {k: v for k, v in enumerate(rest) if isinstance(v, Tensor)}
@@ -111,11 +113,15 @@ for _func in (torch.linalg.solve, torch.linalg.solve_ex):
 
 
 def _gathered_whole(func: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(A: Any, *args: Any, **kwargs: Any) -> Any:
+    def rule(input: Any, *args: Any, **kwargs: Any) -> Any:
         """Solve on every rank. Collective: the operands are gathered, batch and all."""
-        tensors = [A, *(a for a in args if isinstance(a, Tensor))]
-        rest = args[len(tensors) - 1 :]
-        return whole(lambda *t: func(*t, *rest, **kwargs), tensors, checked=True)
+        tensors = [input, *(a for a in args if isinstance(a, Tensor))]
+        n, named = len(tensors), {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
+
+        def run(*t: Tensor) -> Any:
+            return func(*t[:n], *args[n - 1 :], **{**kwargs, **dict(zip(named, t[n:]))})
+
+        return whole(run, [*tensors, *named.values()], checked=True)
 
     return rule
 

@@ -70,30 +70,32 @@ def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool)
 
 
 @implements(torch.linalg.vector_norm, sharded="reduction")
-def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
+def vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
     """Vector norm over dims. Collective where one of them is sharded."""
-    return _norm(x, ord, dim, keepdim, dtype)
+    return _norm(input, ord, dim, keepdim, dtype)
 
 
 @implements(torch.linalg.norm, sharded="reduction")
-def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> ShardTensor:
+def linalg_norm(
+    input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> ShardTensor:
     """Vector norms, and the Frobenius norm of matrices. Collective where a reduced dim is sharded."""
-    if ord is not None and dim is None and A.ndim not in (1, 2):
+    if ord is not None and dim is None and input.ndim not in (1, 2):
         raise RuntimeError(
-            f"linalg.norm: If dim is not specified but ord is, the input must be 1D or 2D. Got {A.ndim}D."
+            f"linalg.norm: If dim is not specified but ord is, the input must be 1D or 2D. Got {input.ndim}D."
         )
-    vector = ord is None or (A.ndim == 1 if dim is None else isinstance(dim, int) or len(dim) == 1)
+    vector = ord is None or (input.ndim == 1 if dim is None else isinstance(dim, int) or len(dim) == 1)
     if vector:
-        return _norm(A, 2 if ord is None else ord, dim, keepdim, dtype)
-    return matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+        return _norm(input, 2 if ord is None else ord, dim, keepdim, dtype)
+    return matrix_norm(input, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
 
 
 @implements(torch.linalg.matrix_norm, sharded="gathers")
 def matrix_norm(
-    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+    input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> ShardTensor:
     """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
-    x = resolved(A)
+    x = resolved(input)
     rows, columns = (normal_dim(d, x.ndim) for d in dim)
     plan = reduced(x.sharding, (rows, columns), keepdim)
     if not plan.over:

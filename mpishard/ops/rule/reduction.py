@@ -115,10 +115,8 @@ def summed(
 
 
 def dim_and_keepdim(args: Sequence[Any], kwargs: dict[str, Any], func: Any) -> tuple[Any, bool]:
-    """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, axis=0, keepdims=True)``. Not collective."""
-    given = dict(zip(("dim", "keepdim"), args))
-    for key, value in kwargs.items():
-        given[{"axis": "dim", "keepdims": "keepdim"}.get(key, key)] = value
+    """Return (dim, keepdim) of a call such as ``f(x, 0, True)`` or ``f(x, dim=0, keepdim=True)``. Not collective."""
+    given = {**dict(zip(("dim", "keepdim"), args)), **kwargs}
     keepdim = given.pop("keepdim", False)
     dim = given.pop("dim", None)
     if given or len(args) > 2 or not isinstance(keepdim, bool):

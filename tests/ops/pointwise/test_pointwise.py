@@ -84,7 +84,9 @@ ARGUMENTS = {
     "nan_to_num": [(X / (X > 0),)],
 }
 NAMES = [
-    n for n in [*pointwise._OUT_OF_PLACE, *pointwise._ALIASING, "contiguous", *pointwise._LIKE] if n != "polygamma"
+    name
+    for name in [*pointwise._OUT_OF_PLACE, *pointwise._ALIASING, "contiguous", "polar", *pointwise._LIKE]
+    if name != "polygamma"
 ]
 NO_DERIVATIVE = {"floor_divide", "igamma", "igammac", "zeta", "nextafter", "heaviside", "ldexp", "detach_copy"}
 
