@@ -17,7 +17,7 @@ from mpishard.comm import traced
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
-from mpishard.tensor.registry import Rule, implements
+from mpishard.tensor.registry import Rule, implements, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 from mpishard.tensor.stream import (
     Fill,
@@ -64,7 +64,8 @@ def _as_taken_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
         def call(*args: Any, **kwargs: Any) -> Any:
             key = function, *map(_kind, args), *((name, _kind(a)) for name, a in kwargs.items())
             if key not in _taken:
-                where = next(x for x in args if isinstance(x, ShardTensor)).block.device
+                given = tensors_in([*args, *kwargs.values()])
+                where = next(x for x in given if isinstance(x, ShardTensor)).block.device
                 named = {name: a for name, a in kwargs.items() if name not in ("generator", "device")}
                 with torch.random.fork_rng([where] if where.type == "cuda" else []), torch.no_grad():
                     function(*map(_one_cell, args), **{name: _one_cell(a) for name, a in named.items()})
@@ -281,7 +282,7 @@ def randn_like(
 @_as_taken_by(torch.randint_like)
 def randint_like(
     input: Any,
-    low: int,
+    low: int = 0,
     high: int | None = None,
     *,
     dtype: Any = None,
