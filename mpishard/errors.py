@@ -50,7 +50,7 @@ class DesyncError(MpishardError, RuntimeError):
 
 
 class PeerError(MpishardError, ConnectionError):
-    """Another program of the job did not come, went away, or said something else than expected."""
+    """Another program of the job, or a rank, did not come, went away, or said something else than expected."""
 
 
 def described(what: str, *, expected: object, got: object, fix: str) -> str:

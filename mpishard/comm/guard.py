@@ -332,7 +332,8 @@ def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) 
             f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
             expected="the same call, with the same shapes and dtypes, on every rank",
             got=str(error).strip(),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call. "
+            "Or a rank has ended: look at what it said",
         )
     )
 

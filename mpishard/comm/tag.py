@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.lifetime import family_of
-from mpishard.errors import DesyncError, described, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, PeerError, described, ranges_of, ranks_text
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
@@ -133,6 +133,23 @@ def crossed(
             expected=right,
             got="; ".join(came) or str(error),
             fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
+        )
+    )
+
+
+def lost(op: str, comm: MPI.Comm, peers: Sequence[int], error: object) -> PeerError:
+    """Return the error of messages of this call that MPI began and could not end: the other end is gone.
+
+    Not collective.
+    """
+    world = MPI.COMM_WORLD
+    ranks = comm.Get_group().Translate_ranks(sorted(set(peers)), world.Get_group())
+    return PeerError(
+        described(
+            f"a message did not come whole: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
+            expected="all of a message that had begun to come",
+            got=str(error).strip(),
+            fix="a rank has ended, or a node or network has failed: look at what those ranks and the launcher said",
         )
     )
 
@@ -249,12 +266,18 @@ class Flight:
             if (status.tag != tag or status.Get_count() != nbytes) and status.tag != MPI.ANY_TAG:
                 raise self._crossed(self._expected)
 
-    def _crossed(self, expected: Sequence[tuple[MPI.Status, int, int]], error: object = None) -> DesyncError:
-        found = [
-            (status.source, status.tag, status.Get_count(), n)
-            for status, tag, n in expected
-            if status.tag != MPI.ANY_TAG and (status.tag != tag or status.Get_count() != n or status.error)
-        ]
+    def _crossed(self, expected: Sequence[tuple[MPI.Status, int, int]], error: object = None) -> MpishardError:
+        found, broken = [], []
+        for status, tag, n in expected:
+            if status.tag == MPI.ANY_TAG:
+                continue
+            count = status.Get_count()
+            if status.tag != tag or count != n or MPI.Get_error_class(status.error) == MPI.ERR_TRUNCATE:
+                found.append((status.source, status.tag, count, n))
+            elif status.error not in (MPI.SUCCESS, MPI.ERR_PENDING):
+                broken.append(status.source)
+        if broken and not found:
+            return lost(self._op, self._comm, broken, error)
         return crossed(self._op, self._comm, self._peers, found, error)
 
     def free(self) -> None:

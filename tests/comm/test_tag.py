@@ -13,8 +13,8 @@ from mpi4py import MPI
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.comm.point_to_point.send_recv import send_recv
-from mpishard.comm.tag import hashed
-from mpishard.errors import DesyncError, LayoutError
+from mpishard.comm.tag import Flight, hashed
+from mpishard.errors import DesyncError, LayoutError, PeerError
 
 WORLD = MPI.COMM_WORLD
 SHARD = (ms.Shard(2),)
@@ -101,3 +101,14 @@ def test_tags_are_within_what_mpi_guarantees():
     label = mesh.plan("key", lambda: mesh.label)
     for label.number in (0, 10207, 10208, 10**9):
         assert 32 < label.tag(False) < label.tag(True) < 20480
+
+
+@pytest.mark.parametrize(("code", "kind"), [(MPI.ERR_OTHER, PeerError), (MPI.ERR_TRUNCATE, DesyncError)])
+def test_a_message_that_broke_off_is_no_other_call(code, kind):
+    """MPI gives up the second half of a message of this very call where its sender is killed."""
+    flight = Flight(WORLD, "halo", [(0, MPI.REQUEST_NULL, 7, 96)], [])
+    status, _, _ = flight._expected[0]
+    status.source, status.tag, status.error = 0, 7, code
+    status.Set_elements(MPI.BYTE, 96)
+    with pytest.raises(kind, match="in halo, with rank 0"):
+        raise flight._crossed(flight._expected, MPI.Exception(code))

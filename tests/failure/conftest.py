@@ -13,8 +13,8 @@ import pytest
 # The default of MPISHARD_TIMEOUT in these jobs; what is found before ends sooner, on a busy machine too.
 PATIENCE_S = 120
 
-PRELUDE = """
-import os, signal, sys, time
+PRELUDE = '''
+import os, signal, subprocess, sys, time
 import torch
 import mpishard as ms
 from mpi4py import MPI
@@ -26,11 +26,22 @@ notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND)
 def note(*words):
     os.write(notes, " ".join(map(str, (*words, "\\n"))).encode())
 
+def doom(seconds):
+    """Have this process killed, and note it: what others say from then on tells nothing about them."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; echo DOOM >> {os.environ['NOTES']}; kill -9 {os.getpid()}"])
+
+def until_doom(work):
+    try:
+        work()
+    except Exception as error:
+        note("ERROR", repr(error))
+        raise
+
 world.Barrier()
 if rank == 0:
     note("START", time.time())
 world.Barrier()
-"""
+'''
 
 
 @dataclass
@@ -58,6 +69,13 @@ class Outcome:
     def noted(self, name: str) -> list[list[str]]:
         """Return what follows the name in each note that begins with it."""
         return [words for first, *words in self.notes if first == name]
+
+    def was_killed(self) -> None:
+        """Assert that the job ended because a rank was killed by ``doom``, and nothing was wrong before."""
+        names = [first for first, *_ in self.notes]
+        assert "DOOM" in names, self
+        assert "ERROR" not in names[: names.index("DOOM")], self
+        assert self.status != 0, self.output
 
     def failed_with(self, *texts: str) -> None:
         """Assert that the job ended in failure, and before the watchdog's, with each text at most once per rank."""
