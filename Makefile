@@ -5,8 +5,8 @@
 #   make demo-insitu    a simulation on 4 ranks, beside it a model on 2 that learns meanwhile; ARGS="--help"
 #   make test           all tests on the MPICH wheel and serial HDF5: in full at 2 ranks, at 1, 3 and 4 a sample that
 #                       each run draws anew, as of programs in C and Fortran
-#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5: in full at 4 ranks,
-#                       a sample at 2 and of programs that are killed; programs in C and Fortran, Slurm jobs
+#   make test-cluster   what another MPI or HDF5 may change, on Debian's Open MPI and parallel HDF5: each test at 2 or
+#                       at 4 ranks, a sample at both and of programs that are killed; programs in C and Fortran, Slurm
 #   make test-all       every test at every number of ranks, on both
 #   make test-oldest    what the versions of dependencies may change, at 1 and 2 ranks, with the oldest that setup.cfg
 #                       promises; give it the oldest Python: PYTHON=python3.10
@@ -28,7 +28,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # Numbers of ranks that tests run at (also 6, for operations), and of those that are not in full there, one in SAMPLE.
 RANKS ?= 1 2 3 4
-SAMPLE ?= 8
+SAMPLE ?= 12
 # What pytest gets, e.g. make test TESTS=tests/layout PYTEST_ARGS=-x
 TESTS ?= tests
 PYTEST_ARGS ?=
@@ -66,7 +66,7 @@ test: .venv/.ready
 
 cluster_mpiexec = mpirun --oversubscribe --bind-to none$(if $(filter 0,$(shell id -u)), --allow-run-as-root)
 test-cluster: export MPIEXEC = $(cluster_mpiexec)
-test-cluster: SAMPLE = 4
+test-cluster: SAMPLE = 8
 test-cluster: STACK_ARGS ?= --stack
 test-cluster: STACK_RANKS ?= 2 4
 test-cluster: .venv-cluster/.ready
