@@ -17,6 +17,7 @@ from mpishard.cli.job import mpirun, pbs, slurm
 from mpishard.cli.ops import ops
 from mpishard.cli.plan import plan
 from mpishard.cli.run import run
+from mpishard.comm import exit
 from mpishard.errors import JobError, MpishardError
 
 
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, JobError) else 1
     except OSError as error:
         left = isinstance(error, BrokenPipeError)
-        if not left and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not left and (error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not exit.alone()):
+            # in a job this ends the others, too
             raise
         if not left:
             click.echo(f"mpishard: {error.strerror}: not all of the output is written", err=True)

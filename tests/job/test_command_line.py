@@ -54,6 +54,10 @@ def test_a_full_disk_is_said_in_one_line(command: str) -> None:
     assert done.stderr == "mpishard: No space left on device: not all of the output is written\n"
 
 
+def test_a_build_folder_that_cannot_be() -> None:
+    assert "expected: a folder that can be written" in said("config", "--build", "/dev/null/x", code=2)
+
+
 def test_wrong_use_is_2() -> None:
     assert "No such command" in said("nonsense", code=2)
     assert "no file" in said("run", "no-such-script.py", code=2)
