@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from mpishard.errors import JobError, described
+
 
 @click.command()
 @click.option("--build", "folder", metavar="DIR", required=True, help="Where they are, or go: compiled if not current.")
@@ -14,6 +16,11 @@ def config(folder: str, cflags: bool, libs: bool, link: bool) -> None:
     """Compile the libraries for C and Fortran hosts, and say how to use them."""
     from mpishard.insitu.build import build
 
-    built = build(folder, link=link)
+    try:
+        built = build(folder, link=link)
+    except OSError as error:
+        raise JobError(
+            described("--build", expected="a folder that can be written", got=error, fix="name another one")
+        ) from None
     if cflags or libs:
         click.echo(" ".join([*[built.cflags] * cflags, *[built.libs] * libs]))

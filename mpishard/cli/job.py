@@ -42,7 +42,7 @@ _ALL = (
     click.option("--mesh", default="", metavar="EXTENTS", help="Check that ranks fit a mesh, such as 4x-1."),
     click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED),
 )  # fmt: skip
-_output = click.option("--output", type=click.Path(dir_okay=False), help="Write the script there.")
+_output = click.option("--output", type=click.Path(dir_okay=False), help="Write the script there; -: print it.")
 
 _SITES = "\b\nSites (their facts and sources: mpishard/job/sites.toml):\n" + "\n".join(
     f"  {name:<16} {site_named(name).title}" for name in site_names()
@@ -157,7 +157,7 @@ def _made_by() -> str:
 def _write(script: str, output: str | None) -> None:
     # bytes: a path need not be text
     data = os.fsencode(script)
-    if output is None:
+    if output in (None, "-"):
         click.echo(data, nl=False)
         return
     try:

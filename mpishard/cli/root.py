@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from mpishard.cli.job import mpirun, pbs, slurm
 from mpishard.cli.ops import ops
 from mpishard.cli.plan import plan
 from mpishard.cli.run import run
+from mpishard.comm import exit
 from mpishard.errors import JobError, MpishardError
 
 
@@ -76,7 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MpishardError as error:
         click.echo(f"mpishard: {error}", err=True)
         return 2 if isinstance(error, JobError) else 1
-    except BrokenPipeError:
+    except OSError as error:
+        left = isinstance(error, BrokenPipeError)
+        if not left and (error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not exit.alone()):
+            # in a job this ends the others, too
+            raise
+        if not left:
+            click.echo(f"mpishard: {error.strerror}: not all of the output is written", err=True)
         # as click and rich do where they write: `| head` has read enough, and what is left must not fail at the end
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -46,7 +46,7 @@ def install() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not alive() or MPI.COMM_WORLD.Get_size() == 1 or hasattr(sys, "ps1"):
+        if alone() or hasattr(sys, "ps1"):
             _child.status = 1
             previous(kind, error, trace)
             return
@@ -123,6 +123,11 @@ def alive() -> bool:
     """Tell whether this process is a rank, and MPI is up. Not collective."""
     # a forked child, as of a data loader, is no rank
     return os.getpid() == _PID and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def alone() -> bool:
+    """Tell whether no other rank can wait for this one. Not collective."""
+    return not alive() or MPI.COMM_WORLD.Get_size() == 1
 
 
 def require_mpi(what: str) -> None:

@@ -12,12 +12,17 @@ from math import prod
 from mpishard.errors import JobError, described
 from mpishard.job.site import Site
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
-_ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?")
+_TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
+# each step, and the number behind %, is at least 1: of 0 at a time nothing would ever start
+_SPAN, _COUNT = "[0-9]{1,9}-[0-9]{1,9}", "[1-9][0-9]{0,8}"
+_INDICES = f"([0-9]{{1,9}}|{_SPAN}(:{_COUNT})?)"
+_ARRAY = re.compile(f"{_INDICES}(,{_INDICES})*(%{_COUNT})?")
+_PBS_ARRAY = re.compile(f"{_SPAN}(:{_COUNT})?(%{_COUNT})?")
+# how long before the end the templates have a job told
+_NOTICE_S = 120
 # PBS has no quoting for these, and names files by the job
 _PBS_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=:/-]*")
 _PBS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]{0,229}")
-_PBS_ARRAY = re.compile(r"([0-9]+)-([0-9]+)(:[0-9]+)?(%[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise _wrong(f"--{name.replace('_', '-')}", f"at least {least}", value, "ask for more")
+        if self.ranks > 2**31 - 1:
+            raise _wrong("ranks", "as many as MPI can count: 2147483647", self.ranks, "ask for fewer nodes")
         most = self.site.fact("gpus_per_node")
         if most is not None and self.gpus > most:
             raise _wrong(
@@ -182,6 +189,13 @@ class Request:
         found = _TIME.fullmatch(self.time)
         if not found or not any(int(part or 0) for part in found.groups()):
             raise _wrong("--time", "HH:MM:SS, more than nothing", repr(self.time), "such as 02:30:00")
+        if self.saves and self.time_s <= _NOTICE_S:
+            raise _wrong(
+                "--time of a job that saves",
+                "more than 00:02:00: it is told to stop two minutes before the end",
+                self.time,
+                "ask for more, or leave out --checkpoints and --max-requeues",
+            )
         for name in ("job_name", "account", "partition"):
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if any(ord(c) < 32 or ord(c) == 127 for c in value):
@@ -192,12 +206,12 @@ class Request:
             raise _wrong("--job-name", "a name", "nothing", "leave the option out")
         if self.scheduler == "pbs" and not _PBS_NAME.fullmatch(self.job_name):
             raise _wrong("--job-name", "a letter, then letters, digits and _ . + -", repr(self.job_name), "rename it")
-        if self.array and not _ARRAY.fullmatch(self.array):
-            raise _wrong("--array", "indices such as 0-9 or 1,3,5-7%2", repr(self.array), "see man sbatch")
+        spans = [(int(first), int(last)) for first, last in re.findall("([0-9]{1,9})-([0-9]{1,9})", self.array)]
         if self.array and self.scheduler == "pbs":
-            found = _PBS_ARRAY.fullmatch(self.array)
-            if not found or int(found[1]) >= int(found[2]):
+            if not _PBS_ARRAY.fullmatch(self.array) or any(first >= last for first, last in spans):
                 raise _wrong("--array", "a range of PBS, such as 0-9, 0-8:2 or 0-9%2", repr(self.array), "see man qsub")
+        elif self.array and (not _ARRAY.fullmatch(self.array) or any(first > last for first, last in spans)):
+            raise _wrong("--array", "indices such as 0-9 or 1,3,5-7%2", repr(self.array), "see man sbatch")
         for word in (*self.command, self.env, self.checkpoints, self.container):
             if "\0" in word:
                 raise _wrong("a word of the job", "text", "a null byte", "no program can be given one")
@@ -228,7 +242,7 @@ class Request:
             return
         known = prod(extent for extent in self.mesh if extent != -1)
         fits = known == self.ranks if -1 not in self.mesh else known > 0 and self.ranks % known == 0
-        if not fits or any(extent < 1 and extent != -1 for extent in self.mesh):
+        if not fits or self.mesh.count(-1) > 1 or any(extent < 1 and extent != -1 for extent in self.mesh):
             raise _wrong(
                 "--mesh",
                 f"extents with the product {self.ranks}: {self.nodes} nodes x {self.ranks_on_node} ranks",

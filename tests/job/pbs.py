@@ -1,7 +1,8 @@
 """A queue that takes PBS scripts as PBS does, on this machine: what qsub refuses, what a job finds, what is left of it.
 
 ``python pbs.py FOLDER [qsub's arguments]`` is its qsub, which only queues; `drain` runs what is queued, one job at a
-time. It is no PBS: it knows the directives below, and the rules of them that scripts must keep.
+time. It is no PBS: it knows the directives below, and the rules of them that scripts must keep, as OpenPBS 23.06.06 has
+them.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def directives_of(script: str) -> dict[str, str]:
         found[name] = value
     if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", found.get("walltime", "")):
         raise ValueError(f"walltime {found.get('walltime')}")
-    if not re.fullmatch(r"[A-Za-z][!-~]*", found.get("N", "")):
+    if not re.fullmatch(r"[A-Za-z0-9_.+-]{1,230}", found.get("N", "")):
         raise ValueError(f"name {found.get('N')}")
     if "J" in found:
-        span = re.fullmatch(r"(\d+)-(\d+)(:\d+)?(%\d+)?", found["J"])
+        span = re.fullmatch(r"(\d+)-(\d+)(:[1-9]\d*)?(%\d+)?", found["J"])
         if not span or int(span[1]) >= int(span[2]):
             raise ValueError(f"array {found['J']}")
         if found.get("r") == "n":

@@ -46,6 +46,18 @@ def test_a_reader_that_has_had_enough(command: str) -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("command", ["ops conv2d", "slurm render -- program", "info --json"])
+def test_a_full_disk_is_said_in_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*HERE, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "mpishard: No space left on device: not all of the output is written\n"
+
+
+def test_a_build_folder_that_cannot_be() -> None:
+    assert "expected: a folder that can be written" in said("config", "--build", "/dev/null/x", code=2)
+
+
 def test_wrong_use_is_2() -> None:
     assert "No such command" in said("nonsense", code=2)
     assert "no file" in said("run", "no-such-script.py", code=2)

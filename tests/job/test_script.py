@@ -100,7 +100,7 @@ def check_syntax(path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.*")), ids=lambda path: path.name)
 def test_bash_and_shellcheck_take_what_is_checked_in(path: Path) -> None:
     check_syntax(path)
 
@@ -263,6 +263,18 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
         ("--max-requeues -1", "0 to 1000"),
         ("--max-requeues 1000000", "0 to 1000"),
         ("--array x", "indices"),
+        ("--array 9-0", "indices"),
+        ("--array 1,9-0", "indices"),
+        (f"--array 0-{'9' * 5000}", "indices"),
+        ("--array 0-9:0", "indices"),
+        # it would never start
+        ("--array 0-9%0", "indices"),
+        ("--time 01:00:0\u0660", "HH:MM:SS"),
+        ("--time 99999-00:00:00", "HH:MM:SS"),
+        ("--time 00:02:00 --checkpoints c", "more than 00:02:00"),
+        ("--time 00:02:00 --max-requeues 1", "more than 00:02:00"),
+        ("--nodes 1000000 --ranks-per-node 1000000", "2147483647"),
+        ("--nodes 4 --mesh -1x-1", "product 4"),
     ],
 )
 def test_wrong_requests_are_refused(options: str, expected: str, capsys) -> None:
@@ -276,7 +288,7 @@ def test_wrong_commands_are_refused(capsys, tmp_path: Path) -> None:
     assert "colon" in refused([*SLURM, "--multi-prog", "--", "-n", "2", "a", ":"], capsys)
     assert "quotes" in refused(["pbs", "render", "--job-name", "two words", "--", "a"], capsys)
     assert "a letter" in refused(["pbs", "render", "--job-name", "2fast", "--", "a"], capsys)
-    for array in ("5", "1,3", "4-4", "9-3"):
+    for array in ("5", "1,3", "4-4", "9-3", "0-9:0", "0-9%0"):
         assert "a range of PBS" in refused(["pbs", "render", "--array", array, "--", "a"], capsys)
     assert "--output" in refused([*SLURM[:2], "--output", f"{tmp_path}/no/such/x", "--", "a"], capsys)
 
@@ -294,6 +306,15 @@ def test_submission_hands_the_script_to_sbatch(tmp_path: Path, shell, monkeypatc
     assert main(["slurm", "submit", "--", "prog"]) == 0
     calls = [json.loads(line)[:2] for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
     assert calls == [["sbatch", ["--test-only"]], ["sbatch", []]]
+
+
+def test_output_is_a_file_or_what_is_printed(tmp_path: Path, capsysbinary) -> None:
+    path = tmp_path / "script"
+    text = made([*SLURM, "--", "prog"], path).read_bytes()
+    assert os.access(path, os.X_OK)
+    for output in ((), ("--output", "-")):
+        assert main([*SLURM, *output, "--", "prog"]) == 0
+        assert capsysbinary.readouterr().out == text
 
 
 def test_submission_needs_slurm(monkeypatch, capsys) -> None:

@@ -43,7 +43,7 @@ def test_imports_point_down() -> None:
 
 
 # Kernel and shell names that are the same everywhere.
-PORTABLE = re.compile(r"^(/usr/bin/env|/bin/(ba)?sh|/dev/(null|shm|zero)|/proc|/sys)\b")
+PORTABLE = re.compile(r"^(/usr/bin/env|/bin/(ba)?sh|/dev/(full|null|shm|zero)|/proc|/sys)\b")
 ABSOLUTE = re.compile(r"""(?<=["' =(])(/(?:bin|dev|etc|home|mnt|opt|proc|root|srv|sys|tmp|usr|var|work)/[^"' )]*)""")
 
 
