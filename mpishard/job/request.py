@@ -18,7 +18,7 @@ _SPAN, _COUNT = "[0-9]{1,9}-[0-9]{1,9}", "[1-9][0-9]{0,8}"
 _INDICES = f"([0-9]{{1,9}}|{_SPAN}(:{_COUNT})?)"
 _ARRAY = re.compile(f"{_INDICES}(,{_INDICES})*(%{_COUNT})?")
 _PBS_ARRAY = re.compile(f"{_SPAN}(:{_COUNT})?(%{_COUNT})?")
-# how long before the end the templates have a job told
+# how long before its end a job is told at most
 _NOTICE_S = 120
 # PBS has no quoting for these, and names files by the job
 _PBS_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=:/-]*")
@@ -89,6 +89,11 @@ class Request:
         """The time of the job in seconds, once it is checked."""
         days, hours, minutes, seconds = (int(part or 0) for part in _TIME.fullmatch(self.time).groups())  # type: ignore[union-attr]
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @property
+    def notice_s(self) -> int:
+        """How many seconds before its end a job that saves is told."""
+        return min(_NOTICE_S, self.time_s // 2)
 
     @property
     def cpus(self) -> int:
@@ -189,13 +194,6 @@ class Request:
         found = _TIME.fullmatch(self.time)
         if not found or not any(int(part or 0) for part in found.groups()):
             raise _wrong("--time", "HH:MM:SS, more than nothing", repr(self.time), "such as 02:30:00")
-        if self.saves and self.time_s <= _NOTICE_S:
-            raise _wrong(
-                "--time of a job that saves",
-                "more than 00:02:00: it is told to stop two minutes before the end",
-                self.time,
-                "ask for more, or leave out --checkpoints and --max-requeues",
-            )
         for name in ("job_name", "account", "partition"):
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if any(ord(c) < 32 or ord(c) == 127 for c in value):

@@ -271,8 +271,6 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
         ("--array 0-9%0", "indices"),
         ("--time 01:00:0\u0660", "HH:MM:SS"),
         ("--time 99999-00:00:00", "HH:MM:SS"),
-        ("--time 00:02:00 --checkpoints c", "more than 00:02:00"),
-        ("--time 00:02:00 --max-requeues 1", "more than 00:02:00"),
         ("--nodes 1000000 --ranks-per-node 1000000", "2147483647"),
         ("--nodes 4 --mesh -1x-1", "product 4"),
     ],
@@ -306,6 +304,12 @@ def test_submission_hands_the_script_to_sbatch(tmp_path: Path, shell, monkeypatc
     assert main(["slurm", "submit", "--", "prog"]) == 0
     calls = [json.loads(line)[:2] for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
     assert calls == [["sbatch", ["--test-only"]], ["sbatch", []]]
+
+
+def test_a_short_job_is_told_after_half_its_time(tmp_path: Path) -> None:
+    options = ["--time", "00:01:30", "--checkpoints", "c", "--", "prog"]
+    assert "#SBATCH --signal=B:USR1@45\n" in made([*SLURM, *options], tmp_path / "slurm").read_text()
+    assert "--signal=USR1 45 " in made(["pbs", "render", *options], tmp_path / "pbs").read_text()
 
 
 def test_output_is_a_file_or_what_is_printed(tmp_path: Path, capsysbinary) -> None:
