@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.graph import underivable
 from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.ops.rule.reduction import HALVES
@@ -237,7 +238,10 @@ def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[
 
 @implements(*spellings("_chunk_cat"), sharded="reduction")
 def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
-    """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move."""
+    """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move.
+
+    As in torch, no gradient goes through it.
+    """
     if num_chunks <= 0:
         raise RuntimeError("_chunk_cat expects positive num_chunks")
     if not all(t.numel() for t in tensors):
@@ -248,4 +252,6 @@ def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
         n = -(-t.shape[d] // num_chunks) * num_chunks
         t = F.pad(t, (0, 0) * (t.ndim - 1 - d) + (0, n - t.shape[d]))
         parts.append(t.reshape(*t.shape[:d], num_chunks, -1))
-    return torch.cat(parts, dim % tensors[0].ndim + 1)
+    joined = torch.cat(parts, dim % tensors[0].ndim + 1)
+    operands = [t.block if isinstance(t, ShardTensor) else t for t in tensors]
+    return wrap(underivable("aten::_chunk_cat", joined.block.detach(), operands), joined.sharding, joined.mesh)
