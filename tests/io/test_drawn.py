@@ -26,6 +26,7 @@ from torch.distributed import checkpoint as dcp
 import mpishard as ms
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.file import journal as journals
+from mpishard.io.file import lock
 from tests.io.files import WORLD, on_root, outcome, sharded, values
 from tests.io.harm import SEED, VARIANTS
 
@@ -446,14 +447,7 @@ def test_checkpoints(place, mesh):
         kept = draw.choice((1, 2, None))
         outcome(lambda kept=kept: ms.io.save_checkpoint(place.own, 4, model=model, keep=kept, mesh=mesh).path)
         place.check(what)
-        folders_forget(place.own)
-
-
-def folders_forget(folder: Path) -> None:
-    """Let go of a folder's lock, as the end of the process does. Not collective."""
-    from mpishard.io.file import lock
-
-    lock._forget()
+        lock._forget()  # as the end of the process does
 
 
 # -- checkpoints of others
