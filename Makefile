@@ -80,7 +80,7 @@ fuzz: export MPISHARD_KILLS = $(shell expr $(CASES) / 45 + 1)
 fuzz: $(fuzz_venv)/.ready
 	$(guarded) $(fuzz_venv)/bin/python -m tests.failure.test_mismatch $(SEED) $(CASES) $(FUZZ_RANKS)
 	$(guarded) $(MPIEXEC) -n 2 $(fuzz_venv)/bin/python -m pytest --ranks 2 \
-	    -o faulthandler_timeout=$(LIMIT_S) tests/io/test_damage.py tests/io/test_append.py $(PYTEST_ARGS)
+	    -o faulthandler_timeout=$(LIMIT_S) tests/io/test_damage.py tests/io/test_drawn.py tests/io/test_append.py $(PYTEST_ARGS)
 	for ranks in 1 $(FUZZ_RANKS); do \
 	    $(guarded) $(MPIEXEC) -n $$ranks $(fuzz_venv)/bin/python -m pytest --ranks $$ranks \
 	        tests/insitu/test_drawn.py $(PYTEST_ARGS); done

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.graph import underivable
 from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.ops.rule.reduction import HALVES
@@ -54,23 +55,23 @@ def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
 @implements(*spellings("_softmax_backward_data"), sharded="reduction")
 def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of softmax. Collective where the dim is sharded."""
-    _require_kernel(torch.ops.aten._softmax_backward_data, grad_output, output, input_dtype)
+    dtype = _result_dtype(torch.ops.aten._softmax_backward_data, grad_output, output, input_dtype)
     g, y = _wide(grad_output), _wide(output)
-    return (y * (g - (g * y).sum(dim, keepdim=True))).to(input_dtype)
+    return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
 
 
 @implements(*spellings("_log_softmax_backward_data"), sharded="reduction")
 def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """Return the cotangent of the input of log_softmax. Collective where the dim is sharded."""
-    _require_kernel(torch.ops.aten._log_softmax_backward_data, grad_output, output, input_dtype)
+    dtype = _result_dtype(torch.ops.aten._log_softmax_backward_data, grad_output, output, input_dtype)
     g, y = _wide(grad_output), _wide(output)
-    return (g - y.exp() * g.sum(dim, keepdim=True)).to(input_dtype)
+    return (g - y.exp() * g.sum(dim, keepdim=True)).to(dtype)
 
 
-def _require_kernel(func: Any, grad_output: Any, output: Any, input_dtype: Any) -> None:
-    """Raise what torch raises of these dtypes, which has kernels for floats alone. Not collective."""
-    if not (grad_output.is_floating_point() and output.is_floating_point() and input_dtype.is_floating_point):
-        func(*(torch.ones(1, dtype=x.dtype, device=x.device) for x in (grad_output, output)), 0, input_dtype)
+def _result_dtype(func: Any, grad_output: Any, output: Any, input_dtype: Any) -> torch.dtype:
+    """Return torch's dtype of the result, or raise what it raises of these. Not collective."""
+    cells = (torch.ones(1, dtype=x.dtype, device=x.device) for x in (grad_output, output))
+    return func(*cells, 0, input_dtype).dtype  # type: ignore[no-any-return]
 
 
 def _wide(x: Any) -> Any:
@@ -237,7 +238,10 @@ def unsafe_masked_index_put_accumulate(input: Any, mask: Any, indices: Sequence[
 
 @implements(*spellings("_chunk_cat"), sharded="reduction")
 def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
-    """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move."""
+    """Cut a dim of each tensor into chunks, filled up with zeros, and join them, flattened. Collective: cells move.
+
+    As in torch, no gradient goes through it.
+    """
     if num_chunks <= 0:
         raise RuntimeError("_chunk_cat expects positive num_chunks")
     if not all(t.numel() for t in tensors):
@@ -248,4 +252,6 @@ def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
         n = -(-t.shape[d] // num_chunks) * num_chunks
         t = F.pad(t, (0, 0) * (t.ndim - 1 - d) + (0, n - t.shape[d]))
         parts.append(t.reshape(*t.shape[:d], num_chunks, -1))
-    return torch.cat(parts, dim % tensors[0].ndim + 1)
+    joined = torch.cat(parts, dim % tensors[0].ndim + 1)
+    operands = [t.block if isinstance(t, ShardTensor) else t for t in tensors]
+    return wrap(underivable("aten::_chunk_cat", joined.block.detach(), operands), joined.sharding, joined.mesh)

@@ -385,5 +385,10 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
 
 
 torch.compile = functools.wraps(_torch_compile)(_compile)  # type: ignore[assignment]
-for _module, _name in ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.export, "export")):
-    setattr(_module, _name, _guarded_export(f"{_module.__name__}.{_name}", getattr(_module, _name)))
+for _module, _name, _called in (
+    (torch.jit, "trace", "torch.jit.trace"),
+    (torch.jit, "trace_module", "torch.jit.trace_module"),
+    (torch.jit, "_get_trace_graph", "torch.onnx.export"),
+    (torch.export, "export", "torch.export.export"),
+):
+    setattr(_module, _name, _guarded_export(_called, getattr(_module, _name)))

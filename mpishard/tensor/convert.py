@@ -30,7 +30,7 @@ from mpishard.tensor.dtensor import (
     with_grad_placements,
 )
 from mpishard.tensor.factory import asked, given_placements, new_layout
-from mpishard.tensor.foreign import shared
+from mpishard.tensor.foreign import is_dense, shared
 from mpishard.tensor.infer import inferred, told
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -123,7 +123,8 @@ def distribute_tensor(
     Parameters
     ----------
     tensor
-        The same full tensor on every rank; or a ShardTensor on ``mesh``, which is redistributed (collective).
+        The same full tensor (or array, as of `from_local`) on every rank; or a ShardTensor on ``mesh``, which is
+        redistributed (collective).
     mesh, placements
         Where and how to shard it.
     sizes
@@ -155,7 +156,9 @@ def distribute_tensor(
             raise two_meshes(tensor.mesh, mesh)
         if sizes is None and multiple == 1:
             return redistribute(tensor, placements)
-    elif src_data_rank is not None:
+    elif not isinstance(tensor, Tensor) or not is_dense(tensor):
+        tensor = shared("distribute_tensor", tensor)
+    if src_data_rank is not None and not isinstance(tensor, ShardTensor):
         src, leaf = source_rank(mesh, src_data_rank), tensor.requires_grad
         given = tensor.detach().to(mesh.device)
         return scatter_tensor(given, src, mesh, placements, requires_grad=leaf, sizes=sizes, multiple=multiple)

@@ -12,6 +12,11 @@ from mpishard.autograd.argument import require_plain
 from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError, described
 
 
+def is_dense(x: Tensor) -> bool:
+    """Tell whether a tensor is cells at strides, and nothing else. Not collective."""
+    return x.layout is torch.strided and not x.is_nested and not x.is_quantized
+
+
 def shared(op: str, array: Any) -> Tensor:
     """Return a plain tensor in the memory of an array, or the plain tensor that it is.
 
@@ -26,9 +31,12 @@ def shared(op: str, array: Any) -> Tensor:
     """
     if isinstance(array, Tensor):
         require_plain(op, array)
-        if array.layout is not torch.strided or array.is_meta:
-            raise _unfit(op, f"a tensor of layout {array.layout} on {array.device}", "give a dense one: x.to_dense()")
+        if array.is_meta or not is_dense(array):
+            kind = "nested" if array.is_nested else "quantized" if array.is_quantized else str(array.layout)
+            raise _unfit(op, f"a tensor of layout {kind} on {array.device}", "give a dense one: x.to_dense()")
         return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise _unfit(op, "a masked array, whose mask would be lost", "fill it: x.filled(value)")
     if not hasattr(array, "__dlpack__"):
         raise _unfit(op, type(array).__name__, "make it a tensor: torch.as_tensor(x), numpy.asarray(x)")
     strides = getattr(array, "strides", None) or ()

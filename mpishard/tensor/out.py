@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.tensor.registry import name_of, outline, tensors_in
@@ -52,6 +53,9 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
             raise unfit(function, f"a ShardTensor of shape {tuple(part.shape)}", t)
         if not torch.can_cast(part.dtype, t.dtype):
             raise RuntimeError(f"result type {part.dtype} can't be cast to the desired output type {t.dtype}")
+    found, wanted = ([t.dtype for t in side] for side in (parts, outs))
+    if found != wanted:
+        _require_cast(function, args, given, found, wanted, single=isinstance(out, Tensor))
     for t, part in zip(outs, parts):
         t.copy_(part)
     return out if isinstance(result, Tensor) else type(result)(outs)
@@ -67,3 +71,42 @@ def unfit(function: Any, expected: str, got: Any) -> UnsupportedOperationError:
             fix="make it with mpishard.empty(shape, mesh=..., placements=...), or assign the result",
         )
     )
+
+
+def _require_cast(
+    function: Any,
+    args: Sequence[Any],
+    given: Mapping[str, Any],
+    found: Sequence[torch.dtype],
+    wanted: Sequence[torch.dtype],
+    *,
+    single: bool,
+) -> None:
+    """Raise what torch raises where a function does not write into another dtype than its result's. Not collective.
+
+    It is asked with operands of one cell, if it takes those at all.
+    """
+    with torch.no_grad():
+        operands, options = tree_map(_one_cell, (tuple(args), dict(given)))
+
+        def refusal(dtypes: Sequence[torch.dtype]) -> RuntimeError | None:
+            outs = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+            try:
+                function(*operands, **options, out=outs[0] if single else tuple(outs))
+            except RuntimeError as e:
+                return e
+            return None
+
+        try:
+            refused = refusal(wanted) if refusal(found) is None else None
+        except Exception:  # noqa: BLE001 (of operands that cannot be so small)
+            return
+    if refused is not None:
+        raise refused
+
+
+def _one_cell(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    is_index = not (x.dtype.is_floating_point or x.dtype.is_complex)
+    return (torch.zeros if is_index else torch.ones)([1] * x.ndim, dtype=x.dtype)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 
 import h5py
 import torch
 from mpi4py import MPI
 
 import mpishard as ms
+from mpishard.errors import MpishardError
 from mpishard.io.backend.choice import mpio_obstacle
 
 WORLD = MPI.COMM_WORLD
@@ -53,6 +55,19 @@ def same_on_all(error):
     texts = WORLD.allgather(f"{type(error.value).__name__}: {error.value}")
     assert len(set(texts)) == 1
     return texts[0]
+
+
+def outcome(call):
+    """Return the value of a call, or its error, which is the library's own and the same on every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value, error = call(), None
+    except MpishardError as e:
+        value, error = None, e
+    told = WORLD.allgather(None if error is None else f"{type(error).__name__}: {error}")
+    assert len(set(told)) == 1, told
+    return value, error
 
 
 def sharded(full, mesh, placements=None, sizes=None):

@@ -13,24 +13,10 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import mpishard as ms
-from mpishard.errors import MpishardError
-from tests.io.files import WORLD, on_root, sharded, values
+from tests.io.files import WORLD, on_root, outcome, sharded, values
 from tests.io.harm import variants
 
 FULL = values((12, 20))
-
-
-def outcome(call):
-    """Return the value of a call, or its error, which is the library's own and the same on every rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value, error = call(), None
-    except MpishardError as e:
-        value, error = None, e
-    told = WORLD.allgather(None if error is None else f"{type(error).__name__}: {error}")
-    assert len(set(told)) == 1, told
-    return value, error
 
 
 def harming(path, kinds=1):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from tests.compare import WORLD, compare, layouts, mesh_of, shard
-from tests.ops.windows import check, field
+from tests.ops.windows import check, field, same
 
 aten = torch.ops.aten
 X, G = field(4, 6, 5), field(4, 6, 5).flip(0)
@@ -41,6 +41,12 @@ BACKWARD = {
         g[:, :3, :2], x.detach(), [2, 2], [], [0, 0], [1, 1], False, F.max_pool2d(x.detach(), 2, return_indices=True)[1]
     ),
 }
+
+
+@pytest.mark.parametrize("of", [torch._softmax_backward_data, torch._log_softmax_backward_data])
+def test_cotangents_keep_their_dtype(of):
+    for given, asked in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
+        same(lambda x, asked=asked: of(x, x, 1, asked), X.to(given), (0, 1), 0, exact=False)
 
 
 @pytest.mark.parametrize("name", BACKWARD)

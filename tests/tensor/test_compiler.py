@@ -59,8 +59,10 @@ def test_every_spelling(compiled):
         lambda m, x: torch.jit.trace(m, (x,), strict=False),
         lambda m, x: torch.export.export(m, (x,)),
         lambda m, x: torch.export.export(m, args=(), kwargs={"input": x}),
+        lambda m, x: torch.onnx.export(m, (x,), dynamo=False),
     ],
 )
+@pytest.mark.filterwarnings("ignore")
 def test_traces_are_refused(export):
     x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
     with pytest.raises(ms.UnsupportedOperationError, match=r"torch\.\w+\.\w+ with ShardTensors"):

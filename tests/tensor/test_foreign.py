@@ -52,6 +52,7 @@ REFUSED = {
     "list": lambda: [1.0, 2.0],
     "number": lambda: 3.0,
     "None": lambda: None,
+    "masked": lambda: np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0]),
     "sparse": lambda: torch.ones(3).to_sparse(),
     "meta": lambda: torch.ones(3, device="meta"),
 }
@@ -67,6 +68,14 @@ def test_blocks_that_are_refused(make, odd, shapes):
     block = make() if not odd or WORLD.rank == WORLD.size - 1 else np.ones(3)
     with pytest.raises(ms.MpishardError, match=r"from_local(.|\n)*fix"):
         ms.ShardTensor.from_local(block, mesh_1d(), ms.Shard(0), shapes)
+
+
+def test_whole_arrays():
+    whole = np.arange(12.0).reshape(6, 2)
+    assert torch.equal(gathered(ms.distribute_tensor(whole, mesh_1d(), ms.Shard(0))), torch.from_numpy(whole))
+    for name in set(REFUSED) - {"meta"}:
+        with pytest.raises(ms.MpishardError, match=r"distribute_tensor(.|\n)*fix"):
+            ms.distribute_tensor(REFUSED[name](), mesh_1d(), ms.Shard(0))
 
 
 @pytest.mark.parametrize("view", [lambda a: a, lambda a: a[::2], lambda a: a.T, np.asfortranarray])

@@ -84,3 +84,35 @@ def test_what_does_not_fit_is_refused():
         torch.sum(x, 0, out=shard(torch.zeros(4, dtype=torch.int64), mesh, (ms.Shard(0),)))
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         torch.sum(x.clone().requires_grad_(), 0, out=shard(torch.zeros(4).double(), mesh, (ms.Shard(0),)))
+
+
+OTHER_DTYPE = {
+    "mm": lambda x, out: torch.mm(x, x, out=out),
+    "exp": lambda x, out: torch.exp(x, out=out),
+    "softmax": lambda x, out: torch.softmax(x, 0, out=out),
+    "cumsum": lambda x, out: torch.cumsum(x, 1, out=out),
+    "index_select": lambda x, out: torch.index_select(x, 0, torch.arange(4), out=out),
+    "inv": lambda x, out: torch.linalg.inv(x, out=out),
+    "where": lambda x, out: torch.where(x > 0, x, x, out=out),
+    "cat": lambda x, out: torch.cat([x[:2], x[2:]], out=out),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPE)
+def test_out_of_another_dtype(name):
+    """It is written or refused as torch does it."""
+    call, full = OTHER_DTYPE[name], X + 4 * torch.eye(4)
+    for dtype in (torch.float32, torch.complex128):
+        expected: object = torch.zeros(4, 4, dtype=dtype)
+        try:
+            call(full, expected)
+        except RuntimeError as e:
+            expected = str(e)
+        for dim in (0, 1):
+            x, out = (shard(t, mesh_of((WORLD.size,)), (ms.Shard(dim),)) for t in (full, full.to(dtype)))
+            if isinstance(expected, str):
+                with pytest.raises(RuntimeError) as e:
+                    call(x, out)
+                assert str(e.value) == expected
+            else:
+                torch.testing.assert_close(gathered(call(x, out)), expected)

@@ -118,6 +118,8 @@ class ReadRequest:
         wanted = [key for key, thing in named.items() if thing is not None]
         lacking = [key for key in wanted if key not in tree]
         fields = tree.get("tensors", {})
+        if not isinstance(fields, dict):
+            raise damaged(path, f"its tensors are no dict, but {shown(fields)}")
         if self.tensors is not None:
             lacking += [f"tensors[{name!r}]" for name in self.tensors if name not in fields]
             fields = {name: fields[name] for name in self.tensors if name in fields}

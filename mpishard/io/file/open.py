@@ -26,6 +26,7 @@ _MOST_CELLS = 1 << 60  # of a dim
 _MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
 _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
+_ELSEWHERE = object()
 _PATTERN = re.compile("%[0-9]*b")  # of virtual sources by number
 
 
@@ -145,13 +146,24 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
 
 def _resolved(file: Any, path: Path, name: str, external: bool) -> Any:
     """Return a dataset, None where there is none of that name."""
-    dataset = file.get(name) if external else _followed(file, path, name)
+    dataset = _followed(file, path, name, external)
+    if dataset is _ELSEWHERE:
+        dataset = file.get(name)
     if not isinstance(dataset, import_h5py().Dataset):
         return None
-    plist = dataset.id.get_create_plist()
-    if not external and plist.get_external_count():
-        raise _outside(path, name, f"cells in {shown(dataset.external[0][0])}, which is no HDF5 file")
+    if dataset.id.get_create_plist().get_external_count():
+        if not external:
+            raise _outside(path, name, f"cells in {shown(dataset.external[0][0])}, which is no HDF5 file")
+        for raw, _, _ in dataset.external:
+            for at in filter(os.path.lexists, _places(dataset.file.filename, raw)):
+                check_regular(at)
     return dataset
+
+
+def _places(path: Path, name: str) -> list[str]:
+    """Return where HDF5 may look for a file that another one names."""
+    folders = [os.path.dirname(at(path)) for at in (os.path.abspath, os.path.realpath)]
+    return [os.path.join(folder, name) for folder in [*folders, os.getcwd()]]
 
 
 def _grows(dataset: Any) -> bool:
@@ -163,12 +175,15 @@ def _grows(dataset: Any) -> bool:
     return any(n in (None, unlimited) for n in plist.get_virtual_vspace(0).get_simple_extent_dims(True))
 
 
-def _followed(file: Any, path: Path, name: str) -> Any:
-    """Return what a name leads to within its own file, or None."""
+def _followed(file: Any, path: Path, name: str, external: bool, hops: int = 0) -> Any:
+    """Return what a name leads to within its own file, or None; `_ELSEWHERE` where links lead out, to regular files.
+
+    HDF5 waits at a pipe.
+    """
     h5py = import_h5py()
     if not isinstance(name, str) or "\0" in name:
         return None
-    node, left, hops = file, name.split("/")[::-1], 0
+    node, left = file, name.split("/")[::-1]
     if name.startswith("/"):
         node = file["/"]
     while left:
@@ -180,14 +195,22 @@ def _followed(file: Any, path: Path, name: str) -> Any:
         link = node.get(part, getlink=True)
         if link is None:
             return None
-        if isinstance(link, h5py.ExternalLink):
-            raise _outside(path, name, f"a link to {shown(link.path)} in {shown(link.filename)}")
-        if not isinstance(link, h5py.SoftLink):
+        if isinstance(link, h5py.HardLink):
             node = node[part]
             continue
         hops += 1
         if hops > _MOST_LINKS:
             raise _outside(path, name, f"more than {_MOST_LINKS} links, one to the other")
+        if isinstance(link, h5py.ExternalLink):
+            if not external:
+                raise _outside(path, name, f"a link to {shown(link.path)} in {shown(link.filename)}")
+            at = next(filter(os.path.lexists, _places(path, link.filename)), None)
+            if at is None:
+                return None
+            same = os.path.realpath(at) == os.path.realpath(path)
+            with contextlib.nullcontext(file) if same else opened(at) as other:
+                _followed(other, at, "/".join([link.path, *left[::-1]]), external, hops)
+            return _ELSEWHERE
         if link.path.startswith("/"):
             node = file["/"]
         left += link.path.split("/")[::-1]
@@ -257,7 +280,7 @@ def _check_sources(
         lo, hi = space.get_select_bounds() if space.get_select_npoints() else ((1,), (0,))
         if box is not None and any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
             continue
-        places = [os.fspath(path)] if file_name == "." else [os.path.join(folder, file_name) for folder in folders]
+        places = [os.fspath(path)] if file_name == "." else _places(path, file_name)[:2]
         at = next(filter(os.path.lexists, places), places[0])
         pattern = _PATTERN.search(file_name) or _PATTERN.search(name)
         if not external:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.ops.rule.dim import require_dtype
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -56,11 +57,16 @@ def picked_where(x: Any, mask: Any) -> ShardTensor:
     return _found(blocks[0].block[blocks[1].block.bool()], blocks[1].sharding, mesh)
 
 
+def _selected(x: Tensor) -> Tensor:
+    return x.masked_select(torch.ones(2, dtype=torch.bool, device=x.device))
+
+
 @implements(*spellings("masked_select"), sharded="moves")
 def masked_select(input: Any, mask: Any) -> ShardTensor:
     """Return the cells where a mask is true. Collective."""
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_select: expected BoolTensor for mask, but got {mask.dtype}")
+    require_dtype(input, _selected)
     shape = torch.broadcast_shapes(input.shape, mask.shape) or (1,)
     return picked_where(input.expand(shape), mask.expand(shape))
 

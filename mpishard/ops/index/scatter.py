@@ -17,6 +17,7 @@ from mpishard.ops.rule.dim import (
     normal_dim,
     plain,
     prepare_write,
+    require_dtype,
     require_writable,
     resized,
     whole_along,
@@ -106,9 +107,14 @@ def fill_diagonal_(self: ShardTensor, fill_value: Any, wrap: bool = False) -> Sh
 # -- flat positions
 
 
+def _first(x: Tensor) -> Tensor:
+    return x.take(torch.zeros(1, dtype=torch.int64, device=x.device))
+
+
 @implements(torch.take, torch.Tensor.take, sharded="moves")
 def take(input: Any, index: Any) -> Any:
     """Pick cells of the flattened tensor. Collective where it is sharded; a sharded index needs it whole."""
+    require_dtype(input, _first)
     flat = gathered(input) if isinstance(index, ShardTensor) else input
     if not index.ndim:
         return picked(flat.reshape(-1), index.reshape(1)).reshape(())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import layout_of
-from mpishard.ops.rule.dim import gathered, kept, normal_dim
+from mpishard.ops.rule.dim import gathered, kept, normal_dim, require_dtype
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
@@ -52,7 +52,12 @@ def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
 @implements(torch.vander, sharded="local")
 def falling_vander(x: ShardTensor, N: int | None = None, increasing: bool = False) -> Any:
     """Powers of every cell of a vector, the highest first. Not collective."""
-    return vander(x, N) if increasing else torch.flip(vander(x, N), (-1,))
+    x = resolved(x)
+    if x.ndim != 1 or (N is not None and N < 0):
+        torch.vander(x.block.new_zeros([1] * x.ndim), N)  # raises torch's own error
+    require_dtype(x, torch.vander)
+    rising = _powers(x, x.shape[0] if N is None else N)
+    return rising if increasing else torch.flip(rising, (-1,))
 
 
 @implements(torch.linalg.vander, sharded="local")
@@ -64,11 +69,16 @@ def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
     n = x.shape[-1] if N is None else N
     if n <= 1:
         raise RuntimeError(f"N must be greater than 1, but got {n}.")
-    rows = x.block.unsqueeze(-1).expand(*x.block.shape, n - 1)
-    local = torch.cat([torch.ones_like(rows[..., :1]), rows.cumprod(-1)], -1)
+    require_dtype(x, torch.linalg.vander)
+    return _powers(x, n)
+
+
+def _powers(x: ShardTensor, n: int) -> ShardTensor:
+    rising = x.block.unsqueeze(-1).expand(*x.block.shape, max(n - 1, 0)).cumprod(-1)
+    ones = torch.ones((*x.block.shape, 1), dtype=rising.dtype, device=rising.device)
     layout = x.sharding
     out = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, n), (*layout.sizes, None))
-    return wrap(local, out, x.mesh)
+    return wrap(torch.cat([ones, rising], -1)[..., :n], out, x.mesh)
 
 
 @implements(torch.dist, torch.Tensor.dist, sharded="reduction")

@@ -100,6 +100,8 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
         if dtype in HALVES:  # torch's own dtype, also under autocast
             cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
             result = func(**cells, reduction="sum").dtype
+        if reduction == "mean" and not (result.is_floating_point or result.is_complex):
+            torch.empty(0, dtype=dtype).mean()  # raises torch's own error
         then = (lambda t: t.to(result)) if reduction == "sum" else (lambda t: (t / count).to(result))
         return summed(total, mesh, reduced(out, None).over, replicated_layout(mesh, ()), then, result)
 
@@ -265,10 +267,15 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         if x.ndim == 1:
             return _scalar(func(**named, target=labels, reduction=reduction), mesh)
         empty = not len(x.block)
-        if empty:  # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
-            named["input"] = x.block.new_zeros(1, *x.block.shape[1:]) + x.block.sum()
-            labels = labels.new_zeros(1, *labels.shape[1:])
-        loss = agreed(lambda: func(**named, target=labels, reduction="none"), mesh, (out,))
+
+        def loss_of() -> Tensor:
+            if not empty:
+                return func(**named, target=labels, reduction="none")
+            # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
+            sample = named | {"input": x.block.new_zeros(1, *x.block.shape[1:]) + x.block.sum()}
+            return func(**sample, target=labels.new_zeros(1, *labels.shape[1:]), reduction="none")
+
+        loss = agreed(loss_of, mesh, (out,))
         return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
 
     return rule

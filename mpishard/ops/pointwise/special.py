@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mpishard.ops.pointwise.pointwise import in_place, pointwise
-from mpishard.ops.rule.dim import kept
+from mpishard.ops.rule.dim import kept, require_dtype
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import RULES, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -46,6 +46,7 @@ def glu(input: ShardTensor, dim: int = -1) -> Any:
     n = input.shape[dim]
     if n % 2:
         raise RuntimeError(f"Halving dimension must be even, but dimension {dim % input.ndim} is size {n}")
+    require_dtype(input, F.glu)
     values, gates = input.narrow(dim, 0, n // 2), input.narrow(dim, n // 2, n // 2)
     return values * torch.sigmoid(gates)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.collective import blocking
+from mpishard.ops.rule.dim import require_dtype
 from mpishard.ops.rule.reduction import dim_and_keepdim, reduced
 from mpishard.tensor.operand import fitted, mesh_of, resolved
 from mpishard.tensor.registry import implements
@@ -20,6 +21,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 def count_nonzero(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Count cells that are not zero. Collective where a reduced dim is sharded."""
     x = resolved(input)
+    require_dtype(x, torch.count_nonzero)
     plan = reduced(x.sharding, dim)
     local = torch.count_nonzero(x.block, plan.dims)
     return wrap(sum_partial(local, x.mesh, plan.over), plan.out, x.mesh)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import underivable
 from mpishard.comm.collective import blocking
-from mpishard.ops.rule.dim import gathered, plain, whole_along, without
+from mpishard.ops.rule.dim import gathered, plain, require_dtype, whole_along, without
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, spellings
@@ -34,6 +34,11 @@ def _range(x: ShardTensor) -> tuple[Any, Any]:
     return tuple(t.block.item() for t in torch.aminmax(x)) if x.numel() else (0, 0)
 
 
+def _counted(x: Tensor) -> Any:
+    # without bounds: torch looks for them by a kernel of fewer dtypes
+    return torch.histogram(x, 1)
+
+
 @implements(torch.histc, torch.Tensor.histc, sharded="reduction")
 def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> ShardTensor:
     """Count cells in bins of equal width. Collective: small all-reduces; the cells stay."""
@@ -49,6 +54,8 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Sh
 def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
     own = on_mesh(input, mesh_of((input, bins, weight)))
+    if range is None and not isinstance(bins, Tensor):
+        require_dtype(own, _counted)
     x = own.detach()
     operands = [own.block]
     options: dict[str, Any] = {}
@@ -165,6 +172,8 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     """
     edges = [gathered(b) for b in bins] if isinstance(bins, (tuple, list)) else bins
     own = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ()))))
+    if range is None and not (isinstance(edges, list) and isinstance(edges[0], Tensor)):
+        require_dtype(own, _counted)
     operands: list[Any] = [own.block]
     x = whole_along(own.detach(), (own.ndim - 1,))
     if isinstance(edges, list):

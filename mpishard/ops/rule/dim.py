@@ -255,6 +255,26 @@ def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
 
 
+def require_dtype(x: Tensor, function: Callable[[Tensor], Any]) -> None:
+    """Raise what ``function``, of a vector of two cells, raises of the dtype of ``x``: a rule may not need its kernel.
+
+    Not collective.
+    """
+    refusal = _refusal(function, x.dtype, x.device)
+    if refusal is not None:
+        raise type(refusal)(*refusal.args)
+
+
+@lru_cache(maxsize=CACHED)
+def _refusal(function: Callable[[Tensor], Any], dtype: torch.dtype, device: torch.device) -> Exception | None:
+    try:
+        with torch.no_grad():
+            function(torch.zeros(2, dtype=dtype, device=device))
+    except RuntimeError as e:  # NotImplementedError is one
+        return e.with_traceback(None)
+    return None
+
+
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
     if len(given) == 1 and not isinstance(given[0], int):

@@ -180,6 +180,8 @@ Local = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
 def wide_of(x: Tensor) -> Tensor:
     """Return a block in a dtype to add up in: halves as float32. Not collective."""
+    if x.dtype == torch.complex32:
+        return x.to(torch.complex64)
     return x.float() if x.dtype in HALVES else x
 
 

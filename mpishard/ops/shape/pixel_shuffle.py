@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpishard.layout import Layout, bounds, layout_of, moved_borders, scaled, sizes_of
-from mpishard.ops.rule.dim import whole_along
+from mpishard.ops.rule.dim import require_dtype, whole_along
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -75,8 +75,17 @@ def _plan_unshuffle(x: ShardTensor, factor: int) -> tuple[Layout, Layout]:
     return _sized(x, layout.shape, before), _sized(x, shape, after)
 
 
-def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) -> ShardTensor:
+def _shuffle_cell(x: Tensor) -> Tensor:
+    return torch.pixel_shuffle(x.view(2, 1, 1), 1)
+
+
+def _unshuffle_cell(x: Tensor) -> Tensor:
+    return torch.pixel_unshuffle(x.view(2, 1, 1), 1)
+
+
+def _run(name: str, plan_of: Any, func: Any, cell: Any, input: ShardTensor, factor: int) -> ShardTensor:
     x = resolved(input)
+    require_dtype(x, cell)
     key = (name, x.sharding, factor)
     before, out = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: plan_of(x, factor))
     local = moved(x, before).block
@@ -88,13 +97,13 @@ def _run(name: str, plan_of: Any, func: Any, input: ShardTensor, factor: int) ->
 @implements(*spellings("pixel_shuffle"), sharded="moves")
 def pixel_shuffle(input: ShardTensor, upscale_factor: int) -> ShardTensor:
     """Move channels to space. Collective where a block ends within channels that become one, else not."""
-    return _run("pixel_shuffle", _plan_shuffle, torch.pixel_shuffle, input, upscale_factor)
+    return _run("pixel_shuffle", _plan_shuffle, torch.pixel_shuffle, _shuffle_cell, input, upscale_factor)
 
 
 @implements(*spellings("pixel_unshuffle"), sharded="moves")
 def pixel_unshuffle(input: ShardTensor, downscale_factor: int) -> ShardTensor:
     """Move space to channels. Collective where a block ends within cells that become one, else not."""
-    return _run("pixel_unshuffle", _plan_unshuffle, torch.pixel_unshuffle, input, downscale_factor)
+    return _run("pixel_unshuffle", _plan_unshuffle, torch.pixel_unshuffle, _unshuffle_cell, input, downscale_factor)
 
 
 @implements(*spellings("channel_shuffle"), sharded="gathers")

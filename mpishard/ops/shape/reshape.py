@@ -274,5 +274,5 @@ def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor
 
 @implements(torch.ravel, torch.Tensor.ravel, sharded="moves")
 def ravel(input: ShardTensor) -> ShardTensor:
-    """Merge all dims. As `reshape`."""
-    return reshape(input, -1)
+    """Merge all dims. As `reshape`, of a copy where the tensor is not contiguous."""
+    return reshape(input.contiguous(), -1)

@@ -33,6 +33,9 @@ def test_inner_products():
     check(lambda x: torch.linalg.vander(x, N=4), field(6, 5), (0, 1), 2)
     check(torch.linalg.vander, field(2, 5), (0, 1), 2)
     same(lambda x: torch.vander(x, 3), field(7), (0,), 2, exact=False)
+    for n in (0, 1):
+        same(lambda x, n=n: torch.vander(x, n), field(7), (0,), n)
+    same(lambda x: torch.linalg.vander(x.to(torch.uint16), N=3), field(2, 5).abs(), (0, 1), 1)
     same(lambda x: torch.vander(x, increasing=True), field(7), (0,), 3, exact=False)
     pair(torch.dist, field(6, 5), field(6, 5) * 2, (0, 1))
     pair(lambda a, b: torch.dist(a, b, 3), field(6, 5), field(5), (0, 1))
