@@ -134,14 +134,18 @@ class _Buckets:
 
 
 def _accumulate(flat: Tensor, params: list[Tensor]) -> None:
-    for param, g in zip(params, flat.split_with_sizes([p.numel() for p in params])):
-        g = g if param.ndim == 1 else g.view(param.shape)
+    # memory of its own for each new one: a user may keep one gradient and drop the others
+    new = params[0].grad is None
+    split: Any = torch.split_with_sizes_copy if new else torch.split_with_sizes
+    for param, g in zip(params, split(flat, [p.numel() for p in params])):
         grad = param.grad
-        if grad is None:
-            # memory of its own: a user may keep one gradient and drop the others
-            param.grad = g.clone()
+        if grad is not None:
+            grad.add_(g if param.ndim == 1 else g.view(param.shape))
+        elif new:
+            # not a view, which would keep its base
+            param.grad = g if param.ndim == 1 else g.resize_(param.shape)
         else:
-            grad.add_(g)
+            param.grad = g.view(param.shape).clone()
 
 
 def finish_withheld() -> None:

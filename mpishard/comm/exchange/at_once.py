@@ -31,10 +31,15 @@ DTYPES = {
 
 
 class _Table(NamedTuple):
-    """Pairs of cells, by their numbers: of the block and of a message or the window, or of the window and a message."""
+    """Pairs of cells, by their numbers: of the block and of a message or the window, or of the window and a message.
+
+    Of messages, ``packed`` are the cells of a whole buffer, in order: what lies between messages does not travel, and
+    takes any. None where several cells meet in one.
+    """
 
     own: Tensor
     other: Tensor
+    packed: Tensor | None = None
 
 
 class AtOnce:
@@ -65,7 +70,7 @@ class AtOnce:
         cells = x.view(-1)
         if exchange is not None:
             if sends is not None:
-                _wire(exchange.out, x).index_copy_(0, sends.other, cells.index_select(0, sends.own))
+                _pack(cells, sends, exchange.out)
             exchange.start()
         window = x.new_zeros(self._out) if value == 0 else x.new_full(self._out, value)
         if self._whole:
@@ -76,7 +81,7 @@ class AtOnce:
         if exchange is not None:
             exchange.finish()
             if recvs is not None:
-                out.index_copy_(0, recvs.own, _wire(exchange.into, x).index_select(0, recvs.other))
+                out.index_copy_(0, recvs.own, exchange.into.index_select(0, recvs.other))
             exchange.release()
         return window
 
@@ -88,11 +93,7 @@ class AtOnce:
         cells = g.view(-1)
         if exchange is not None:
             if recvs is not None:
-                into, values = _wire(exchange.into, g), cells.index_select(0, recvs.own)
-                if self._repeats:
-                    into.zero_().index_add_(0, recvs.other, values)
-                else:
-                    into.index_copy_(0, recvs.other, values)
+                _pack(cells, recvs, exchange.into)
             exchange.start(adjoint=True)
         if self._whole:
             own = g.new_empty(self._in).copy_(self._place(g))
@@ -105,7 +106,7 @@ class AtOnce:
             exchange.finish(adjoint=True)
             if sends is not None:
                 # in ascending order of the peers
-                into.index_add_(0, sends.own, _wire(exchange.out, g).index_select(0, sends.other))
+                into.index_add_(0, sends.own, exchange.out.index_select(0, sends.other))
             exchange.release()
         return own
 
@@ -135,8 +136,12 @@ class AtOnce:
                         (self._numbers(self._out, part, _filled), first + self._numbers(wire, part, _travelled))
                     )
             kept = [(self._numbers(self._in, p, _read), self._numbers(self._out, p, _filled)) for p in local]
-            found = self._tables[device] = tuple(_table(pairs, device) for pairs in (sends, recvs, kept))  # type: ignore[assignment]
-        return found  # type: ignore[return-value]
+            found = self._tables[device] = (
+                _table(sends, device, 0 if exchange is None else exchange.out.numel()),
+                _table(recvs, device, 0 if exchange is None or self._repeats else exchange.into.numel()),
+                _table(kept, device),
+            )
+        return found
 
     def _numbers(self, shape: Sequence[int], part: Part, along: Callable[[Piece], np.ndarray]) -> np.ndarray:
         """Return the numbers of a part's cells in a dense array of ``shape``, in the order in which they travel."""
@@ -170,14 +175,23 @@ def _placed(side: Way, offsets: Offsets, size: int) -> Iterator[tuple[Part, int]
             yield part, start // size
 
 
-def _table(pairs: list[tuple[np.ndarray, np.ndarray]], device: torch.device) -> _Table | None:
+def _table(pairs: list[tuple[np.ndarray, np.ndarray]], device: torch.device, length: int = 0) -> _Table | None:
+    """Return pairs as a table; ``length`` is that of the buffer of messages, if a copy is to fill it."""
     if not sum(own.size for own, _ in pairs):
         return None
+    own, other = (np.concatenate(side) for side in zip(*pairs))
+    packed = np.zeros(length, dtype=np.int64)
+    if length:
+        packed[other] = own
     # a plan lives on, and later gradients read it
     with torch.inference_mode(False):
-        return _Table(*(torch.from_numpy(np.concatenate(side)).to(device) for side in zip(*pairs)))
+        tables = [torch.from_numpy(numbers).to(device) for numbers in (own, other, packed)]
+    return _Table(tables[0], tables[1], tables[2] if length else None)
 
 
-def _wire(memory: Tensor, like: Tensor) -> Tensor:
-    """Return the buffer of all messages of one direction as cells."""
-    return memory.view(like.dtype)
+def _pack(cells: Tensor, table: _Table, buffer: Tensor) -> None:
+    """Copy cells of a block, or of a window's cotangent, to the buffer of their messages."""
+    if table.packed is not None:
+        torch.index_select(cells, 0, table.packed, out=buffer)
+    else:
+        buffer.zero_().index_add_(0, table.other, cells.index_select(0, table.own))

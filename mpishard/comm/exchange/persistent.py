@@ -45,7 +45,7 @@ class Exchange:
     sends, recvs : list of list of Tensor
         Views of the buffers, per peer and block.
     out, into : Tensor
-        The buffers, as bytes: what the forward direction sends from and receives to.
+        The buffers, as cells: what the forward direction sends from and receives to.
     send_offsets, recv_offsets : list of list of int
         Where these begin in the buffers, in bytes.
     acquire, start, finish, release
@@ -89,7 +89,7 @@ class Exchange:
         # made in inference mode, they would serve no other
         with torch.inference_mode(False):
             self._messages = m = transport.messages(out, into, op, label, storages)
-            self.out, self.into = m.out.tensor, m.into.tensor
+            self.out, self.into = m.out.tensor.view(dtype), m.into.tensor.view(dtype)
             self.sends, self.send_offsets = _views(m.out.tensor, m.out_starts, sends, out_blocks, dtype)
             self.recvs, self.recv_offsets = _views(m.into.tensor, m.into_starts, recvs, into_blocks, dtype)
         self._driver: Any = transport.driver

@@ -29,8 +29,10 @@ from mpishard.ops.norm.channels_last import (
     columns_scaled,
     in_columns,
 )
-from mpishard.ops.rule.moments import chan, dots, global_moments, row_moments
+from mpishard.ops.rule.moments import are_few, chan, dots, global_moments, row_moments, row_sums
 from mpishard.ops.rule.reduction import HALVES
+
+_torch_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 class Rows(NamedTuple):
@@ -80,6 +82,11 @@ class Rows(NamedTuple):
             return stats.view(self.n, self.groups, 1).expand(-1, -1, self.c // self.groups).reshape(self.n, self.c)
         return stats.view(1, self.c).expand(self.n, -1)
 
+    def beside(self, stats: Tensor) -> Tensor:
+        """Give every row the number of its statistic, in operations with numbers of rows, which broadcast."""
+        alike = not self.groups or (self.n == 1 and self.groups == self.c)
+        return stats if alike else self.spread(stats)
+
 
 def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
@@ -100,6 +107,14 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return mean.new_zeros(rows.c), mean.new_zeros(rows.c)
     centre = mean.mean(0)
     return centre, m2.sum(0) + length * (mean - centre).square().sum(0)
+
+
+def _statistics(x: Tensor, rows: Rows, mesh: CartMesh) -> tuple[Tensor, Tensor, bool]:
+    """Return what `global_moments` does, of a block. Collective over ``rows.over``."""
+    sums = None
+    if rows.over and are_few(x) and (rows.groups or rows.n == 1) and not are_columns(x):
+        sums = row_sums(x.reshape(rows.n * (rows.groups or rows.c), -1))
+    return global_moments(lambda: local_moments(x, rows), rows.own, rows.count, _group(mesh, rows), sums)
 
 
 def _centred(x: Tensor, mean: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -153,7 +168,7 @@ class Normalise(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, mean and biased variance. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
-        mean, var, large = global_moments(*local_moments(x, rows), rows.own, rows.count, _group(mesh, rows))
+        mean, var, large = _statistics(x, rows, mesh)
         if rows.is_per_channel and not large and x.numel():
             y = _standardised(x, mean, var, weight, bias, rows, eps)
         else:
@@ -169,6 +184,7 @@ class Normalise(Function):
             y = _scaled(near, scale.to(wide), offset.to(wide))
         ctx.save_for_backward(x, weight, bias, mean, var)
         ctx.rows, ctx.mesh, ctx.eps, ctx.large = rows, mesh, eps, large
+        ctx.few = not large and _are_few(x, weight, bias, rows)
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         return y, mean, var
@@ -184,6 +200,8 @@ class Normalise(Function):
         if differentiated_again():
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
+        if ctx.few:
+            return *_backward_of_few(ctx, dy, x, weight, mean, var), None, None, None
         if ctx.large:
             x, mean = _centred(x, mean, rows)
         columns = are_columns(x)
@@ -194,34 +212,81 @@ class Normalise(Function):
             dy = dy.contiguous()
             each = (rows.n * rows.c, math.prod(x.shape[2:]))
             both = dots(dy.view(each), x.view(each)).view(2, rows.n, rows.c)
-        by_one, by_x = both.unbind()
+        by_one, along = both.unbind()
         rstd = (var + ctx.eps).rsqrt_()
+        # of cotangents times x, those times x-hat
+        along.addcmul_(rows.beside(mean), by_one, value=-1).mul_(rows.beside(rstd))
         dx = dw = db = None
         sums = pending = None
         if ctx.needs_input_grad[0]:
-            sums = rows.shared(both.clone() if weight is None else both * weight)
+            sums = rows.shared(both * (1 if weight is None else weight))
             pending = iall_reduce(sums, mesh.group(rows.over)) if rows.over else None
         # while the sums travel: what only the end of the pass asks for, the gradients of weights
         run_deferred(hides_sums=pending is not None)
         if ctx.needs_input_grad[1]:
-            along = torch.addcmul(by_x, rows.spread(mean), by_one, value=-1) * rows.spread(rstd)
-            dw = along.sum(0).to(weight.dtype)
+            dw = _over_samples(along, weight.dtype)
         if ctx.needs_input_grad[2]:
-            db = by_one.sum(0).to(bias.dtype)
+            db = _over_samples(by_one, bias.dtype)
         if sums is not None:
-            by_one, by_x = (sums if pending is None else pending.wait()).unbind()
-            # of the cotangent, the means and those times x-hat are taken away
-            part = rstd * (-1 / rows.count)
-            slope = torch.addcmul(by_x, mean, by_one, value=-1).mul_(part).mul_(rstd).mul_(rstd)
-            offset = (part * by_one).addcmul_(slope, mean, value=-1)
             wide = torch.float32 if x.dtype in HALVES else x.dtype
+            # of the cotangent, the means and those times x-hat are taken away
+            means = (sums if pending is None else pending.wait()).mul_(rstd * (-1 / rows.count))
+            offset, slope = means.unbind()
+            offset.addcmul_(slope.mul_(rstd), mean, value=-1)
+            offset, slope = means.to(wide).unbind()
             if rows.is_per_channel and x.dtype is wide and x.numel():
-                dx = _standardised(dy, torch.zeros_like(mean, dtype=wide), var, weight, offset, rows, ctx.eps)
-                _add_scaled(dx, x, rows.spread(slope.to(wide)), columns)
+                dx = _standardised(dy, torch.zeros_like(offset), var, weight, offset, rows, ctx.eps)
+                _add_scaled(dx, x, rows.spread(slope), columns)
             else:
                 scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
-                dx = _combined(dy, x, scale.to(wide), rows.spread(slope).to(wide), rows.spread(offset).to(wide))
+                dx = _combined(dy, x, scale.to(wide), rows.spread(slope), rows.spread(offset))
         return dx, dw, db, None, None, None
+
+
+def _are_few(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
+    """Tell whether `_backward_of_few` serves: a block whose channels are those of a batch norm, with few cells."""
+    if not are_few(x) or x.dtype in HALVES or are_columns(x):
+        return False
+    by_channel = not rows.groups or (rows.n == 1 and rows.groups == rows.c)
+    return by_channel and all(t is None or t.dtype is x.dtype for t in (weight, bias))
+
+
+def _backward_of_few(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the cotangents of a block with few cells, in few calls of torch. Collective over ``rows.over``."""
+    rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
+    dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
+    given = mean.to(x.dtype), var.to(x.dtype)
+    # with given statistics, the gradients of weights are the sums of cotangents, and of those times x-hat
+    dx, dw, db = _torch_backward(dy, x, weight, *given, None, None, False, eps, (True, True, True))
+    sums = pending = None
+    if needs[0]:
+        sums = torch.stack((db, dw)).double()
+        if weight is not None:
+            sums.mul_(weight)
+        pending = iall_reduce(sums, ctx.mesh.group(rows.over)) if rows.over else None
+    run_deferred(hides_sums=pending is not None)
+    if sums is not None:
+        part = (var + eps).rsqrt_().mul_(-1 / rows.count)
+        offset, slope = (sums if pending is None else pending.wait()).mul_(part).to(x.dtype).unbind()
+        dx.add_(torch.native_batch_norm(x, slope, offset, *given, False, 0.0, eps)[0])
+    return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
+
+
+def _with_own_strides(x: Tensor) -> Tensor:
+    """Return a contiguous block with the strides of its shape: torch misreads others (docs/upstream.md)."""
+    stride = 1
+    for extent, own in zip(reversed(x.shape), reversed(x.stride())):
+        if own != stride:
+            return x.view(-1).view(x.shape)
+        stride *= extent
+    return x
+
+
+def _over_samples(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of rows (n, c) per channel."""
+    return rows.sum(0, dtype=dtype) if len(rows) == 1 else rows.sum(0).to(dtype)
 
 
 def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
@@ -231,7 +296,7 @@ def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tenso
         return torch.empty_like(x)
     if x.dtype in HALVES:
         out = torch.empty_like(x)
-        rows = zip(out.view(n, -1), dy.view(n, -1), x.view(n, -1), scale.view(-1), slope.view(-1), offset.view(-1))
+        rows = zip(*(t.view(n, -1) for t in (out, dy, x)), *(t.reshape(-1) for t in (scale, slope, offset)))
         for o, g, v, a, b, c in rows:  # row by row: float32 copies of one row at a time
             o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
         return out
@@ -245,8 +310,7 @@ def _add_scaled(out: Tensor, x: Tensor, scale: Tensor, columns: bool) -> None:
     if columns:
         add_columns_scaled(out, x, scale)
         return
-    n = scale.numel()
-    out.view(n, -1).addcmul_(x.view(n, -1), scale.reshape(n, 1))
+    out.addcmul_(x, scale.reshape(*x.shape[:2], *[1] * (x.ndim - 2)))
 
 
 def _group(mesh: CartMesh, rows: Rows) -> Group | None:
@@ -284,7 +348,7 @@ def normalised(
     if traced.recording is not None:
         return fusible(x, weight, bias, rows, mesh, eps)
     if in_transform():
-        mean, var, _ = global_moments(*local_moments(x.detach(), rows), rows.own, rows.count, _group(mesh, rows))
+        mean, var, _ = _statistics(x.detach(), rows, mesh)
         return recorded(x, weight, bias, rows, mesh, eps), mean, var
     return _node(x, weight, bias, rows, mesh, eps)  # type: ignore[no-any-return]
 
@@ -305,7 +369,8 @@ class _Fusible(Function):
         beside = apart.sum(dims, keepdim=True) / max(1, n)
         squares = (apart * apart).sum(dims, keepdim=True).double() - n * beside.double().square()
         own = near.double() + beside.double()
-        mean, var, _ = global_moments(own.view(-1), squares.view(-1), rows.own, rows.count, _group(mesh, rows))
+        moments = own.view(-1), squares.view(-1)
+        mean, var, _ = global_moments(lambda: moments, rows.own, rows.count, _group(mesh, rows))
         rstd = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.rows, ctx.mesh = rows, mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,22 @@ from mpishard.comm.mesh import Group
 
 BLOCK = 1 << 15  # cells that are read twice from cache
 _FEW = 1 << 14  # cells for which the calls cost more than the arithmetic
+_FEW_STATISTICS = 64  # that Python compares in less time than torch's calls take
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
+
+
+def are_few(v: Tensor) -> bool:
+    """Tell whether a block has cells, and so few that calls of torch cost more than their arithmetic."""
+    return 0 < v.numel() <= _FEW and v.is_cpu and traced.recording is None
+
+
+def row_sums(v: Tensor) -> Tensor:
+    """Return the sums of each row and of its squares, in float64, below each other. Not collective.
+
+    Of few cells: large means show in the variance, and `global_moments` sums again.
+    """
+    own = v.double()
+    return torch.stack((own.sum(1), torch.linalg.vecdot(own, own)))
 
 
 def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +41,7 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
     if n == 0:
         zeros = torch.zeros(rows, dtype=torch.float64, device=v.device)
         return zeros, zeros.clone()
-    if v.is_cpu and v.numel() <= _FEW and traced.recording is None:
+    if are_few(v):
         # a copy costs less than to look at the means, and torch.var_mean more than both passes
         own = v.double()
         mean = own.mean(1)
@@ -65,7 +82,12 @@ def is_large(mean: Tensor, var: Tensor) -> Tensor:
 
 def any_large(mean: Tensor, var: Tensor) -> bool:
     """Tell whether any mean `is_large`; of tensors without values, none is known to be."""
-    return traced.recording is None and not mean.is_meta and bool(is_large(mean, var).any())
+    if traced.recording is not None or mean.is_meta:
+        return False
+    if mean.is_cpu and mean.ndim == 1 and len(mean) <= _FEW_STATISTICS:
+        least = 1 / (_OFFSET * _OFFSET)
+        return True in [v - m * m * least < 0 for m, v in zip(mean.tolist(), var.tolist())]
+    return bool(is_large(mean, var).any())
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +99,9 @@ def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]
     return mean, squares.sum(-1) + ((means - mean.unsqueeze(-1)).square() * cells).sum(-1)
 
 
-def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group | None) -> tuple[Tensor, Tensor, bool]:
+def global_moments(
+    local: Callable[[], tuple[Tensor, Tensor]], own: int, count: int, group: Group | None, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor, bool]:
     """Return mean and biased variance over ranks, in float64, and whether a mean `is_large`. Collective over the group.
 
     One reduction. Where a mean is many deviations, the sums of squares would round: then they are summed again about
@@ -85,33 +109,45 @@ def global_moments(mean: Tensor, m2: Tensor, own: int, count: int, group: Group 
 
     Parameters
     ----------
-    mean, m2
-        This rank's, as of `row_moments`.
+    local
+        Gives this rank's mean and squared deviations, as `row_moments`.
     own
         Cells of this rank behind each.
     count
         Those of all ranks of the group.
     group
         Ranks that share the statistics; None: this one alone.
+    sums
+        This rank's `row_sums`, where they are faster.
     """
-    if not count:
-        return mean, m2 * torch.nan, False
-    if group is None:
-        return mean, m2 / count, any_large(mean, m2 / count)
-    if traced.recording is not None:
+    if not count or group is None or traced.recording is not None:
+        mean, m2 = local()
+        if not count:
+            return mean, m2 * torch.nan, False
+        if group is None:
+            return mean, m2 / count, any_large(mean, m2 / count)
         # what a compiler reads may not depend on values: always in two steps
         centre = blocking.all_reduce(mean * (own / count), group)
         return centre, blocking.all_reduce(m2 + own * (mean - centre).square(), group) / count, True
-    centre, var = _summed(mean, m2, own, count, group)
+    moments = None
+    if sums is None:
+        moments = local()
+        sums = _sums(*moments, own)
+    centre, var = _summed(sums, count, group)
     if not any_large(centre, var):
         return centre, var, False
-    beside, var = _summed(mean - centre, m2, own, count, group)
+    mean, m2 = moments or local()
+    beside, var = _summed(_sums(mean - centre, m2, own), count, group)
     return centre + beside, var, True
 
 
-def _summed(mean: Tensor, m2: Tensor, own: int, count: int, group: Group) -> tuple[Tensor, Tensor]:
+def _sums(mean: Tensor, m2: Tensor, own: int) -> Tensor:
+    """Return `row_sums` of rows with these moments."""
+    return torch.stack((mean * own, torch.addcmul(m2, mean, mean, value=own)))
+
+
+def _summed(sums: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance over ranks, by the sums of values and of squares. Collective over the group."""
-    sums = torch.stack((mean * own, torch.addcmul(m2, mean, mean, value=own)))
     centre, squares = blocking.all_reduce(sums, group, in_place=True).mul_(1 / count).unbind()
     return centre, torch.addcmul(squares, centre, centre, value=-1)
 

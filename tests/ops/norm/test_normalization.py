@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.ops.rule import moments
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import field
 
@@ -58,6 +59,16 @@ def test_norms(name):
                 second=i % 2 == 0 and name != "response",
                 what=f"{name} {placements} {sizes}",
             )
+
+
+@pytest.mark.parametrize("few", [0, 130])
+@pytest.mark.parametrize("name", ["group all", "instance", "batch", "batch plain"])
+def test_ways_of_blocks_with_few_and_many_cells_meet(name, few, monkeypatch):
+    monkeypatch.setattr(moments, "_FEW", few)
+    for samples in (1, 3):
+        x = values(samples, 6, 9, 5)
+        for mesh, placements, sizes in layouts(x.shape, (2, 0), 1):
+            compare(NORMS[name], [(x, mesh, placements, sizes)], [W, B], what=f"{name} {placements} {sizes}")
 
 
 @pytest.mark.parametrize("name", ["group all", "instance", "batch", "batch eval", "response"])
