@@ -195,9 +195,10 @@ class Hook:
     def _write(self, run: _Run) -> None:
         begin = time.perf_counter()
         self._simulation.agreement.after(run.error, inside=run.inside)
-        with torch.no_grad():
-            for field, result in zip(self.outputs, run.results):
-                field._write(result)
+        if run.results:
+            with torch.no_grad():
+                for field, result in zip(self.outputs, run.results):
+                    field._write(result)
         self.runs += 1
         if self.runs > self._warm_up:
             entered, packed, done = run.times

@@ -15,7 +15,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook
-from mpishard.insitu.kind import Kinds
+from mpishard.insitu.kind import Kinds, outline
 from mpishard.insitu.memory import as_tensor
 from mpishard.layout import Replicate, Shard, layout_of
 from mpishard.tensor.resident import resident
@@ -294,10 +294,13 @@ class Simulation:
             On every rank: a name used twice, an array of another size than said, or one that cannot be shared.
         """
         self._require_alive()
-        key = self._kinds.key(array, (halo, dims, location, writable))
+        seen = outline(array)
+        # most fields are told nothing of; what is told need not be hashable
+        told = "" if halo is None is dims and location == "cell" else repr((halo, dims, location))
+        key = None if seen is None else (seen, told, writable)
         known = self._kinds.again(name, array, key, new=name not in self.fields)
         if known is not None:
-            field = self.fields[name] = Field(self, name, *known, writable=writable)
+            field = self.fields[name] = Field(self, name, *known, writable=writable, known=seen)
             return field
         mesh, names = self.mesh, self.mesh.mesh_dim_names
         what = f"field {name!r}"
@@ -381,7 +384,7 @@ class Simulation:
                 mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name, foreign=True
             )
         self._kinds.note(key, array, tensor)
-        field = self.fields[name] = Field(self, name, array, tensor, writable=writable)
+        field = self.fields[name] = Field(self, name, array, tensor, writable=writable, known=seen)
         return field
 
     def _dims(self, what: str, array: Tensor, dims: Dims | None) -> tuple[int | None, ...]:
