@@ -54,7 +54,7 @@ class Kinds:
         if not self._count:
             return None
         kind = self._known.get(key) if new and key is not None else None
-        digest = -1 if kind is None else zlib.crc32(name.encode(), kind.number)
+        digest = -1 if kind is None else zlib.crc32(name.encode(errors="replace"), kind.number)
         if not self._agreement.alike(digest):
             return None
         assert kind is not None
