@@ -29,6 +29,7 @@ def adopted_mesh(
     coords: Sequence[int] | None = None,
     handle: str = "fortran",
     device: torch.device | str | None = None,
+    error: Exception | None = None,
 ) -> CartMesh:
     """Return a mesh over the ranks of a host program's communicator, placed as the host has placed them.
 
@@ -47,10 +48,12 @@ def adopted_mesh(
         What an integer is, as in `CartMesh.from_comm`.
     device
         Override of the device rule.
+    error
+        What the caller has found wrong with other arguments of this rank, or None.
 
     Raises
     ------
-    MeshError
+    MpishardError
         On every rank: what is given does not fit the communicator, or two ranks have the same coordinates.
     """
     require_mpi("adopt")
@@ -60,11 +63,13 @@ def adopted_mesh(
         own = host.Dup()
     # the host's may end the job at an error; ours raises
     own.Set_errhandler(MPI.ERRORS_RETURN)
-    error: MpishardError | None = None
     extents: tuple[int, ...] = ()
     periods: tuple[bool, ...] = ()
-    place = 0
+    place, on = 0, None
     try:
+        if error is not None:
+            raise error
+        on = None if device is None else torch.device(device)
         if is_cart:
             dims, cyclic, own_coords = MPI.Cartcomm(own).Get_topo()
             extents, periods = tuple(dims), _periods(periodic, len(names), [bool(p) for p in cyclic])
@@ -77,6 +82,10 @@ def adopted_mesh(
         checked_names(names, len(extents), "adopt")
     except MpishardError as e:
         error = e
+    except (TypeError, ValueError, RuntimeError) as e:
+        error = MeshError(
+            described("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
+        )
     try:
         guard.agree(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
         with guard.waiting("adopt", (), own):
@@ -100,7 +109,7 @@ def adopted_mesh(
     finally:
         placed.Free()
     with guard.waiting("adopt", (), cart):
-        return CartMesh(cart, names, None if device is None else torch.device(device))
+        return CartMesh(cart, names, on)
 
 
 def _communicator(comm: Any, handle: str) -> MPI.Intracomm:

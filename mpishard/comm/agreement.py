@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from mpi4py import MPI
@@ -79,20 +79,15 @@ class Agreement:
         """Tell whether all ranks have the same number, 0 or more."""
         if self._alone:
             return digest >= 0
-        self._digests[:] = digest, -digest
+        self._digests[0], self._digests[1] = digest, -digest
         with guard.waiting("field", (), self.comm):
             self.comm.Allreduce(self._digests, self._most, MPI.MAX)
         most, least = self._most.tolist()
         return most == -least and digest >= 0
 
-    @contextlib.contextmanager
-    def lookout(self) -> Iterator[None]:
+    def lookout(self) -> AbstractContextManager[None]:
         """Run a model, which raises `Abandoned` where it waits for a rank whose model has raised. Not collective."""
-        if self._alone:
-            yield
-            return
-        with guard.lookout(self._look):
-            yield
+        return nullcontext() if self._alone else guard.lookout(self._look)
 
     def _look(self) -> None:
         if self.comm.Iprobe(tag=_FAILED):
@@ -109,7 +104,7 @@ class Agreement:
             return
         # an error that ranks have agreed on leaves nothing under way
         unsettled = inside and "_told_by_rank_0" not in error.__dict__
-        self._ends[:] = error is not None, unsettled
+        self._ends[0], self._ends[1] = error is not None, unsettled
         told = 0
         with guard.waiting("hook", (), self.comm):
             request = self.comm.Iallreduce(self._ends, self._any_end, MPI.MAX)
@@ -121,7 +116,7 @@ class Agreement:
                     self._tell()
                     told = 1
             request.Wait()
-        failed, renews = self._any_end
+        failed, renews = self._any_end.tolist()
         if not failed:
             return
         self._hear(told)

@@ -456,17 +456,22 @@ def _asked(question: Callable[[], Sequence[T]]) -> Sequence[T]:
 _lookouts: dict[int, Callable[[], None]] = {}
 
 
-@contextlib.contextmanager
-def lookout(check: Callable[[], None]) -> Iterator[None]:
+class lookout:  # noqa: N801 (reads as a verb: `with lookout(...)`)
     """Call ``check`` over and over while this thread waits for other ranks; it may raise, and ends the wait.
 
     Not collective, but all ranks that communicate in its body are in it: collective calls begin with a barrier.
     What was under way is left under way, so the communicators in use are of no use after ``check`` has raised.
     """
-    _lookouts[get_ident()] = check
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_check",)
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __enter__(self) -> None:
+        _lookouts[get_ident()] = self._check
+
+    def __exit__(self, *error: object) -> None:
         del _lookouts[get_ident()]
 
 

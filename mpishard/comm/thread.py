@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from mpishard.errors import UnsupportedOperationError, described
@@ -69,16 +68,18 @@ def disown(comms: Iterable[Any]) -> None:
 _guests: set[int] = set()
 
 
-@contextlib.contextmanager
-def guest() -> Iterator[None]:
+class guest:  # noqa: N801 (reads as a noun: `with guest()`)
     """Let this thread communicate beside the owner of a mesh, for the time of a ``with`` block. Not collective.
 
     For who knows that both use different communicators meanwhile.
     """
-    _guests.add(threading.get_ident())
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _guests.add(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
         _guests.discard(threading.get_ident())
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.insitu.kind import outline
 from mpishard.insitu.memory import as_tensor, described_array, differs
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -40,15 +40,20 @@ class Field:
     """
 
     def __init__(
-        self, simulation: Simulation, name: str, array: Tensor, tensor: ShardTensor, *, writable: bool
+        self,
+        simulation: Simulation,
+        name: str,
+        array: Tensor,
+        tensor: ShardTensor,
+        *,
+        writable: bool,
+        known: tuple[Any, ...] | None = None,
     ) -> None:
         assert tensor._halo is not None
         self.name, self.writable = name, writable
         self._simulation: Simulation | None = simulation
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
-        # shape, strides, dtype and flags of an array of numpy that has been found right
-        self._told: tuple[Any, ...] | None = None
-        self._interior = tensor.block.storage_offset() - array.storage_offset()
+        self._known = known  # the outline of an array that has been found right
 
     @property
     def tensor(self) -> ShardTensor:
@@ -114,14 +119,15 @@ class Field:
             raise self._gone()
         try:
             # in a time loop it is mostly numpy's again
-            told = (array.shape, array.strides, array.dtype, array.flags.num) if type(array) is np.ndarray else None
-            if told is not None and told == self._told and not torch.is_inference_mode_enabled():
+            seen = outline(array)
+            if seen is not None and seen == self._known:
                 found = torch.from_numpy(array)
             else:
                 found = self._checked(array)
-                self._told = told if self.writable else None
+                self._known = seen
             old = self._tensor.block
-            local = found.as_strided(old.shape, old.stride(), found.storage_offset() + self._interior)
+            interior = old.storage_offset() - self._array.storage_offset()
+            local = found.as_strided(old.shape, old.stride(), found.storage_offset() + interior)
         except MpishardError as e:
             error = e
         simulation.agreement.on(error, "rebind")

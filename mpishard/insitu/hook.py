@@ -74,6 +74,9 @@ class Hook:
         self._simulation, self._model = simulation, model
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._pack, self._unpack, self._grad = pack, unpack, grad
+        if not hasattr(every, "__index__") or every < 1:
+            fix = "give every= an integer above 0"
+            raise UnsupportedOperationError(described("hook: every", expected="1 or more", got=repr(every), fix=fix))
         self.every, self._warm_up = every, warm_up
         self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
         self.calls = self.runs = 0
@@ -195,9 +198,10 @@ class Hook:
     def _write(self, run: _Run) -> None:
         begin = time.perf_counter()
         self._simulation.agreement.after(run.error, inside=run.inside)
-        with torch.no_grad():
-            for field, result in zip(self.outputs, run.results):
-                field._write(result)
+        if run.results:
+            with torch.no_grad():
+                for field, result in zip(self.outputs, run.results):
+                    field._write(result)
         self.runs += 1
         if self.runs > self._warm_up:
             entered, packed, done = run.times
@@ -233,6 +237,10 @@ class Hook:
                     )
                 )
         return out  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        given, written = ([field.name for field in fields] for fields in (self.inputs, self.outputs))
+        return f"Hook({given}, {written}, every={self.every}, grad={self._grad}, warm_up={self._warm_up})"
 
 
 def _unfit(expected: object, got: object) -> LayoutError:

@@ -17,8 +17,18 @@ from mpishard.tensor.resident import ResidentHalo
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
+def outline(array: Any) -> tuple[Any, ...] | None:
+    """Return what can be seen of an array without asking torch; None where that is not enough. Not collective.
+
+    Arrays of numpy with one outline, which may be written, are all views that torch takes, or none is.
+    """
+    if type(array) is not np.ndarray or not array.flags.writeable or torch.is_inference_mode_enabled():
+        return None
+    return array.shape, array.strides, array.dtype
+
+
 class Kind(NamedTuple):
-    """What fields have in common whose arrays have one shape, strides and dtype on this rank."""
+    """What fields have in common whose arrays have one outline on this rank, and that were told alike."""
 
     number: int
     shape: tuple[int, ...]
@@ -36,29 +46,22 @@ class Kinds:
         self._known: dict[Hashable, Kind] = {}
         self._count = 0
 
-    def key(self, array: Any, told: tuple[Any, ...]) -> Hashable:
-        """Return what a field's kind depends on, or None: of arrays of numpy alone it can be seen. Not collective."""
-        if type(array) is not np.ndarray or not array.flags.writeable or torch.is_inference_mode_enabled():
-            return None
-        return array.shape, array.strides, array.dtype, repr(told)
-
     def again(self, name: str, array: Any, key: Hashable, *, new: bool) -> tuple[Tensor, ShardTensor] | None:
         """Return a field's array and tensor, where on all ranks it is of one known kind; ``new``: so is its name.
 
-        Collective: one reduction of 16 bytes where there are fields.
+        Collective: one reduction of 16 bytes where there are fields. ``key``: what its kind depends on, or None.
         """
         if not self._count:
             return None
         kind = self._known.get(key) if new and key is not None else None
-        digest = -1 if kind is None else zlib.crc32(f"{name}, of kind {kind.number}".encode())
+        digest = -1 if kind is None else zlib.crc32(name.encode(errors="replace"), kind.number)
         if not self._agreement.alike(digest):
             return None
         assert kind is not None
         found = torch.from_numpy(array)
-        local = found.as_strided(kind.shape, kind.strides, found.storage_offset() + kind.interior)
-        tensor = wrap(local, kind.layout, self._mesh)
-        tensor._halo = kind.halo.again()
-        tensor._halo.name = name
+        tensor = wrap(found.as_strided(kind.shape, kind.strides, kind.interior), kind.layout, self._mesh)
+        tensor._halo = halo = kind.halo.again()
+        halo.name = name
         return found, tensor
 
     def note(self, key: Hashable, array: Tensor, tensor: ShardTensor) -> None:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.memory.block import Block, host_view
-from mpishard.errors import LayoutError, MeshError, UnsupportedDtypeError, UnsupportedOperationError, described
+from mpishard.errors import (
+    LayoutError,
+    MeshError,
+    MpishardError,
+    UnsupportedDtypeError,
+    UnsupportedOperationError,
+    described,
+)
 
 
 def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) -> Tensor:
@@ -37,20 +44,20 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
     MpishardError
         It cannot be viewed in place: its dtype, strides, device or owner.
     """
-    if isinstance(array, np.ndarray):
-        tensor = _of_numpy(name, array, writable)
-    elif isinstance(array, Tensor):
-        tensor = _of_torch(name, array)
-    elif isinstance(array, tuple):
-        tensor = _of_address(name, array, writable)
-    elif hasattr(array, "__cuda_array_interface__"):
-        if writable and array.__cuda_array_interface__["data"][1]:
-            raise _read_only(name)
-        tensor = _on_device(name, array, device)
-    elif hasattr(array, "__dlpack__"):
-        tensor = torch.from_dlpack(array)
-    else:
-        tensor = _of_buffer(name, array, writable)
+    try:
+        tensor = _tensor_of(name, array, device, writable=writable)
+    except MpishardError:
+        raise
+    except Exception as e:
+        # other libraries raise what they like, and perhaps on one rank alone
+        raise LayoutError(
+            described(
+                f"{name}: an array that cannot be taken",
+                expected="one whose library gives its memory, or numbers that describe it",
+                got=f"{type(e).__name__}: {e}",
+                fix="pass an array of numpy or torch on the same memory",
+            )
+        ) from e
     if tensor.numel() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape)):
         raise LayoutError(
             described(
@@ -61,6 +68,22 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
             )
         )
     return tensor
+
+
+def _tensor_of(name: str, array: Any, device: torch.device, *, writable: bool) -> Tensor:
+    if isinstance(array, np.ndarray):
+        return _of_numpy(name, array, writable)
+    if isinstance(array, Tensor):
+        return _of_torch(name, array, device)
+    if isinstance(array, tuple):
+        return _of_address(name, array, writable)
+    if hasattr(array, "__cuda_array_interface__"):
+        if writable and array.__cuda_array_interface__["data"][1]:
+            raise _read_only(name)
+        return _on_device(name, array, device)
+    if hasattr(array, "__dlpack__"):
+        return torch.from_dlpack(array)
+    return _of_buffer(name, array, writable)
 
 
 def _of_numpy(name: str, array: np.ndarray, writable: bool) -> Tensor:
@@ -104,13 +127,15 @@ def _viewed(array: np.ndarray) -> np.ndarray:
     return np.asarray(Owner())
 
 
-def _of_torch(name: str, array: Tensor) -> Tensor:
+def _of_torch(name: str, array: Tensor, device: torch.device) -> Tensor:
     fault = None
     if hasattr(array, "to_local"):
         fault = "a ShardTensor"
     elif array.requires_grad:
         fault = "a tensor that requires grad"
-    elif array.layout != torch.strided or array.is_conj() or array.is_neg():
+    elif array.device.type not in ("cpu", device.type):
+        fault = f"a tensor on {array.device}, which the fields are not on"
+    elif array.layout != torch.strided or array.is_quantized or array.is_conj() or array.is_neg():
         fault = "a tensor without plain memory of its own"
     elif array.is_inference():
         fault = "a tensor made in inference mode, whose changes autograd does not see"

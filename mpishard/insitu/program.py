@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpishard.comm import guard
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
 from mpishard.errors import PeerError, described
 from mpishard.insitu.link import Link
@@ -79,8 +80,9 @@ class Program:
         >>> me = ms.insitu.join("solver")
         >>> link = me.connect("model", out={"u": u}, into={"tau": tau}, policy="block", depth=2, timeout=60)
         """
-        if other not in self._counts:
-            raise PeerError(
+        error = None
+        if not isinstance(other, str) or other not in self._counts:
+            error = PeerError(
                 described(
                     "connect: no such program",
                     expected=f"another program of the job: {sorted(self._counts) or 'there is none'}",
@@ -88,6 +90,8 @@ class Program:
                     fix="name it as it names itself in join, and start it in the same job",
                 )
             )
+        # one rank may have misspelt it
+        guard.agree(self._meeting.circle.comm, error, f"connect({other!r})")
         number, self._counts[other] = self._counts[other], self._counts[other] + 1
         serial = sum(self._counts.values()) - 1
         return Link(self._meeting, self.name, other, number, serial, out or {}, into or {}, policy, depth, timeout)

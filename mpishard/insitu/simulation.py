@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook
-from mpishard.insitu.kind import Kinds
+from mpishard.insitu.kind import Kinds, outline
 from mpishard.insitu.memory import as_tensor
 from mpishard.layout import Replicate, Shard, layout_of
 from mpishard.tensor.resident import resident
@@ -82,15 +83,17 @@ def adopt(
     >>> u = sim.field("u", array)
     >>> hook = sim.hook(model, inputs=["u"], outputs=["u"])
     """
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
-    names = (
-        tuple(f"dim{m}" for m in range(len(extents)))
-        if names is None
-        else (names,)
-        if isinstance(names, str)
-        else names
+    extents: tuple[int, ...] = ()
+    error = None
+    try:
+        extents = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
+        named = [f"dim{m}" for m in range(len(extents))] if names is None else names
+        names = (named,) if isinstance(named, str) else tuple(named)
+    except (TypeError, ValueError) as e:
+        error = e  # perhaps of this rank alone: the others must hear of it
+    mesh = adopted_mesh(
+        comm, names or (), periodic=periodic, grid=grid, coords=coords, handle=handle, device=device, error=error
     )
-    mesh = adopted_mesh(comm, tuple(names), periodic=periodic, grid=grid, coords=coords, handle=handle, device=device)
     simulation = Simulation(mesh)
     try:
         simulation._begin(extents, halo, sizes, offset)
@@ -141,7 +144,7 @@ class Simulation:
         self._place(own)
 
     def _per_dim(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
-        numbers = tuple(int(n) for n in given)
+        numbers = tuple(map(operator.index, given))
         if len(numbers) != self.mesh.ndim or min(numbers) < 0:
             raise LayoutError(
                 described(
@@ -294,25 +297,23 @@ class Simulation:
             On every rank: a name used twice, an array of another size than said, or one that cannot be shared.
         """
         self._require_alive()
-        key = self._kinds.key(array, (halo, dims, location, writable))
-        known = self._kinds.again(name, array, key, new=name not in self.fields)
+        seen = outline(array)
+        # what is told of the others need not be hashable
+        plain = halo is None and dims is None and location == "cell"
+        key = None if seen is None else (seen, plain or repr((halo, dims, location)), writable)
+        known = self._kinds.again(name, array, key, new=isinstance(name, str) and name not in self.fields)
         if known is not None:
-            field = self.fields[name] = Field(self, name, *known, writable=writable)
-            return field
+            return self._added(Field(self, name, *known, writable=writable, known=seen))
         mesh, names = self.mesh, self.mesh.mesh_dim_names
         what = f"field {name!r}"
         found: dict[str, Any] = {}
 
         def check() -> None:
+            fix = "u.rebind(array) swaps arrays"
+            if not isinstance(name, str):
+                raise LayoutError(described("field: no name", expected="a text", got=repr(name), fix="give one"))
             if name in self.fields:
-                raise LayoutError(
-                    described(
-                        f"{what}: a name used twice",
-                        expected="a new name",
-                        got=name,
-                        fix="u.rebind(array) swaps arrays",
-                    )
-                )
+                raise LayoutError(described(f"{what}: a name used twice", expected="a new name", got=name, fix=fix))
             with torch.inference_mode(False):
                 tensor = found["array"] = as_tensor(what, array, mesh.device, writable=writable)
             on = found["dims"] = self._dims(what, tensor, dims)
@@ -381,7 +382,10 @@ class Simulation:
                 mesh, layout, widths, array, order="F" if reverse else "C", writable=writable, name=name, foreign=True
             )
         self._kinds.note(key, array, tensor)
-        field = self.fields[name] = Field(self, name, array, tensor, writable=writable)
+        return self._added(Field(self, name, array, tensor, writable=writable, known=seen))
+
+    def _added(self, field: Field) -> Field:
+        self.fields[field.name] = field
         return field
 
     def _dims(self, what: str, array: Tensor, dims: Dims | None) -> tuple[int | None, ...]:
@@ -428,16 +432,17 @@ class Simulation:
         Parameters as of a `Hook`, fields by name.
         """
         self._require_alive()
-        chosen: list[list[Field]] = []
+        made: list[Hook] = []
 
         def check() -> None:
             told = [(g,) if isinstance(g, (str, Field)) else g for g in (inputs, outputs)]
-            chosen.extend([self._known(f) for f in given] for given in told)
+            chosen = [[self._known(f) for f in given] for given in told]
             for field in chosen[1]:
                 field._require_writable("a hook's output")
+            made.append(Hook(self, model, chosen[0], chosen[1], pack, unpack, **options))
 
-        self._agreed("hook", check, lambda: f"hook({[[f.name for f in fields] for fields in chosen]})")
-        return Hook(self, model, chosen[0], chosen[1], pack, unpack, **options)
+        self._agreed("hook", check, lambda: repr(made[0]))
+        return made[0]
 
     def _known(self, field: str | Field) -> Field:
         found = self.fields.get(field) if isinstance(field, str) else field

@@ -8,7 +8,7 @@ one level, one time, dims added in front. Widths may differ from position to pos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +57,7 @@ class ResidentHalo:
         "__weakref__",
         "_claim",
         "_layouts",
+        "_sampled",
         "_seen",
         "foreign",
         "key",
@@ -90,14 +91,17 @@ class ResidentHalo:
         # (version of the storage, sampled cells, their values) where the halo was fresh
         self._claim: tuple[int, Tensor | None, Tensor | None] | None = None
         # cells that autograd may have saved, and how to know whether they changed
-        self._seen: tuple[Tensor, Callable[[Tensor], Tensor], Tensor] | None = None
+        self._seen: tuple[Tensor, bool, Tensor] | None = None
+        # the block that was sampled last, and its sample
+        self._sampled: tuple[Tensor, Tensor] | None = None
 
     def again(self) -> ResidentHalo:
         """Return the same of another array of the same shape and strides, its halo not fresh. Not collective."""
         out = object.__new__(ResidentHalo)
         out.mesh, out.widths, out.sizes, out.strides = self.mesh, self.widths, self.sizes, self.strides
         out.order, out.writable, out.name, out.quiet = self.order, self.writable, self.name, False
-        out.key, out._layouts, out._claim, out._seen, out.foreign = self.key, self._layouts, None, None, self.foreign
+        out.key, out._layouts, out.foreign = self.key, self._layouts, self.foreign
+        out._claim = out._seen = out._sampled = None
         return out
 
     def along(self, layout: Layout) -> dict[int, Widths]:
@@ -150,7 +154,7 @@ class ResidentHalo:
         """Note that the halo of a block is fresh; ``sampled``: unless its owner writes cells. Not collective."""
         cells = values = None
         if sampled:
-            cells = _sample(local)
+            cells = self._sample(local)
             values = cells.clone()
         self._claim = local._version, cells, values
 
@@ -192,22 +196,30 @@ class ResidentHalo:
             if self._seen is not None and self.written():
                 self.overwritten()
             if self._seen is None or all_cells:
-                cells, view = (local.detach(), _fingerprint) if all_cells else (_sample(local), Tensor.clone)
-                self._seen = cells, view, view(cells)
+                cells = local.detach() if all_cells else self._sample(local)
+                self._seen = cells, all_cells, _fingerprint(cells) if all_cells else cells.clone()
                 _watched.add(self)
 
     def written(self) -> bool:
         """Tell whether what was watched has changed. Not collective."""
         if self._seen is None:
             return False
-        cells, view, values = self._seen
-        return not torch.equal(view(cells), values)
+        cells, all_cells, values = self._seen
+        return not torch.equal(_fingerprint(cells) if all_cells else cells, values)
 
     def overwritten(self) -> None:
         """Let autograd know that what was watched has changed. Not collective."""
         if self._seen is not None:
             torch.autograd.graph.increment_version(self._seen[0])
             self._seen = None
+
+    def _sample(self, local: Tensor) -> Tensor:
+        # at each use of a field, and the view is most of what it costs
+        if self._sampled is None or self._sampled[0] is not local:
+            # not one that autograd knows: a block that is kept would keep its graph
+            cells = local.detach() if local.requires_grad else local
+            self._sampled = cells, cells.as_strided(*_sampled(local.shape, local.stride()))
+        return self._sampled[1]
 
     @property
     def watched(self) -> bool:
@@ -228,12 +240,6 @@ def notice_writes(mesh: CartMesh) -> None:
     if mine and not on_all(mesh, not any(halo.written() for halo in mine), "backward"):
         for halo in mine:
             halo.overwritten()
-
-
-def _sample(local: Tensor) -> Tensor:
-    # at each use of a field: one view, where an index would make one a dim
-    cells = local.detach() if local.requires_grad else local
-    return cells.as_strided(*_sampled(local.shape, local.stride()))
 
 
 @lru_cache(256)

@@ -166,7 +166,10 @@ int main(int argc, char **argv)
     must(told(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, extents, lo, rank ? bytes : cells, &u), MPS_ERR_ARGUMENT, "share memory"), "strides");
     must(told(mps_field(sim, "u", 77, a, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "dtype 77"), "dtype");
     must(told(mps_field(sim, "u", MPS_FLOAT64, rank ? a : NULL, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "null"), "null");
+    must(told(mps_field(sim, "u", MPS_FLOAT64, (char *)a + (rank ? 0 : 4), 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "a multiple of 8"), "unaligned");
     must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &u) == MPS_OK, "field in long rows");
+    must(told(mps_rebind(u, NULL), MPS_ERR_ARGUMENT, "null") && told(mps_rebind(u, (char *)a + 1), MPS_ERR_ARGUMENT, "a multiple of 8"), "rebind");
+    must(mps_rebind(u, a) == MPS_OK, "rebind");
     must(told(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &v), MPS_ERR_ARGUMENT, "used twice"), "a name used twice");
     must(mps_field(sim, "tau", MPS_FLOAT32, b, 2, NULL, sizes, NULL, columns, &tau) == MPS_OK, "field in Fortran's order");
     must(told(mps_step(none), MPS_ERR_ORDER, "expected a hook") && told(mps_step(u), MPS_ERR_ORDER, "expected a hook"), "not a hook");

@@ -35,6 +35,8 @@ def side(x, **rest):
 def bad_input(me):
     u = fields_of(me)
     refused(ms.MpishardError, lambda: me.connect("nobody", out={"u": u}), "no such program", OTHER)
+    peer = "nobody" if me.comm.rank == me.comm.size - 1 else OTHER
+    refused(ms.MpishardError, lambda: me.connect(peer, out={"u": u}), "no such program", OTHER)
     cases = (
         ("other fields", {"u": u} if SOLVER else {"w": u}, ms.LayoutError, "'u'", "'w'"),
         ("other global shapes", {"u": fields_of(me, 6 if SOLVER else 7)}, ms.LayoutError, "(6,)", "(7,)"),

@@ -36,6 +36,16 @@ def strided(array):
     return roomy[:, ::2]
 
 
+class Rude:
+    """What raises an error that is none of ours, nor a usual one."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("not to be had")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
 BUFFERS = {
     "size": lambda a: np.zeros((a.shape[0] + 1, a.shape[1])),
     "dims": lambda a: np.zeros((*a.shape, 2)),
@@ -54,6 +64,9 @@ BUFFERS = {
     "unaligned": lambda a: (a.ctypes.data + 1, "f8", a.shape, None),
     "negative stride": lambda a: (a.ctypes.data, "f8", a.shape, (-8, 8)),
     "description": lambda a: (a.ctypes.data, "f8"),
+    "meta": lambda a: torch.empty(a.shape, dtype=torch.float64, device="meta"),
+    "extents": lambda a: (a.ctypes.data, "f8", ("rows", 8), None),
+    "rude": lambda a: Rude(),
     "device": lambda a: type(
         "Cupy", (), {"__cuda_array_interface__": {"data": (1, False), "shape": a.shape, "typestr": "<f8", "version": 3}}
     )(),
@@ -85,8 +98,14 @@ def test_names(host, sim):
     if SIZE > 1:
         with pytest.raises(ms.DesyncError):
             sim.field("v" if LAST else "w", host.array())
+    for name in (5, ["v"]):
+        with pytest.raises(ms.LayoutError, match="no name"):
+            sim.field(name if LAST else "v", host.array())
     with pytest.raises(ms.LayoutError, match="no field 'w'"):
-        sim.hook(len, ["w"])
+        sim.hook(len, ["w"] if LAST else ["u"])
+    for wrong in ({"every": 0}, {"every": "2"}, {"evry": 2}, *[{"every": 2}] * (SIZE > 1)):
+        with pytest.raises(ms.MpishardError, match=r"every|evry|different calls"):
+            sim.hook(len, ["u"], **(wrong if LAST else {}))
 
 
 def test_released(host, sim):
@@ -169,6 +188,11 @@ def test_boxes_that_differ_beside_each_other():
         {"coords": (0,)},
         {"shape": (12,)},
         {"shape": (12, -8)},
+        {"shape": (12, 8.5)},
+        {"shape": None},
+        {"names": 5},
+        {"coords": "ab"},
+        {"device": "toaster"},
         {"halo": -1},
         {"halo": (1, 1, 1)},
         {"halo": "wide"},
@@ -177,9 +201,13 @@ def test_boxes_that_differ_beside_each_other():
     ids=",".join,
 )
 def test_arguments_of_adopt(wrong):
-    given = {"comm": WORLD, "shape": (12, 8), "halo": 1, "names": ("x", "y"), "grid": (SIZE, 1)} | wrong
+    right = {"comm": WORLD, "shape": (12, 8), "halo": 1, "names": ("x", "y"), "grid": (SIZE, 1)}
     with pytest.raises(ms.MpishardError):
-        ms.insitu.adopt(**given)
+        ms.insitu.adopt(**right | wrong)
+    # of one rank alone the others hear where there is a communicator
+    if not {"comm", "handle"} & wrong.keys():
+        with pytest.raises(ms.MpishardError):
+            ms.insitu.adopt(**(right | wrong if LAST else right))
 
 
 def test_a_topology_that_is_contradicted(host):

@@ -212,8 +212,7 @@ int mps_field(mps_handle handle, const char *name, int dtype, void *data, int nd
     int status = named(sim, field, name);
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
     if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
-    if (!status && data == NULL && !layout_idle(&field->layout, sim->rank))
-        status = fail(MPS_ERR_ARGUMENT, "field '%s': data is a null pointer, and this rank owns cells", field->name);
+    if (!status) status = field_usable(field, "field");
     status = circle_agree(&sim->circle, status, 60.0);
     if (!status && (*out = object_made(OBJECT_FIELD, field)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "field: no memory");
     if (status) {
@@ -235,8 +234,15 @@ void field_left(field_t *field)
 
 int field_usable(const field_t *field, const char *call)
 {
-    if (!field->released && !field->sim->released) return MPS_OK;
-    return fail(MPS_ERR_ORDER, "%s: field '%s' was released\n  expected: use before mps_release of it and of its domain", call, field->name);
+    if (field->released || field->sim->released)
+        return fail(MPS_ERR_ORDER, "%s: field '%s' was released\n  expected: use before mps_release of it and of its domain", call, field->name);
+    if (layout_idle(&field->layout, field->sim->rank)) return MPS_OK;
+    if (field->data == NULL)
+        return fail(MPS_ERR_ARGUMENT, "%s: field '%s': data is a null pointer, and this rank owns cells", call, field->name);
+    int whole = (int)dtype_size(field->dtype), part = field->dtype >= MPS_COMPLEX64 ? whole / 2 : whole;
+    if ((uintptr_t)field->data % (uintptr_t)part == 0) return MPS_OK;
+    return fail(MPS_ERR_ARGUMENT, "%s: field '%s': data is no address of such numbers\n  expected: a multiple of %d\n  got:      %p", call,
+                field->name, part, (void *)field->data);
 }
 
 int mps_rebind(mps_handle handle, void *data)

@@ -103,7 +103,7 @@ struct field_s {
     sim_t *sim;
     field_t *next;
 };
-int field_usable(const field_t *field, const char *call); /* or MPS_ERR_ORDER */
+int field_usable(const field_t *field, const char *call); /* or MPS_ERR_ORDER, MPS_ERR_ARGUMENT */
 void field_left(field_t *field);
 
 int64_t dtype_size(int dtype);
