@@ -16,7 +16,6 @@ size, or on another stack, one in K; ``--stack`` leaves those whose outcome may 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import gc
 import os
@@ -79,9 +78,6 @@ def told_size() -> int:
 # Open MPI knows by itself.
 os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "100")
 os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", str(int(told_size() >= (os.cpu_count() or 1))))
-if under_launcher() and sys.platform == "linux":
-    # it sleeps for a microsecond, and Linux makes 50 to 140 of it, unless told not to (PR_SET_TIMERSLACK)
-    ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
 
 if under_launcher():
     # Ranks that clean up old temporary folders at the same time meet each other's half-removed ones.
