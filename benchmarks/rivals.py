@@ -1,17 +1,17 @@
-"""The same steps by mpishard, by torch's DTensor over gloo and, where it is installed, by HeAT.
+"""The same steps by mpishard, by torch's DTensor over gloo and, where they are installed, by other libraries.
 
 The floor is ours: ratios say how many times as long the others take. Each result is compared with that of the whole
-tensor first: where a rival's differs, or it cannot run at all, its row says so. None has a halo exchange that autograd
-knows.
+tensor first: where a rival's differs, or it cannot run at all, its row says so.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,83 +25,168 @@ from benchmarks.harness.measure import WORLD, Bench
 Step = Callable[[Any], Any]
 
 
+class Rival(NamedTuple):
+    """Someone else who does some of the steps.
+
+    Parameters
+    ----------
+    given
+        Returns what its steps take, of the whole field, cut along the first dim.
+    whole
+        Returns the whole of a result.
+    steps
+        Its ways, by the names of ours.
+    """
+
+    given: Callable[[Tensor], Any]
+    whole: Callable[[Any], Tensor]
+    steps: Mapping[str, Step]
+
+
+# -- the steps
+
+KERNEL = torch.linspace(-1, 1, 9).view(1, 1, 3, 3)
+WEIGHTS: dict[int, Tensor] = {}
+
+
 def gradient(x: Any, f: Step) -> Any:
     x = x.detach().requires_grad_()
     f(x).backward()
     return x.grad
 
 
-def steps(extent: int) -> Iterator[tuple[str, int, Step, Step, Step | None]]:
-    """Yield what is timed: name, extent of a square per rank's rows, mpishard's, DTensor's and HeAT's way."""
-
-    def scaled(x: Any) -> Any:
-        return (x * 2 + 1).sum()
-
-    def convolved(x: Any) -> Any:
-        return torch.nn.functional.conv2d(x[None, None], KERNEL, padding=1)[0, 0]
-
-    def slope(x: Any) -> Any:
-        return gradient(x, lambda x: convolved(x).square().mean())
-
-    yield "x * x", 16, lambda x: x * x, lambda x: x * x, lambda x: x * x
-    yield "x * x", extent, lambda x: x * x, lambda x: x * x, lambda x: x * x
-    yield "sum of rows", 16, lambda x: x.sum(0), lambda x: x.sum(0).full_tensor(), lambda x: x.sum(0)
-    yield "(2 x + 1).sum() and backward", 16, lambda x: gradient(x, scaled), lambda x: gradient(x, scaled), None
-    yield "rows to columns", extent, to_columns, lambda x: x.redistribute(placements=[dtensor.Shard(1)]), resplit
-    yield "x @ weights", extent, lambda x: x @ WEIGHTS[extent], lambda x: x @ replicated(x), times_weights
-    yield "fft of columns", extent, spectrum, spectrum, heat_spectrum
-    yield "conv2d 3x3", extent, convolved, convolved, None
-    yield "conv2d 3x3 and backward", extent, slope, slope, None
+def convolved(x: Any) -> Any:
+    return torch.nn.functional.conv2d(x[None, None], KERNEL, padding=1)[0, 0]
 
 
-KERNEL = torch.linspace(-1, 1, 9).view(1, 1, 3, 3)
-WEIGHTS: dict[int, Tensor] = {}
+def scaled(x: Any) -> Any:
+    return (x * 2 + 1).sum()
 
 
 def to_columns(x: Any) -> Any:
     return x.redistribute(placements=[ms.Shard(1)]) if isinstance(x, ms.ShardTensor) else x
 
 
-def replicated(x: dtensor.DTensor) -> dtensor.DTensor:
-    return dtensor.DTensor.from_local(WEIGHTS[x.shape[1]], x.device_mesh, [dtensor.Replicate()], run_check=False)
+# ours, and plain torch's on the whole tensor
+OURS: dict[str, Step] = {
+    "x * x": lambda x: x * x,
+    "sum of rows": lambda x: x.sum(0),
+    "(2 x + 1).sum() and backward": lambda x: gradient(x, scaled),
+    "rows to columns": to_columns,
+    "x @ weights": lambda x: x @ WEIGHTS[x.shape[1]],
+    "fft of columns": lambda x: torch.fft.fft(x, dim=0).abs(),
+    "conv2d 3x3": convolved,
+    "conv2d 3x3 and backward": lambda x: gradient(x, lambda x: convolved(x).square().mean()),
+}
+SMALL = ("x * x", "sum of rows", "(2 x + 1).sum() and backward")
 
 
-def spectrum(x: Any) -> Any:
-    return torch.fft.fft(x, dim=0).abs()
+def sizes(extent: int) -> Iterator[tuple[str, int]]:
+    """Yield which steps are timed, and the extent of a square per rank's rows."""
+    yield from ((name, 16) for name in SMALL)
+    yield from ((name, extent) for name in OURS if name == "x * x" or name not in SMALL)
 
 
-def resplit(x: Any) -> Any:
+# -- who does them
+
+
+def with_dtensor(folder: Path) -> Rival:
+    mesh = joined(folder)
+
+    def replicated(x: Any) -> Any:
+        return dtensor.DTensor.from_local(WEIGHTS[x.shape[1]], mesh, [dtensor.Replicate()], run_check=False)
+
+    steps = OURS | {
+        "sum of rows": lambda x: x.sum(0).full_tensor(),
+        "rows to columns": lambda x: x.redistribute(placements=[dtensor.Shard(1)]),
+        "x @ weights": lambda x: x @ replicated(x),
+    }
+    return Rival(lambda full: dtensor.distribute_tensor(full, mesh, [dtensor.Shard(0)]), of_tensor, steps)
+
+
+def with_heat(_: Path) -> Rival:
     import heat
 
-    return heat.resplit(x, 1)
+    steps: dict[str, Step] = {
+        "x * x": lambda x: x * x,
+        "sum of rows": lambda x: x.sum(0),
+        "rows to columns": lambda x: heat.resplit(x, 1),
+        "x @ weights": lambda x: heat.matmul(x, heat.array(WEIGHTS[x.shape[1]], copy=False)),
+        "fft of columns": lambda x: heat.abs(heat.fft.fft(x, axis=0)),
+    }
+    return Rival(lambda full: heat.array(full, split=0), lambda x: torch.from_numpy(x.numpy()), steps)
 
 
-def times_weights(x: Any) -> Any:
-    import heat
+def with_physicsnemo(folder: Path) -> Rival:
+    mesh = joined(folder)
+    try:
+        shards = importlib.import_module("physicsnemo.domain_parallel")
+    except ModuleNotFoundError:  # before its version 2
+        shards = importlib.import_module("physicsnemo.distributed.shard_tensor")
 
-    return heat.matmul(x, heat.array(WEIGHTS[x.shape[1]], copy=False))
+    def given(full: Tensor) -> Any:
+        own = full.tensor_split(WORLD.size)[WORLD.rank].contiguous()
+        # to ask the others for their shapes needs a GPU
+        return shards.ShardTensor.from_local(
+            own, mesh, [dtensor.Shard(0)], sharding_shapes="chunk", global_shape=full.shape
+        )
+
+    steps = OURS | {
+        "sum of rows": lambda x: x.sum(0).full_tensor(),
+        "rows to columns": lambda x: x.redistribute(placements=[dtensor.Shard(1)]),
+    }
+    return Rival(given, of_tensor, steps)
 
 
-def heat_spectrum(x: Any) -> Any:
-    import heat
+def with_mpi4jax(_: Path) -> Rival:
+    import jax
+    import mpi4jax
 
-    return heat.abs(heat.fft.fft(x, axis=0))
+    def summed(x: Any) -> Any:
+        found = mpi4jax.allreduce(x, op=MPI.SUM, comm=WORLD)
+        return found[0] if isinstance(found, (tuple, list)) else found  # before its version 0.8, with a token
+
+    def whole(x: Any) -> Tensor:
+        # sums are whole, and of gradients each rank has its rows
+        found = torch.tensor(x)
+        return found if found.ndim < 2 else torch.cat(WORLD.allgather(found))
+
+    steps: dict[str, Step] = {
+        "x * x": jax.jit(lambda x: x * x),
+        "sum of rows": jax.jit(lambda x: summed(x.sum(0))),
+        "(2 x + 1).sum() and backward": jax.jit(jax.grad(lambda x: summed((2 * x + 1).sum()))),
+    }
+
+    def waited(step: Step) -> Step:
+        return lambda x: step(x).block_until_ready()
+
+    own = {name: waited(step) for name, step in steps.items()}
+    return Rival(lambda full: jax.numpy.asarray(full.tensor_split(WORLD.size)[WORLD.rank].numpy()), whole, own)
 
 
-def whole(x: Any) -> Tensor:
-    """Return the whole value of anybody's result."""
-    if isinstance(x, Tensor):
-        x = x.full_tensor() if hasattr(x, "full_tensor") else x
-        return x.detach()
-    return torch.from_numpy(x.numpy())
+RIVALS: dict[str, Callable[[Path], Rival]] = {
+    "DTensor": with_dtensor,
+    "HeAT": with_heat,
+    "PhysicsNeMo": with_physicsnemo,
+    "mpi4jax": with_mpi4jax,
+}
+
+
+def of_tensor(x: Any) -> Tensor:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
 
 
 def joined(folder: Path) -> dtensor.DeviceMesh:
-    """Return DTensor's mesh of the same ranks."""
-    if WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == WORLD.size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=WORLD.rank, world_size=WORLD.size)
+    """Return torch's mesh of the same ranks."""
+    if not dist.is_initialized():
+        if WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == WORLD.size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        place = f"file://{folder / 'ranks'}"
+        dist.init_process_group("gloo", init_method=place, rank=WORLD.rank, world_size=WORLD.size)
     return dist.init_device_mesh("cpu", (WORLD.size,))
+
+
+# -- the comparison
 
 
 def agreed(error: BaseException | None) -> str:
@@ -109,53 +194,39 @@ def agreed(error: BaseException | None) -> str:
     return max(WORLD.allgather("" if error is None else f"{type(error).__name__}: {error}".split("\n", 1)[0]))
 
 
-def heat_error() -> str:
-    """Return why HeAT cannot run, nothing where it can."""
-    try:
-        import heat  # noqa: F401
-    except Exception as error:  # noqa: BLE001 (whatever a rival's import does, our figures go on)
-        return agreed(error)
-    return agreed(None)
-
-
-def ways(
-    bench: Bench,
-    what: str,
-    extent: int,
-    at: tuple[Step, Step, Step | None],
-    mesh: ms.CartMesh,
-    other: dtensor.DeviceMesh,
-    heat_missing: str,
-) -> Mapping[str, Callable[[], object]]:
-    """Return the calls of everybody whose result is right; note what is wrong with the others."""
-    full = torch.randn(extent * WORLD.size, extent, generator=torch.Generator().manual_seed(extent))
-    rows = {
-        "ours": ms.distribute_tensor(full, mesh, (ms.Shard(0),)),
-        "DTensor": dtensor.distribute_tensor(full, other, [dtensor.Shard(0)]),
-        "HeAT": None,
-    }
-    if not heat_missing:
-        import heat
-
-        rows["HeAT"] = heat.array(full, split=0)
-    expected = at[0](full)
-    calls = {}
-    for (who, x), step in zip(rows.items(), at):
-        if step is None or x is None:
-            bench.failed(what, who, "it has no such step" if step is None else heat_missing)
-            continue
+def found(bench: Bench) -> dict[str, Rival]:
+    """Return who can run, and note why the others cannot."""
+    there = {}
+    for who, load in RIVALS.items():
         error: BaseException | None = None
         try:
-            if not torch.allclose(whole(step(x)), expected, rtol=1e-4, atol=1e-4):
-                error = ArithmeticError("the result is wrong")
-        except Exception as e:  # noqa: BLE001 (as above)
+            there[who] = load(bench.folder)
+        except Exception as e:  # noqa: BLE001 (whatever a rival's import does, our figures go on)
             error = e
-        if mistake := agreed(error):
-            bench.failed(what, who, mistake)
-        else:
-            calls[who] = lambda step=step, x=x: step(x)
-    assert "ours" in calls, f"{what}: mpishard's own result is wrong"
-    return calls
+        if missing := agreed(error):
+            there.pop(who, None)
+            bench.failed("all", who, missing)
+    return there
+
+
+def right(bench: Bench, what: str, who: str, rival: Rival, name: str, full: Tensor) -> Callable[[], object] | None:
+    """Return the call of a rival whose result is right, or note what is wrong with it."""
+    step = rival.steps.get(name)
+    if step is None:
+        bench.failed(what, who, "it has no such step")
+        return None
+    error: BaseException | None = None
+    x: Any = None
+    try:
+        x = rival.given(full)
+        if not torch.allclose(rival.whole(step(x)), OURS[name](full), rtol=1e-4, atol=1e-4):
+            error = ArithmeticError("the result is wrong")
+    except Exception as e:  # noqa: BLE001 (as above)
+        error = e
+    if mistake := agreed(error):
+        bench.failed(what, who, mistake)
+        return None
+    return lambda: step(x)
 
 
 def run(bench: Bench) -> None:
@@ -163,14 +234,18 @@ def run(bench: Bench) -> None:
     mesh = ms.init_mesh((-1,))
     extent = 64 if bench.quick else 1024
     WEIGHTS[extent] = torch.randn(extent, extent, generator=torch.Generator().manual_seed(1))
+    ours = Rival(lambda full: ms.distribute_tensor(full, mesh, (ms.Shard(0),)), of_tensor, OURS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        missing = heat_error()
-        other = joined(bench.folder)
-        for name, n, *at in steps(extent):
+        everybody = {"ours": ours, **found(bench)}
+        for name, n in sizes(extent):
             what = f"{name}, {n}x{n} a rank"
-            calls = ways(bench, what, n, (at[0], at[1], at[2]), mesh, other, missing)
+            full = torch.randn(n * WORLD.size, n, generator=torch.Generator().manual_seed(n))
+            each = {who: right(bench, what, who, rival, name, full) for who, rival in everybody.items()}
+            calls = {who: call for who, call in each.items() if call is not None}
+            assert "ours" in calls, f"{what}: mpishard's own result is wrong"
             count = (200 if n == 16 else 5) if not bench.quick else 2
             bench.compare(what, calls, floor="ours", count=count, extent=n)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     mesh.free()
