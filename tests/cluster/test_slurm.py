@@ -55,6 +55,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         subprocess.run([control, "stop", folder], check=True, timeout=START_S)
 
 
+def start_again(slurm: Slurm, task: str, number: str) -> None:
+    """Start what is queued again, if nothing is left of its first start: Slurm waits two minutes for that.
+
+    ``number`` is that of the job alone, ``task`` also of a task of an array. A step that is not over yet has its
+    sockets, and the next one of its name would fail.
+    """
+    spool = re.search(r"SlurmdSpoolDir *= (\S+)", slurm("scontrol", "show", "config"))
+    assert spool is not None
+    if not any(re.search(rf"[._]{number}\.", name) for name in os.listdir(spool[1])):
+        slurm("scontrol", "update", f"JobId={task}", "StartTime=now")
+
+
 @pytest.fixture
 def submit(slurm: Slurm, tmp_path: Path) -> Submit:
     """Submit a job script and wait: ``submit(script, *args, options=())`` -> exit code, output.
@@ -77,9 +89,7 @@ def submit(slurm: Slurm, tmp_path: Path) -> Submit:
             if facts["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
                 break
             if facts.get("Reason") == "BeginTime":
-                # a job that is queued again waits for two minutes; its node needs but a few seconds
-                time.sleep(5)
-                slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+                start_again(slurm, number, number)
             if when is not None and output.exists() and when[0] in output.read_text():
                 slurm(*when[1], number)
                 when = None
@@ -191,10 +201,9 @@ def test_of_an_array_the_task_that_saved_goes_on_alone(slurm: Slurm, tmp_path: P
     assert main(["slurm", "render", *options, "--", "bash", "-c", TURNS, "turns", os.fspath(tmp_path / "turns")]) == 0
     number = slurm("sbatch", "--parsable", f"--output={tmp_path}/%a.out", path)
     end = time.monotonic() + JOB_S
-    while states := slurm("squeue", "--noheader", "--array", "--format=%F_%K %r", "--jobs", number):
-        for task in re.findall(r"(\S+) BeginTime", states):
-            # what is queued again waits for two minutes; this node needs but a few seconds
-            slurm("scontrol", "update", f"JobId={task}", "StartTime=now")
+    while states := slurm("squeue", "--noheader", "--array", "--format=%F_%K %A %r", "--jobs", number):
+        for task, job in re.findall(r"(\S+) (\S+) BeginTime", states):
+            start_again(slurm, task, job)
         if time.monotonic() > end:
             slurm("scancel", number)
             pytest.fail(f"no end within {JOB_S} s: {states}")
