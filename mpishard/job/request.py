@@ -96,6 +96,11 @@ class Request:
         return min(_NOTICE_S, self.time_s // 2)
 
     @property
+    def notice(self) -> str:
+        """The same in words, for comments."""
+        return "two minutes" if self.notice_s == _NOTICE_S else f"{self.notice_s} s"
+
+    @property
     def cpus(self) -> int:
         """Cores of each rank: the request's, what the site's binding gives, or an even share of the node."""
         if self.cpus_per_rank:

@@ -308,7 +308,9 @@ def test_submission_hands_the_script_to_sbatch(tmp_path: Path, shell, monkeypatc
 
 def test_a_short_job_is_told_after_half_its_time(tmp_path: Path) -> None:
     options = ["--time", "00:01:30", "--checkpoints", "c", "--", "prog"]
-    assert "#SBATCH --signal=B:USR1@45\n" in made([*SLURM, *options], tmp_path / "slurm").read_text()
+    slurm = made([*SLURM, *options], tmp_path / "slurm").read_text()
+    assert "\n# 45 s before the time is over" in slurm
+    assert "#SBATCH --signal=B:USR1@45\n" in slurm
     assert "--signal=USR1 45 " in made(["pbs", "render", *options], tmp_path / "pbs").read_text()
 
 

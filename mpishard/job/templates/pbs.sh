@@ -40,7 +40,7 @@ export PBS_ARRAY_INDEX=${PBS_ARRAY_INDEX:-${MPISHARD_ARRAY_INDEX:-0}}
 # GPU cannot copy from each other's directly.
 {% endif %}
 {% if job.saves %}
-# PBS gives no warning: {{ "two minutes" if job.notice_s == 120 else job.notice_s ~ " s" }} before the time is over, the launcher gets a USR1 and hands it on to every rank.
+# PBS gives no warning: {{ job.notice }} before the time is over, the launcher gets a USR1 and hands it on to every rank.
 # The ranks agree after which step they save, and end with code 75.
 code=0
 timeout --foreground --preserve-status --signal=USR1 {{ job.time_s - job.notice_s }} \

@@ -25,7 +25,7 @@
 {% endif %}
 #SBATCH --output=slurm-{{ "%A_%a" if job.array else "%j" }}.out
 {% if job.saves %}
-# Two minutes before the time is over, and where the site preempts jobs with a grace time, this script is told.
+# {{ job.notice | capitalize }} before the time is over, and where the site preempts jobs with a grace time, this script is told.
 #SBATCH --signal=B:USR1@{{ job.notice_s }}
 {% endif %}
 {% if job.requeues %}
