@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import mpishard as ms
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.foreign.inert_pickle import RefusedError, read
-from tests.io.files import WORLD, on_root, same_on_all, sharded, values
+from tests.io.files import WORLD, on_root, outcome, same_on_all, sharded, values
 
 HALVES = (ms.Shard(0), ms.Shard(1))
 
@@ -107,6 +108,32 @@ def test_datasets_that_lie_elsewhere(mesh, folder):
     refused(mesh, at, "good", "no dataset")
     for name in ("true", "g/good", "/g/same", "once", "twice"):
         assert torch.equal(ms.io.read(at, name, mesh, HALVES).full_tensor(), values((4, 6)))
+
+
+def test_sources_that_hdf5_passes_over(mesh, folder):
+    """The file itself under a name of its own, and one that another holds: its cells or an error, and never zeros."""
+
+    def make():
+        with h5py.File(folder / "b.h5", "w") as f:
+            f["x"] = values((4, 6)).numpy()
+        with h5py.File(folder / "a.h5", "w", libver="latest") as f:
+            f["x"] = values((4, 6)).numpy()
+            for i, at in enumerate(("a.h5", "./a.h5", os.fspath(folder / "a.h5"), "b.h5")):
+                layout = h5py.VirtualLayout((4, 6), "f4")
+                layout[...] = h5py.VirtualSource(at, "x", shape=(4, 6))
+                f.create_virtual_dataset(f"v{i}", layout)
+
+    on_root(make)
+    with open(folder / "b.h5", "rb") as held:
+        if WORLD.rank == 0:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        WORLD.barrier()
+        for i in range(4):
+            x, error = outcome(lambda i=i: ms.io.read(folder / "a.h5", f"v{i}", mesh, HALVES))
+            assert error is not None or torch.equal(x.full_tensor(), values((4, 6))), i
+        WORLD.barrier()
+    x = ms.io.read(folder / "a.h5", "v3", mesh, HALVES)
+    assert torch.equal(x.full_tensor(), values((4, 6)))
 
 
 # -- files that are none, sizes that are none, types that are none

@@ -28,6 +28,9 @@ _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
 _PATTERN = re.compile("%[0-9]*b")  # of virtual sources by number
+# From here on HDF5 opens the sources of a file without a lock that was opened without one; before, those that it
+# cannot lock, and the file itself under its own name, are fill values without a word.
+_SOURCES_UNLOCKED = (1, 14, 4)
 
 
 def import_h5py() -> Any:
@@ -41,8 +44,8 @@ def import_h5py() -> Any:
     return h5py
 
 
-def opened(path: Path) -> Any:
-    """Open a file for reading, without MPI and without a lock. Not collective.
+def opened(path: Path, *, locking: bool | None = False) -> Any:
+    """Open a file for reading, without MPI and (if not asked for) without a lock. Not collective.
 
     Raises
     ------
@@ -54,7 +57,7 @@ def opened(path: Path) -> Any:
         check_settled(path)
         check_regular(path)
         # Without a lock: read-only shared file systems refuse one, and nobody writes.
-        return h5py.File(path, "r", locking=False)
+        return h5py.File(path, "r", locking=locking)
     except FileError:
         raise
     except Exception as e:
@@ -273,6 +276,7 @@ def _check_sources(
     """Return how many datasets HDF5 opens to read this one."""
     folders = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
     own = (os.path.realpath(path), dataset.name)
+    old = import_h5py().version.hdf5_version_tuple < _SOURCES_UNLOCKED
     if own in above or len(above) > _MOST_LINKS:
         raise _outside(path, dataset.name, "a virtual dataset that is made of itself", "ask who made it")
     count = 0
@@ -290,15 +294,20 @@ def _check_sources(
                 raise _outside(path, dataset.name, f"a source outside of its folder, {shown(file_name)}")
         elif pattern:
             continue
+        missed = old and file_name != "." and os.path.realpath(at) == (*above, own)[0][0]
         if (at, name) not in known:
-            # closed again: HDF5 does not open a file twice in two ways, and says nothing
-            with contextlib.nullcontext(dataset.file) if file_name == "." else opened(at) as file:
+            # as HDF5 does; closed again: it does not open a file twice in two ways, and says nothing
+            locking = None if old and not missed else False
+            with contextlib.nullcontext(dataset.file) if file_name == "." else opened(at, locking=locking) as file:
                 source, deeper = _resolved(file, at, name, external), 0
                 if source is None:
                     found(file, at, name)  # raises
                 if source.is_virtual:
                     deeper = _check_sources(source, at, None, external, (*above, own), known)
                 known[at, name] = 1 + deeper
+        if missed:
+            got = f"a source in the file itself, by its name {shown(file_name)}, which this HDF5 does not see"
+            raise _outside(path, dataset.name, got, "name the source's file '.', or use HDF5 1.14.4 or newer")
         count += known[at, name]
     if count > _MOST_SOURCES:
         raise _outside(path, dataset.name, f"{count} sources, of each other", "ask who made it")
