@@ -1,5 +1,7 @@
 """The same steps by mpishard, by torch's DTensor over gloo and, where they are installed, by other libraries.
 
+As of November 2026, mpi4torch 0.1.3 does not build on torch 2.13, and DistDL asks NumPy for names that it lacks.
+
 The floor is ours: ratios say how many times as long the others take. Each result is compared with that of the whole
 tensor first: where a rival's differs, or it cannot run at all, its row says so.
 """
@@ -146,11 +148,6 @@ def with_mpi4jax(_: Path) -> Rival:
         found = mpi4jax.allreduce(x, op=MPI.SUM, comm=WORLD)
         return found[0] if isinstance(found, (tuple, list)) else found  # before its version 0.8, with a token
 
-    def whole(x: Any) -> Tensor:
-        # sums are whole, and of gradients each rank has its rows
-        found = torch.tensor(x)
-        return found if found.ndim < 2 else torch.cat(WORLD.allgather(found))
-
     steps: dict[str, Step] = {
         "x * x": jax.jit(lambda x: x * x),
         "sum of rows": jax.jit(lambda x: summed(x.sum(0))),
@@ -161,7 +158,51 @@ def with_mpi4jax(_: Path) -> Rival:
         return lambda x: step(x).block_until_ready()
 
     own = {name: waited(step) for name, step in steps.items()}
-    return Rival(lambda full: jax.numpy.asarray(full.tensor_split(WORLD.size)[WORLD.rank].numpy()), whole, own)
+    return Rival(lambda full: jax.numpy.asarray(full.tensor_split(WORLD.size)[WORLD.rank].numpy()), of_rows, own)
+
+
+def with_mpi4torch(_: Path) -> Rival:
+    import mpi4torch
+
+    ranks = mpi4torch.comm_from_mpi4py(WORLD)
+
+    def summed(x: Tensor) -> Tensor:
+        return ranks.Allreduce(x, mpi4torch.MPI_SUM)
+
+    def to_columns(x: Tensor) -> Tensor:
+        return ranks.Alltoall(x, 0, 1, x.shape[1] // WORLD.size)
+
+    steps: dict[str, Step] = {
+        "x * x": lambda x: x * x,
+        "sum of rows": lambda x: summed(x.sum(0)),
+        "(2 x + 1).sum() and backward": lambda x: gradient(x, lambda x: summed(scaled(x)) / WORLD.size),
+        "rows to columns": to_columns,
+        "x @ weights": lambda x: x @ WEIGHTS[x.shape[1]],
+    }
+    return Rival(own_rows, of_rows, steps)
+
+
+def with_distdl(_: Path) -> Rival:
+    from distdl import nn
+    from distdl.backends.mpi.partition import MPIPartition
+
+    world = MPIPartition(WORLD)
+    ranks = world.create_cartesian_topology_partition([WORLD.size, 1])
+    images = world.create_cartesian_topology_partition([1, 1, WORLD.size, 1])
+    columns = world.create_cartesian_topology_partition([1, WORLD.size])
+    summed, across = nn.AllSumReduce(ranks, (0,)), nn.Repartition(ranks, columns, preserve_batch=False)
+    conv = nn.DistributedFeatureConv2d(images, 1, 1, (3, 3), padding=(1, 1), bias=False)
+    for p in conv.parameters():
+        p.detach().copy_(KERNEL)
+    steps: dict[str, Step] = {
+        "x * x": lambda x: x * x,
+        "sum of rows": lambda x: summed(x.sum(0, keepdim=True))[0],
+        "rows to columns": across,
+        "x @ weights": lambda x: x @ WEIGHTS[x.shape[1]],
+        "conv2d 3x3": lambda x: conv(x[None, None])[0, 0],
+        "conv2d 3x3 and backward": lambda x: gradient(x, lambda x: conv(x[None, None]).square().mean() / WORLD.size),
+    }
+    return Rival(own_rows, of_rows, steps)
 
 
 RIVALS: dict[str, Callable[[Path], Rival]] = {
@@ -169,7 +210,19 @@ RIVALS: dict[str, Callable[[Path], Rival]] = {
     "HeAT": with_heat,
     "PhysicsNeMo": with_physicsnemo,
     "mpi4jax": with_mpi4jax,
+    "mpi4torch": with_mpi4torch,
+    "DistDL": with_distdl,
 }
+
+
+def own_rows(full: Tensor) -> Tensor:
+    return full.tensor_split(WORLD.size)[WORLD.rank].contiguous()
+
+
+def of_rows(x: Any) -> Tensor:
+    """Return the whole of what each rank has rows of, or columns; sums are whole."""
+    found = torch.as_tensor(x).detach()
+    return found if found.ndim < 2 else torch.cat(WORLD.allgather(found), int(found.shape[0] > found.shape[1]))
 
 
 def of_tensor(x: Any) -> Tensor:
