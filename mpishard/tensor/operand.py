@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
@@ -67,7 +68,12 @@ def moved(x: ShardTensor, target: Layout) -> ShardTensor:
 
 def replicated_layout(mesh: CartMesh, shape: Sequence[int]) -> Layout:
     """Return the layout of a tensor that every rank holds whole. Not collective."""
-    return layout_of(mesh.shape, (Replicate(),) * len(mesh.shape), shape)
+    return _replicated(mesh.shape, shape if isinstance(shape, torch.Size) else torch.Size(shape))
+
+
+@lru_cache(maxsize=1024)
+def _replicated(mesh_shape: tuple[int, ...], shape: torch.Size) -> Layout:
+    return layout_of(mesh_shape, (Replicate(),) * len(mesh_shape), shape)
 
 
 def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
