@@ -62,19 +62,26 @@ def _require_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     if key not in _kernels:
         if len(_kernels) > _KEPT:
             _kernels.clear()
-        cells = [_with_cells(x, func._schema.is_mutable) for x in leaves]
-        _kernels[key] = _refusal_of(func, *tree_unflatten(cells, tree))
+        # numbers of cells, whose extents and values torch does not always check: all are of one cell, and its number
+        single = any(x.numel() and _is_whole_number(x) for x in tensors)
+        cells = [_with_cells(x, single, func._schema.is_mutable) for x in leaves]
+        args, kwargs = tree_unflatten(cells, tree)
+        _kernels[key] = _refusal_of(func, args, kwargs, single)
     refusal = _kernels[key]
     if refusal is not None:
         raise NotImplementedError(*refusal.args)
 
 
-def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NotImplementedError | None:
+def _is_whole_number(x: Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
+
+
+def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], single: bool) -> NotImplementedError | None:
     given = {a.name: a for a in func._schema.arguments}
-    named = {name: _in_place_of(given[name], value) for name, value in kwargs.items()}
+    named = {name: _in_place_of(given[name], value, single) for name, value in kwargs.items()}
     try:
         with _disable_current_modes():  # those of users, who may count
-            func(*map(_in_place_of, given.values(), args), **named)
+            func(*(_in_place_of(a, value, single) for a, value in zip(given.values(), args)), **named)
     except NotImplementedError as e:
         return e.with_traceback(None)
     except Exception:  # noqa: BLE001 (of shapes or values, which are not the caller's)
@@ -82,17 +89,21 @@ def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NotIm
     return None
 
 
-def _in_place_of(argument: Any, value: Any) -> Any:
+def _in_place_of(argument: Any, value: Any, single: bool) -> Any:
     """Return what an argument is with cells: lists of extents have none that is 0, and torch makes the results."""
     if argument.is_out:
         return value.new_empty(0) if isinstance(value, Tensor) else [t.new_empty(0) for t in value]
-    return [n or 1 for n in value] if "size" in argument.name and isinstance(value, (list, tuple)) else value
+    if "size" in argument.name and isinstance(value, (list, tuple)):
+        return [1 if single else n or 1 for n in value]
+    return value
 
 
-def _with_cells(x: Any, written: bool) -> Any:
-    """Return a tensor that has a cell where ``x`` has none, and is not written into for others."""
+def _with_cells(x: Any, single: bool, written: bool) -> Any:
+    """Return a tensor that has a cell where ``x`` has none, or a single one, and is not written into for others."""
     if not isinstance(x, Tensor):
         return x
+    if single:
+        return x.new_zeros([1] * x.ndim)
     if x.numel() == 0:
         return x.new_zeros([n or 1 for n in x.shape])
     return torch.zeros_like(x) if written else x

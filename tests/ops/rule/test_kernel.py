@@ -171,3 +171,20 @@ def test_phases_that_a_loss_depends_on(name, weights, again):
         whole = a.clone().requires_grad_()
         (PHASES[name](whole).abs() ** 2 * w).sum().backward()
         torch.testing.assert_close(gathered(x.grad), whole.grad)
+
+
+def test_what_torch_is_asked_has_no_number_of_a_cell_that_is_not_there(monkeypatch):
+    """Its kernels read where offsets and lengths say, unchecked: of an empty block they would read beyond it."""
+    asked = []
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(kernel, "_refusal_of", lambda _, args, *_of: asked.append(args))
+    cells, bags = torch.ones(2, 5, dtype=torch.bfloat16), torch.tensor([0, 3])
+    places = torch.tensor([1, 3, 5, 7, 9])
+    backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+    kernel._require_kernel(backward, (cells, cells.repeat(5, 1), places, bags, places[:0], 0), {})
+    reduced = torch.ops.aten.segment_reduce.default
+    kernel._require_kernel(reduced, (cells[:0], "sum"), {"lengths": places, "axis": 0})
+    kernel._require_kernel(torch.ops.aten.lgamma.default, (cells[:0],), {})
+    shapes = [[tuple(x.shape) for x in args if isinstance(x, torch.Tensor)] for args in asked]
+    assert shapes == [[(1, 1), (1, 1), (1,), (1,), (1,)], [(1, 1)], [(1, 5)]]
+    assert all(not x.any() for args in asked[:2] for x in args if isinstance(x, torch.Tensor))
