@@ -35,6 +35,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     labels, out = _linear_labels(input.ndim)
     if not (isinstance(input, ShardTensor) or isinstance(weight, ShardTensor)):
         return F.linear(input, weight) + bias  # type: ignore[no-any-return]
+    if _adds_at_once(input, weight, bias):
+        return contract("linear", F.linear, (input, weight, bias), (*labels, ("J",)), out)
     y = contract("linear", F.linear, (input, weight), labels, out)
     if bias is None:
         return y
@@ -42,6 +44,15 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
         F.linear(_tiny(input, 2), _tiny(weight, 2), _tiny(bias, 1))
     y = resolved(y)
     return wrap(y.block + fitted(bias, y.mesh, y.sharding).to(y.dtype), y.sharding, y.mesh)
+
+
+def _adds_at_once(input: Any, weight: Any, bias: Any) -> bool:
+    """Tell whether torch may add the bias to each block's product: none is a part of a sum."""
+    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        return False
+    if bias is None or not input.ndim or input.sharding.sizes[-1] is not None:
+        return False
+    return weight.ndim == 2 and bias.shape == weight.shape[:1] and input.dtype == weight.dtype == bias.dtype
 
 
 def _tiny(x: Tensor, ndim: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 
-BLOCK = 1 << 15  # cells that are read twice from cache
+BLOCK = 1 << 15  # cells of a row that are summed about one number
+_AT_ONCE = 1 << 18  # cells that are read twice from cache; of all rows, one call of torch each
 _FEW = 1 << 14  # cells for which the calls cost more than the arithmetic
 _FEW_STATISTICS = 64  # that Python compares in less time than torch's calls take
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
@@ -35,8 +36,8 @@ def row_sums(v: Tensor) -> Tensor:
 def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and sum of squared deviations of each row, in float64. Not collective.
 
-    Two passes per block that fits the cache, blocks combined by Chan's formula: no difference of large numbers,
-    no temporary of full size, and several times faster than ``torch.var_mean`` on a CPU.
+    Two passes per block, blocks combined by Chan's formula: no difference of large numbers. As many blocks at a time as
+    fit the cache: no temporary of full size, and several times faster than ``torch.var_mean`` on a CPU.
     """
     rows, n = v.shape if v.numel() else (v.shape[0], 0)
     if n == 0:
@@ -49,7 +50,7 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         own = own - mean.unsqueeze(1)
         return mean, torch.linalg.vecdot(own, own)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not v.is_cpu or n < BLOCK // 4 or traced.recording is not None:
+    if not v.is_cpu or traced.recording is not None:
         own = v.to(wide)
         var, mean = torch.var_mean(own, 1, correction=0)
         exact = mean.double()
@@ -57,23 +58,43 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         if wide == torch.float32 and (traced.recording is not None or any_large(mean, var)):
             exact += (own - mean.unsqueeze(1)).mean(1)
         return exact, var.double() * n
-    starts = range(0, n, BLOCK)
-    means = torch.empty((rows, len(starts)), dtype=wide)
-    squares = torch.empty((rows, len(starts)), dtype=wide)
-    buffer = torch.empty(BLOCK, dtype=wide)
-    for row in range(rows):
-        for i, a in enumerate(starts):
-            block = v[row, a : a + BLOCK].to(wide)
-            centre = torch.mean(block, 0, out=means[row, i])
-            deviation = torch.sub(block, centre, out=buffer[: block.numel()])
-            torch.dot(deviation, deviation, out=squares[row, i])
-    cells = torch.full((len(starts),), BLOCK, dtype=torch.float64)
-    cells[-1] = n - (len(starts) - 1) * BLOCK
+    blocks, rest = divmod(n, BLOCK)
+    if blocks:
+        means, squares = _moments(v[:, : n - rest].unflatten(1, (blocks, BLOCK)), wide)
+        if rest:
+            last = _moments(v[:, None, n - rest :], wide)
+            means, squares = (torch.cat(both, 1) for both in zip((means, squares), last))
+    else:
+        means, squares = _moments(v.unsqueeze(1), wide)
+    cells = torch.full((means.shape[1],), min(n, BLOCK), dtype=torch.float64)
+    if blocks and rest:
+        cells[-1] = rest
     exact = means.double()
     if wide == torch.float32:
         for row, i in is_large(means, squares / cells.float()).nonzero().tolist():
-            exact[row, i] += (v[row, starts[i] : starts[i] + BLOCK].to(wide) - means[row, i]).mean()
+            exact[row, i] += (v[row, i * BLOCK : (i + 1) * BLOCK].to(wide) - means[row, i]).mean()
+    if means.shape[1] == 1:
+        return exact[:, 0], squares[:, 0].double()
     return chan(exact, squares.double(), cells)
+
+
+def _moments(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return mean and sum of squared deviations of the cells (rows, blocks, cells) of each block."""
+    found = []
+    for piece in _pieces(v):
+        own = piece.to(dtype)
+        mean = own.mean(-1, keepdim=True)
+        found.append((mean.flatten(), (own - mean).square_().sum(-1).flatten()))
+    means, squares = (torch.cat(t).view(v.shape[:2]) for t in zip(*found))
+    return means, squares
+
+
+def _pieces(v: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor (rows, blocks, cells) in pieces of `_AT_ONCE` cells at most, in order."""
+    _, blocks, cells = v.shape
+    rows = _AT_ONCE // (blocks * cells)
+    for piece in v.split(max(1, rows)):
+        yield from (piece,) if rows else piece.split(_AT_ONCE // cells, 1)
 
 
 def is_large(mean: Tensor, var: Tensor) -> Tensor:
@@ -160,8 +181,11 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         return torch.zeros((2, a.shape[0]), dtype=torch.float64, device=a.device)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     sums = torch.sum(a, 1, dtype=wide)
-    if a.is_cpu and a.shape[1] >= 1024:
+    if a.is_cpu and a.shape[1] >= BLOCK:
         products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
+    elif a.is_cpu and traced.recording is None:
+        per = max(1, _AT_ONCE // a.shape[1])
+        products = torch.cat([(p.to(wide) * q.to(wide)).sum(1) for p, q in zip(a.split(per), b.split(per))])
     else:
         products = torch.linalg.vecdot(a.to(wide), b.to(wide))
     return torch.stack((sums, products)).double()

@@ -93,6 +93,15 @@ def test_parameters_get_the_whole_gradient():
         compare(lambda x: F.linear(x, w, b).tanh(), [(field(4, 7, 6), mesh, (ms.Shard(dim),), None)], params=[w, b])
 
 
+@pytest.mark.parametrize(("dim", "additions"), [(0, 0), (1, 0), (2, 1)])
+def test_a_bias_is_added_by_the_kernel_where_no_sum_comes_between(dim, additions):
+    x = shard(field(4, 7, 6), mesh_of((WORLD.size,)), (ms.Shard(dim),))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = F.linear(x, W, B)
+    assert sum(event.name == "aten::add" for event in profile.events()) == additions
+    torch.testing.assert_close(gathered(y), F.linear(field(4, 7, 6), W, B))
+
+
 def test_embeddings():
     table = field(11, 3).requires_grad_()
     index = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(1))
