@@ -228,8 +228,12 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     names = [replica.name for replica, _ in due]
     guard.agree(group.comm, None, f"gradients of {names}")
     with torch.no_grad():
-        own = torch.stack([_digest(x) for _, param in due for x in (param, param.grad)])
+        digests = [_digest(x) for _, param in due for x in (param, param.grad)]
+        planning = mesh.device.type == "meta"
+        own = torch.stack([d.to("meta") for d in digests] if planning else digests)
     most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
+    if planning:
+        return  # there are no values to differ
     limits = torch.finfo(torch.float64).tiny + torch.tensor(
         [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
     )
@@ -272,4 +276,4 @@ def _digest(x: Tensor | None) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
-    return found.cpu().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
+    return (found if found.is_meta else found.cpu()).nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
