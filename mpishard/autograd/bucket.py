@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import redistribute, use_step
@@ -67,8 +68,7 @@ class _Buckets:
             return
         if held:
             g = taken_share(param, key, g)
-        replica.postpone(param)
-        if replica.is_suspect:
+        if replica.postpone(param):
             self._suspect[replica] = param
         self._put(param, key, g)
 
@@ -81,8 +81,7 @@ class _Buckets:
                 self.add(param, replica, g, mesh, mesh_dims)
             return
         for param, replica, _ in found:
-            replica.postpone(param)
-            if replica.is_suspect:
+            if replica.postpone(param):
                 self._suspect[replica] = param
         key = mesh, mesh_dims, found[0][2].dtype
         self._open.setdefault(key, []).extend([(param, g) for param, _, g in found])
@@ -115,7 +114,7 @@ class _Buckets:
         while self._postponed:
             self._postponed.popleft()()
         if held and not is_withholding():
-            for waiting in list(held.values()):
+            for waiting in [alive for known in list(held.values()) if (alive := known()) is not None]:
                 for key, (param, share) in waiting.taken():
                     self._put(param, key, share)
         while self._open:
@@ -373,7 +372,8 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
             if not torch.is_grad_enabled():
                 return x
             if replica.together is not None and traced.recording is None:
-                note_ddp()
+                if DistributedDataParallel._active_ddp_module is not None:
+                    note_ddp()
                 y = _used_together(x, *replica.together, mesh, mesh_dims)
                 if y is not None:
                     return y

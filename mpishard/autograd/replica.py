@@ -60,13 +60,21 @@ class Replica:
         if held:
             note_accumulated(param)
         before, self._before = self._before, None
+        grad = param.grad
         # torch calls also where nothing arrived
-        if (before is None or before != _state(param.grad)) and self.is_due():
+        if before is not None and before == ((0, 0) if grad is None else (id(grad), grad._version)):
+            return
+        if self.is_due():
             _compare_after_backward(self, param)
 
-    def postpone(self, param: Tensor) -> None:
-        """Note that a bucket takes a gradient, before autograd accumulates the rest of it. Not collective."""
-        self._before = _state(param.grad)
+    def postpone(self, param: Tensor) -> bool:
+        """Note that a bucket takes a gradient, before autograd accumulates the rest of it. Not collective.
+
+        Returns whether a sum over one mesh may leave copies that differ.
+        """
+        grad = param.grad
+        self._before = (0, 0) if grad is None else (id(grad), grad._version)
+        return guard.DEBUG or len(self._meshes) > 1
 
     def on(self, mesh: CartMesh) -> None:
         """Note that the ranks of ``mesh`` hold copies. Not collective."""
@@ -79,11 +87,6 @@ class Replica:
         """Return the meshes whose ranks hold copies. Not collective."""
         found = [mesh for known in self._meshes if (mesh := known()) is not None]
         return [mesh for mesh in found if not mesh.freed and mesh.size > 1]
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a sum over one mesh may leave copies that differ."""
-        return guard.DEBUG or len(self._meshes) > 1
 
     def is_due(self) -> bool:
         """Count a backward pass, and tell whether its gradient is to be compared. Not collective."""
@@ -132,10 +135,6 @@ def join_small(params: Iterable[Tensor]) -> None:
                 replica = replica_of(param)
                 assert replica is not None
                 replica.together = together, place
-
-
-def _state(grad: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 def replica_of(param: Tensor) -> Replica | None:
@@ -229,8 +228,12 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     names = [replica.name for replica, _ in due]
     guard.agree(group.comm, None, f"gradients of {names}")
     with torch.no_grad():
-        own = torch.stack([_digest(x) for _, param in due for x in (param, param.grad)])
+        digests = [_digest(x) for _, param in due for x in (param, param.grad)]
+        planning = mesh.device.type == "meta"
+        own = torch.stack([d.to("meta") for d in digests] if planning else digests)
     most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
+    if planning:
+        return  # there are no values to differ
     limits = torch.finfo(torch.float64).tiny + torch.tensor(
         [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
     )
@@ -273,4 +276,4 @@ def _digest(x: Tensor | None) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
-    return found.cpu().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
+    return (found if found.is_meta else found.cpu()).nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)

@@ -44,8 +44,8 @@ class Withheld:
         return [(key, (param, share)) for key, share in shares.items()]
 
 
-# in the order in which they were made, which is the same on every rank
-held: weakref.WeakValueDictionary[int, Withheld] = weakref.WeakValueDictionary()
+# in the order in which they were made, which is the same on every rank; a dict, as weakref's is slow to tell if empty
+held: dict[int, weakref.ref[Withheld]] = {}
 
 
 def is_withholding() -> bool:
@@ -122,7 +122,9 @@ def withhold(param: Tensor, key: Key, g: Tensor) -> None:
         param.grad = torch.zeros_like(param)
     found = withheld_of(param)
     if found is None:
-        found = param.grad._withheld = held[next(_number)] = Withheld(param)  # type: ignore[attr-defined]
+        found = param.grad._withheld = Withheld(param)  # type: ignore[attr-defined]
+        number = next(_number)
+        held[number] = weakref.ref(found, lambda _: held.pop(number, None))
     found.version = param.grad._version
     if key in found.shares:
         found.shares[key] += g

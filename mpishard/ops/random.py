@@ -39,8 +39,10 @@ def _drawn(
     shape = where.local_shape(mesh.coords)
 
     def draw() -> Tensor:
-        local = torch.empty(shape, dtype=dtype)
-        return drawn_into(local, where, mesh.coords, draw_seed(mesh, generator), fill).to(device)
+        seed = draw_seed(mesh, generator)
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return drawn_into(torch.empty(shape, dtype=dtype), where, mesh.coords, seed, fill).to(device)
 
     if traced.recording is not None:
         return traced.recording.call("random", draw, [], shape, dtype=dtype, device=device)

@@ -40,7 +40,9 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
     """
     seed = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator)
     if mesh.size > 1:
-        seed = blocking.broadcast(seed, mesh.group(tuple(range(mesh.ndim))), 0)
+        planning = mesh.device.type == "meta"  # it travels, without a value
+        came = blocking.broadcast(seed.to("meta") if planning else seed, mesh.group(tuple(range(mesh.ndim))), 0)
+        seed = seed if planning else came
     return int(seed)
 
 

@@ -31,7 +31,14 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 
 
+def classifier() -> nn.Module:
+    """Random numbers, and cells that are pooled over all ranks."""
+    layers = [nn.Conv2d(2, 24, 3, padding=1), nn.GELU(), nn.Dropout2d(0.1), nn.Conv2d(24, 24, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Conv2d(24, 4, 1))
+
+
 PROGRAMS = {
+    "classifier": Program(classifier, (1, 2, 38, 52), (2, 3), optimizer="sgd"),
     "net": Program(Net, (1, 2, 38, 52), (2, 3), optimizer="adam"),
     "forward": Program(Net, (2, 2, 38, 52), (2, 3), optimizer=None),
     "transformer": Program(attention, (1, 34, 16), (1,), optimizer="sgd"),

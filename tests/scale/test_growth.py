@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.autograd import redistribute
+from mpishard.comm import disagreement, guard
 from mpishard.comm.null import Event, NullComm
 from mpishard.io.backend.job import given
 from mpishard.io.checkpoint.background import below
@@ -51,7 +52,10 @@ GROWING_STEP = 500_000
 ERROR_NBYTES = 20_000
 
 # planned on fewer dims as on three, along one of them
-ALIKE = ("halo, reflect", "halo, circular", "conv_transpose3d", "max_pool3d", "roll", "mean", "softmax")
+ALIKE = (
+    *("halo, reflect", "halo, circular", "conv_transpose3d", "max_pool3d", "roll", "mean", "softmax"),
+    *("avg_pool3d, overlapping", "pad, reflect", "slice, strided", "cumsum"),
+)
 
 
 class TooMuch(BaseException):
@@ -274,6 +278,17 @@ CASES = {
     "conv3d, strided": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
     "conv_transpose3d": on_field(lambda x: F.conv_transpose3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
     "max_pool3d": on_field(lambda x: F.max_pool3d(x, 2)),
+    "adaptive_avg_pool3d, to one cell": on_field(lambda x: F.adaptive_avg_pool3d(x, 1)),
+    "avg_pool3d, overlapping": on_field(lambda x: F.avg_pool3d(x, 3, 2, 1)),
+    "interpolate, trilinear": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")),
+    "pad, reflect": on_field(lambda x: F.pad(x, (1, 1) * 3, mode="reflect")),
+    "flip": on_field(lambda x: x.flip(2)),
+    "cat": on_field(lambda x: torch.cat([x, x], 2)),
+    "slice": on_field(lambda x: x[:, :, 3:-5]),
+    "slice, strided": on_field(lambda x: x[:, :, ::2]),
+    "difference": on_field(lambda x: torch.diff(x, dim=2)),
+    "dropout": on_field(F.dropout),
+    "cumsum": on_field(lambda x: x.cumsum(2)),
     "roll": on_field(lambda x: torch.roll(x, 3, 2)),
     "group_norm": on_field(lambda x: F.group_norm(x, 4)),
     "conv3d, not overlapped": on_field(lambda x: F.conv3d(x, weight(8, 8, 4, 4, 4), padding="same")),
@@ -409,3 +424,38 @@ def test_an_error():
     tracemalloc.stop()
     assert len(str(caught.value)) <= 10_000
     assert peak <= ERROR_NBYTES
+
+
+def test_an_error_of_every_third_rank():
+    """This rank hears of it: the first one's text, and which ranks have it, in as many bytes as of three ranks."""
+    comm, text = ms.planning.mesh(MESHES["3-D"]).comm, "LayoutError|" + "cells " * 100_000
+    told = disagreement._clipped(text, disagreement.TEXT_NBYTES)
+    answers = [np.array([disagreement.digest_of(text), len(told)]), np.frombuffer(told, np.uint8)]
+    sent: list[int] = []
+
+    def reduced(_comm, send, recv, op=None):
+        send, recv = (x[0] if isinstance(x, list) else x for x in (send, recv))
+        sent.append(send.nbytes)
+        recv[:] = send
+        if op is MPI.MAX:
+            recv[0] = comm.size  # rank 0 has failed
+            return
+        for rank in range(0, comm.size, 3):
+            row = np.full_like(send, -1)
+            row[:, 0] = 0
+            row[int(rank == 3), :3] = 1, rank, rank  # rank 3 for another reason
+            disagreement._add_ranges(recv.ravel(), row.ravel())
+            recv[:] = row
+
+    def came(_comm, x, root=0):
+        sent.append(x[0].nbytes)
+        x[0][:] = answers.pop(0)
+
+    with (
+        mock.patch.object(NullComm, "Allreduce", reduced),
+        mock.patch.object(NullComm, "Bcast", came),
+        pytest.raises(ms.LayoutError, match=r"raised on: .* of 65536 .*other reasons on rank 3") as caught,
+    ):
+        guard.agree(comm, None, "a call")
+    assert len(str(caught.value)) <= 10_000
+    assert sum(sent) <= 10_000

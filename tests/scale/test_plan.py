@@ -42,6 +42,16 @@ def test_a_field_without_memory():
     assert count.nbytes == pytest.approx(2 * 4 * 8 * sum(face), rel=0.05)
 
 
+def test_what_asks_torch_for_values():
+    """Which cells an interpolation reads is asked of torch's own function."""
+    mesh = ms.planning.mesh((4, 4))
+    x = ms.empty(1, 2, 34, 35, mesh=mesh, placements=[ms.Shard(2), ms.Shard(3)])
+    with ms.comm_counter() as count:
+        y = F.interpolate(x, scale_factor=1.5, mode="bilinear")
+    assert y.shape == (1, 2, 51, 52)
+    assert count.messages == 8  # to all that are beside this block, at once
+
+
 @pytest.mark.parametrize(
     "ask", [lambda y: y.item(), lambda y: y.tolist(), bool, lambda y: y.full_tensor().item(), lambda y: y.cpu()]
 )

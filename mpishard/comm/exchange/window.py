@@ -13,9 +13,9 @@ from mpishard.comm import traced
 from mpishard.comm.exchange.at_once import DTYPES, AtOnce
 from mpishard.comm.exchange.round import Round
 from mpishard.comm.memory.piece import empty_as, like_in_memory
-from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label
-from mpishard.comm.transport.choice import transport_of
+from mpishard.comm.transport.choice import Transport, transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Stage
@@ -64,6 +64,7 @@ class WindowOp:
         self.label = mesh.label if label is None else label
         self.mesh, self.dtype, self.value, self.op, self._along = mesh, dtype, value, op, rounds
         self._small = small and rounds > 1 and dtype in DTYPES
+        self._mesh_dims = tuple(range(mesh.ndim))
         self.in_shape = tuple(shape)
         self.stages = list(stages)
         self.rounds: list[Round] = []
@@ -86,11 +87,10 @@ class WindowOp:
 
     def _is_by_number(self, x: Tensor) -> bool:
         """Tell whether messages of all dims travel at once, on the host: alike on every rank, whatever its block."""
-        return self._small and transport_of(self._everyone, x).driver is None
+        return self._small and self._transport(x).driver is None
 
-    @property
-    def _everyone(self) -> Group:
-        return self.mesh.group(tuple(range(self.mesh.ndim)))
+    def _transport(self, x: Tensor) -> Transport:
+        return transport_of(self.mesh.group(self._mesh_dims), x)
 
     @cached_property
     def adjoint(self) -> WindowAdjoint:
@@ -122,7 +122,7 @@ class WindowOp:
             return x
         if self._is_by_number(x):
             return like_in_memory(x, self._by_number.fetch(x, self.value))
-        if self._along > 1 and transport_of(self._everyone, x).driver is not None:
+        if self._along > 1 and self._transport(x).driver is not None:
             out, every = empty_as(x, self.out_shape), self._at_once
             exchange = every.start(x)
             every.copy(x, out)

@@ -149,7 +149,7 @@ def _standardised(
     Weight and bias are one per channel, or one per statistic.
     """
     wide = torch.float32 if x.dtype in HALVES else x.dtype
-    weight, bias = (t if t is None or t.dtype is wide else t.to(wide) for t in (weight, bias))
+    weight, bias = [t if t is None or t.dtype is wide else t.to(wide) for t in (weight, bias)]
     v, count = x, mean.numel()
     if rows.groups and rows.n > 1:
         v = x.view(1, count, -1)
@@ -169,7 +169,11 @@ class Normalise(Function):
         """Return y, mean and biased variance. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
         mean, var, large = _statistics(x, rows, mesh)
-        if rows.is_per_channel and not large and x.numel():
+        ctx.few = not large and _are_few(x, weight, bias, rows)
+        if ctx.few:
+            ctx.given = mean.to(x.dtype), var.to(x.dtype)
+            y = _standardised(x, *ctx.given, weight, bias, rows, eps)
+        elif rows.is_per_channel and not large and x.numel():
             y = _standardised(x, mean, var, weight, bias, rows, eps)
         else:
             rstd = (var + eps).rsqrt()
@@ -184,7 +188,6 @@ class Normalise(Function):
             y = _scaled(near, scale.to(wide), offset.to(wide))
         ctx.save_for_backward(x, weight, bias, mean, var)
         ctx.rows, ctx.mesh, ctx.eps, ctx.large = rows, mesh, eps, large
-        ctx.few = not large and _are_few(x, weight, bias, rows)
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         return y, mean, var
@@ -201,7 +204,7 @@ class Normalise(Function):
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
         if ctx.few:
-            return *_backward_of_few(ctx, dy, x, weight, mean, var), None, None, None
+            return *_backward_of_few(ctx, dy, x, weight, var), None, None, None
         if ctx.large:
             x, mean = _centred(x, mean, rows)
         columns = are_columns(x)
@@ -248,16 +251,15 @@ def _are_few(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) 
     if not are_few(x) or x.dtype in HALVES or are_columns(x):
         return False
     by_channel = not rows.groups or (rows.n == 1 and rows.groups == rows.c)
-    return by_channel and all(t is None or t.dtype is x.dtype for t in (weight, bias))
+    return by_channel and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
 
 
 def _backward_of_few(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, var: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the cotangents of a block with few cells, in few calls of torch. Collective over ``rows.over``."""
-    rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
+    rows, eps, needs, given = ctx.rows, ctx.eps, ctx.needs_input_grad, ctx.given
     dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
-    given = mean.to(x.dtype), var.to(x.dtype)
     # with given statistics, the gradients of weights are the sums of cotangents, and of those times x-hat
     dx, dw, db = _torch_backward(dy, x, weight, *given, None, None, False, eps, (True, True, True))
     sums = pending = None

@@ -110,7 +110,7 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                             used = used_beside(y, x)
                             if used is not None:
                                 return wrap(func(x.block, used), layout, x.mesh)
-                if not any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
+                if True not in [isinstance(a, Tensor) for a in (*rest, *kwargs.values())]:
                     return wrap(func(x.block, *rest, **kwargs), layout, x.mesh)
         return _general(func, rest if x is None else (x, *rest), kwargs)
 

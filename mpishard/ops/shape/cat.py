@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Alignment, Layout, align, bounds, layout_of
+from mpishard.layout import Alignment, Layout, align, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.operand import blocks_of
 from mpishard.tensor.registry import implements
@@ -55,10 +55,9 @@ def plan_cat(operands: tuple[Layout, ...], dim: int) -> Join:
     out = plan.result(range(operands[0].ndim), (*operands[0].shape[:dim], ends[-1], *operands[0].shape[dim + 1 :]))
     if out.sizes[dim] is None:
         return plan.operands, out
-    borders = bounds(out.sizes[dim])
     targets = []
     for o, start, stop in zip(operands, ends[:-1], ends[1:]):
-        cut = tuple(max(0, min(hi, stop) - max(lo, start)) for lo, hi in zip(borders[:-1], borders[1:]))
+        cut = sizes_of(moved_borders(out.sizes[dim], 1, -start, 1, stop - start))
         targets.append(layout_of(out.mesh_shape, out.placements, o.shape, {**plan.sizes, dim: cut}))
     return tuple(targets), out
 

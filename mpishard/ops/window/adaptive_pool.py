@@ -21,7 +21,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, described
-from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, sizes_of
+from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, layout_of, sizes_of
 from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import frozen, on_domain
@@ -45,11 +45,14 @@ class Cuts(NamedTuple):
         Which entries of ``index`` count.
     lengths
         Length of each output cell's window in the domain.
+    padded
+        Whether any entry does not count.
     """
 
     index: Tensor
     inside: Tensor
     lengths: Tensor
+    padded: bool
 
 
 class AdaptivePlan(NamedTuple):
@@ -162,7 +165,7 @@ def _plan(x: ShardTensor, ndim: int, shape: Sequence[int], name: str) -> Adaptiv
         stacks: list[Placement] = [
             Shard(0) if m in reduced else Shard(p.dim + 1) if type(p) is Shard else p for m, p in enumerate(placements)
         ]
-        shape_, sizes_ = (count, *shape), [(1,) * count, *sizes]
+        shape_, sizes_ = (count, *shape), [balanced(count, count), *sizes]
         stacked = layout_of(layout.mesh_shape, stacks, shape_, sizes_)
         stacks = [Replicate() if m in reduced else p for m, p in enumerate(stacks)]
         whole = layout_of(layout.mesh_shape, stacks, shape_, [None, *sizes])
@@ -190,10 +193,11 @@ def _cuts(g: Adaptive, cells: tuple[int, int], interval: tuple[int, int], device
         starts.append(min(max(a, lo), hi) - lo)
         stops.append(min(max(b, lo), hi) - lo)
     start, stop = torch.tensor(starts, device=device), torch.tensor(stops, device=device)
-    longest = int((stop - start).max())
+    own = [b - a for a, b in zip(starts, stops)]
+    longest = max(own)
     index = start[:, None] + torch.arange(longest, device=device)
     inside = index < stop[:, None]
-    return Cuts(index * inside, inside, torch.tensor(lengths, device=device))
+    return Cuts(index * inside, inside, torch.tensor(lengths, device=device), min(own) < longest)
 
 
 def _windows(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -226,14 +230,14 @@ def _result_dtype(name: str, ndim: int, x: Tensor) -> torch.dtype:
 
 def _average(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> Tensor:
     first = x.ndim - ndim
-    for i, (index, inside, lengths) in enumerate(plan.cuts):
+    for i, (index, inside, lengths, padded) in enumerate(plan.cuts):
         dim = first + i
         if index.shape[1] == 0:
             # this rank has no cell of any window, but takes part in what follows
             x = x.sum(dim, keepdim=True).expand([len(index) if d == dim else s for d, s in enumerate(x.shape)])
             continue
         windows = _windows(x, dim, index)
-        if not bool(inside.all()):
+        if padded:
             windows = windows * _along(inside.to(x.dtype), dim, windows.ndim)
         x = windows.sum(dim + 1) / _along(lengths.to(x.dtype), dim, x.ndim)
     return sum_partial(x, mesh, plan.reduced)
@@ -243,14 +247,14 @@ def _maximum(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> tuple[
     first, at, scale = x.ndim - ndim, None, 1
     # last dim first, and the first of equals each time: the first in row-major order, as torch has it
     for i in reversed(range(ndim)):
-        dim, (index, inside, _) = first + i, plan.cuts[i]
+        dim, (index, inside, _, padded) = first + i, plan.cuts[i]
         if index.shape[1] == 0:
             shape = [len(index) if d == dim else s for d, s in enumerate(x.shape)]
             x = x.sum(dim, keepdim=True).expand(shape) - torch.inf
             at = torch.full(shape, _NOWHERE, device=x.device)
             continue
         windows = _windows(x, dim, index)
-        if not bool(inside.all()):
+        if padded:
             windows = windows.masked_fill(~_along(inside, dim, windows.ndim), -torch.inf)
         x, chosen = windows.max(dim + 1)
         cell = _along(index + plan.offsets[i], dim, windows.ndim).expand(windows.shape)

@@ -353,7 +353,9 @@ def _taps(
     # the other dims change their size too: torch has a short cut where no dim does
     shape, size, scales = [2] * ndim, [3] * ndim, [1.5] * ndim
     shape[i], size[i], scales[i] = n, n_out, scale or 1.0
-    field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(x.device)
+    # no values on a planning mesh: a CPU's are as good
+    device = "cpu" if x.device.type == "meta" else x.device
+    field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(device)
     answer = F.interpolate(field, **request.arguments(size, scales if scale else None)).cpu()
     answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])]
     if not support:
