@@ -39,14 +39,17 @@ def layouts(shape: Sequence[int], dims: Sequence[int], max_ndim: int = 2) -> Ite
     """Meshes, placements and block sizes for a tensor of ``shape`` sharded over some of ``dims``.
 
     For every mesh: each choice of dims (and replication), block sizes balanced and, where there is room, skewed
-    so that a block is empty.
+    so that a block is empty. Meshes that differ in where a dim has one coordinate, as (1, 2) and (2, 1), take turns.
     """
-    for mesh_shape in mesh_shapes(max_ndim):
+    options: list[Any] = [*(ms.Shard(d) for d in dims), ms.Replicate()]
+    for turn, mesh_shape in enumerate(mesh_shapes(max_ndim)):
         mesh = mesh_of(mesh_shape)
-        options: list[Any] = [ms.Shard(d) for d in dims]
-        choices = list(itertools.product([*options, ms.Replicate()], repeat=len(mesh_shape)))
-        for placements in choices:
-            yield mesh, placements, None
+        alike = WORLD.size > 1 and 1 in mesh_shape
+        choices = list(itertools.product(options, repeat=len(mesh_shape)))
+        places = itertools.product(range(len(options)), repeat=len(mesh_shape))
+        for placements, at in zip(choices, places):
+            if not alike or (sum(at) + turn) % 2 == 0:
+                yield mesh, placements, None
         for placements in choices[:1] + choices[-2:-1]:
             probe = layout_of(mesh_shape, placements, shape)
             skewed = {d: skew(shape[d], len(s)) for d, s in enumerate(probe.sizes) if s is not None and len(s) > 1}

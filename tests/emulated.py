@@ -15,14 +15,13 @@ import subprocess
 import tempfile
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mpishard.comm.device import driver as drivers
 from mpishard.comm.device.kernel import SOURCE
@@ -225,12 +224,12 @@ class EmulatedDriver(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._run(self.stream, self.number)
-        touched = [
-            span_of_strided(x)
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor) and x.device == HOST and x.layout == torch.strided and x.numel()
-        ]
         if not func.is_view:
+            touched = [
+                span_of_strided(x)
+                for x in tensors_of((args, *(kwargs or {}).values()))
+                if x.device == HOST and x.layout == torch.strided and x.numel()
+            ]
             self._note([], touched)
         return func(*args, **(kwargs or {}))
 
@@ -242,7 +241,7 @@ class EmulatedDriver(TorchDispatchMode):
         self.number += 1
         for writing, spans in ((False, reads), (True, writes)):
             for own in spans:
-                if not any(own.meets(ours) for ours in self.own.values()):
+                if not any(ours.start < own.stop and own.start < ours.stop for ours in self.own.values()):
                     continue  # torch's, whose memory is another's when torch frees it
                 if any((wrote or writing) and used.meets(own) for wrote, used in self.lent):
                     raise OutOfOrder("the device uses memory that MPI has")
@@ -258,6 +257,15 @@ class EmulatedDriver(TorchDispatchMode):
 
 def ctypes_copy(to: Tensor, source: Tensor) -> None:
     ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def tensors_of(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors among the arguments of an operation, as they are or in lists."""
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from tensors_of(x)
 
 
 def span_of_strided(x: Tensor) -> Span:

@@ -6,6 +6,8 @@
 #
 # SAMPLE=K runs one test in K of those that run in full at another size, or on another stack (tests/conftest.py).
 set -uo pipefail
+# ranks, and the hundreds of short programs that tests start, need not compile every module again
+unset PYTHONDONTWRITEBYTECODE
 python=$1 sizes=$2
 shift 2
 read -ra launcher <<<"$MPIEXEC"

@@ -6,8 +6,9 @@ environment, folder and open files to a server, which forks a child that runs th
 the signals that it gets. It ends as the child ends, by a signal too; where it is killed, the server kills the child.
 
 A child is unlike a process of its own in this: torch, with what it imports for the first optimizer, numpy, h5py and
-matplotlib are imported (nothing that starts MPI is), strings have the same hashes on all ranks, and what the
-interpreter and libraries read from the environment when they are loaded is the server's.
+matplotlib are imported (nothing that starts MPI is), strings have the same hashes on all ranks, what the
+interpreter and libraries read from the environment when they are loaded is the server's, and what was imported is not
+taken apart at the end, which takes longer than most programs. All that the program itself made is.
 """
 
 from __future__ import annotations
@@ -55,17 +56,29 @@ def stand_in(path: str, words: list[str]) -> None:
 
 def serve(path: str) -> None:
     """Fork a child for every request, until standard input ends."""
+    import atexit
+    import ctypes
     import gc
     import selectors
 
-    import h5py  # noqa: F401
+    own = set(sys.modules)
+    shared: list[str] = []
+    # before what is imported has handlers of its own: the last of all
+    atexit.register(keep, shared)
     import numpy as np  # noqa: F401
     import torch
     import torch._dynamo  # noqa: F401
 
+    # no destructors of what is loaded by now; HDF5 below ends in order, and MPI
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+    import h5py  # noqa: F401
+
     with contextlib.suppress(ImportError):
         import matplotlib.figure  # noqa: F401
 
+    shared += set(sys.modules) - own
     # what children share stays shared
     gc.collect()
     gc.freeze()
@@ -110,6 +123,14 @@ def serve(path: str) -> None:
                 os.close(end)
                 caller.close()
                 break  # other events may be of what is closed now
+
+
+def keep(shared: list[str]) -> None:
+    """Let the end of the interpreter leave some modules as they are, whose memory the children share."""
+    import ctypes
+
+    modules = [sys.modules.pop(name, None) for name in shared]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
 
 
 def tell(caller: socket.socket, number: int) -> None:

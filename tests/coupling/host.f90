@@ -59,6 +59,7 @@ program host
         u = k
         call must(mps_put(link) == MPS_OK, "put")
     end do
+    call MPI_Barrier(MPI_COMM_WORLD)  ! only then the model reads
     call must(mps_close(link) == MPS_OK, "close")
     step = 0
     do while (mps_get(back) == MPS_OK)
@@ -73,6 +74,7 @@ program host
         status = mps_put(link)
         if (status == MPS_END) exit
         if (status == MPS_DROPPED) dropped = dropped + 1
+        if (status == MPS_DROPPED .and. dropped == 1) call MPI_Barrier(MPI_COMM_WORLD)
         call must(status >= 0, "put")
     end do
     call must(dropped > 0, "a slow reader makes it drop")

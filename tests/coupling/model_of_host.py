@@ -1,9 +1,8 @@
 """The model beside the hosts in C and Fortran."""
 
-import time
-
 import pytest
 import torch
+from mpi4py import MPI
 
 import mpishard as ms
 
@@ -27,7 +26,8 @@ with me.connect("solver", into={"u": u}, out={"tau": tau}) as link:
         link.put()
 link = me.connect("solver", into={"u": u})
 back = me.connect("solver", out={"tau": tau})
-time.sleep(0.3)
+# the host has put all it will
+MPI.COMM_WORLD.Barrier()
 assert list(link) == [4, 5]
 assert (u.full_tensor() == 5).all()
 for _ in range(3):
@@ -35,6 +35,7 @@ for _ in range(3):
 back.close()
 link.close()
 link = me.connect("solver", into={"u": u})
-time.sleep(0.1)
+# the host has been told that there is no room
+MPI.COMM_WORLD.Barrier()
 assert link.get() == 0
 link.close()

@@ -28,9 +28,12 @@ def killed(program: str, times: int, *, may_lose: int = 0, **environment: str) -
     dies by its own hand before. Fails where one goes on with a step earlier than the last one begun by its
     predecessor less ``may_lose``.
     """
+    from tests.conftest import python  # what the program below need not import
+
     root = os.fspath(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.failure.killed", str(times), str(may_lose)],
+        python("-m", "tests.failure.killed", str(times), str(may_lose)),
+        cwd=root,
         env={**os.environ, "PYTHONPATH": root, "PROGRAM": program, **environment},
         capture_output=True,
         text=True,

@@ -158,6 +158,6 @@ doubled(x)
 def test_a_function_of_autograd_that_was_bound_before_the_import(launch, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BOUND_BEFORE)
-    done = launch(1, program, fresh=True)
+    done = launch(1, program)
     assert "Doubled with ShardTensors: its gradient would be lost in silence" in done.stdout
     assert done.returncode != 0

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli import main
+from tests.conftest import python
 from tests.job import pbs
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,8 @@ def test_a_job_is_checked_stopped_and_goes_on(queue: Queue, tmp_path: Path) -> N
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     options = ["--ranks-per-node=2", f"--env={sys.prefix}", f"--checkpoints={tmp_path / 'check points'}"]
-    command = ["python", "-u", "-m", "mpishard", "run", "--check", os.fspath(program)]
+    # the interpreter that the environment puts first
+    command = ["python", *python("-m", "mpishard", "run", "--check", program)[1:]]
     jobs = queue(options, *command, when="from step 0")
     assert [job.code for job in jobs] == [75, 0], jobs
     assert "the job keeps its promises" in jobs[0].output
@@ -161,6 +163,6 @@ def test_a_launcher_of_another_library_is_noticed(queue: Queue, tmp_path: Path) 
     launcher = tmp_path / "spool" / "bin" / "mpiexec"
     launcher.write_text('#!/bin/sh\nshift 2\n"$@" & "$@"; code=$?; wait; exit $code\n')
     launcher.chmod(0o755)
-    (job,) = queue(["--ranks-per-node=2"], sys.executable, "-m", "mpishard", "info", "--check", "--json")
+    (job,) = queue(["--ranks-per-node=2"], *python("-m", "mpishard", "info", "--check", "--json"))
     assert job.code == 1
     assert job.output.count("MPI has 1, the launcher says lines of PBS_NODEFILE=2") == 2

@@ -25,7 +25,7 @@ WORDS = st.one_of(
 )
 SLURM = ["slurm", "render", "--site", "generic-cpu"]
 # writes its arguments and what it was given, as data
-FAKE = """#!{python}
+FAKE = """#!{python} -IS
 import json, os, sys
 here = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(here, "calls"), "a") as file:

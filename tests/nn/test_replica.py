@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import socket
 
 import pytest
 import torch
@@ -22,13 +21,11 @@ ROWS = 7
 @pytest.fixture(scope="module")
 def groups():
     """Torch's process groups over all ranks (None), and over the ranks along "data" of `mesh_2d`."""
-    port = None
-    if WORLD.rank == 0:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-    port = WORLD.bcast(port)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=WORLD.rank, world_size=WORLD.size)
+    # a port that was free before may be another program's by now: rank 0 listens, then tells where
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if WORLD.rank == 0 else None
+    port = WORLD.bcast(store and store.port)
+    store = store or dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size)
     mesh = mesh_2d()
     along = [dist.new_group([mesh.rank_at((d, y)) for d in range(mesh.shape[0])]) for y in range(mesh.shape[1])]
     yield {"world": None, "data": along[mesh.coords[1]]}

@@ -109,10 +109,10 @@ def test_an_idle_rank_shows(mesh):
     with ms.profile(mesh, quiet=True) as prof:
         if WORLD.rank == 0:
             torch.ones(300, 300).matmul(torch.ones(300, 300))
-            time.sleep(0.05)
+            time.sleep(0.5)  # others come to the sum in far less, on a busy machine too
         float(x.sum())
     outside = by_name(prof)["outside", "outside"]
-    assert outside.time_s.max >= 0.05
+    assert outside.time_s.max >= 0.5
     if WORLD.size > 1:
         assert outside.imbalance > 1.05
         waited = sum(row.wait_s.max for row in prof.rows if row.kind == "operation")

@@ -94,6 +94,8 @@ def work(call: Callable[[], object], limit: int) -> int:
 def kept(call: Callable[[], object]) -> int:
     """Return how many bytes are there after a call that were not there before."""
     gc.collect()
+    # or the collection below goes through all that torch has imported, which takes longer than a plan
+    gc.freeze()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     result = call()
@@ -313,15 +315,6 @@ CASES = {
     "attention, causal": attention(True),
     "attention, causal and balanced": attention(True, scaled_dot_product.BALANCED),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """Leave torch's objects out of garbage collections: to go through them takes longer than a plan."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_what_grows_exists():

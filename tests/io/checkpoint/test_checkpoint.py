@@ -763,7 +763,7 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
 def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
     """A rank that writes for long shows that it is there."""
     # of the thread alone: the watchdog would end the job
-    monkeypatch.setattr("mpishard.io.checkpoint.background.guard", SimpleNamespace(TIMEOUT_S=0.8, agree=guard.agree))
+    monkeypatch.setattr("mpishard.io.checkpoint.background.guard", SimpleNamespace(TIMEOUT_S=2.0, agree=guard.agree))
     monkeypatch.setattr("mpishard.io.checkpoint.background.flush", lambda path: None)
     monkeypatch.setattr("mpishard.io.checkpoint.background._SIGN_S", 0.05)
     monkeypatch.setattr("mpishard.io.checkpoint.background._TURN_S", -1.0)
@@ -771,7 +771,7 @@ def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypat
 
     def slow(self, pause):
         for _ in range(10 if WORLD.rank == SIZE - 1 else 0):
-            time.sleep(0.15)
+            time.sleep(0.25)
             pause()
         return shares(self, pause)
 
