@@ -13,7 +13,8 @@ from torch.autograd.function import BackwardCFunction
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def _packs() -> bool:
+def packs() -> bool:
+    """Tell whether what nodes keep is packed, as in a checkpoint. Not collective."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -22,7 +23,7 @@ def unpacked() -> contextlib.AbstractContextManager[Any]:
 
     So the nodes may be run twice.
     """
-    if not (_packs() and torch.is_grad_enabled()):
+    if not (packs() and torch.is_grad_enabled()):
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
 
@@ -37,7 +38,7 @@ def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor], *, were_unp
     Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once. Those that were
     made in `unpacked` may.
     """
-    if _packs() and not were_unpacked:
+    if packs() and not were_unpacked:
         return
     seen = {x.grad_fn for x in operands}
     waiting = [y.grad_fn for y in results]

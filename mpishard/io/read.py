@@ -19,7 +19,16 @@ from mpishard.io.backend.mpio import opened_together, read_mpio
 from mpishard.io.file.cf import Decoding, decoding_of
 from mpishard.io.file.dtype import stored_type, torch_dtype
 from mpishard.io.file.hyperslab import BlockReader
-from mpishard.io.file.open import check_chunks, check_sources, damaged, found, import_h5py, opened, unreadable
+from mpishard.io.file.open import (
+    check_chunks,
+    check_sources,
+    damaged,
+    found,
+    import_h5py,
+    is_written,
+    opened,
+    unreadable,
+)
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.selection import Axis, selected
 from mpishard.io.file.trust import Path, check_memory, shown, told
@@ -120,6 +129,7 @@ def read(
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
     choice: Choice | None = None
+    gaps = 0
     try:
         import_h5py()
         disjoint = not halo and _is_sharded(placements)
@@ -160,18 +170,24 @@ def read(
                 dataset = narrowed(dataset, path, _touched(block))
                 check_sources(dataset, path, _touched(block), external=external)
                 check_chunks(dataset, name)
+                gaps = int(choice.name == "mpio" and not is_written(dataset, _touched(block)))
         except MpishardError as e:
             error = e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
             error = damaged(path, name, e)
-        guard.agree(group.comm, error, signature)
+        gaps, _ = guard.agree(group.comm, error, signature, (gaps, 0))
         assert out is not None
+        if gaps:
+            choice = choose_reading(mesh, backend, virtual=False, written=False)
+            files.close()
         tell(mesh, choice, "read")
         failure: Exception | None = None
         if choice.name == "mpio":
             _, failure = read_mpio(dataset, group, block)
         else:
             try:
+                if gaps:
+                    dataset = found(files.enter_context(opened(path)), path, name, external=external)
                 for _ in block.read(dataset):
                     pass
             except Exception as e:  # noqa: BLE001

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpishard.autograd.graph import before, own_nodes
+from mpishard.autograd.graph import before, own_nodes, packs
 from mpishard.autograd.linear import transforms_active
 from mpishard.layout import watch_empty_blocks
 from mpishard.tensor.registry import RULES, Rule, tensors_in
@@ -34,7 +34,14 @@ _kernels: dict[Any, NotImplementedError | None] = {}
 
 
 class _Asking(TorchDispatchMode):
-    """Asks, for each operation without cells, whether torch has its kernel."""
+    """Asks, for each operation without cells, whether torch has its kernel.
+
+    ``key`` is that of the call in whose backward it asks, which is asked again where it has none.
+    """
+
+    def __init__(self, key: Any = None) -> None:
+        super().__init__()
+        self.key = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch leaves out what resolves conjugates inside functions that it composes
@@ -42,7 +49,11 @@ class _Asking(TorchDispatchMode):
             for lazy in _LAZY:
                 torch._C._dispatch_tls_set_dispatch_key_excluded(lazy, False)
             found = func(*args, **(kwargs or {}))
-        _require_kernel(func, args, kwargs or {})
+        try:
+            _require_kernel(func, args, kwargs or {})
+        except NotImplementedError:
+            _backwards.discard(self.key)
+            raise
         return found
 
 
@@ -151,11 +162,11 @@ def _asked(function: Any, rule: Rule) -> Rule:
     return call
 
 
-def _asking_torch(run: Callable[[], Any]) -> Any:
+def _asking_torch(run: Callable[[], Any], asking: _Asking = _asking) -> Any:
     global _is_asking  # noqa: PLW0603
     _is_asking = True
     try:
-        with _asking:
+        with asking:
             return run()
     finally:
         _is_asking = False
@@ -179,13 +190,20 @@ def _kind(a: Any) -> Any:
 def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
     """Have torch asked after the kernels of the backward of a call, when it comes to it."""
     results = found if isinstance(found, (list, tuple)) else [found]
+    once = packs()
+    asking = _Asking(key)
 
     def ask(node: Any, gradients: Any) -> None:
         _backwards.add(key)
-        if not _is_asking:
-            _asking_torch(lambda: node(*gradients))
+        if _is_asking:
+            return
+        if once:
+            # what a checkpoint keeps may be taken once: the node itself runs so, and torch forgets the mode after it
+            torch._C._push_on_torch_dispatch_stack(asking)
+        else:
+            _asking_torch(lambda: node(*gradients), asking)
 
-    for node in own_nodes(_blocks(results), _blocks(operands)):
+    for node in own_nodes(_blocks(results), _blocks(operands), were_unpacked=once):
         before(node, ask)
 
 

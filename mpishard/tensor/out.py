@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.tensor.registry import name_of, outline, tensors_in
+from mpishard.tensor.registry import name_of, outline, spellings, tensors_in
+
+# cells that torch is asked with, along each dim (a cross product needs three), and in all
+_FEW, _MANY = 4, 1 << 16
+# what computes in the dtype of its `out=`, as if it were given `dtype=`
+_COMPUTED_AS_OUT = set(spellings("sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod"))
 
 
 def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -24,7 +31,9 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     UnsupportedOperationError
         ``out`` is a plain tensor, or has another shape than the result.
     RuntimeError
-        A gradient is asked for, or the dtype of ``out`` does not hold the result.
+        A gradient is asked for.
+    Exception
+        What torch raises, where the function does not write its result into the dtype of ``out``.
     """
     given = dict(kwargs)
     out = given.pop("out")
@@ -43,6 +52,10 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     into = getattr(rule, "into", None)
     if into is not None:
         return into(*args, out=out, **given)
+    single = isinstance(out, Tensor)
+    if function in _COMPUTED_AS_OUT and single and given.get("dtype") is None:
+        _require_cast(function, args, given, outs, single=single)
+        given["dtype"] = out.dtype
     # where all operands are plain, so is the result, and every rank has it
     result = (rule if any(hasattr(t, "placements") for t in operands) else function)(*args, **given)
     parts = [result] if isinstance(result, Tensor) else list(result)
@@ -51,11 +64,12 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     for t, part in zip(outs, parts):
         if tuple(t.shape) != tuple(part.shape):
             raise unfit(function, f"a ShardTensor of shape {tuple(part.shape)}", t)
-        if not torch.can_cast(part.dtype, t.dtype):
-            raise RuntimeError(f"result type {part.dtype} can't be cast to the desired output type {t.dtype}")
-    found, wanted = ([t.dtype for t in side] for side in (parts, outs))
-    if found != wanted:
-        _require_cast(function, args, given, found, wanted, single=isinstance(out, Tensor))
+    if [t.dtype for t in parts] != [t.dtype for t in outs] and not _require_cast(
+        function, args, given, outs, single=single
+    ):
+        for t, part in zip(outs, parts):
+            if not torch.can_cast(part.dtype, t.dtype):
+                raise RuntimeError(f"result type {part.dtype} can't be cast to the desired output type {t.dtype}")
     for t, part in zip(outs, parts):
         t.copy_(part)
     return out if isinstance(result, Tensor) else type(result)(outs)
@@ -74,39 +88,45 @@ def unfit(function: Any, expected: str, got: Any) -> UnsupportedOperationError:
 
 
 def _require_cast(
-    function: Any,
-    args: Sequence[Any],
-    given: Mapping[str, Any],
-    found: Sequence[torch.dtype],
-    wanted: Sequence[torch.dtype],
-    *,
-    single: bool,
-) -> None:
-    """Raise what torch raises where a function does not write into another dtype than its result's. Not collective.
+    function: Any, args: Sequence[Any], given: Mapping[str, Any], outs: Sequence[Tensor], *, single: bool
+) -> bool:
+    """Raise what torch raises where a function does not write into the dtypes of ``outs``. Not collective.
 
-    It is asked with operands of one cell, if it takes those at all.
+    It is asked with operands of few cells, of one, of all if these are not many, or of none that have the global
+    shapes: the first that it takes. Tell whether it takes any of these.
     """
-    with torch.no_grad():
-        operands, options = tree_map(_one_cell, (tuple(args), dict(given)))
 
-        def refusal(dtypes: Sequence[torch.dtype]) -> RuntimeError | None:
-            outs = [torch.empty(0, dtype=dtype) for dtype in dtypes]
-            try:
-                function(*operands, **options, out=outs[0] if single else tuple(outs))
-            except RuntimeError as e:
-                return e
-            return None
-
+    def refusal(few: Callable[[Any], Any], *, into: bool) -> Exception | None:
+        operands, options = tree_map(few, (tuple(args), dict(given)))
+        if into:
+            empty = [few(torch.empty(0)).new_empty(0, dtype=t.dtype) for t in outs]
+            options["out"] = empty[0] if single else tuple(empty)
         try:
-            refused = refusal(wanted) if refusal(found) is None else None
-        except Exception:  # noqa: BLE001 (of operands that cannot be so small)
-            return
-    if refused is not None:
-        raise refused
+            function(*operands, **options)
+        except Exception as e:  # noqa: BLE001 (whatever torch says)
+            return e
+        return None
+
+    ways: list[Callable[[Any], Any]] = [partial(_small, most=_FEW), partial(_small, most=1), _without_cells]
+    if sum(x.numel() for x in tensors_in([*args, *given.values()])) < _MANY:
+        ways.insert(2, partial(_small, most=_MANY))  # without cells, torch casts more
+    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=()):
+        for few in ways:
+            if refusal(few, into=False) is None:
+                refused = refusal(few, into=True)
+                if refused is not None:
+                    raise refused
+                return True
+    return False
 
 
-def _one_cell(x: Any) -> Any:
+def _small(x: Any, most: int) -> Any:
     if not isinstance(x, Tensor):
         return x
-    is_index = not (x.dtype.is_floating_point or x.dtype.is_complex)
-    return (torch.zeros if is_index else torch.ones)([1] * x.ndim, dtype=x.dtype)
+    # indices count from 0, pivots from 1
+    make = torch.zeros if x.dtype in (torch.int64, torch.bool) else torch.ones
+    return make([min(n, most) for n in x.shape], dtype=x.dtype)
+
+
+def _without_cells(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +120,25 @@ until_doom(work)
     outcome = job(1, FIELD + "note('LOADED', load())\n", FOLDER=folder)
     assert outcome.status == 0, outcome.output
     assert int(outcome.noted("LOADED")[0][0]) >= reached - 1
+
+
+def test_two_jobs_that_are_killed_save_into_one_folder(tmp_path, kills):
+    """At drawn moments: one of them saves all, the other one is told who, and nothing is lost."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.failure.two_jobs",
+            tmp_path / "x",
+            str(kills(12)),
+            os.environ.get("MPISHARD_SEED", "0"),
+        ],
+        env={**os.environ, "PYTHONPATH": os.fspath(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "refused" in done.stdout, done.stdout
 
 
 def test_full_and_read_only_disks(job, tmp_path):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,22 @@ def as_strided_scatter() -> bool:
     x = torch.zeros(4, 6, requires_grad=True)
     torch.as_strided_scatter(x, torch.zeros(2, 3), (2, 3), (6, 1), 7).sum().backward()
     return float(x.grad.sum()) == 18 and not bool(x.grad[1:3, 1:4].any())
+
+
+def ihfftn_out() -> bool:
+    x, out = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 2, dtype=torch.complex64)
+    return torch.allclose(torch.fft.ihfftn(x, dim=(1,), out=out), torch.fft.ihfftn(x, dim=(1,)))
+
+
+def all_out() -> bool:
+    return bool(torch.all(torch.tensor([0.5, 0.5]), out=torch.zeros((), dtype=torch.uint8)))
+
+
+def logsumexp_out() -> bool:
+    x, out = torch.tensor([1 + 2j, 3 - 1j]), torch.zeros(())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the imaginary part
+        return torch.allclose(torch.logsumexp(x, 0, out=out), torch.logsumexp(x, 0).real)
 
 
 def scale() -> bool:
@@ -124,6 +141,9 @@ def conjugates() -> bool:
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
+    "ihfftn into out": ihfftn_out,
+    "all into out": all_out,
+    "logsumexp into out": logsumexp_out,
     "scale": scale,
     "antialias": antialias,
     "pixel_shuffle": pixel_shuffle,

@@ -1,7 +1,10 @@
 """``out=``: what a function gives lies in it afterwards, laid out as it was."""
 
+import random
+
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import mpishard as ms
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
@@ -81,7 +84,7 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(ms.UnsupportedOperationError, match="out="):
                 call(out)
     with pytest.raises(RuntimeError, match="can't be cast"):
-        torch.sum(x, 0, out=shard(torch.zeros(4, dtype=torch.int64), mesh, (ms.Shard(0),)))
+        torch.std(x, 0, out=shard(torch.zeros(4, dtype=torch.int64), mesh, (ms.Shard(0),)))
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         torch.sum(x.clone().requires_grad_(), 0, out=shard(torch.zeros(4).double(), mesh, (ms.Shard(0),)))
 
@@ -116,3 +119,88 @@ def test_out_of_another_dtype(name):
                 assert str(e.value) == expected
             else:
                 torch.testing.assert_close(gathered(call(x, out)), expected)
+
+
+# Numbers that are drawn; faults of torch (docs/upstream.md); what takes no such argument.
+OTHERWISE = set(
+    """
+    _batch_norm_with_update all bernoulli fft.ihfft2 fft.ihfftn hash_tensor linalg.lstsq linalg.lstsq/grad_oriented
+    logsumexp multinomial normal normal/number_mean
+    """.split()
+)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool)
+
+
+def came(call):
+    try:
+        return call()
+    except Exception as e:  # noqa: BLE001 (the outcome)
+        return e
+
+
+def calls_with_out(entry, dtype, draw):
+    """A drawn sample of an entry of torch's database: its leaves, what calls it, and the results' shapes and dtypes."""
+    torch.default_generator.manual_seed(1)
+    random.seed(1)
+    samples = [
+        s
+        for s, _ in zip(entry.sample_inputs("cpu", dtype, requires_grad=False), range(12))
+        if any(isinstance(x, torch.Tensor) and x.numel() > 1 for x in tree_flatten((s.input, s.args, s.kwargs))[0])
+    ]
+    for sample in draw.sample(samples, min(1, len(samples))):
+        leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+
+        def call(leaves, out=None, spec=spec):
+            input, args, kwargs = tree_unflatten(leaves, spec)
+            return entry.op(input, *args, **kwargs, **({} if out is None else {"out": out}))
+
+        result = came(lambda: call(leaves))
+        parts = [result] if isinstance(result, torch.Tensor) else result
+        if isinstance(parts, (tuple, list)) and all(type(t) is torch.Tensor for t in parts):
+            yield leaves, call, [(t.shape, t.dtype) for t in parts], isinstance(result, torch.Tensor)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("ignore")
+def test_every_function_takes_the_dtypes_that_torch_takes(request):
+    """Those of torch's database, on drawn samples and dtypes: the values of torch, or its error."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    whole = request.config.getoption("--sample") == 1
+    draw = random.Random(request.config.option.seed)
+    mesh, wrong, tried = mesh_of((WORLD.size,)), [], 0
+    names = lambda e: f"{e.name}/{e.variant_test_name}" if e.variant_test_name else e.name  # noqa: E731
+    known = sorted((e for e in op_db if e.supports_out and names(e) not in OTHERWISE), key=names)
+    for entry in known if whole else draw.sample(known, 40):
+        dtype = draw.choice([d for d in DTYPES if d in entry.supported_dtypes("cpu")] or [None])
+        if dtype is None:
+            continue
+        for leaves, call, results, single in calls_with_out(entry, dtype, draw):
+            changed = draw.randrange(len(results))
+            for other in DTYPES:
+                dtypes = [other if i == changed else d for i, (_, d) in enumerate(results)]
+                outs = [torch.zeros(shape, dtype=d) for (shape, _), d in zip(results, dtypes)]
+                placed = [shard(t, mesh, (ms.Shard(0) if t.ndim else ms.Replicate(),)) for t in outs]
+                shards = [
+                    shard(x, mesh, (ms.Shard(0) if x.ndim else ms.Replicate(),))
+                    if type(x) is torch.Tensor and x.layout == torch.strided
+                    else x
+                    for x in leaves
+                ]
+                expected = came(lambda: call(leaves, outs[0] if single else tuple(outs)))
+                got = came(lambda: call(shards, placed[0] if single else tuple(placed)))
+                what = f"{names(entry)} of {dtype} into {dtypes}"
+                tried += 1
+                if isinstance(expected, Exception) or isinstance(got, Exception):
+                    alike = isinstance(got, type(expected)) or isinstance(expected, type(got))
+                    if not (isinstance(expected, Exception) and alike):
+                        wrong.append(f"{what}: {got!r:.200} and not {expected!r:.200}")
+                    continue
+                for t, e in zip(placed, outs):
+                    same = came(
+                        lambda: torch.testing.assert_close(gathered(t), e, equal_nan=True, rtol=2e-3, atol=1e-3)
+                    )
+                    if same is not None:
+                        wrong.append(f"{what}: {same!r:.200}")
+    assert tried > 50
+    assert not wrong, "\n- ".join(["", *wrong])

@@ -129,6 +129,10 @@ def free_storage(storages: list[Storage], nbytes: int, device: torch.device | No
     return storages[-1]
 
 
+# each text is made once
+_ALL_REDUCE = {op: f"all_reduce {op}" for op in ("sum", "prod", "max", "min")}
+
+
 class Host:
     """How tensors in host memory travel among the ranks of a group. Nothing here checks or counts, but for messages.
 
@@ -152,6 +156,7 @@ class Host:
             with guard.waiting("all_reduce", (), self.comm):
                 self._slot.all_reduce(x, y, rule, op)
             return
+        self._slot.note(_ALL_REDUCE[op], x, rule)
         at, to, comm, datatype = x.data_ptr(), y.data_ptr(), self.comm, rule.datatype
         with guard.waiting("all_reduce", (), comm):
             for a, n in pieces(x.nbytes):
@@ -160,6 +165,7 @@ class Host:
 
     def start_sum(self, x: Tensor, rule: Rule) -> tuple[list[MPI.Request], Callable[[], object]]:
         """Start to sum ``x`` in place; return requests, and what is to be done after them. Collective."""
+        self._slot.note("all_reduce in the background", x, rule)
         at = x.data_ptr()
         return [
             self.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
@@ -183,6 +189,7 @@ class Host:
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""
+        self._slot.note("reduce_scatter", flat, rule)
         comm, datatype = self.comm, rule.datatype
         with guard.waiting("reduce_scatter", (), comm):
             if flat.nbytes <= buffer.MESSAGE_NBYTES:

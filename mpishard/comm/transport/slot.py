@@ -7,6 +7,9 @@ with the rest, to what is known before if all ranks reduce as many numbers of on
 Extrema all travel as maxima of 64-bit integers: where some ranks took the smaller and some the larger of two marks, or
 looked at numbers of other lengths, one of them could come out with its own. Products have no place here: a mark would
 have to be 1.
+
+What is not small has no mark of its own. Its operation, dtype and length are noted here, and go into the mark of the
+next small one: where large ones differed, all ranks learn of it then.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 _NOTHING = bytes(SLOT_NBYTES)
+# of marks, which take some microseconds to make
+_KEPT = 4096
 
 # operation, dtype, what carries it, bytes
 _Key = tuple[str, torch.dtype, "torch.dtype | None", int]
@@ -41,7 +46,7 @@ class Slot:
         Of its ranks.
     """
 
-    __slots__ = ("_buffer", "_comm", "_last", "_marks", "_memory", "_words")
+    __slots__ = ("_buffer", "_comm", "_last", "_marks", "_memory", "_noted", "_numbers", "_since", "_words")
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -49,8 +54,12 @@ class Slot:
         # as MPI takes it fastest
         self._buffer = MPI.buffer(self._memory)
         self._words = memoryview(self._memory).cast("q")
-        self._marks: dict[_Key, tuple[bytes, int, int]] = {}
+        self._marks: dict[Any, tuple[bytes, int, int]] = {}
         self._last: tuple[bytes, int, int] | None = None
+        # of large ones: a number for each kind; one for all since the last small one, and the last of them
+        self._numbers: dict[_Key, int] = {}
+        self._since = 0
+        self._noted: _Key = ("", torch.uint8, None, 0)
 
     def all_reduce(self, x: torch.Tensor, y: torch.Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous and of `ROOM_NBYTES` at most, to ``y``, which may be ``x``. Collective.
@@ -72,12 +81,31 @@ class Slot:
         self._reduce(most, most, key, (MPI.INT64_T, MPI.MAX))
         y.copy_(most.bitwise_not_() if op == "min" else most)
 
+    def note(self, op: str, x: torch.Tensor, rule: Rule) -> None:
+        """Have a reduction that is not small compared with those of the other ranks at the next small one.
+
+        Not collective.
+        """
+        self._noted = kind = op, x.dtype, rule.carrier, x.nbytes
+        number = self._numbers.get(kind)
+        if number is None:
+            if len(self._numbers) >= _KEPT:
+                self._numbers.clear()
+            number = self._numbers[kind] = zlib.crc32(str(kind).encode())
+        self._since = (self._since * 31 + number + 1) & 0xFFFFFFFF
+
     def _reduce(self, x: torch.Tensor, y: torch.Tensor, key: _Key, how: tuple[MPI.Datatype, MPI.Op]) -> None:
         n, words, buffer = x.nbytes, self._words, self._buffer
-        mark = self._marks.get(key)
+        called: Any = key
+        if self._since:
+            called = key, self._since
+            self._since = 0
+        mark = self._marks.get(called)
         if mark is None:
-            mine, expected = marks(str(key), x.dtype, self._comm.Get_size(), summed=how[1] == MPI.SUM)
-            mark = self._marks[key] = (mine, *np.frombuffer(expected, np.int64).tolist())
+            if len(self._marks) >= _KEPT:
+                self._marks.clear()
+            mine, expected = marks(str(called), x.dtype, self._comm.Get_size(), summed=how[1] == MPI.SUM)
+            mark = self._marks[called] = (mine, *np.frombuffer(expected, np.int64).tolist())
         if mark is not self._last:
             # what others have left would be reduced again and again
             buffer[:] = _NOTHING
@@ -88,6 +116,10 @@ class Slot:
         if words[-2] != mark[1] or words[-1] != mark[2]:
             op, dtype, carrier, nbytes = key
             call = f"all_reduce {op}, {nbytes // dtype.itemsize} numbers of {carrier or dtype}"
+            if called is not key:
+                before, dtype, carrier, nbytes = self._noted
+                numbers = f"{nbytes // dtype.itemsize} numbers of {dtype}{' for others' if carrier else ''}"
+                call += f", after {before}, {numbers} (all since: {called[1]:x})"
             raise guard.differing(self._comm, call)
         address(y.data_ptr(), n)[:] = buffer[:n]
 

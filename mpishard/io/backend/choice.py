@@ -85,7 +85,9 @@ def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, a
     return Choice("virtual", f"{problem[0]}, and {nbytes / 2**20:.4g} MiB are too many for one rank")
 
 
-def choose_reading(mesh: CartMesh, backend: str | None, virtual: bool, disjoint: bool = True) -> Choice:
+def choose_reading(
+    mesh: CartMesh, backend: str | None, virtual: bool, disjoint: bool = True, written: bool = True
+) -> Choice:
     """Return whether a dataset is read through MPI-IO, with the reason. Not collective.
 
     ``"mpio"`` reads collectively; with ``"virtual"`` and ``"root"`` every rank reads its own part.
@@ -95,6 +97,9 @@ def choose_reading(mesh: CartMesh, backend: str | None, virtual: bool, disjoint:
         choose_backend(mesh, 0, "mpio")
     if virtual:
         return Choice("own", "cells that lie in other files (a virtual dataset) cannot be read through MPI-IO")
+    if not written:
+        # seen with HDF5 1.10.8: a rank that reads such cells meets nobody, and one without cells waits for it
+        return Choice("own", "cells that were never written, which not all HDF5 read through MPI-IO")
     if not disjoint and mesh.size > 1:
         # seen with Open MPI 4.1.4 on four ranks: cells of one rank come as zeros
         return Choice("own", "parts of the ranks overlap, which some MPI-IO read wrongly")

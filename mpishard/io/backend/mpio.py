@@ -173,7 +173,8 @@ def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exce
     for i in range(count):
         with guard.waiting("io.read", (), comm):
             try:
-                if i < len(block.pieces):
+                # an error has ended the steps
+                if i < len(block.pieces) and error is None:
                     next(steps)
                 else:
                     _nothing(dataset, dxpl, write=False)

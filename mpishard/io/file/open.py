@@ -11,6 +11,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, MpishardError, described
@@ -318,6 +319,16 @@ def check_chunks(dataset: Any, name: str) -> None:
     """Refuse chunks that take more memory than there is: HDF5 reads whole ones. Not collective."""
     if dataset.chunks:
         check_memory(math.prod(dataset.chunks) * dataset.id.get_type().get_size(), f"a chunk of {shown(name)}")
+
+
+def is_written(dataset: Any, box: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether all of a box lies in the file: of cells that were never written, nothing may. Not collective."""
+    if dataset.chunks is None:
+        return dataset.id.get_offset() is not None
+    if not hasattr(dataset.id, "get_chunk_info_by_coord"):  # HDF5 before 1.10.5
+        return bool(dataset.id.get_space_status() == import_h5py().h5d.SPACE_STATUS_ALLOCATED)
+    starts = [range(lo // n * n, hi, n) for (lo, hi), n in zip(box, dataset.chunks)]
+    return all(dataset.id.get_chunk_info_by_coord(at).byte_offset is not None for at in product(*starts))
 
 
 def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileError:

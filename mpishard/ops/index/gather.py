@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,16 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import CACHED, into_plain, normal_dim, plain, prepare_write, require_writable, whole_along
+from mpishard.ops.rule.dim import (
+    CACHED,
+    into_plain,
+    normal_dim,
+    plain,
+    prepare_write,
+    require_complex_derivative,
+    require_writable,
+    whole_along,
+)
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -182,8 +191,19 @@ def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
     return moved(x, layout_of(layout.mesh_shape, placements, x.sharding.shape, sizes))
 
 
+def _reduced(x: Tensor, reduce: str) -> Tensor:
+    return torch.scatter_reduce(x, 0, torch.zeros(1, dtype=torch.int64), x[:1], reduce)
+
+
+_REDUCED = {reduce: partial(_reduced, reduce=reduce) for reduce in ("sum", "prod", "mean", "amax", "amin")}
+
+
 def _out_of_place(name: str, in_place: Any) -> Any:
     def rule(input: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+        if name == "scatter_reduce":
+            reduced = _REDUCED.get(kwargs.get("reduce", args[-1] if args else None))
+            if reduced is not None:
+                require_complex_derivative(reduced, input, *args, *kwargs.values())
         if not isinstance(input, ShardTensor):
             others = [a for a in (index, *args, *kwargs.values()) if isinstance(a, ShardTensor)]
             input = _cut_as(on_mesh(input, mesh_of(others)), others[0], dim)

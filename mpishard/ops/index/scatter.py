@@ -17,6 +17,7 @@ from mpishard.ops.rule.dim import (
     normal_dim,
     plain,
     prepare_write,
+    require_complex_derivative,
     require_dtype,
     require_writable,
     resized,
@@ -47,9 +48,18 @@ def _require_shape(name: str, src: Any, shape: tuple[int, ...]) -> None:
         )
 
 
+def _selected(x: Tensor) -> Tensor:
+    return torch.select_scatter(x, x[0], 0, 0)
+
+
+def _sliced(x: Tensor) -> Tensor:
+    return torch.slice_scatter(x, x[:1], 0, 0, 1)
+
+
 @implements(torch.select_scatter, torch.Tensor.select_scatter, sharded="moves")
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
     """Write one cell of a dim in a copy. Collective where the source is laid out differently."""
+    require_complex_derivative(_selected, input, src)
     d = normal_dim(dim, input.ndim)
     _require_shape("select_scatter", src, (*input.shape[:d], *input.shape[d + 1 :]))
     y = _own(input, src)
@@ -60,6 +70,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
 @implements(torch.slice_scatter, torch.Tensor.slice_scatter, sharded="moves")
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
     """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
+    require_complex_derivative(_sliced, input, src)
     d = normal_dim(dim, input.ndim)
     n = len(range(*slice(start, end, step).indices(input.shape[d])))
     _require_shape("slice_scatter", src, (*input.shape[:d], n, *input.shape[d + 1 :]))

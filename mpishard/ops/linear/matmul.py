@@ -165,7 +165,8 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
         if tuple(input.shape) != tuple(y.shape):
             torch.zeros(()).expand(input.shape).expand(y.shape)
         if whole_numbers:
-            alpha, beta = int(alpha), int(beta)
+            kind = bool if dtype is torch.bool else int
+            alpha, beta = kind(alpha), kind(beta)
         y = y if alpha == 1 else y * alpha
         if beta == 0:  # like torch, which does not read `input` then
             return y

@@ -260,16 +260,31 @@ def require_dtype(x: Tensor, function: Callable[[Tensor], Any]) -> None:
 
     Not collective.
     """
-    refusal = _refusal(function, x.dtype, x.device)
+    refusal = _refusal(function, x.dtype, x.device, False)
     if refusal is not None:
         raise type(refusal)(*refusal.args)
 
 
+def require_complex_derivative(function: Callable[[Tensor], Any], *operands: Any) -> None:
+    """Raise what ``function``, of a vector of two cells, raises of complex numbers that have a gradient.
+
+    Not collective. Some functions of torch have no derivative for these, and the rule's own steps have.
+    """
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and any(x.is_complex() for x in tensors):
+        dtype = next(x.dtype for x in tensors if x.is_complex())
+        refusal = _refusal(function, dtype, torch.device("cpu"), True)
+        if refusal is not None:
+            raise type(refusal)(*refusal.args)
+
+
 @lru_cache(maxsize=CACHED)
-def _refusal(function: Callable[[Tensor], Any], dtype: torch.dtype, device: torch.device) -> Exception | None:
+def _refusal(
+    function: Callable[[Tensor], Any], dtype: torch.dtype, device: torch.device, graded: bool
+) -> Exception | None:
     try:
-        with torch.no_grad():
-            function(torch.zeros(2, dtype=dtype, device=device))
+        with torch.set_grad_enabled(graded):
+            function(torch.zeros(2, dtype=dtype, device=device, requires_grad=graded))
     except RuntimeError as e:  # NotImplementedError is one
         return e.with_traceback(None)
     return None

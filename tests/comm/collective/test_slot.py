@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm.memory.reduction_type import rule_of
+from mpishard.comm.transport.choice import transport_of
 from mpishard.comm.transport.slot import marks
 from tests.compare import WORLD, mesh_of
 
@@ -90,3 +92,50 @@ def test_reductions_that_differ(most, odd, request):
     assert len(set(WORLD.allgather(str(e.value)))) == 1
     if WORLD.size > 2:
         assert f"rank {last} differs" in str(e.value)
+
+
+def with_plans():
+    """A mesh that has what is agreed on once."""
+    mesh = mesh_of((WORLD.size,))
+    for op, dtype in itertools.product(("sum", "max"), (torch.int32, torch.float32)):
+        for n in (256, 2):
+            ms.all_reduce(torch.ones(n, dtype=dtype), mesh, op=op)
+    return mesh
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("odd", [torch.int32, torch.float32])
+@pytest.mark.parametrize("reduced", ["sum", "max", "in the background"])
+def test_large_ones_that_differed_are_named_at_the_next_small_one(odd, reduced):
+    """Equal bytes of another dtype: MPI adds them in silence."""
+    mesh = with_plans()
+    for _ in range(2):
+        x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
+        if reduced == "in the background":
+            group = mesh.group((0,))
+            requests, end = transport_of(group, x).start_sum(x, rule_of("sum", x.dtype))
+            MPI.Request.Waitall(requests)
+            end()
+        else:
+            ms.all_reduce(x, mesh, op=reduced)
+        if odd is torch.float32:
+            assert ms.all_reduce(torch.ones(2), mesh).tolist() == [WORLD.size] * 2
+        else:
+            with pytest.raises(ms.errors.DesyncError, match="after all_reduce") as e:
+                ms.all_reduce(torch.ones(2), mesh)
+            assert len(set(WORLD.allgather(str(e.value)))) == 1
+            assert "int32" in str(e.value)
+        # what was told is over
+        assert ms.all_reduce(torch.ones(3), mesh).tolist() == [WORLD.size] * 3
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("odd", [0, 1, 150])
+def test_one_of_many_large_ones_that_differed_is_found(odd):
+    mesh = with_plans()
+    for i in range(200):
+        is_odd = i == odd and WORLD.rank == 0
+        ms.all_reduce(torch.ones(256, dtype=torch.int32 if is_odd else torch.float32), mesh)
+    with pytest.raises(ms.errors.DesyncError):
+        ms.all_reduce(torch.ones(2), mesh)
+    assert ms.all_reduce(torch.ones(3), mesh).tolist() == [WORLD.size] * 3

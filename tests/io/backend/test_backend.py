@@ -222,6 +222,27 @@ def test_a_virtual_file_moves_with_its_folder(mesh, folder):
     assert torch.equal(x.full_tensor(), full)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunks": (2, 3)}, {"chunks": (2, 3), "compression": "gzip"}, {"chunks": (2, 3), "maxshape": (None, 6)}],
+)
+@pytest.mark.parametrize("written", [0, 2])
+def test_what_was_never_written_is_the_fill_value(mesh, folder, options, written):
+    """Also where ranks have nothing to read: HDF5 does not meet them in what it fills."""
+    at, full = folder / "x.h5", torch.full((4, 6), 3.0)
+    full[:written] = 1
+    if WORLD.rank == 0:
+        with h5py.File(at, "w") as f:
+            x = f.create_dataset("x", (4, 6), "f4", fillvalue=3, **options)
+            if written:
+                x[:written] = 1
+    WORLD.Barrier()
+    last = (0,) * (mesh.shape[0] - 1)
+    for sizes in (None, {0: (*last, 4)}, {0: (4, *last)}):
+        x = ms.io.read(at, "x", mesh, (ms.Shard(0), ms.Shard(1)), sizes=sizes)
+        assert torch.equal(x.full_tensor(), full)
+
+
 @pytest.mark.parametrize("harm", ["missing", "truncated"])
 def test_a_part_that_is_damaged_is_no_fill_value(mesh, folder, harm):
     ms.io.write(folder / "a.h5", {"x": sharded(values((6, 6)), mesh)}, backend="virtual")

@@ -26,6 +26,32 @@ def test_scatter_twins_of_views():
     both(lambda x, s: torch.diagonal_scatter(x, s, 0, 1, 2), field(3, 4, 4), field(3, 4), (0, 1, 2), 4)
 
 
+WITHOUT_COMPLEX_DERIVATIVE = {
+    "select_scatter": lambda x, s: torch.select_scatter(x, s[0], 0, 1),
+    "slice_scatter": lambda x, s: torch.slice_scatter(x, s, 0, 0, 2),
+    **{
+        f"scatter_reduce {reduce}": lambda x, s, r=reduce: x.scatter_reduce(0, torch.tensor([[0, 1, 2]]), s, r)
+        for reduce in ("sum", "prod", "mean", "amax")
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_COMPLEX_DERIVATIVE)
+@pytest.mark.parametrize("graded", [0, 1])
+def test_complex_derivatives_that_torch_lacks(name, graded):
+    f, mesh = WITHOUT_COMPLEX_DERIVATIVE[name], mesh_of((WORLD.size,))
+    x, s = (torch.ones(n, 3, dtype=torch.complex64, requires_grad=i == graded) for i, n in enumerate((4, 2)))
+    with pytest.raises(RuntimeError) as expected:
+        f(x, s)
+    with pytest.raises(type(expected.value)) as got:
+        f(*(shard(t.detach(), mesh, (ms.Shard(0),), requires_grad=t.requires_grad) for t in (x, s)))
+    assert str(got.value) == str(expected.value)
+    if "amax" not in name:
+        torch.testing.assert_close(
+            gathered(f(*(shard(t.detach(), mesh, (ms.Shard(1),)) for t in (x, s)))), f(x.detach(), s.detach())
+        )
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (7, 2), (3, 3, 3)])
 def test_fill_diagonal(shape):
     for wrap in (False, True):

@@ -81,29 +81,49 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_no_kernel_for_the_backward_of_a_dtype(name):
+@pytest.mark.parametrize("kept", [True, False])
+def test_no_kernel_for_the_backward_of_a_dtype(name, kept):
+    """Also in a checkpoint, where what a node needs is made again and may be taken once."""
     f, whole, *dtype = BACKWARD[name]
     whole = whole.to(*dtype) if dtype else whole
     w = torch.ones(1, 4, dtype=whole.dtype, requires_grad=True)
 
     def derive(x):
-        y = f(x, w)
+        y = f(x, w) if kept else checkpoint(f, x, w, use_reentrant=False)
         torch.autograd.grad(y, [x, w], y.detach() if isinstance(y, ms.ShardTensor) else torch.ones_like(y))
 
     assert refusal(derive, whole.requires_grad_()) != "none"
     for x in beside_nothing(whole, True):
-        told = WORLD.allgather(refusal(derive, x))
-        assert set(told) == {told[0]}
-        assert told[0] != "none"
+        for _ in range(2):  # the second is asked again
+            told = WORLD.allgather(refusal(derive, x))
+            assert set(told) == {told[0]}
+            assert told[0] != "none"
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("name", ["conv", "sort", "norm"])
+def test_a_checkpoint_beside_an_empty_block(name):
+    f = {
+        "conv": lambda x, w: F.conv1d(x[None], w, padding=1)[0].exp(),
+        "sort": lambda x, w: (x.sort(1)[0] * w.sum()).sin(),
+        "norm": lambda x, w: F.layer_norm(x, (4,)) * w.sum() + x.sum(0),
+    }[name]
+    whole, w = field(4, 4), field(4, 4, 3).requires_grad_()
+    leaf = whole.clone().requires_grad_()
+    expected = torch.autograd.grad(f(leaf, w).square().sum(), [leaf, w])
+    for x in beside_nothing(whole, True):
+        y = checkpoint(f, x, w, use_reentrant=False)
+        for got, e in zip(torch.autograd.grad(y.square().sum(), [x, w]), expected, strict=True):
+            torch.testing.assert_close(gathered(got), e)
 
 
 def test_torch_is_asked_once_and_where_a_block_is_empty(monkeypatch):
     asked = []
     ask = kernel._asking_torch
 
-    def counted(run):
+    def counted(run, *asking):
         asked.append(run)
-        return ask(run)
+        return ask(run, *asking)
 
     monkeypatch.setattr(kernel, "_asking_torch", counted)
     for x in beside_nothing(field(5, 3), True):
