@@ -170,7 +170,7 @@ def read(
                 dataset = narrowed(dataset, path, _touched(block))
                 check_sources(dataset, path, _touched(block), external=external)
                 check_chunks(dataset, name)
-                gaps = int(choice.name == "mpio" and not is_written(dataset, _touched(block)))
+                gaps = int(choice.name == "mpio" and not is_written(dataset))
         except MpishardError as e:
             error = e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
