@@ -54,7 +54,8 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
         return into(*args, out=out, **given)
     single = isinstance(out, Tensor)
     if function in _COMPUTED_AS_OUT and single and given.get("dtype") is None:
-        _require_cast(function, args, given, outs, single=single)
+        if not args or args[0].dtype is not out.dtype:
+            _require_cast(function, args, given, outs, single=single)
         given["dtype"] = out.dtype
     # where all operands are plain, so is the result, and every rank has it
     result = (rule if any(hasattr(t, "placements") for t in operands) else function)(*args, **given)
