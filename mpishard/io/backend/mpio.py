@@ -22,7 +22,7 @@ from mpishard.comm.mesh import Group
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import empty, import_h5py, no_room, not_opened
+from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, not_opened
 from mpishard.io.file.schema import begun, create, grow, step_of
 from mpishard.io.file.trust import Path
 from mpishard.layout.slab import Box
@@ -195,7 +195,7 @@ def _opened(
     h5py = import_h5py()
     options = {} if alignment is None else {"alignment_threshold": alignment[0], "alignment_interval": alignment[1]}
     with info_of(hints) as info:
-        return h5py.File(path, mode, driver="mpio", comm=group.comm, info=info, **options)
+        return h5py.File(path, mode, driver="mpio", libver=LIBVER, comm=group.comm, info=info, **options)
 
 
 def _closed(file: Any, group: Group) -> Exception | None:

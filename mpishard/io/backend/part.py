@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpishard.comm.memory.buffer import address
 from mpishard.io.backend.job import STAGED_NBYTES, cells_of, is_host_dense
-from mpishard.io.file.open import empty, import_h5py, no_room, opened, shut
+from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, opened, shut
 from mpishard.io.file.parts import Plan, memory_file, place, writes
 from mpishard.io.file.schema import Variable, dataset_in
 from mpishard.layout import Layout
@@ -70,7 +70,8 @@ def lay_out(folder: Path, rank: int, plan: Plan, planned: Iterable[Planned], loc
     plain = [(r, v) for r, (v, layout) in blocks if Planned(v, layout).is_plain]
     if error := no_room(folder, sum(math.prod(v.shape) * v.dtype.itemsize for _, v in plain)):
         raise error
-    file = h5py.File(path, "w", locking=locking, alignment_threshold=_PAGE, alignment_interval=_PAGE)
+    options = {"alignment_threshold": _PAGE, "alignment_interval": _PAGE}
+    file = h5py.File(path, "w", libver=LIBVER, locking=locking, **options)
     try:
         for r, v in plain:
             with_room(file, place(r, v.name), v.shape, v.dtype)

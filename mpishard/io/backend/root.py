@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import empty, import_h5py, no_room, shut
+from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, shut
 from mpishard.io.file.schema import begun, create, grow, step_of
 
 
@@ -55,7 +55,7 @@ class _Target:
                 raise error
             if job.exists:
                 self.journal = begun(job.path)
-            self.file = h5py.File(job.partial, "r+" if job.exists else "w", locking=job.locking)
+            self.file = h5py.File(job.partial, "r+" if job.exists else "w", libver=LIBVER, locking=job.locking)
             if not job.exists:
                 create(self.file, job.form)
             if job.form.append is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.io.backend.job import FAILURES, Job, cells_of, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
-from mpishard.io.file.open import empty, import_h5py, shut
+from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
 from mpishard.io.file.schema import Variable, create, dataset_in
 from mpishard.layout import Replicate
@@ -103,7 +103,7 @@ def prune(path: Path, keep: Path | None) -> None:
 
 def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]) -> None:
     tell(job.parts, plan, parts)
-    file = import_h5py().File(job.partial, "w", locking=job.locking)
+    file = import_h5py().File(job.partial, "w", libver=LIBVER, locking=job.locking)
     try:
 
         def make(v: Variable) -> Any:

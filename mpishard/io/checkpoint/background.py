@@ -34,7 +34,7 @@ from mpishard.io.backend.part import Part, Planned, fill, lay_out, make_folders,
 from mpishard.io.checkpoint.folder import TENSORS, discard, flush, unwritable
 from mpishard.io.checkpoint.snapshot import Snapshot
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.open import import_h5py
+from mpishard.io.file.open import LIBVER, import_h5py
 from mpishard.io.file.parts import Parts, Plan, gives, show, show_boxes, tell, writes
 from mpishard.io.file.schema import Variable
 from mpishard.tensor import ShardTensor, wrap
@@ -327,7 +327,10 @@ def _write_whole(taken: Snapshot, parts: dict[str, Parts], pace: _Pace) -> None:
     plain = {n: x.block for n, x in taken.tensors.items() if n not in parts}
     large: list[tuple[int, Tensor]] = []
     h5py = import_h5py()
-    with _room(path, sum(b.nbytes for b in plain.values()), len(taken.tensors)), h5py.File(path, "w") as file:
+    with (
+        _room(path, sum(b.nbytes for b in plain.values()), len(taken.tensors)),
+        h5py.File(path, "w", libver=LIBVER) as file,
+    ):
         for name, block in plain.items():
             if block.nbytes < _DIRECT_NBYTES:
                 file.create_dataset(name, data=block.numpy())

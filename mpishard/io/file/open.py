@@ -27,6 +27,8 @@ _MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
 _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
+# of new files: HDF5 1.8 and later read it, and what says where cells lie has checksums, so that damage is an error
+LIBVER = ("v108", "latest")
 _PATTERN = re.compile("%[0-9]*b")  # of virtual sources by number
 # From here on HDF5 opens the sources of a file without a lock that was opened without one; before, those that it
 # cannot lock, and the file itself under its own name, are fill values without a word.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.errors import FileError, MpishardError, described
-from mpishard.io.file.open import import_h5py
+from mpishard.io.file.open import LIBVER, import_h5py
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.layout.block_sizes import bounds
@@ -203,7 +203,7 @@ def show_boxes(folder: Path, rank: int, datasets: Sequence[tuple[str, Any, Parts
             if k * SOURCES % parts.plan.size == rank:
                 mine.setdefault(k, []).append((name, dtype, parts, ranges))
     for k, each in mine.items():
-        with h5py.File(folder / _index(k), "w", locking=False) as file:
+        with h5py.File(folder / _index(k), "w", libver=LIBVER, locking=False) as file:
             for name, dtype, parts, ranges in each:
                 box = _cells(parts, ranges)
                 part = h5py.VirtualLayout(tuple(hi - lo for lo, hi in box), dtype)
