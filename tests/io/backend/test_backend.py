@@ -197,6 +197,21 @@ def test_many_pieces_and_views(mesh, folder, name, monkeypatch):
     assert torch.equal(z.full_tensor(), torch.complex(full, -full))
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_headers_have_checksums(mesh, folder, name, background):
+    """In the superblock, whose version follows the signature, and before each object: HDF5 sees damage."""
+    x = sharded(values((6, 6)), mesh)
+    ms.io.write(folder / "x.h5", {"g/x": x}, backend=name)
+    own = None if background else name
+    ms.io.save_checkpoint(folder / "c", 1, tensors={"x": x}, asynchronous=background, backend=own).wait()
+    WORLD.Barrier()
+    for at in folder.rglob("*.h5"):
+        raw = at.read_bytes()
+        assert raw[8] >= 2, at
+        assert b"OHDR" in raw, at
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_one_file_is_replaced_by_another(mesh, folder, name):
     x = sharded(values((6, 6)), mesh)
