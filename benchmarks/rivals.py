@@ -127,10 +127,9 @@ def with_physicsnemo(folder: Path) -> Rival:
         shards = importlib.import_module("physicsnemo.distributed.shard_tensor")
 
     def given(full: Tensor) -> Any:
-        own = full.tensor_split(WORLD.size)[WORLD.rank].contiguous()
         # to ask the others for their shapes needs a GPU
         return shards.ShardTensor.from_local(
-            own, mesh, [dtensor.Shard(0)], sharding_shapes="chunk", global_shape=full.shape
+            own_rows(full), mesh, [dtensor.Shard(0)], sharding_shapes="chunk", global_shape=full.shape
         )
 
     steps = OURS | {
@@ -158,7 +157,7 @@ def with_mpi4jax(_: Path) -> Rival:
         return lambda x: step(x).block_until_ready()
 
     own = {name: waited(step) for name, step in steps.items()}
-    return Rival(lambda full: jax.numpy.asarray(full.tensor_split(WORLD.size)[WORLD.rank].numpy()), of_rows, own)
+    return Rival(lambda full: jax.numpy.asarray(own_rows(full).numpy()), of_rows, own)
 
 
 def with_mpi4torch(_: Path) -> Rival:
