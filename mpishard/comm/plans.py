@@ -18,6 +18,8 @@ LIMIT_NBYTES = 64 << 20  # of one cache; a training step needs some hundred plan
 # what plans point to and do not own
 _SHARED = (type, ModuleType, BuiltinFunctionType, MPI.Comm, torch.dtype, torch.device, str, int, float)
 
+_NUMBERS = {int, float}
+
 
 class Plans(dict[Any, Any]):
     """A cache in two generations: a hit in the younger one, which is this dict, costs nothing but a look-up.
@@ -91,6 +93,8 @@ def nbytes_of(plan: Any, *shared: type) -> int:
         total += sys.getsizeof(x, 0)
         if isinstance(x, torch.Tensor):
             total += x.nbytes
+        elif type(x) is tuple and {*map(type, x)} <= _NUMBERS:
+            continue
         elif isinstance(x, FunctionType):
             # not its globals
             todo += x.__closure__ or ()

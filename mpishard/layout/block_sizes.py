@@ -12,6 +12,8 @@ from itertools import accumulate, chain, groupby, pairwise, repeat
 from operator import ne, sub
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import numpy as np
+
 T_co = TypeVar("T_co", covariant=True)
 
 FEW = 16  # so many numbers are kept one by one
@@ -198,7 +200,12 @@ def runs_of(sizes: Sequence[int]) -> Repeats:
     """Return the runs of block sizes, however they are kept."""
     if isinstance(sizes, BlockSizes):
         return sizes.runs
-    return tuple((s, sum(1 for _ in same)) for s, same in groupby(sizes))
+    if len(sizes) <= FEW:
+        return tuple((s, len(list(same))) for s, same in groupby(sizes))
+    each = np.array(sizes)
+    firsts = np.flatnonzero(np.diff(each, prepend=each[0] - 1))
+    counts = np.diff(firsts, append=len(each))
+    return tuple(zip(each[firsts].tolist(), counts.tolist()))
 
 
 def total(sizes: Sequence[int]) -> int:
@@ -257,8 +264,10 @@ def moved_borders(sizes: Sequence[int], times: int, plus: int, over: int, n: int
     (0, 2, 4, 5)
     """
     if not isinstance(sizes, BlockSizes) or any(s * times % over and k > FEW for s, k in sizes.runs):
-        inner = [min(max((b * times + plus) // over, 0), n) for b in bounds(sizes)[1:-1]]
-        return (0, *inner, n)
+        borders = bounds(sizes)[1:-1]
+        if len(borders) <= FEW or n * max(times, over) >= 1 << 61:
+            return (0, *[min(max((b * times + plus) // over, 0), n) for b in borders], n)
+        return (0, *np.clip((np.array(borders) * times + plus) // over, 0, n).tolist(), n)
 
     def moved(cell: int) -> int:
         return min(max((cell * times + plus) // over, 0), n)

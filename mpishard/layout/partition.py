@@ -5,9 +5,12 @@ Nothing here is collective.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+
+import numpy as np
 
 from mpishard.errors import LayoutError, described
 from mpishard.layout.block_sizes import as_block_sizes, repeated
@@ -54,13 +57,11 @@ def weighted(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     >>> weighted(10, (1.0, 3.0))
     (3, 7)
     """
-    total = sum(weights)
-    exact = [n * w / total for w in weights]
-    sizes = [int(e) for e in exact]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: (sizes[i] - exact[i], i))
-    for i in by_remainder[: n - sum(sizes)]:
-        sizes[i] += 1
-    return as_block_sizes(sizes)
+    exact = n * np.array(weights) / math.fsum(weights)
+    sizes = exact.astype(np.int64)
+    by_remainder = np.argsort(sizes - exact, kind="stable")
+    sizes[by_remainder[: n - sizes.sum()]] += 1
+    return as_block_sizes(sizes.tolist())
 
 
 def rank_of(coords: Sequence[int], mesh_shape: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from mpishard.layout.block_sizes import BlockSizes, Each, moved_borders, runs_of
+from mpishard.layout.block_sizes import BlockSizes, Each, moved_borders
 
 
 class Sliding(NamedTuple):
@@ -134,11 +134,11 @@ def of_every_kind(sizes: Sequence[int], n_outs: Sequence[int], times: int, over:
     sizes, n_outs
         Input and output cells of every position.
     """
-    if not isinstance(sizes, BlockSizes):
+    if not (isinstance(sizes, BlockSizes) and isinstance(n_outs, BlockSizes)):
         yield from range(len(sizes))
         return
-    at, outs = 0, runs_of(n_outs)
-    ends = sorted({*accumulate(k for _, k in sizes.runs), *accumulate(k for _, k in outs)})
+    at = 0
+    ends = sorted({*accumulate(k for _, k in sizes.runs), *accumulate(k for _, k in n_outs.runs)})
     for end in ends:
         alike = sizes[at] * times == n_outs[at] * over
         yield from (at,) if alike else range(at, end)

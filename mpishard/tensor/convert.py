@@ -388,6 +388,8 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
 
 
 def _numbers(values: Any) -> tuple[Any, ...]:
+    if {*map(type, values)} <= {int, float}:
+        return tuple(values)
     return tuple(v.item() if hasattr(v, "item") else v for v in values)
 
 
@@ -418,7 +420,7 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
                 )
             )
         exact = all(isinstance(v, int) for v in numbers) and sum(numbers) == layout.shape[dim]
-        sizes[dim] = numbers if exact else weighted(layout.shape[dim], tuple(float(v) for v in numbers))
+        sizes[dim] = numbers if exact else weighted(layout.shape[dim], tuple(map(float, numbers)))
     return layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes)
 
 

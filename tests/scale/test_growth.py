@@ -43,6 +43,9 @@ GROWING: dict[tuple[str, str], tuple[int, int]] = {
     # extents of all come, and are looked at
     ("from_local, infer", "1-D"): (2_500_000, 100_000),
     ("HaloExchanger", "1-D"): (2_500_000, 100_000),
+    # blocks of 4 cells have one or two results, in no runs: a number for each, in numpy
+    ("conv3d, in steps of 3", "1-D"): (250_000, 800_000),
+    ("max_pool3d, in steps of 3", "1-D"): (250_000, 4_000_000),
     # cuts of 65,536 blocks, and what each has cost, four times
     ("balance", "1-D"): (2_500_000, 8_000_000),
 }
@@ -278,6 +281,8 @@ CASES = {
     ),
     "conv3d": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), padding=1)),
     "conv3d, strided": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
+    "conv3d, in steps of 3": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=3, padding=1)),
+    "max_pool3d, in steps of 3": on_field(lambda x: F.max_pool3d(x, 3)),
     "conv_transpose3d": on_field(lambda x: F.conv_transpose3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
     "max_pool3d": on_field(lambda x: F.max_pool3d(x, 2)),
     "adaptive_avg_pool3d, to one cell": on_field(lambda x: F.adaptive_avg_pool3d(x, 1)),

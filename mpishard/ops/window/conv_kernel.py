@@ -28,6 +28,7 @@ Local = tuple[Any, Any, Any, bool, Any, int]
 TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
 UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
+UNFOLDED_WEIGHT = 1 << 18  # and for the gradient of the weight, which its calls of oneDNN copy both operands for
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
 # of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
 # which costs more than the sums that it hides
@@ -124,7 +125,8 @@ def choose(
     forward = data = weights = "torch"
     order: tuple[int, ...] = ()
     if unfolds:
-        forward = weights = "onednn"
+        forward = "onednn"
+        weights = "onednn" if unfolded >= UNFOLDED_WEIGHT else "torch"
     fits = all(d * (k - 1) >= p for k, d, p in zip(kernel, dilation, padding))
     if fits and (results <= FEW or unfolds) and (channels >= 4 or (unfolds and results <= FEW)):
         data = "forward"

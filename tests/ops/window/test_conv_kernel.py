@@ -12,11 +12,12 @@ from tests.compare import WORLD, compare, mesh_of
 
 # input, weight, stride, padding, dilation, transposed -> forward, gradient of the input, gradient of the weight
 CASES = {
-    "unfolds": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
+    "unfolds": ((1, 16, 10, 9, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
+    "few": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "torch"),
     "uneven": ((1, 8, 13, 17, 19), (16, 8, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
     "thin": ((1, 8, 6, 64, 48), (8, 8, 3, 3, 3), (1, 1, 1), (1, 0, 2), 1, False, "onednn", "forward", "channels_last"),
     "dilated": ((1, 16, 9, 16, 12), (16, 16, 3, 3, 3), 1, (2, 0, 4), (2, 1, 3), False, "onednn", "forward", "onednn"),
-    "padded far": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 3, 1, False, "onednn", "torch", "onednn"),
+    "padded far": ((1, 16, 10, 9, 8), (16, 16, 3, 3, 3), 1, 3, 1, False, "onednn", "torch", "onednn"),
     "strided": ((1, 16, 17, 30, 22), (8, 16, 3, 3, 3), 2, 1, 1, False, "onednn", "onednn", "onednn"),
     "transposed": ((1, 16, 16, 16, 16), (16, 8, 2, 2, 2), 2, 0, 1, True, "torch", "forward", "torch"),
     "large": ((1, 8, 64, 64, 5), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
