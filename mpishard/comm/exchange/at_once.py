@@ -34,12 +34,17 @@ class _Table(NamedTuple):
     """Pairs of cells, by their numbers: of the block and of a message or the window, or of the window and a message.
 
     Of messages, ``packed`` are the cells of a whole buffer, in order: what lies between messages does not travel, and
-    takes any. None where several cells meet in one.
+    takes any. None where several cells meet in one. ``whole`` tells that nothing lies between them.
     """
 
     own: Tensor
     other: Tensor
     packed: Tensor | None = None
+    whole: bool = False
+
+    def of_message(self, buffer: Tensor) -> Tensor:
+        """Return what has arrived in a buffer for ``own``."""
+        return buffer if self.whole else buffer.index_select(0, self.other)
 
 
 class AtOnce:
@@ -81,7 +86,7 @@ class AtOnce:
         if exchange is not None:
             exchange.finish()
             if recvs is not None:
-                out.index_copy_(0, recvs.own, exchange.into.index_select(0, recvs.other))
+                out.index_copy_(0, recvs.own, recvs.of_message(exchange.into))
             exchange.release()
         return window
 
@@ -106,7 +111,7 @@ class AtOnce:
             exchange.finish(adjoint=True)
             if sends is not None:
                 # in ascending order of the peers
-                into.index_add_(0, sends.own, exchange.out.index_select(0, sends.other))
+                into.index_add_(0, sends.own, sends.of_message(exchange.out))
             exchange.release()
         return own
 
@@ -186,7 +191,8 @@ def _table(pairs: list[tuple[np.ndarray, np.ndarray]], device: torch.device, len
     # a plan lives on, and later gradients read it
     with torch.inference_mode(False):
         tables = [torch.from_numpy(numbers).to(device) for numbers in (own, other, packed)]
-    return _Table(tables[0], tables[1], tables[2] if length else None)
+    whole = bool(np.array_equal(other, np.arange(length)))
+    return _Table(tables[0], tables[1], tables[2] if length else None, whole)
 
 
 def _pack(cells: Tensor, table: _Table, buffer: Tensor) -> None:

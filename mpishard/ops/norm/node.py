@@ -270,9 +270,9 @@ def _backward_of_few(
         pending = iall_reduce(sums, ctx.mesh.group(rows.over)) if rows.over else None
     run_deferred(hides_sums=pending is not None)
     if sums is not None:
-        part = (var + eps).rsqrt_().mul_(-1 / rows.count)
-        offset, slope = (sums if pending is None else pending.wait()).mul_(part).to(x.dtype).unbind()
-        dx.add_(torch.native_batch_norm(x, slope, offset, *given, False, 0.0, eps)[0])
+        rstd = (var + eps).rsqrt_()
+        offset, slope = (sums if pending is None else pending.wait()).mul_(rstd).to(x.dtype).unbind()
+        dx.add_(torch.native_batch_norm(x, slope, offset, *given, False, 0.0, eps)[0], alpha=-1 / rows.count)
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 
