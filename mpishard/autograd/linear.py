@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 
 
 class LinearOp(Protocol):
@@ -155,12 +155,10 @@ class TransformedLinear(Function):
     def vmap(_info: Any, _in_dims: Any, op: LinearOp, _x: torch.Tensor) -> NoReturn:
         """Refuse."""
         raise UnsupportedOperationError(
-            described(
-                "torch.vmap over a communicating operation",
-                expected="a call outside torch.vmap",
-                got=f"{op!r} inside it",
-                fix="give the operation the whole batch, or loop over it",
-            )
+            "torch.vmap over a communicating operation",
+            expected="a call outside torch.vmap",
+            got=f"{op!r} inside it",
+            fix="give the operation the whole batch, or loop over it",
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from mpi4py import MPI
 
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,12 +64,10 @@ class DeviceMeshNames:
             return self.mesh_dim(mesh_dim)
         if self.ndim > 1:
             raise MeshError(
-                described(
-                    f"{what}: which mesh dim is meant?",
-                    expected=f"one of {self.mesh_dim_names}",
-                    got=None,
-                    fix="name the dim, or take the sub-mesh of it",
-                )
+                f"{what}: which mesh dim is meant?",
+                expected=f"one of {self.mesh_dim_names}",
+                got=None,
+                fix="name the dim, or take the sub-mesh of it",
             )
         return 0
 
@@ -87,12 +85,10 @@ def names_device_mesh(function: F) -> F:
         if "device_mesh" in kwargs:
             if "mesh" in kwargs:
                 raise MeshError(
-                    described(
-                        f"{function.__name__}: two meshes",
-                        expected="mesh=, or device_mesh=, which is the same",
-                        got="both",
-                        fix="leave one out",
-                    )
+                    f"{function.__name__}: two meshes",
+                    expected="mesh=, or device_mesh=, which is the same",
+                    got="both",
+                    fix="leave one out",
                 )
             kwargs["mesh"] = kwargs.pop("device_mesh")
         return function(*args, **kwargs)

@@ -23,7 +23,7 @@ from mpishard.comm import disagreement
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import DesyncError, MpishardError, described, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, ranges_of, ranks_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def _timeout_s() -> float:
     if value >= 0:
         return value
     raise MpishardError(
-        described("MPISHARD_TIMEOUT", expected="seconds, 0 for no watchdog", got=repr(text), fix="set a number >= 0")
+        "MPISHARD_TIMEOUT", expected="seconds, 0 for no watchdog", got=repr(text), fix="set a number >= 0"
     )
 
 
@@ -249,12 +249,10 @@ def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
     odd = disagreement.unlike(found)
     odd = f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else ""
     return DesyncError(
-        described(
-            f"ranks made different calls{odd}",
-            expected="the same call, with the same arguments, on every rank",
-            got="; ".join(map(str, found)),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
-        )
+        f"ranks made different calls{odd}",
+        expected="the same call, with the same arguments, on every rank",
+        got="; ".join(map(str, found)),
+        fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
     )
 
 
@@ -328,13 +326,11 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
 
 def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) -> DesyncError:
     return DesyncError(
-        described(
-            f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
-            expected="the same call, with the same shapes and dtypes, on every rank",
-            got=str(error).strip(),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call. "
-            "Or a rank has ended: look at what it said",
-        )
+        f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
+        expected="the same call, with the same shapes and dtypes, on every rank",
+        got=str(error).strip(),
+        fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call. "
+        "Or a rank has ended: look at what it said",
     )
 
 

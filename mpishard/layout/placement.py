@@ -116,12 +116,10 @@ class Partial(Frozen):
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op != "sum":
             raise LayoutError(
-                described(
-                    "Partial: reduction not supported",
-                    expected="'sum'",
-                    got=repr(reduce_op),
-                    fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
-                )
+                "Partial: reduction not supported",
+                expected="'sum'",
+                got=repr(reduce_op),
+                fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
             )
         set_once(self, "reduce_op", reduce_op)
 
@@ -176,12 +174,10 @@ def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placem
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
     if len(given) != mesh_ndim:
         raise LayoutError(
-            described(
-                "placements do not fit the mesh",
-                expected=f"{mesh_ndim} placements, one per mesh dim",
-                got=f"{len(given)}: {given}",
-                fix="give Shard(dim), Replicate() or Partial() for every mesh dim",
-            )
+            "placements do not fit the mesh",
+            expected=f"{mesh_ndim} placements, one per mesh dim",
+            got=f"{len(given)}: {given}",
+            fix="give Shard(dim), Replicate() or Partial() for every mesh dim",
         )
     return tuple(_own(p, ndim) for p in given)
 
@@ -192,12 +188,10 @@ def _own(placement: object, ndim: int) -> Placement:
         dim = int(placement.dim)  # type: ignore[attr-defined]
         if not -ndim <= dim < ndim:
             raise LayoutError(
-                described(
-                    "placements do not fit the tensor",
-                    expected=f"Shard(dim) with dim in [{-ndim}, {ndim})",
-                    got=f"Shard({dim}) for a tensor of {ndim} dims",
-                    fix="shard a dim that the tensor has, or use Replicate()",
-                )
+                "placements do not fit the tensor",
+                expected=f"Shard(dim) with dim in [{-ndim}, {ndim})",
+                got=f"Shard({dim}) for a tensor of {ndim} dims",
+                fix="shard a dim that the tensor has, or use Replicate()",
             )
         return _shard(dim % ndim)
     if kind == "Replicate":
@@ -205,10 +199,8 @@ def _own(placement: object, ndim: int) -> Placement:
     if kind == "Partial":
         return Partial(str(placement.reduce_op))  # type: ignore[attr-defined]
     raise LayoutError(
-        described(
-            "unknown placement",
-            expected="Shard(dim), Replicate() or Partial()",
-            got=repr(placement),
-            fix="import them from mpishard",
-        )
+        "unknown placement",
+        expected="Shard(dim), Replicate() or Partial()",
+        got=repr(placement),
+        fix="import them from mpishard",
     )

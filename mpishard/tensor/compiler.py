@@ -24,7 +24,7 @@ from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -115,12 +115,10 @@ class Compiled:
     def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: bool = False) -> Any:
         if self._strict:
             raise UnsupportedOperationError(
-                described(
-                    "torch.compile(fullgraph=True) with ShardTensors",
-                    expected="a function that compiles as one graph",
-                    got=reason,
-                    fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
-                )
+                "torch.compile(fullgraph=True) with ShardTensors",
+                expected="a function that compiles as one graph",
+                got=reason,
+                fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
             )
         out = self._function(*args, **kwargs)
         _warn(reason)
@@ -372,12 +370,10 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         if holds_shards((args, kwargs)):
             raise UnsupportedOperationError(
-                described(
-                    f"{name} with ShardTensors",
-                    expected="plain example inputs: what it makes runs in one process",
-                    got="a ShardTensor among the arguments",
-                    fix="give plain tensors of the same kind; on shards, call the model itself",
-                )
+                f"{name} with ShardTensors",
+                expected="plain example inputs: what it makes runs in one process",
+                got="a ShardTensor among the arguments",
+                fix="give plain tensors of the same kind; on shards, call the model itself",
             )
         return export(*args, **kwargs)
 

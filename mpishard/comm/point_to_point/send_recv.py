@@ -12,7 +12,7 @@ from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import crossed, hashed
 from mpishard.comm.transport.choice import transport_of
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 
 
 def send_recv(
@@ -71,12 +71,10 @@ def send_recv(
         return y
     if came != y.nbytes:
         raise LayoutError(
-            described(
-                f"{call}: the tensor from rank {source} does not fit",
-                expected=f"{y.nbytes} bytes, {x.dtype} of shape {tuple(shape)}",
-                got=f"{came} bytes",
-                fix="give the shape and dtype that the source sends",
-            )
+            f"{call}: the tensor from rank {source} does not fit",
+            expected=f"{y.nbytes} bytes, {x.dtype} of shape {tuple(shape)}",
+            got=f"{came} bytes",
+            fix="give the shape and dtype that the source sends",
         )
     return y
 

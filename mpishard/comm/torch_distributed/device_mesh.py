@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.comm.torch_distributed.process_group import process_group
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def init_device_mesh(
@@ -48,21 +48,17 @@ def init_device_mesh(
     """
     if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
         raise MeshError(
-            described(
-                "init_device_mesh: no such device",
-                expected="'cpu', or 'cuda' where torch finds GPUs",
-                got=repr(device_type),
-                fix="name one; init_mesh takes the GPU where there is one, else the CPU",
-            )
+            "init_device_mesh: no such device",
+            expected="'cpu', or 'cuda' where torch finds GPUs",
+            got=repr(device_type),
+            fix="name one; init_mesh takes the GPU where there is one, else the CPU",
         )
     if backend_override is not None:
         raise MeshError(
-            described(
-                "init_device_mesh: a backend is asked for",
-                expected="backend_override=None: all messages go by MPI",
-                got=backend_override,
-                fix="leave it out",
-            )
+            "init_device_mesh: a backend is asked for",
+            expected="backend_override=None: all messages go by MPI",
+            got=backend_override,
+            fix="leave it out",
         )
     return init_mesh(mesh_shape, mesh_dim_names, device="cpu" if device_type == "cpu" else None)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MeshError, MpishardError, described
+from mpishard.errors import MeshError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
 from mpishard.io.checkpoint.state import encode
@@ -148,14 +148,10 @@ def the_mesh(what: str, mesh: CartMesh | None, tensors: Any) -> CartMesh:
     if len(meshes) == 1:
         return next(iter(meshes.values()))
     raise MeshError(
-        described(
-            f"{what}: one mesh is needed",
-            expected="tensors of one mesh, or mesh=",
-            got=list(meshes.values()) or "nothing that is sharded, and no mesh",
-            fix="give mesh=, the mesh of the model's inputs"
-            if not meshes
-            else "save what lives on each mesh by itself",
-        )
+        f"{what}: one mesh is needed",
+        expected="tensors of one mesh, or mesh=",
+        got=list(meshes.values()) or "nothing that is sharded, and no mesh",
+        fix="give mesh=, the mesh of the model's inputs" if not meshes else "save what lives on each mesh by itself",
     )
 
 
@@ -224,5 +220,5 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
 
 def _unstorable(name: str, got: object) -> MpishardError:
     return MpishardError(
-        described(f"save_checkpoint: {name} cannot be stored", expected="a dense tensor", got=got, fix="x.to_dense()")
+        f"save_checkpoint: {name} cannot be stored", expected="a dense tensor", got=got, fix="x.to_dense()"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Layout, align, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.operand import blocks_of
@@ -24,12 +24,10 @@ def _check_extents(name: str, operands: Sequence[Layout], dim: int | None) -> No
             n != m for d, (n, m) in enumerate(zip(layout.shape, operands[0].shape)) if d != dim
         ):
             raise LayoutError(
-                described(
-                    f"{name}: shapes do not fit",
-                    expected="equal extents" + ("" if dim is None else f" in every dim but {dim}"),
-                    got=[tuple(o.shape) for o in operands],
-                    fix="bring the tensors to one shape",
-                )
+                f"{name}: shapes do not fit",
+                expected="equal extents" + ("" if dim is None else f" in every dim but {dim}"),
+                got=[tuple(o.shape) for o in operands],
+                fix="bring the tensors to one shape",
             )
 
 

@@ -20,7 +20,7 @@ from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, layout_of, sizes_of
 from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
@@ -330,12 +330,10 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
         shape = func(on_domain(x.sharding.shape, x.block), output_size).shape
         if 0 in shape[-ndim:] or 0 in x.sharding.shape[-ndim:]:
             raise LayoutError(
-                described(
-                    f"{name}: no cells to pool",
-                    expected="at least one cell in, and one out, along every dim",
-                    got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
-                    fix="ask for another output size",
-                )
+                f"{name}: no cells to pool",
+                expected="at least one cell in, and one out, along every dim",
+                got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
+                fix="ask for another output size",
             )
         return _plan(x, ndim, tuple(shape), name)
 
