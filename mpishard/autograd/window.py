@@ -212,9 +212,7 @@ def halo_exchange(
         for d, w in widths.items()
     )
     key = ("halo_exchange", layout, local.dtype, given, mode)
-    op = mesh.plans.get(key)
-    if op is None:
-        op = mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
+    op = mesh.plans.get(key) or mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
     return apply(op, local)
 
 

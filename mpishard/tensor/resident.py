@@ -140,8 +140,7 @@ class ResidentHalo:
     def exchanger(self, local: Tensor, layout: Layout) -> HaloExchanger:
         """Return what refreshes halos of such blocks. Collective where it is new."""
         key = ("resident halo", layout, self.key, local.dtype, self.order)
-        found = self.mesh.plans.get(key)
-        return self.mesh.plan(key, lambda: self._planned(local, layout)) if found is None else found
+        return self.mesh.plans.get(key) or self.mesh.plan(key, lambda: self._planned(local, layout))
 
     def _planned(self, local: Tensor, layout: Layout) -> HaloExchanger:
         along = self.along(layout)

@@ -337,8 +337,7 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
             )
         return _plan(x, ndim, tuple(shape), name)
 
-    plan: AdaptivePlan | None = x.mesh.plans.get(key)
-    return x.mesh.plan(key, build) if plan is None else plan
+    return x.mesh.plans.get(key) or x.mesh.plan(key, build)
 
 
 for _n in (1, 2, 3):

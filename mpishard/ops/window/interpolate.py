@@ -136,9 +136,7 @@ def interpolate(
         frozen(size, ndim), frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
     )
     key = ("interpolate", x.sharding, x.dtype, *request)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan(x, request))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan(x, request))
     if not isinstance(plan, InterpolatePlan):  # "area": the output size
         return getattr(F, f"adaptive_avg_pool{len(plan)}d")(x, plan)  # type: ignore[no-any-return]
     y = apply(plan.window, x.block)

@@ -60,9 +60,7 @@ def circular_beside(
     if in_transform():
         return None
     told = (key, halo.key)
-    plan = mesh.plans.get(told)
-    if plan is None:
-        plan = mesh.plan(told, lambda: _plan(x, pads, halo))
+    plan = mesh.plans.get(told) or mesh.plan(told, lambda: _plan(x, pads, halo))
     if isinstance(plan, str) or not (halo.writable or halo.fresh(x.block)):
         return None
     halo.watch(x.block, all_cells=False)

@@ -145,9 +145,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
             whole = func(on_domain(x.sharding.shape, x.block), places, kernel_size, stride, padding, output_size)
             return _plan(x, ndim, kernel, step, pads, whole.shape, name)
 
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, build)
+        plan = mesh.plans.get(key) or mesh.plan(key, build)
         agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x.sharding,))
         return wrap(_scattered(apply(plan.values, x.block), apply(plan.indices, at), plan), plan.out, mesh)
 
