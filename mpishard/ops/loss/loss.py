@@ -347,12 +347,6 @@ def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
     return _reduce(loss, reduction)
 
 
-@implements(torch.pairwise_distance, F.pairwise_distance, sharded="reduction")
-def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """p-norm of the difference along the last dim. Collective where it is sharded."""
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
 _triplet_signature = inspect.signature(F.triplet_margin_with_distance_loss)
 
 
@@ -440,3 +434,8 @@ def ctc_loss(
     if reduction == "mean":
         every = every / met.result(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
     return _reduce(every, reduction)
+
+
+implements(torch.pairwise_distance, F.pairwise_distance, sharded="reduction")(
+    lambda x1, x2, p=2.0, eps=1e-06, keepdim=False: torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+)

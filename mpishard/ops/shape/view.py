@@ -202,10 +202,7 @@ def broadcast_to(input: ShardTensor, *size: Any, **named: Any) -> ShardTensor:
     return expand(input, *size, **named)
 
 
-@implements(torch.Tensor.expand_as, sharded="local")
-def expand_as(self: Any, other: Tensor) -> Any:
-    """Broadcast to the shape of another tensor. As `expand`."""
-    return self.expand(tuple(other.shape))
+implements(torch.Tensor.expand_as, sharded="local")(lambda self, other: self.expand(tuple(other.shape)))
 
 
 @implements(*spellings("broadcast_tensors"), sharded="local")

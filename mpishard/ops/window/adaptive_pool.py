@@ -341,8 +341,7 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
 
 
 for _n in (1, 2, 3):
-    for _func in spellings(f"adaptive_avg_pool{_n}d"):
-        implements(_func, sharded="halo")(_avg_rule(_n))
+    implements(*spellings(f"adaptive_avg_pool{_n}d"), sharded="halo")(_avg_rule(_n))
     for _func in spellings(f"adaptive_max_pool{_n}d", f"adaptive_max_pool{_n}d_with_indices"):
         # only functional's own takes return_indices; the others always give both
         implements(_func, sharded="halo")(_max_rule(_n, _func is not getattr(F, f"adaptive_max_pool{_n}d")))

@@ -233,10 +233,7 @@ def _lp_rule(ndim: int) -> Callable[..., ShardTensor]:
 
 
 for _n in (1, 2, 3):
-    for _func in spellings(f"max_pool{_n}d"):
-        implements(_func, sharded="halo")(_max_rule(_n, False))
-    for _func in spellings(f"max_pool{_n}d_with_indices"):
-        implements(_func, sharded="halo")(_max_rule(_n, True))
-    for _func in spellings(f"avg_pool{_n}d"):
-        implements(_func, sharded="halo")(_avg_rule(_n))
+    implements(*spellings(f"max_pool{_n}d"), sharded="halo")(_max_rule(_n, False))
+    implements(*spellings(f"max_pool{_n}d_with_indices"), sharded="halo")(_max_rule(_n, True))
+    implements(*spellings(f"avg_pool{_n}d"), sharded="halo")(_avg_rule(_n))
     implements(getattr(F, f"lp_pool{_n}d"), sharded="halo")(_lp_rule(_n))
