@@ -127,11 +127,11 @@ class Linear(Function):
         return apply(ctx.op.adjoint.adjoint, tangents[1])
 
 
-class TransformedLinear(Function):
+class TransformedLinear(Linear):
     """The same under ``torch.func`` transforms, which insist on ``setup_context``."""
 
     @staticmethod
-    def forward(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+    def forward(op: LinearOp, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Run the op."""
         return op(x)
 
@@ -139,17 +139,6 @@ class TransformedLinear(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: torch.Tensor) -> None:
         """Keep the op."""
         ctx.op = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Carry the cotangent back. Collective as the op is."""
-        return None, apply(ctx.op.adjoint, grads[0])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
-        """Send the tangent the same way. Collective as the op is."""
-        # not the op itself: a window that fills the outside with a value is linear only without that value
-        return apply(ctx.op.adjoint.adjoint, tangents[1])
 
     @staticmethod
     def vmap(_info: Any, _in_dims: Any, op: LinearOp, _x: torch.Tensor) -> NoReturn:

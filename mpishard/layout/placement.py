@@ -35,7 +35,25 @@ class Frozen:
 set_once = object.__setattr__
 
 
-class Shard(Frozen):
+class Kind(Frozen):
+    """What placements of every kind can be asked."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
+        """Tell whether this is a Shard (of ``dim``, if given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Tell whether this is a Replicate."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Tell whether this is a Partial."""
+        return False
+
+
+class Shard(Kind):
     """The tensor dim ``dim`` is cut into one block per coordinate of the mesh dim.
 
     Parameters
@@ -65,16 +83,8 @@ class Shard(Frozen):
         """Tell whether this is a Shard (of ``dim``, if given)."""
         return dim is None or dim == self.dim
 
-    def is_replicate(self) -> bool:
-        """Return False."""
-        return False
 
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
-
-
-class Replicate(Frozen):
+class Replicate(Kind):
     """Every coordinate of the mesh dim holds the whole tensor."""
 
     __slots__ = ()
@@ -88,20 +98,12 @@ class Replicate(Frozen):
     def __repr__(self) -> str:
         return "Replicate()"
 
-    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
     def is_replicate(self) -> bool:
         """Return True."""
         return True
 
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
 
-
-class Partial(Frozen):
+class Partial(Kind):
     """The tensor is the sum over the mesh dim of what its coordinates hold.
 
     Parameters
@@ -131,14 +133,6 @@ class Partial(Frozen):
 
     def __repr__(self) -> str:
         return "Partial()"
-
-    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def is_replicate(self) -> bool:
-        """Return False."""
-        return False
 
     def is_partial(self) -> bool:
         """Return True."""

@@ -339,19 +339,10 @@ class HaloExchanger:
         tag = (self._number + _SLOT_STEP * slot + _FIELDS_STEP * (len(fields) - 1)) % (_TAGS // ways) * ways
         op = f"HaloExchanger {self._number} of shape {self.shape}, halo {self.halo_width}, {len(fields)} fields"
         driver = transport_of(group, blocks[0].device or _HOST).driver
+        rest = (blocks, tag, self._reversed, op)
         if driver is None:
-            return Refresh(comm, self._sweeps, blocks, tag, self._reversed, op)
-        return DeviceRefresh(
-            comm,
-            [self._at_once],
-            blocks,
-            tag,
-            self._reversed,
-            op,
-            foreign=foreign,
-            driver=driver,
-            aware=group.aware,
-        )
+            return Refresh(comm, self._sweeps, *rest)
+        return DeviceRefresh(comm, [self._at_once], *rest, foreign=foreign, driver=driver, aware=group.aware)
 
     def _check(self, fields: tuple[Any, ...]) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed

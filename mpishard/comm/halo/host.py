@@ -141,7 +141,7 @@ def _filled(boxes: Iterable[Box]) -> tuple[Box, ...]:
     return tuple(box for box in boxes if all(stop > start for start, stop in box))
 
 
-class _Step:
+class Step:
     """One sweep on given fields."""
 
     __slots__ = ("flight", "local", "packs", "unpacks")
@@ -235,31 +235,31 @@ class Refresh:
             step.flight.free()
         self._steps = []
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: Step) -> None:
         for dst, src in step.packs:
             np.copyto(dst, src)
         step.flight.start()
         for dst, src in step.local:
             np.copyto(dst, src)
 
-    def _arrived(self, step: _Step) -> bool:
+    def _arrived(self, step: Step) -> bool:
         return step.flight.test()
 
-    def _wait(self, step: _Step) -> None:
+    def _wait(self, step: Step) -> None:
         step.flight.wait()
 
-    def _unpack(self, step: _Step) -> None:
+    def _unpack(self, step: Step) -> None:
         for dst, src in step.unpacks:
             np.copyto(dst, src)
 
-    def _advance(self, step: _Step) -> None:
+    def _advance(self, step: Step) -> None:
         self._unpack(step)
         self._at += 1
         if self._at < len(self._steps):
             self._begin(self._steps[self._at])
 
-    def _step(self, sweep: Sweep) -> _Step:
-        step = _Step()
+    def _step(self, sweep: Sweep) -> Step:
+        step = Step()
         comm = self._comm
         recvs, sends = [], []
         for message in sweep.recvs:

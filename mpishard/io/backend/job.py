@@ -75,6 +75,16 @@ class Job(NamedTuple):
         """Raise on every rank where any rank has an error. Collective."""
         guard.agree(self.group.comm, None if error is None else self.failed(error))
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank what the ``with`` block raises on any. Collective, at its end."""
+        error: BaseException | None = None
+        try:
+            yield
+        except FAILURES as e:
+            error = e
+        self.agree(error)
+
     def failed(self, error: BaseException) -> MpishardError:
         """Return the error as the library's own. Not collective."""
         return error if isinstance(error, MpishardError) else not_written(self.path, error)  # type: ignore[arg-type]

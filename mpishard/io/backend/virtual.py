@@ -46,13 +46,9 @@ def write_virtual(job: Job) -> str:
 
 def _on(job: Job, mine: bool, call: Any) -> None:
     """Call on some ranks, and raise on all where one raised. Collective."""
-    error: BaseException | None = None
-    if mine:
-        try:
+    with job.together():
+        if mine:
             call()
-        except FAILURES as e:
-            error = e
-    job.agree(error)
 
 
 def _planned(job: Job) -> dict[str, Planned]:
