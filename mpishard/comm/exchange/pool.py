@@ -48,7 +48,8 @@ class ExchangePool:
                     exchange.acquire()
                 return exchange
         transport = transport_of(self._mesh.group(self._mesh_dims), x)
-        made = Exchange(transport, *self._messages, storages=self._mesh.storages)
+        given = (*self._messages, self._mesh.storages)
+        made = Exchange(transport, *given)
         self._mesh.own_weakly(made)
         self._made.append(made)
         return made
