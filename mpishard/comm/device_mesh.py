@@ -24,6 +24,7 @@ class DeviceMeshNames:
     ndim: int
     root_comm: MPI.Intracomm
     mesh_dim: Callable[[int | str], int]
+    __getitem__: Callable[..., Any]
 
     @property
     def device_type(self) -> str:
@@ -44,11 +45,11 @@ class DeviceMeshNames:
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the `process_group` of a mesh dim, which may be left out where there is one. Collective over it."""
-        return _groups().get_group(self, mesh_dim)
+        return _process_group(self[self.one_dim("get_group", mesh_dim)])
 
     def get_all_groups(self) -> list[Any]:
         """Return the `process_group` of every mesh dim. Collective."""
-        return _groups().get_all_groups(self)  # type: ignore[no-any-return]
+        return [_process_group(self[m]) for m in range(self.ndim)]
 
     def one_dim(self, what: str, mesh_dim: int | str | None) -> int:
         """Return the index of the mesh dim that is meant.
@@ -72,9 +73,9 @@ class DeviceMeshNames:
         return 0
 
 
-def _groups() -> Any:
+def _process_group(mesh: Any) -> Any:
     # stands above the mesh, and needs torch.distributed
-    return import_module("mpishard.comm.torch_distributed.device_mesh")
+    return import_module("mpishard.comm.torch_distributed.process_group").process_group(mesh)
 
 
 def names_device_mesh(function: F) -> F:
