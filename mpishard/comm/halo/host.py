@@ -101,20 +101,9 @@ def plan_at_once(
 ) -> Sweep:
     """Plan the exchange along all dims as one sweep: every cell comes straight from the rank that owns it.
 
-    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners.
-
-    Parameters
-    ----------
-    mesh
-        The mesh.
-    mesh_dims
-        Mesh dim of every exchanged array dim.
-    sizes
-        Interior extents of all positions along these.
-    widths
-        Widths of their halos, as for `plan_sweep`.
-    ranges
-        Interior of every array dim.
+    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners. ``mesh_dims``
+    are those of the exchanged array dims, ``sizes`` the interior extents of all positions along these, ``widths`` those
+    of their halos, as for `plan_sweep`, and ``ranges`` the interior of every array dim.
     """
     ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
     for d, own in enumerate(ranges):

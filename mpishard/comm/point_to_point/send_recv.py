@@ -23,27 +23,9 @@ def send_recv(
     shape: Sequence[int],
     call: str = "send_recv",
 ) -> torch.Tensor:
-    """Send ``x`` to one rank and receive a tensor from another.
+    """Send ``x`` to one rank and receive a tensor of ``shape`` from another; zeros, where ``source`` is None.
 
-    Neighborwise collective.
-
-    Parameters
-    ----------
-    x
-        What to send.
-    group
-        Ranks that take part.
-    dest, source
-        Ranks in the group, or None for nobody.
-    shape
-        Of the tensor that comes.
-    call
-        What both ends call the message.
-
-    Returns
-    -------
-    torch.Tensor
-        What came; zeros where ``source`` is None.
+    Neighborwise collective. Ranks are those of the group, None is nobody; ``call`` is what both ends call the message.
 
     Raises
     ------

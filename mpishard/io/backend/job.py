@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.memory.buffer import dense, is_dense, to_host
+from mpishard.comm.memory.buffer import is_dense
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 from mpishard.io.file.open import not_written
@@ -107,14 +107,6 @@ def given(layout: Layout, position: int, nbytes: int, itemsize: int) -> list[Box
     if not gives(layout, coords):
         return []
     return list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
-
-
-def cells_of(local: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
-    """Return a slab of a block as dense host memory, without a copy where it is that. Not collective."""
-    part = local
-    for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
-        part = part.narrow(dim, lo - start, hi - lo)
-    return dense(to_host(part) if part.is_cuda else part)
 
 
 def is_host_dense(local: Tensor) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.file_hints import info_of
 from mpishard.comm.mesh import Group
-from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
+from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, is_host_dense
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, not_opened

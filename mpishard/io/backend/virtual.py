@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.backend.job import FAILURES, Job, cells_of, finish
+from mpishard.comm.collective.gather_slabs import cells_of
+from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
