@@ -204,7 +204,8 @@ def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
     """Return the error of the rank ``first``, the lowest one that has one, on every rank."""
     size = comm.Get_size()
-    mine = None if error is None else f"{_public_type(error)}|{_text_of(error)}"
+    said = str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
+    mine = None if error is None else f"{_public_type(error)}|{said}"
     same, others = disagreement.first_told(comm, first, mine)
     name, _, text = same.text.partition("|")
     if error is not None and same.number == size and type(error).__name__ == name:
@@ -261,10 +262,6 @@ def _public_type(error: BaseException) -> str:
         if getattr(errors, kind.__name__, None) is kind:
             return kind.__name__
     return MpishardError.__name__
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
 
 
 # watchdog

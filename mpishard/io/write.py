@@ -152,7 +152,7 @@ def write(
         own = absolute(path)
         import_h5py()
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
-        nbytes = sum(_nbytes(x) for x in tensors.values())
+        nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
         signature += f" through {choice.name}"
         if group.rank == 0:
@@ -216,10 +216,6 @@ def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:
             raise
         except Exception as e:
             raise not_written(path, e) from e
-
-
-def _nbytes(x: ShardTensor) -> int:
-    return math.prod(x.sharding.shape) * x.dtype.itemsize
 
 
 def _form(

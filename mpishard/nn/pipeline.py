@@ -167,7 +167,8 @@ class Pipeline(nn.Module):
             outputs = _tuple(self.stage(*inputs))
             if self.is_last:
                 loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
-                total.add_(_plain(loss.detach()))
+                own = loss.detach()
+                total.add_(own.full_tensor() if isinstance(own, ShardTensor) else own)
                 outputs = (loss,)
             outputs = tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
             flying.append((inputs, outputs))
@@ -292,10 +293,6 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 
 def _block(x: Tensor) -> Tensor:
     return x.block if isinstance(x, ShardTensor) else x
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
 def _dtype(x: Any) -> torch.dtype:

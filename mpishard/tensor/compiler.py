@@ -320,37 +320,19 @@ def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
     return run
 
 
-def _compile(
-    model: Any = None,
-    *,
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    backend: Any = "inductor",
-    mode: str | None = None,
-    options: Any = None,
-    disable: bool = False,
-    **others: Any,
-) -> Any:
-    given = {
-        "fullgraph": fullgraph,
-        "dynamic": dynamic,
-        "backend": backend,
-        "mode": mode,
-        "options": options,
-        "disable": disable,
-        **others,
-    }
+def _compile(model: Any = None, **given: Any) -> Any:
     if model is None:  # a decorator with arguments
         return lambda function: torch.compile(function, **given)
     compiled = _torch_compile(model, **given)
-    if compiled is model or disable:
+    if compiled is model or given.get("disable"):
         return compiled
-    backend = _backend_of(backend, mode, options)
+    backend = _backend_of(given.get("backend", "inductor"), given.get("mode"), given.get("options"))
+    strict = given.get("fullgraph", False)
     if not isinstance(compiled, torch.nn.Module):
-        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=fullgraph))
+        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=strict))
     # what its __call__ runs
     eager = model.__call__
-    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=fullgraph))
+    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=strict))
     return compiled
 
 

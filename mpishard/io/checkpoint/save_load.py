@@ -96,7 +96,12 @@ def save_checkpoint(
     try:
         _check_numbers(step, keep)
         if asynchronous and backend is not None:
-            raise _background_backend(backend)
+            raise MpishardError(
+                "save_checkpoint: backend and asynchronous=True",
+                expected="one of them: in the background every rank writes a file of its own, without MPI",
+                got=f"backend={backend!r}",
+                fix="leave backend out",
+            )
         sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
         if model is not None:
@@ -157,15 +162,6 @@ def _check_numbers(step: int, keep: int | None) -> None:
             got=f"step={step!r}, keep={keep!r}",
             fix="count steps from 0, and keep at least the checkpoint that is saved",
         )
-
-
-def _background_backend(backend: str) -> MpishardError:
-    return MpishardError(
-        "save_checkpoint: backend and asynchronous=True",
-        expected="one of them: in the background every rank writes a file of its own, without MPI",
-        got=f"backend={backend!r}",
-        fix="leave backend out",
-    )
 
 
 @counter.named("io.load_checkpoint")

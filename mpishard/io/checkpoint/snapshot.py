@@ -119,7 +119,8 @@ def snapshot(
     x: Any
     for name, x in plain.items():
         if x.layout is not torch.strided:
-            raise _unstorable(name, x.layout)
+            what = f"save_checkpoint: {name} cannot be stored"
+            raise MpishardError(what, expected="a dense tensor", got=x.layout, fix="x.to_dense()")
         sharded = isinstance(x, ShardTensor)
         dims = [p.dim if isinstance(p, Shard) else None for p in x.sharding.placements] if sharded else None
         dtype = str(x.dtype).removeprefix("torch.")
@@ -216,9 +217,3 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
                     raise folder_of.damaged(partial, f"{name!r} without its part {missing[0]!r} right after writing")
             elif dataset.id.get_storage_size() < nbytes:
                 raise folder_of.damaged(partial, f"{name!r} is not complete right after writing")
-
-
-def _unstorable(name: str, got: object) -> MpishardError:
-    return MpishardError(
-        f"save_checkpoint: {name} cannot be stored", expected="a dense tensor", got=got, fix="x.to_dense()"
-    )

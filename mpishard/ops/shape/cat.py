@@ -108,11 +108,9 @@ def _join_rule(grow: Any, dim_of: Any) -> Any:
     return rule
 
 
-def _as_column(x: Any) -> Any:
-    return x.reshape(-1, 1) if x.ndim < 2 else x
-
-
 implements(torch.hstack, sharded="moves")(_join_rule(torch.atleast_1d, lambda ndim: 0 if ndim == 1 else 1))
 implements(torch.vstack, torch.row_stack, sharded="moves")(_join_rule(torch.atleast_2d, lambda _: 0))
 implements(torch.dstack, sharded="moves")(_join_rule(torch.atleast_3d, lambda _: 2))
-implements(torch.column_stack, sharded="moves")(_join_rule(_as_column, lambda _: 1))
+implements(torch.column_stack, sharded="moves")(
+    _join_rule(lambda x: x.reshape(-1, 1) if x.ndim < 2 else x, lambda _: 1)
+)

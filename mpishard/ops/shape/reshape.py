@@ -125,14 +125,11 @@ def _regroup(
     cuts: dict[int, tuple[int, ...] | None] = {}
     if len(new) == 1:
         # whole rows of the dims behind the last shard, where there are enough of them
-        row, count = math.prod(layout.shape[d] for d in old if d > cut[-1]), _ranks_along(layout, mesh_dims)
+        row = math.prod(layout.shape[d] for d in old if d > cut[-1])
+        count = math.prod(layout.mesh_shape[m] for m in mesh_dims)
         if shape[new[0]] // row >= count:
             cuts[new[0]] = balanced(shape[new[0]], count, row)
     return target, cuts, True
-
-
-def _ranks_along(layout: Layout, mesh_dims: Sequence[int]) -> int:
-    return math.prod(layout.mesh_shape[m] for m in mesh_dims)
 
 
 def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
