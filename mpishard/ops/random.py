@@ -99,7 +99,8 @@ def _one_cell(a: Any) -> Any:
 
 
 def _features(layout: Layout, leading: int) -> Layout:
-    """Return the layout of one number per feature: the first ``leading`` dims, ones after."""
+    """Return the layout of one number per feature: the first ``leading`` dims (all but some, if < 0), ones after."""
+    leading += layout.ndim if leading < 0 else 0
     placements = [Replicate() if type(p) is Shard and p.dim >= leading else p for p in layout.placements]
     ones = (1,) * (layout.ndim - leading)
     return layout_of(
@@ -133,7 +134,7 @@ def _dropped(
     return wrap((local * kept).mul_(scale), x.sharding, x.mesh)
 
 
-def _dropout_rule(name: str, leading: Callable[[int], int] | None, alpha: bool, in_place: bool) -> Rule:
+def _dropout_rule(name: str, leading: int | None, alpha: bool, in_place: bool) -> Rule:
     usual = {"dropout2d": (3, 4), "dropout3d": (4, 5)}.get(name)
 
     def rule(
@@ -143,23 +144,24 @@ def _dropout_rule(name: str, leading: Callable[[int], int] | None, alpha: bool, 
 
         Those called alpha are moved such that mean and variance stay (for SELU).
         """
+        features = leading
         if usual and input.ndim not in usual:
             warnings.warn(f"{name}: Received a {input.ndim}-D input, which is deprecated", stacklevel=3)
-        features = leading and leading(input.ndim)
+            features = max(leading or 0, 1)  # as torch takes them
         return _dropped(input, p, training if train is None else train, inplace, features, alpha)
 
     return rule
 
 
-# how many dims, of so many, number the features, whose cells are dropped together; and whether it is an alpha dropout
+# how many dims number the features, whose cells are dropped together; and whether it is an alpha dropout
 for _name, _leading, _alpha in (
     ("dropout", None, False),
-    ("dropout1d", lambda ndim: ndim - 1, False),
-    ("dropout2d", lambda _: 2, False),
-    ("dropout3d", lambda ndim: 2 if ndim == 5 else 1, False),
-    ("feature_dropout", lambda ndim: min(2, ndim), False),
+    ("dropout1d", -1, False),
+    ("dropout2d", 2, False),
+    ("dropout3d", -3, False),
+    ("feature_dropout", 2, False),
     ("alpha_dropout", None, True),
-    ("feature_alpha_dropout", lambda ndim: min(2, ndim), True),
+    ("feature_alpha_dropout", 2, True),
 ):
     for _func in (getattr(F, _name, None), getattr(torch, _name, None), getattr(torch, f"{_name}_", None)):
         if _func is not None:
@@ -329,34 +331,33 @@ def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
 # -- in place
 
 
-def _random_integers(x: Any, generator: Any, *bounds: int, **named: int) -> Tensor:
+def _random_integers(x: Any, dtype: torch.dtype, generator: Any, *bounds: int, **named: int) -> Tensor:
     """Return integers in [from, to), or all that the dtype represents exactly. Collective."""
     low, high = named.get("from", 0), named.get("to")
     if len(bounds) == 1:
         high = bounds[0]
     elif bounds:
         low, high = bounds
-    dtype = x.block.dtype
     if high is None:
         digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
         high = 2 ** digits[dtype] + 1 if dtype in digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
     return _drawn(x, dtype, integers(low, high), generator)
 
 
-# the values of each, of the tensor, a generator (g), and torch's arguments
+# the values of each, of the tensor, its dtype, a generator, and torch's arguments
 _FILLS: dict[str, Callable[..., Tensor]] = {
-    "uniform_": lambda x, g, a=0.0, b=1.0: _drawn(x, x.dtype, uniform(x.dtype), g).mul_(b - a).add_(a),
-    "normal_": lambda x, g, mean=0.0, std=1.0: _drawn(x, x.dtype, normal(x.dtype), g).mul_(std).add_(mean),
-    "bernoulli_": lambda x, g, p=0.5: _probabilities(resolved(x), p, x.dtype, g),
-    "exponential_": lambda x, g, lambd=1.0: _drawn(x, x.dtype, exponential(lambd), g),
-    "cauchy_": lambda x, g, median=0.0, sigma=1.0: (
+    "uniform_": lambda x, dtype, g, a=0.0, b=1.0: _drawn(x, dtype, uniform(dtype), g).mul_(b - a).add_(a),
+    "normal_": lambda x, dtype, g, mean=0.0, std=1.0: _drawn(x, dtype, normal(dtype), g).mul_(std).add_(mean),
+    "bernoulli_": lambda x, dtype, g, p=0.5: _probabilities(resolved(x), p, dtype, g),
+    "exponential_": lambda x, dtype, g, lambd=1.0: _drawn(x, dtype, exponential(lambd), g),
+    "cauchy_": lambda x, _, g, median=0.0, sigma=1.0: (
         _uniform_of(resolved(x), g).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
     ),
-    "log_normal_": lambda x, g, mean=1.0, std=2.0: (
+    "log_normal_": lambda x, _, g, mean=1.0, std=2.0: (
         _drawn(x, torch.float64, normal(torch.float64), g).mul_(std).add_(mean).exp_()
     ),
     # trials up to a first success
-    "geometric_": lambda x, g, p: _uniform_of(resolved(x), g).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1),
+    "geometric_": lambda x, _, g, p: _uniform_of(resolved(x), g).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1),
     "random_": _random_integers,
 }
 
@@ -364,7 +365,7 @@ _FILLS: dict[str, Callable[..., Tensor]] = {
 def _fill_rule(values: Callable[..., Tensor]) -> Rule:
     def rule(self: Any, *args: Any, generator: Any = None, **named: Any) -> ShardTensor:
         """Fill with random numbers. Collective."""
-        drawn = values(self, generator, *args, **named)
+        drawn = values(self, self.block.dtype, generator, *args, **named)
         return self.copy_(wrap(drawn, cotangent_layout(self.sharding), self.mesh))  # type: ignore[no-any-return]
 
     return rule

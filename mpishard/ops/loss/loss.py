@@ -30,7 +30,7 @@ def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[di
     """Return the named arguments, Partial sums resolved, and the kind of reduction."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    named = {k: resolved(v) for k, v in bound.arguments.items()}
+    named = {k: resolved(v) if isinstance(v, Tensor) else v for k, v in bound.arguments.items()}
     size_average, reduce = named.pop("size_average", None), named.pop("reduce", None)
     reduction = named.pop("reduction")
     if size_average is not None or reduce is not None:
