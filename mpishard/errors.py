@@ -6,7 +6,18 @@ from collections.abc import Iterable, Sequence
 
 
 class MpishardError(Exception):
-    """Base class of every error that mpishard raises on purpose."""
+    """Base class of every error that mpishard raises on purpose.
+
+    Parameters
+    ----------
+    what
+        The call and what is wrong with it, or the whole text.
+    expected, got, fix
+        As of `described`, which makes the text of them.
+    """
+
+    def __init__(self, what: str = "", *, expected: object = None, got: object = None, fix: str = "") -> None:
+        super().__init__(described(what, expected=expected, got=got, fix=fix) if fix else what)
 
 
 class LayoutError(MpishardError, ValueError):

@@ -15,7 +15,7 @@ import torch.distributed.tensor
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.errors import LayoutError, MeshError, described
+from mpishard.errors import LayoutError, MeshError
 from mpishard.tensor import convert
 from mpishard.tensor.shard_tensor import ShardTensor
 from mpishard.tensor.spec import ShardTensorSpec
@@ -36,12 +36,10 @@ class DistributedManager:
         """Refuse where `initialize` was not called. Not collective."""
         if not self.is_initialized():
             raise MeshError(
-                described(
-                    "DistributedManager before it is initialized",
-                    expected="DistributedManager.initialize() on every rank",
-                    got="no call of it",
-                    fix="call it first",
-                )
+                "DistributedManager before it is initialized",
+                expected="DistributedManager.initialize() on every rank",
+                got="no call of it",
+                fix="call it first",
             )
 
     @classmethod
@@ -129,12 +127,10 @@ def scatter_tensor(
     told = x.shape if global_shape is None else torch.Size(global_shape), dtype or x.dtype
     if told != (x.shape, x.dtype):
         raise LayoutError(
-            described(
-                "scatter_tensor: global_shape and dtype",
-                expected=f"{x.dtype} of shape {tuple(x.shape)}, as the tensor on rank {global_src}",
-                got=f"{told[1]} of shape {tuple(told[0])}",
-                fix="leave them out",
-            )
+            "scatter_tensor: global_shape and dtype",
+            expected=f"{x.dtype} of shape {tuple(x.shape)}, as the tensor on rank {global_src}",
+            got=f"{told[1]} of shape {tuple(told[0])}",
+            fix="leave them out",
         )
     return x
 

@@ -176,3 +176,16 @@ def compare(
             msg=lambda m, i=i: f"{what}: gradient {i}: {m}",
         )
     return got
+
+
+def assert_loads(own: torch.nn.Module, folder: str, saved: dict[str, Tensor]) -> None:
+    """Check that torch's own checkpoint gives the parameters back that were saved, after they have changed."""
+    import torch.distributed.checkpoint as dcp
+
+    with torch.no_grad():
+        for p in own.parameters():
+            p.zero_()
+    loaded = own.state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    for name, p in loaded.items():
+        assert torch.equal(p.full_tensor(), saved[name])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 
 MeshDims = int | str | Sequence[int | str] | None
 
@@ -23,12 +23,10 @@ def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     dims = tuple(mesh.mesh_dim(m) for m in mesh_dim)
     if not dims or sorted(set(dims)) != list(dims):
         raise MeshError(
-            described(
-                "mesh dims out of order",
-                expected="different mesh dims, in mesh order",
-                got=tuple(mesh_dim),
-                fix="list them in the order of the mesh: ranks are counted row-major in it",
-            )
+            "mesh dims out of order",
+            expected="different mesh dims, in mesh order",
+            got=tuple(mesh_dim),
+            fix="list them in the order of the mesh: ranks are counted row-major in it",
         )
     return dims
 
@@ -37,12 +35,10 @@ def require_plain(op: str, x: Any) -> None:
     """Raise unless ``x`` is a plain tensor. Not collective."""
     if not isinstance(x, Tensor) or hasattr(x, "to_local"):
         raise UnsupportedOperationError(
-            described(
-                f"{op}: works on plain tensors",
-                expected="a torch.Tensor that is this rank's own",
-                got=type(x).__name__,
-                fix="give x.to_local(), or use x.redistribute(...), which knows what a placement means",
-            )
+            f"{op}: works on plain tensors",
+            expected="a torch.Tensor that is this rank's own",
+            got=type(x).__name__,
+            fix="give x.to_local(), or use x.redistribute(...), which knows what a placement means",
         )
 
 
@@ -54,9 +50,7 @@ def needs_grad(x: Tensor) -> bool:
 def tensor_dim(op: str, x: Tensor, dim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
     if not -x.ndim <= dim < x.ndim:
-        raise LayoutError(
-            described(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
-        )
+        raise LayoutError(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
     return dim % x.ndim
 
 
@@ -67,15 +61,11 @@ def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bo
 
 def misfit(op: str, expected: str, got: object) -> LayoutError:
     """Return the error of extents that do not fit. Not collective."""
-    return LayoutError(
-        described(f"{op}: sizes do not fit", expected=expected, got=got, fix="give one extent per rank, or none")
-    )
+    return LayoutError(f"{op}: sizes do not fit", expected=expected, got=got, fix="give one extent per rank, or none")
 
 
 def no_rank(what: str, rank: int, group: Group) -> MeshError:
     """Return the error of a rank that the group does not have. Not collective."""
     return MeshError(
-        described(
-            what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
-        )
+        what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
     )

@@ -103,9 +103,9 @@ def all_reduce(
     dims: tuple[int, ...]
     if mesh_dim is None:
         dims = tuple(range(mesh.ndim))
-        run = mesh.plans.get(key)
-        if run is None:
-            run = mesh.plan(key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic))
+        run = mesh.plans.get(key) or mesh.plan(
+            key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic)
+        )
     elif mesh_dim == ():
         dims, run = (), torch.clone
     else:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 
 
 class LinearOp(Protocol):
@@ -127,11 +127,11 @@ class Linear(Function):
         return apply(ctx.op.adjoint.adjoint, tangents[1])
 
 
-class TransformedLinear(Function):
+class TransformedLinear(Linear):
     """The same under ``torch.func`` transforms, which insist on ``setup_context``."""
 
     @staticmethod
-    def forward(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+    def forward(op: LinearOp, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Run the op."""
         return op(x)
 
@@ -141,26 +141,13 @@ class TransformedLinear(Function):
         ctx.op = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Carry the cotangent back. Collective as the op is."""
-        return None, apply(ctx.op.adjoint, grads[0])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
-        """Send the tangent the same way. Collective as the op is."""
-        # not the op itself: a window that fills the outside with a value is linear only without that value
-        return apply(ctx.op.adjoint.adjoint, tangents[1])
-
-    @staticmethod
     def vmap(_info: Any, _in_dims: Any, op: LinearOp, _x: torch.Tensor) -> NoReturn:
         """Refuse."""
         raise UnsupportedOperationError(
-            described(
-                "torch.vmap over a communicating operation",
-                expected="a call outside torch.vmap",
-                got=f"{op!r} inside it",
-                fix="give the operation the whole batch, or loop over it",
-            )
+            "torch.vmap over a communicating operation",
+            expected="a call outside torch.vmap",
+            got=f"{op!r} inside it",
+            fix="give the operation the whole batch, or loop over it",
         )
 
 

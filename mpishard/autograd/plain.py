@@ -17,7 +17,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import run_steps
 from mpishard.autograd.replica import apart
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import DesyncError, LayoutError, described
+from mpishard.errors import DesyncError, LayoutError
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of
 
 _open: weakref.WeakSet[Plain] = weakref.WeakSet()
@@ -74,14 +74,12 @@ class Plain:
 
     def _differ(self) -> DesyncError:
         return DesyncError(
-            described(
-                f"the gradient of a plain tensor of shape {self.shown.shape}, taken from a ShardTensor, differs "
-                "between ranks",
-                expected="the same cotangent on every rank, of what every rank holds whole",
-                got="another one on each: every rank went on with its own data",
-                fix="say what the cotangents are: full_tensor(grad_placements=[ms.Partial(), ...]) sums those of the "
-                "ranks; or work on the ShardTensor itself",
-            )
+            f"the gradient of a plain tensor of shape {self.shown.shape}, taken from a ShardTensor, differs "
+            "between ranks",
+            expected="the same cotangent on every rank, of what every rank holds whole",
+            got="another one on each: every rank went on with its own data",
+            fix="say what the cotangents are: full_tensor(grad_placements=[ms.Partial(), ...]) sums those of the "
+            "ranks; or work on the ShardTensor itself",
         )
 
 
@@ -138,12 +136,10 @@ def given_layout(what: str, shown: Layout, placements: tuple[Any, ...]) -> Layou
     fits = all(p == q if type(q) is Shard else type(p) is not Shard for p, q in zip(placements, shown.placements))
     if len(placements) != len(shown.placements) or not fits:
         raise LayoutError(
-            described(
-                f"{what}: grad_placements do not fit",
-                expected=f"one per mesh dim: {shown.placements}, with Partial() where cotangents are to be summed",
-                got=placements,
-                fix="Replicate() says that all ranks find the same cotangent, Partial() that theirs are parts of a sum",
-            )
+            f"{what}: grad_placements do not fit",
+            expected=f"one per mesh dim: {shown.placements}, with Partial() where cotangents are to be summed",
+            got=placements,
+            fix="Replicate() says that all ranks find the same cotangent, Partial() that theirs are parts of a sum",
         )
     return layout_of(shown.mesh_shape, placements, shown.shape, shown.sizes)
 

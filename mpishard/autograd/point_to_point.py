@@ -20,7 +20,7 @@ from mpishard.autograd.argument import (
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
@@ -64,7 +64,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     def build() -> Step:
         if len(dims) != 1:
             raise MeshError(
-                described("shift: one mesh dim at a time", expected="a mesh dim", got=mesh_dim, fix="shift dim by dim")
+                "shift: one mesh dim at a time", expected="a mesh dim", got=mesh_dim, fix="shift dim by dim"
             )
         group, periodic = mesh.group(dims), mesh.periodic[dims[0]]
         dest, source = (_along(group, d, periodic) for d in (displacement, -displacement))

@@ -20,7 +20,7 @@ from mpishard.autograd.withhold import held, note_accumulated
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import DesyncError, MpishardError, described
+from mpishard.errors import DesyncError, MpishardError
 
 # under MPISHARD_DEBUG=1, passes between two comparisons
 _PERIOD = 16
@@ -250,16 +250,14 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     what = "parameters" if odd % 2 == 0 else "gradients"
     differ = [due[i // 2][0].name for i in apart.nonzero().flatten().tolist() if i % 2 == odd % 2]
     raise DesyncError(
-        described(
-            f"{what} differ between ranks: {', '.join(differ[:4])}{' and more' if len(differ) > 4 else ''} "
-            f"({f'{unlike} unlike the others' if unlike else 'on many ranks'})",
-            expected=f"the same on every rank of {mesh.outline}: each holds a copy",
-            got="; ".join(map(str, values)),
-            fix="nothing sums over data that lie outside the mesh: make one ShardTensor of the whole mesh of a batch "
-            "of which ranks hold parts (ShardTensor.from_local(batch, mesh, ms.Shard(0)): a mean is then over all); or "
-            "average replicas with torch's DistributedDataParallel(ms.distribute_module(model, mesh['y'])); a plain "
-            "batch, and plain random numbers, must be the same on every rank",
-        )
+        f"{what} differ between ranks: {', '.join(differ[:4])}{' and more' if len(differ) > 4 else ''} "
+        f"({f'{unlike} unlike the others' if unlike else 'on many ranks'})",
+        expected=f"the same on every rank of {mesh.outline}: each holds a copy",
+        got="; ".join(map(str, values)),
+        fix="nothing sums over data that lie outside the mesh: make one ShardTensor of the whole mesh of a batch "
+        "of which ranks hold parts (ShardTensor.from_local(batch, mesh, ms.Shard(0)): a mean is then over all); or "
+        "average replicas with torch's DistributedDataParallel(ms.distribute_module(model, mesh['y'])); a plain "
+        "batch, and plain random numbers, must be the same on every rank",
     )
 
 

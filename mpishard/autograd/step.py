@@ -16,7 +16,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point import send_recv
-from mpishard.errors import UnsupportedDtypeError, described
+from mpishard.errors import UnsupportedDtypeError
 from mpishard.layout import as_block_sizes, balanced, bounds, repeated, runs_of, scaled, total
 
 
@@ -212,12 +212,10 @@ def reducer(group: Group, op: str, dtype: torch.dtype, replicated: bool, determi
     """
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise UnsupportedDtypeError(
-            described(
-                f"no reduction 'avg' of {dtype}",
-                expected="a floating or complex dtype",
-                got=dtype,
-                fix="convert the tensor first, or use op='sum' and divide as you mean it",
-            )
+            f"no reduction 'avg' of {dtype}",
+            expected="a floating or complex dtype",
+            got=dtype,
+            fix="convert the tensor first, or use op='sum' and divide as you mean it",
         )
     rule_of("sum" if op == "avg" else op, dtype)
     total = sum_step(group, replicated, deterministic)

@@ -15,7 +15,7 @@ from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import (
     Box,
     Each,
@@ -212,9 +212,7 @@ def halo_exchange(
         for d, w in widths.items()
     )
     key = ("halo_exchange", layout, local.dtype, given, mode)
-    op = mesh.plans.get(key)
-    if op is None:
-        op = mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
+    op = mesh.plans.get(key) or mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
     return apply(op, local)
 
 
@@ -233,12 +231,10 @@ def halo_widths(what: str, widths: Mapping[int, Width], ndim: int) -> dict[int, 
         return {dim: width_pair(width) for dim, width in given.items()}
     except (TypeError, ValueError):
         raise LayoutError(
-            described(
-                f"{what}: not a width",
-                expected="an integer or two, (lo, hi), per dim",
-                got=given,
-                fix="give {dim: (lo, hi)}",
-            )
+            f"{what}: not a width",
+            expected="an integer or two, (lo, hi), per dim",
+            got=given,
+            fix="give {dim: (lo, hi)}",
         ) from None
 
 
@@ -251,22 +247,18 @@ def _halo_op(
         periodic = any(mesh.periodic[m] for m in layout.shard_dims.get(dim, ()))
         if lo < 0 or hi < 0:
             raise LayoutError(
-                described(
-                    f"halo_exchange: negative width along dim {dim}",
-                    expected="widths (lo, hi) >= 0",
-                    got=(lo, hi),
-                    fix="slice the tensor to make it smaller",
-                )
+                f"halo_exchange: negative width along dim {dim}",
+                expected="widths (lo, hi) >= 0",
+                got=(lo, hi),
+                fix="slice the tensor to make it smaller",
             )
         limit = n - 1 if mode == "reflect" else n
         if max(lo, hi) > limit and not periodic and mode in (None, "reflect"):
             raise LayoutError(
-                described(
-                    f"halo_exchange: halo wider than the global extent along dim {dim}",
-                    expected=f"widths of at most {limit}, a periodic mesh dim, or a mode that fills the outside",
-                    got=(lo, hi),
-                    fix="give mode='zeros', 'replicate' or 'circular', or make the mesh dim periodic",
-                )
+                f"halo_exchange: halo wider than the global extent along dim {dim}",
+                expected=f"widths of at most {limit}, a periodic mesh dim, or a mode that fills the outside",
+                got=(lo, hi),
+                fix="give mode='zeros', 'replicate' or 'circular', or make the mesh dim periodic",
             )
         sizes, mesh_dims = layout.sizes[dim] or (n,), layout.shard_dims.get(dim, ())
         fill = "circular" if periodic else mode or "zeros"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 
 Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
@@ -105,12 +105,10 @@ def withheld_of(param: Tensor) -> Withheld | None:
         return found
     if grad.any():
         raise UnsupportedOperationError(
-            described(
-                "a gradient was written into, parts of which wait for their sum over the ranks",
-                expected="no write between a backward pass inside no_sync and the first one outside",
-                got=f"a .grad of shape {tuple(grad.shape)} with other values",
-                fix="scale or clip gradients after the pass outside no_sync; zero_grad forgets them",
-            )
+            "a gradient was written into, parts of which wait for their sum over the ranks",
+            expected="no write between a backward pass inside no_sync and the first one outside",
+            got=f"a .grad of shape {tuple(grad.shape)} with other values",
+            fix="scale or clip gradients after the pass outside no_sync; zero_grad forgets them",
         )
     del grad._withheld  # type: ignore[attr-defined]
     return None
@@ -154,10 +152,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             found = getattr(param.grad, "_withheld", None)
             if found is not None and found.shares:
                 raise UnsupportedOperationError(
-                    described(
-                        "an optimizer's step before gradients are summed over the ranks",
-                        expected="a backward pass outside no_sync before it",
-                        got=f"a parameter of shape {tuple(param.shape)} whose last pass was inside",
-                        fix="leave no_sync before the last backward pass of an accumulation",
-                    )
+                    "an optimizer's step before gradients are summed over the ranks",
+                    expected="a backward pass outside no_sync before it",
+                    got=f"a parameter of shape {tuple(param.shape)} whose last pass was inside",
+                    fix="leave no_sync before the last backward pass of an accumulation",
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 
 
 @click.command()
@@ -66,10 +66,8 @@ def _harness(module: str) -> Any:
                 sys.path.insert(0, str(place))
             return importlib.import_module(f"benchmarks.harness.{module}")
     raise JobError(
-        described(
-            "bench: there are no cases here",
-            expected=f"a checkout of mpishard, with its folder benchmarks, at one of {', '.join(map(str, places))}",
-            got="an installed package, which does not have them",
-            fix="start it in a checkout of this version",
-        )
+        "bench: there are no cases here",
+        expected=f"a checkout of mpishard, with its folder benchmarks, at one of {', '.join(map(str, places))}",
+        got="an installed package, which does not have them",
+        fix="start it in a checkout of this version",
     )

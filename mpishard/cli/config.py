@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 
 
 @click.command()
@@ -19,8 +19,6 @@ def config(folder: str, cflags: bool, libs: bool, link: bool) -> None:
     try:
         built = build(folder, link=link)
     except OSError as error:
-        raise JobError(
-            described("--build", expected="a folder that can be written", got=error, fix="name another one")
-        ) from None
+        raise JobError("--build", expected="a folder that can be written", got=error, fix="name another one") from None
     if cflags or libs:
         click.echo(" ".join([*[built.cflags] * cflags, *[built.libs] * libs]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 from mpishard.job import Request, rendered, site_named, site_names
 from mpishard.job.request import joined
 
@@ -97,12 +97,10 @@ def slurm_submit(dry_run: bool, output: str | None, **given: Any) -> int:
         return subprocess.run(["sbatch", *["--test-only"] * dry_run], input=os.fsencode(script), check=False).returncode
     except FileNotFoundError:
         raise JobError(
-            described(
-                "no sbatch here",
-                expected="a machine from which Slurm takes jobs",
-                got="no program sbatch on PATH",
-                fix="print the script with `mpishard slurm render`, and submit it from a login node",
-            )
+            "no sbatch here",
+            expected="a machine from which Slurm takes jobs",
+            got="no program sbatch on PATH",
+            fix="print the script with `mpishard slurm render`, and submit it from a login node",
         ) from None
 
 
@@ -137,7 +135,7 @@ def _script(scheduler: str, given: dict[str, Any]) -> str:
 def _extents(text: str) -> tuple[int, ...]:
     found = re.findall(r"-?\d+", text)
     if re.sub(r"-?\d+", "", text).strip("x, ") or (text and not found):
-        raise JobError(described("--mesh", expected="extents such as 4x2 or 4x-1", got=repr(text), fix="write numbers"))
+        raise JobError("--mesh", expected="extents such as 4x2 or 4x-1", got=repr(text), fix="write numbers")
     return tuple(map(int, found))
 
 
@@ -164,6 +162,4 @@ def _write(script: str, output: str | None) -> None:
         Path(output).write_bytes(data)
         Path(output).chmod(0o755)
     except OSError as error:
-        raise JobError(
-            described("--output", expected="a file that can be written", got=error, fix="name another one")
-        ) from None
+        raise JobError("--output", expected="a file that can be written", got=error, fix="name another one") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 
 if TYPE_CHECKING:
     from mpishard.planning import Plan
@@ -114,7 +114,7 @@ def plan(
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+([x,]\d+)*", text):
-        raise JobError(described(option, expected="numbers such as 4x2 or 4,2", got=repr(text), fix="write numbers"))
+        raise JobError(option, expected="numbers such as 4x2 or 4,2", got=repr(text), fix="write numbers")
     return tuple(map(int, re.split("[x,]", text)))
 
 

@@ -15,7 +15,7 @@ from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names
-from mpishard.errors import MeshError, MpishardError, described
+from mpishard.errors import MeshError, MpishardError
 
 Periodic = bool | Sequence[bool] | None
 
@@ -83,9 +83,7 @@ def adopted_mesh(
     except MpishardError as e:
         error = e
     except (TypeError, ValueError, RuntimeError) as e:
-        error = MeshError(
-            described("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
-        )
+        error = MeshError("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
     try:
         guard.agree(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
         with guard.waiting("adopt", (), own):
@@ -96,12 +94,10 @@ def adopted_mesh(
         error = None
         if placed.Get_rank() != place:
             error = MeshError(
-                described(
-                    "adopt: overlapping boxes, as several ranks have the same coordinates",
-                    expected=f"a place of its own in {extents} for every rank",
-                    got=f"coords={tuple(coords or ())} more than once",
-                    fix="pass this rank's own coordinates, in the order of grid=",
-                )
+                "adopt: overlapping boxes, as several ranks have the same coordinates",
+                expected=f"a place of its own in {extents} for every rank",
+                got=f"coords={tuple(coords or ())} more than once",
+                fix="pass this rank's own coordinates, in the order of grid=",
             )
         guard.agree(placed, error)
         with guard.waiting("adopt", (), placed):
@@ -117,9 +113,7 @@ def _communicator(comm: Any, handle: str) -> MPI.Intracomm:
         return MPI.COMM_SELF
     if not isinstance(comm, MPI.Comm):
         if handle not in ("fortran", "c"):
-            raise MeshError(
-                described("adopt: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
-            )
+            raise MeshError("adopt: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
         try:
             number = operator.index(getattr(comm, "value", comm))  # ctypes' integers and pointers have a value
         except TypeError:
@@ -132,24 +126,20 @@ def _communicator(comm: Any, handle: str) -> MPI.Intracomm:
 
 def _no_communicator(got: str) -> MeshError:
     return MeshError(
-        described(
-            "adopt: not an intra-communicator",
-            expected="an mpi4py communicator that this rank belongs to, the integer handle of one, or None",
-            got=got,
-            fix="call adopt on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
-        )
+        "adopt: not an intra-communicator",
+        expected="an mpi4py communicator that this rank belongs to, the integer handle of one, or None",
+        got=got,
+        fix="call adopt on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
     )
 
 
 def _refuse_other(what: str, given: Sequence[int] | None, own: Sequence[int]) -> None:
     if given is not None and tuple(given) != tuple(own):
         raise MeshError(
-            described(
-                f"adopt: {what} contradicts the communicator's topology",
-                expected=tuple(own),
-                got=tuple(given),
-                fix=f"leave {what}= out, or pass a communicator without a topology",
-            )
+            f"adopt: {what} contradicts the communicator's topology",
+            expected=tuple(own),
+            got=tuple(given),
+            fix=f"leave {what}= out, or pass a communicator without a topology",
         )
 
 
@@ -165,9 +155,7 @@ def _periods(given: Periodic, ndim: int, own: Sequence[bool] | None) -> tuple[bo
         _refuse_other("periodic", periods, own)  # type: ignore[arg-type]
     if len(periods) != ndim:
         raise MeshError(
-            described(
-                "adopt: periodic does not fit the names", expected=f"{ndim} flags", got=periods, fix="one per dim"
-            )
+            "adopt: periodic does not fit the names", expected=f"{ndim} flags", got=periods, fix="one per dim"
         )
     return periods
 
@@ -178,12 +166,10 @@ def _grid(given: Sequence[int] | None, size: int, ndim: int) -> tuple[int, ...]:
     grid = () if given is None else tuple(int(n) for n in given)
     if not grid or min(grid) < 1 or math.prod(grid) != size:
         raise MeshError(
-            described(
-                "adopt: a communicator without Cartesian topology needs the grid of the ranks",
-                expected=f"grid= of ranks per dim with product {size}",
-                got=given,
-                fix="pass grid= and coords= of the host's decomposition, or its MPI_Cart communicator",
-            )
+            "adopt: a communicator without Cartesian topology needs the grid of the ranks",
+            expected=f"grid= of ranks per dim with product {size}",
+            got=given,
+            fix="pass grid= and coords= of the host's decomposition, or its MPI_Cart communicator",
         )
     return grid
 
@@ -192,12 +178,10 @@ def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
     place = tuple(int(c) for c in coords)
     if len(place) != len(grid) or any(not 0 <= c < n for c, n in zip(place, grid)):
         raise MeshError(
-            described(
-                "adopt: coordinates outside the grid",
-                expected=f"one below each of {grid}",
-                got=place,
-                fix="pass 0-based ones",
-            )
+            "adopt: coordinates outside the grid",
+            expected=f"one below each of {grid}",
+            got=place,
+            fix="pass 0-based ones",
         )
     at = 0
     for c, n in zip(place, grid):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from mpi4py import MPI
 
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +24,7 @@ class DeviceMeshNames:
     ndim: int
     root_comm: MPI.Intracomm
     mesh_dim: Callable[[int | str], int]
+    __getitem__: Callable[..., Any]
 
     @property
     def device_type(self) -> str:
@@ -44,11 +45,11 @@ class DeviceMeshNames:
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the `process_group` of a mesh dim, which may be left out where there is one. Collective over it."""
-        return _groups().get_group(self, mesh_dim)
+        return _process_group(self[self.one_dim("get_group", mesh_dim)])
 
     def get_all_groups(self) -> list[Any]:
         """Return the `process_group` of every mesh dim. Collective."""
-        return _groups().get_all_groups(self)  # type: ignore[no-any-return]
+        return [_process_group(self[m]) for m in range(self.ndim)]
 
     def one_dim(self, what: str, mesh_dim: int | str | None) -> int:
         """Return the index of the mesh dim that is meant.
@@ -64,19 +65,17 @@ class DeviceMeshNames:
             return self.mesh_dim(mesh_dim)
         if self.ndim > 1:
             raise MeshError(
-                described(
-                    f"{what}: which mesh dim is meant?",
-                    expected=f"one of {self.mesh_dim_names}",
-                    got=None,
-                    fix="name the dim, or take the sub-mesh of it",
-                )
+                f"{what}: which mesh dim is meant?",
+                expected=f"one of {self.mesh_dim_names}",
+                got=None,
+                fix="name the dim, or take the sub-mesh of it",
             )
         return 0
 
 
-def _groups() -> Any:
+def _process_group(mesh: Any) -> Any:
     # stands above the mesh, and needs torch.distributed
-    return import_module("mpishard.comm.torch_distributed.device_mesh")
+    return import_module("mpishard.comm.torch_distributed.process_group").process_group(mesh)
 
 
 def names_device_mesh(function: F) -> F:
@@ -87,12 +86,10 @@ def names_device_mesh(function: F) -> F:
         if "device_mesh" in kwargs:
             if "mesh" in kwargs:
                 raise MeshError(
-                    described(
-                        f"{function.__name__}: two meshes",
-                        expected="mesh=, or device_mesh=, which is the same",
-                        got="both",
-                        fix="leave one out",
-                    )
+                    f"{function.__name__}: two meshes",
+                    expected="mesh=, or device_mesh=, which is the same",
+                    got="both",
+                    fix="leave one out",
                 )
             kwargs["mesh"] = kwargs.pop("device_mesh")
         return function(*args, **kwargs)

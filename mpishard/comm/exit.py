@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 _PID = os.getpid()
 
@@ -134,12 +134,10 @@ def require_mpi(what: str) -> None:
     """Raise where MPI is not up: its own calls would end the process. Not collective."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise MeshError(
-            described(
-                f"{what}: MPI is not up",
-                expected="a call between MPI_Init and MPI_Finalize",
-                got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
-                fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
-            )
+            f"{what}: MPI is not up",
+            expected="a call between MPI_Init and MPI_Finalize",
+            got="MPI is finalized" if MPI.Is_initialized() else "MPI is not initialised",
+            fix="let the host call MPI_Init_thread first; without a host, leave mpi4py.rc.initialize True",
         )
 
 

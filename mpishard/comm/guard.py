@@ -23,7 +23,7 @@ from mpishard.comm import disagreement
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
-from mpishard.errors import DesyncError, MpishardError, described, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, ranges_of, ranks_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def _timeout_s() -> float:
     if value >= 0:
         return value
     raise MpishardError(
-        described("MPISHARD_TIMEOUT", expected="seconds, 0 for no watchdog", got=repr(text), fix="set a number >= 0")
+        "MPISHARD_TIMEOUT", expected="seconds, 0 for no watchdog", got=repr(text), fix="set a number >= 0"
     )
 
 
@@ -204,7 +204,8 @@ def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
     """Return the error of the rank ``first``, the lowest one that has one, on every rank."""
     size = comm.Get_size()
-    mine = None if error is None else f"{_public_type(error)}|{_text_of(error)}"
+    said = str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
+    mine = None if error is None else f"{_public_type(error)}|{said}"
     same, others = disagreement.first_told(comm, first, mine)
     name, _, text = same.text.partition("|")
     if error is not None and same.number == size and type(error).__name__ == name:
@@ -249,12 +250,10 @@ def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
     odd = disagreement.unlike(found)
     odd = f" ({odd} differ{'s' * odd.startswith('rank ')})" if odd else ""
     return DesyncError(
-        described(
-            f"ranks made different calls{odd}",
-            expected="the same call, with the same arguments, on every rank",
-            got="; ".join(map(str, found)),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
-        )
+        f"ranks made different calls{odd}",
+        expected="the same call, with the same arguments, on every rank",
+        got="; ".join(map(str, found)),
+        fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
     )
 
 
@@ -263,10 +262,6 @@ def _public_type(error: BaseException) -> str:
         if getattr(errors, kind.__name__, None) is kind:
             return kind.__name__
     return MpishardError.__name__
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
 
 
 # watchdog
@@ -328,13 +323,11 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
 
 def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) -> DesyncError:
     return DesyncError(
-        described(
-            f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
-            expected="the same call, with the same shapes and dtypes, on every rank",
-            got=str(error).strip(),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call. "
-            "Or a rank has ended: look at what it said",
-        )
+        f"MPI failed on rank {MPI.COMM_WORLD.Get_rank()}, in {op}, with {_pending(peers, comm)}",
+        expected="the same call, with the same shapes and dtypes, on every rank",
+        got=str(error).strip(),
+        fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call. "
+        "Or a rank has ended: look at what it said",
     )
 
 

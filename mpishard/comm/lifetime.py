@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpishard.comm import exit, guard, thread
 from mpishard.comm.device import driver
-from mpishard.errors import DesyncError, MeshError, described
+from mpishard.errors import DesyncError, MeshError
 
 T = TypeVar("T")
 
@@ -112,12 +112,10 @@ def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
             _reclaim(_members(comm), comm)
     raise guard.common(
         MeshError(
-            described(
-                f"{what}: MPI makes no more communicators",
-                expected="2 to the power of the number of mesh dims, for every mesh",
-                got=error,
-                fix="use one mesh for many tensors, mesh.free() those that are done with, or meshes of fewer dims",
-            )
+            f"{what}: MPI makes no more communicators",
+            expected="2 to the power of the number of mesh dims, for every mesh",
+            got=error,
+            fix="use one mesh for many tensors, mesh.free() those that are done with, or meshes of fewer dims",
         ),
         comm,
     )

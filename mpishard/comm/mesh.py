@@ -19,7 +19,7 @@ from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_
 from mpishard.comm.mesh_device import as_device, local_device, local_rank
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.tag import Label
-from mpishard.errors import MeshError, MpishardError, described
+from mpishard.errors import MeshError, MpishardError
 from mpishard.layout.partition import rank_of
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class CartMesh(DeviceMeshNames):
         if not isinstance(comm, MPI.Comm):
             if handle not in ("fortran", "c"):
                 raise MeshError(
-                    described("from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
+                    "from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one"
                 )
             number = operator.index(comm)
             adopted = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
@@ -154,12 +154,10 @@ class CartMesh(DeviceMeshNames):
             adopted = comm
         if adopted == MPI.COMM_NULL or adopted.Get_topology() != MPI.CART or MPI.Cartcomm(adopted).Get_dim() == 0:
             raise MeshError(
-                described(
-                    "from_comm: not a Cartesian communicator",
-                    expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
-                    got=kind_of(adopted),
-                    fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
-                )
+                "from_comm: not a Cartesian communicator",
+                expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
+                got=kind_of(adopted),
+                fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
             )
         cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
         names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
@@ -189,12 +187,10 @@ class CartMesh(DeviceMeshNames):
         """Return the group of ranks along ``mesh_dims`` (ascending). Not collective."""
         if self._freed or self._holding.freed:
             raise MeshError(
-                described(
-                    "mesh used after free()",
-                    expected="a live mesh",
-                    got=self.outline,
-                    fix="free a mesh only when no tensor or exchanger on it is used any more",
-                )
+                "mesh used after free()",
+                expected="a live mesh",
+                got=self.outline,
+                fix="free a mesh only when no tensor or exchanger on it is used any more",
             )
         return self._groups[mesh_dims]
 
@@ -206,12 +202,10 @@ class CartMesh(DeviceMeshNames):
         elif -self.ndim <= dim < self.ndim:
             return dim % self.ndim
         raise MeshError(
-            described(
-                "no such mesh dim",
-                expected=f"one of {self.mesh_dim_names} or an index below {self.ndim}",
-                got=repr(dim),
-                fix="name a dim of this mesh",
-            )
+            "no such mesh dim",
+            expected=f"one of {self.mesh_dim_names} or an index below {self.ndim}",
+            got=repr(dim),
+            fix="name a dim of this mesh",
         )
 
     def __getitem__(self, names: str | int | tuple[str | int, ...]) -> CartMesh:
@@ -223,12 +217,10 @@ class CartMesh(DeviceMeshNames):
         dims = tuple(self.mesh_dim(n) for n in (names if isinstance(names, tuple) else (names,)))
         if not dims or sorted(set(dims)) != list(dims):
             raise MeshError(
-                described(
-                    "sub-mesh: dims out of order",
-                    expected=f"different dims in the order {self.mesh_dim_names}",
-                    got=names,
-                    fix="list them in the order of the mesh",
-                )
+                "sub-mesh: dims out of order",
+                expected=f"different dims in the order {self.mesh_dim_names}",
+                got=names,
+                fix="list them in the order of the mesh",
             )
         if len(dims) == self.ndim:
             return self
@@ -384,12 +376,10 @@ class CartMesh(DeviceMeshNames):
 
     def __reduce__(self) -> Any:
         raise MeshError(
-            described(
-                "a CartMesh cannot be pickled",
-                expected="a live MPI communicator",
-                got=self.outline,
-                fix="make the mesh again with init_mesh in the other process",
-            )
+            "a CartMesh cannot be pickled",
+            expected="a live MPI communicator",
+            got=self.outline,
+            fix="make the mesh again with init_mesh in the other process",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CartMesh:
@@ -440,12 +430,10 @@ def init_mesh(
     comm = MPI.COMM_WORLD if comm is None else comm
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise MeshError(
-            described(
-                "init_mesh: not an intra-communicator",
-                expected="a communicator that this rank belongs to",
-                got=kind_of(comm),
-                fix="call init_mesh only on the ranks of the communicator",
-            )
+            "init_mesh: not an intra-communicator",
+            expected="a communicator that this rank belongs to",
+            got=kind_of(comm),
+            fix="call init_mesh only on the ranks of the communicator",
         )
     error = None
     try:
@@ -480,10 +468,8 @@ def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, w
 def two_meshes(one: CartMesh, other: CartMesh) -> MeshError:
     """Return the error of operands that live on different meshes. Not collective."""
     return MeshError(
-        described(
-            "operands live on different meshes",
-            expected=f"all on {one.outline}",
-            got=f"another one: {other.outline}",
-            fix="make every tensor of an operation on the same CartMesh object",
-        )
+        "operands live on different meshes",
+        expected=f"all on {one.outline}",
+        got=f"another one: {other.outline}",
+        fix="make every tensor of an operation on the same CartMesh object",
     )

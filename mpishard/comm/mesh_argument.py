@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from mpi4py import MPI
 
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def kind_of(comm: MPI.Comm) -> str:
@@ -23,7 +23,7 @@ def checked_extents(shape: Sequence[int] | int) -> tuple[int, ...]:
         return tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     except TypeError:
         raise MeshError(
-            described("init_mesh: extents that are not integers", expected="integers", got=shape, fix="give integers")
+            "init_mesh: extents that are not integers", expected="integers", got=shape, fix="give integers"
         ) from None
 
 
@@ -34,12 +34,10 @@ def inferred(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     if valid and known and size % known == 0 and (-1 in shape or known == size):
         return tuple(MPI.Compute_dims(size, [0 if s == -1 else s for s in shape]))
     raise MeshError(
-        described(
-            "init_mesh: the mesh shape does not fit the number of ranks",
-            expected=f"extents > 0 (or -1) whose product is, or divides where there is a -1, {size} ranks",
-            got=f"{shape} (product of the given extents: {known})",
-            fix="change the shape, put -1 for an extent to infer, or start another number of ranks",
-        )
+        "init_mesh: the mesh shape does not fit the number of ranks",
+        expected=f"extents > 0 (or -1) whose product is, or divides where there is a -1, {size} ranks",
+        got=f"{shape} (product of the given extents: {known})",
+        fix="change the shape, put -1 for an extent to infer, or start another number of ranks",
     )
 
 
@@ -48,12 +46,10 @@ def checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, .
     periods = tuple(map(bool, periodic)) if isinstance(periodic, Sequence) else (bool(periodic),) * ndim
     if len(periods) != ndim:
         raise MeshError(
-            described(
-                "init_mesh: periodic does not fit the shape",
-                expected=f"{ndim} flags or one for all",
-                got=periods,
-                fix="give one flag per mesh dim",
-            )
+            "init_mesh: periodic does not fit the shape",
+            expected=f"{ndim} flags or one for all",
+            got=periods,
+            fix="give one flag per mesh dim",
         )
     return periods
 
@@ -65,11 +61,9 @@ def checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[st
     names = (names,) if isinstance(names, str) else tuple(names)
     if len(names) != ndim or len(set(names)) != ndim or not all(isinstance(n, str) for n in names):
         raise MeshError(
-            described(
-                f"{what}: names do not fit the mesh",
-                expected=f"{ndim} different names",
-                got=names,
-                fix="give one name per mesh dim",
-            )
+            f"{what}: names do not fit the mesh",
+            expected=f"{ndim} different names",
+            got=names,
+            fix="give one name per mesh dim",
         )
     return names

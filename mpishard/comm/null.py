@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 from mpishard.layout.partition import rank_of
 
 Topology = tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]
@@ -189,10 +189,8 @@ class NullComm:
 def no_values(what: str) -> MeshError:
     """Return the error of who wants values of a planning mesh. Not collective."""
     return MeshError(
-        described(
-            f"{what} on a mesh for planning",
-            expected="plans, and operations on tensors without values",
-            got="a call that needs the values of other ranks, which are not there",
-            fix="run it on a mesh of ranks: ms.init_mesh",
-        )
+        f"{what} on a mesh for planning",
+        expected="plans, and operations on tensors without values",
+        got="a call that needs the values of other ranks, which are not there",
+        fix="run it on a mesh of ranks: ms.init_mesh",
     )

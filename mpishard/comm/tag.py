@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.lifetime import family_of
-from mpishard.errors import DesyncError, MpishardError, PeerError, described, ranges_of, ranks_text
+from mpishard.errors import DesyncError, MpishardError, PeerError, ranges_of, ranks_text
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
@@ -128,12 +128,10 @@ def crossed(
         came.append(f"from rank {rank} {nbytes} bytes of {_named(comm, tag)}")
     right = f"{found[0][3]} bytes of this call" if found else "messages of this call"
     return DesyncError(
-        described(
-            f"ranks made different calls: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
-            expected=right,
-            got="; ".join(came) or str(error),
-            fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
-        )
+        f"ranks made different calls: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
+        expected=right,
+        got="; ".join(came) or str(error),
+        fix="look for code that depends on the rank before this call; MPISHARD_DEBUG=1 finds the first such call",
     )
 
 
@@ -145,12 +143,10 @@ def lost(op: str, comm: MPI.Comm, peers: Sequence[int], error: object) -> PeerEr
     world = MPI.COMM_WORLD
     ranks = comm.Get_group().Translate_ranks(sorted(set(peers)), world.Get_group())
     return PeerError(
-        described(
-            f"a message did not come whole: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
-            expected="all of a message that had begun to come",
-            got=str(error).strip(),
-            fix="a rank has ended, or a node or network has failed: look at what those ranks and the launcher said",
-        )
+        f"a message did not come whole: rank {world.Get_rank()}, in {op}, with {ranks_text(ranges_of(ranks))}",
+        expected="all of a message that had begun to come",
+        got=str(error).strip(),
+        fix="a rank has ended, or a node or network has failed: look at what those ranks and the launcher said",
     )
 
 

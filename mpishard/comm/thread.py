@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 
 _PID = os.getpid()
 
@@ -24,12 +24,10 @@ class Owner:
         """Let the current thread communicate, or raise. Not collective."""
         if os.getpid() != _PID:
             raise UnsupportedOperationError(
-                described(
-                    "a forked process communicates on a mesh",
-                    expected="calls on the ranks of the mesh",
-                    got=f"process {os.getpid()}, a child of {_PID}",
-                    fix="let children compute or read only, and communicate where the mesh was made",
-                )
+                "a forked process communicates on a mesh",
+                expected="calls on the ranks of the mesh",
+                got=f"process {os.getpid()}, a child of {_PID}",
+                fix="let children compute or read only, and communicate where the mesh was made",
             )
         if threading.get_ident() in _guests:
             return
@@ -39,12 +37,10 @@ class Owner:
             return  # torch's: the owner waits in backward for it
         if self.ident in threads:
             raise UnsupportedOperationError(
-                described(
-                    "two threads communicate on one mesh",
-                    expected="one thread, so that all ranks make the same calls in the same order",
-                    got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
-                    fix="make a mesh in every thread that communicates, or leave all communication to one",
-                )
+                "two threads communicate on one mesh",
+                expected="one thread, so that all ranks make the same calls in the same order",
+                got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
+                fix="make a mesh in every thread that communicates, or leave all communication to one",
             )
         self.ident = threading.get_ident()
 

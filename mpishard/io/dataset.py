@@ -16,7 +16,7 @@ from torch.utils import data
 from mpishard.comm import guard
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
 from mpishard.io.file.parts import narrowed
@@ -87,12 +87,10 @@ class Dataset(data.Dataset[Any]):
             self.shape = tuple(self._dataset.shape)
             if not self.shape:
                 raise LayoutError(
-                    described(
-                        f"Dataset: {name!r} has no samples",
-                        expected="a first dim to index",
-                        got="a scalar",
-                        fix="use mpishard.io.read",
-                    )
+                    f"Dataset: {name!r} has no samples",
+                    expected="a first dim to index",
+                    got="a scalar",
+                    fix="use mpishard.io.read",
                 )
             own = as_placements(placements, mesh.ndim, len(self.shape) - 1)
             # the dataset's own dims: the sample's come after the first
@@ -156,12 +154,10 @@ class Dataset(data.Dataset[Any]):
 
     def __reduce__(self) -> Any:
         raise UnsupportedOperationError(
-            described(
-                "a Dataset cannot be sent to another process",
-                expected="use on the ranks of its mesh",
-                got="pickling, as by DataLoader(num_workers=...)",
-                fix="use mpishard.io.Loader, which reads ahead in a thread",
-            )
+            "a Dataset cannot be sent to another process",
+            expected="use on the ranks of its mesh",
+            got="pickling, as by DataLoader(num_workers=...)",
+            fix="use mpishard.io.Loader, which reads ahead in a thread",
         )
 
     def _fetched(self, indices: Sequence[int], mesh_dim: int | None = None) -> _Fetched:
@@ -177,12 +173,10 @@ class Dataset(data.Dataset[Any]):
         try:
             if os.getpid() != self._pid:
                 raise UnsupportedOperationError(
-                    described(
-                        "a Dataset is used in a forked process",
-                        expected="use on the ranks of its mesh",
-                        got="a worker of a DataLoader",
-                        fix="use mpishard.io.Loader, which reads ahead in a thread",
-                    )
+                    "a Dataset is used in a forked process",
+                    expected="use on the ranks of its mesh",
+                    got="a worker of a DataLoader",
+                    fix="use mpishard.io.Loader, which reads ahead in a thread",
                 )
             # of the largest block: a rank without cells must not go through samples that the others refuse
             largest = math.prod(n if cut is None else max(cut) for n, cut in zip(batch.shape, batch.sizes))
@@ -294,12 +288,10 @@ class Loader:
         own = _all(datasets)
         if len({(len(ds), id(ds.mesh)) for ds in own}) != 1 or prefetch < 1 or (batch_size or 1) < 1:
             raise LayoutError(
-                described(
-                    "Loader: datasets or sizes that do not fit",
-                    expected="datasets with as many samples on one mesh, batch_size and prefetch of at least 1",
-                    got=f"{[len(ds) for ds in own]} samples, batch_size={batch_size}, prefetch={prefetch}",
-                    fix="read datasets that belong together",
-                )
+                "Loader: datasets or sizes that do not fit",
+                expected="datasets with as many samples on one mesh, batch_size and prefetch of at least 1",
+                got=f"{[len(ds) for ds in own]} samples, batch_size={batch_size}, prefetch={prefetch}",
+                fix="read datasets that belong together",
             )
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.drop_last, self.prefetch, self.transform = drop_last, prefetch, transform
@@ -313,12 +305,10 @@ class Loader:
             batch_size is None or any(type(ds._part.layout.placements[m]) is not Replicate for ds in own)
         ):
             raise LayoutError(
-                described(
-                    f"Loader: batch_dim={batch_dim!r}",
-                    expected="a batch_size, and datasets with Replicate() there",
-                    got=f"batch_size={batch_size}, placements {[ds._part.layout.placements[m] for ds in own]}",
-                    fix="place samples on the other mesh dims alone",
-                )
+                f"Loader: batch_dim={batch_dim!r}",
+                expected="a batch_size, and datasets with Replicate() there",
+                got=f"batch_size={batch_size}, placements {[ds._part.layout.placements[m] for ds in own]}",
+                fix="place samples on the other mesh dims alone",
             )
 
     def __len__(self) -> int:
@@ -347,12 +337,10 @@ class Loader:
         epoch, position = given.pop("epoch", -1), given.pop("position", -1)
         if given != own or epoch < 0 or not 0 <= position <= len(self):
             raise LayoutError(
-                described(
-                    "Loader.load_state_dict: the state of another order of samples",
-                    expected=f"an epoch, a position up to {len(self)}, and {own}",
-                    got=dict(state),
-                    fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
-                )
+                "Loader.load_state_dict: the state of another order of samples",
+                expected=f"an epoch, a position up to {len(self)}, and {own}",
+                got=dict(state),
+                fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
             )
         self.epoch, self._position, self._current = epoch, position, None
 
@@ -427,12 +415,10 @@ def _all(datasets: Any) -> list[Dataset]:
     if own and all(isinstance(ds, Dataset) for ds in own):
         return own
     raise FileError(
-        described(
-            "Loader: no datasets",
-            expected="an mpishard.io.Dataset, or a tuple or dict of them",
-            got=type(datasets).__name__,
-            fix="open them first",
-        )
+        "Loader: no datasets",
+        expected="an mpishard.io.Dataset, or a tuple or dict of them",
+        got=type(datasets).__name__,
+        fix="open them first",
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.autograd.window import halo_widths
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.errors import LayoutError, MpishardError
 from mpishard.io.backend.choice import Choice, choose_reading, tell
 from mpishard.io.backend.mpio import opened_together, read_mpio
 from mpishard.io.file.cf import Decoding, decoding_of
@@ -258,12 +258,10 @@ def part_of(
     own = as_placements(placements, mesh.ndim, len(shape))
     if any(p.is_partial() for p in own):
         raise LayoutError(
-            described(
-                f"read: {name!r} cannot be read as a Partial",
-                expected="Shard(dim) or Replicate() for every mesh dim",
-                got=own,
-                fix="use Replicate() where every rank shall have the whole",
-            )
+            f"read: {name!r} cannot be read as a Partial",
+            expected="Shard(dim) or Replicate() for every mesh dim",
+            got=own,
+            fix="use Replicate() where every rank shall have the whole",
         )
     layout = layout_of(mesh.shape, own, shape, sizes, multiple)
     cells = stored_type(dataset, name)
@@ -272,9 +270,7 @@ def part_of(
     wanted = dtype or (stored if decoding is None else decoding.dtype)
     if decoding is not None and not wanted.is_floating_point:
         raise LayoutError(
-            described(
-                f"read: {name!r} decoded", expected="a floating dtype", got=wanted, fix="leave dtype out, or decode"
-            )
+            f"read: {name!r} decoded", expected="a floating dtype", got=wanted, fix="leave dtype out, or decode"
         )
     return Part(axes, layout, wanted, cells, decoding)
 
@@ -287,13 +283,10 @@ def _widths(halo: Halo, layout: Layout, mesh: CartMesh, mode: str | None) -> dic
         limit = n - 1 if mode == "reflect" and not periodic else n
         if min(lo, hi) < 0 or (max(lo, hi) > limit and not periodic and mode in (None, "reflect")):
             raise LayoutError(
-                described(
-                    f"read: halo of dim {dim}",
-                    expected=f"widths from 0 to {max(limit, 0)} (wider ones with mode='zeros', 'replicate' or "
-                    "'circular')",
-                    got=(lo, hi),
-                    fix="give {dim: (lo, hi)}",
-                )
+                f"read: halo of dim {dim}",
+                expected=f"widths from 0 to {max(limit, 0)} (wider ones with mode='zeros', 'replicate' or 'circular')",
+                got=(lo, hi),
+                fix="give {dim: (lo, hi)}",
             )
         out[dim] = (lo, hi)
     return out
@@ -307,12 +300,10 @@ def _buffer(
         return torch.empty(shape, dtype=dtype, device=mesh.device if device is None else device)
     if type(out) is not Tensor or tuple(out.shape) != shape or out.requires_grad:
         raise LayoutError(
-            described(
-                "read: out does not fit",
-                expected=f"a plain tensor of shape {shape} without requires_grad",
-                got=f"{type(out).__name__} of shape {tuple(out.shape)}",
-                fix="make it of this rank's own shape, halo included",
-            )
+            "read: out does not fit",
+            expected=f"a plain tensor of shape {shape} without requires_grad",
+            got=f"{type(out).__name__} of shape {tuple(out.shape)}",
+            fix="make it of this rank's own shape, halo included",
         )
     return out
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, MeshError, MpishardError, described
+from mpishard.errors import FileError, MeshError, MpishardError
 from mpishard.io.backend.choice import choose_backend, tell
 from mpishard.io.backend.job import FAILURES, Job
 from mpishard.io.backend.mpio import write_mpio
@@ -152,7 +152,7 @@ def write(
         own = absolute(path)
         import_h5py()
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
-        nbytes = sum(_nbytes(x) for x in tensors.values())
+        nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
         signature += f" through {choice.name}"
         if group.rank == 0:
@@ -200,12 +200,10 @@ def _may_append(path: Path) -> bool:
         open_own(path, mine=False).close()
     except OSError as e:
         raise FileError(
-            described(
-                f"write: cannot append to {os.fspath(path)!r}",
-                expected="a regular file that can be written to, by its own and only name",
-                got=f"{type(e).__name__}: {e}",
-                fix=f"name the file itself ({os.path.realpath(path)}), or write another one",
-            )
+            f"write: cannot append to {os.fspath(path)!r}",
+            expected="a regular file that can be written to, by its own and only name",
+            got=f"{type(e).__name__}: {e}",
+            fix=f"name the file itself ({os.path.realpath(path)}), or write another one",
         ) from e
     return True
 
@@ -218,10 +216,6 @@ def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:
             raise
         except Exception as e:
             raise not_written(path, e) from e
-
-
-def _nbytes(x: ShardTensor) -> int:
-    return math.prod(x.sharding.shape) * x.dtype.itemsize
 
 
 def _form(
@@ -243,12 +237,10 @@ def _form(
             cut = chunks_of(x.sharding, dtype.itemsize)
         elif cut is not None and (len(cut) != len(shape) or min(cut, default=1) < 1):
             raise FileError(
-                described(
-                    f"write: chunks of {name!r}",
-                    expected=f"True, or {len(shape)} numbers of at least 1",
-                    got=repr(cut),
-                    fix="give one extent per dim of the tensor",
-                )
+                f"write: chunks of {name!r}",
+                expected=f"True, or {len(shape)} numbers of at least 1",
+                got=repr(cut),
+                fix="give one extent per dim of the tensor",
             )
         own = dict((variable_attrs or {}).get(name, {}))
         names = checked_dims(option(dims, name), name, shape)
@@ -261,12 +253,10 @@ def _form(
     unknown = sorted(set(variable_attrs or ()) - set(tensors) - set(given))
     if unknown:
         raise FileError(
-            described(
-                "write: variable_attrs",
-                expected=f"names of {[*tensors, *given]}",
-                got=unknown,
-                fix="name a tensor, or a dim whose values scales= gives: a dim without values has no attributes",
-            )
+            "write: variable_attrs",
+            expected=f"names of {[*tensors, *given]}",
+            got=unknown,
+            fix="name a tensor, or a dim whose values scales= gives: a dim without values has no attributes",
         )
     own_attrs = {dim: dict(a) for dim, a in (variable_attrs or {}).items() if dim in given and dim not in tensors}
     form = Schema(tuple(variables), dict(attrs or {}), dict(scales or {}), append, own_attrs)
@@ -284,12 +274,10 @@ def _check_attribute(where: str, key: Any, value: Any) -> None:
         if isinstance(key, str) and kinds in "biufcSU":
             return
     raise FileError(
-        described(
-            f"write: attribute {key!r} of {where}",
-            expected="a name, and text, a number, or an array of them",
-            got=f"{type(value).__name__}: {value!r}",
-            fix="convert it, e.g. with json.dumps",
-        )
+        f"write: attribute {key!r} of {where}",
+        expected="a name, and text, a number, or an array of them",
+        got=f"{type(value).__name__}: {value!r}",
+        fix="convert it, e.g. with json.dumps",
     )
 
 
@@ -297,21 +285,17 @@ def _mesh_of(tensors: Mapping[str, ShardTensor]) -> CartMesh:
     for name, x in tensors.items():
         if not isinstance(x, ShardTensor):
             raise MeshError(
-                described(
-                    f"write: {name!r} lives on no mesh",
-                    expected="a ShardTensor",
-                    got=type(x).__name__,
-                    fix="shard it first, e.g. with mpishard.distribute_tensor",
-                )
+                f"write: {name!r} lives on no mesh",
+                expected="a ShardTensor",
+                got=type(x).__name__,
+                fix="shard it first, e.g. with mpishard.distribute_tensor",
             )
     meshes = {id(x.mesh): x.mesh for x in tensors.values()}
     if len(meshes) != 1:
         raise MeshError(
-            described(
-                "write: the tensors of one file live on one mesh",
-                expected="one mesh",
-                got=list(meshes.values()) or "no tensor at all",
-                fix="redistribute them, or write one file per mesh",
-            )
+            "write: the tensors of one file live on one mesh",
+            expected="one mesh",
+            got=list(meshes.values()) or "no tensor at all",
+            fix="redistribute them, or write one file per mesh",
         )
     return next(iter(meshes.values()))

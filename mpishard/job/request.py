@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 from mpishard.job.site import Site
 
 _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
@@ -146,12 +146,10 @@ class Request:
                 continue
             if len(words) < 3 or words[0] not in ("-n", "-np") or not words[1].isdecimal() or int(words[1]) < 1:
                 raise JobError(
-                    described(
-                        "several programs in one job",
-                        expected="-n RANKS PROGRAM ARGUMENTS... : -n RANKS PROGRAM ARGUMENTS...",
-                        got=" ".join(words) or "nothing between two colons",
-                        fix="write each program as mpiexec takes it, with a colon between",
-                    )
+                    "several programs in one job",
+                    expected="-n RANKS PROGRAM ARGUMENTS... : -n RANKS PROGRAM ARGUMENTS...",
+                    got=" ".join(words) or "nothing between two colons",
+                    fix="write each program as mpiexec takes it, with a colon between",
                 )
             found.append(Program(int(words[1]), tuple(words[2:])))
             words = []
@@ -255,7 +253,7 @@ class Request:
 
 
 def _wrong(what: str, expected: object, got: object, fix: str) -> JobError:
-    return JobError(described(what, expected=expected, got=got, fix=fix))
+    return JobError(what, expected=expected, got=got, fix=fix)
 
 
 def quoted(word: str) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,11 +56,9 @@ def site_named(name: str) -> Site:
         near = get_close_matches(known, site_names(), 1)
         generic = "take generic-cpu or generic-gpu, and give what your site needs as options"
         raise JobError(
-            described(
-                "unknown site",
-                expected=f"one of {', '.join(site_names())}",
-                got=repr(name),
-                fix=f"write {near[0]}, or {generic}" if near else generic,
-            )
+            "unknown site",
+            expected=f"one of {', '.join(site_names())}",
+            got=repr(name),
+            fix=f"write {near[0]}, or {generic}" if near else generic,
         )
     return _sites()[known]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -131,12 +131,10 @@ def moved_borders(
     width = -(-min_cells // multiple) * multiple
     if n < (count - 1) * width + min_cells:
         raise LayoutError(
-            described(
-                "balance: blocks cannot have as many cells",
-                expected=f"at least {(count - 1) * width + min_cells} cells for {count} blocks",
-                got=f"{n} cells, min_cells={min_cells}, multiple={multiple}",
-                fix="use fewer ranks along this dim, or smaller min_cells",
-            )
+            "balance: blocks cannot have as many cells",
+            expected=f"at least {(count - 1) * width + min_cells} cells for {count} blocks",
+            got=f"{n} cells, min_cells={min_cells}, multiple={multiple}",
+            fix="use fewer ranks along this dim, or smaller min_cells",
         )
     before = np.asarray(borders)
     out = multiple * np.rint((before + relaxation * (np.asarray(target) - before)) / multiple).astype(int)

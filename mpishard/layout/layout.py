@@ -11,7 +11,7 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypeVar
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of
 from mpishard.layout.partition import balanced
 from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
@@ -225,12 +225,10 @@ def layout_of(
         for dim, cut in given.items():
             if dim not in counts and cut is not None and tuple(cut) != (shape[dim],):
                 raise LayoutError(
-                    described(
-                        f"block sizes of dim {dim}, which is not sharded",
-                        expected=f"sizes of sharded dims, here {sorted(counts)}",
-                        got={dim: tuple(cut)},
-                        fix="leave them out, or shard the dim",
-                    )
+                    f"block sizes of dim {dim}, which is not sharded",
+                    expected=f"sizes of sharded dims, here {sorted(counts)}",
+                    got={dim: tuple(cut)},
+                    fix="leave them out, or shard the dim",
                 )
     else:
         given = dict(enumerate(sizes))
@@ -244,12 +242,10 @@ def layout_of(
         least, total = _least(cut), cut.total if isinstance(cut, BlockSizes) else sum(cut)
         if len(cut) != count or least < 0 or total != shape[dim]:
             raise LayoutError(
-                described(
-                    f"block sizes of dim {dim} do not fit",
-                    expected=f"{count} sizes >= 0 with sum {shape[dim]}",
-                    got=f"{cut} (sum {total})",
-                    fix="give one size per rank along the mesh dims that shard this dim",
-                )
+                f"block sizes of dim {dim} do not fit",
+                expected=f"{count} sizes >= 0 with sum {shape[dim]}",
+                got=f"{cut} (sum {total})",
+                fix="give one size per rank along the mesh dims that shard this dim",
             )
         out[dim] = cut
     return _intern(mesh_shape, own, shape, tuple(map(key_of, out)))
@@ -266,12 +262,10 @@ def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
     out = {int(d) % ndim: v for d, v in given.items() if isinstance(d, Integral) and -ndim <= d < ndim}
     if len(out) < len(given):
         raise LayoutError(
-            described(
-                f"{what}: no such dim, or one named twice",
-                expected=f"different dims in [{-ndim}, {ndim})",
-                got=list(given),
-                fix="name every dim of the tensor at most once",
-            )
+            f"{what}: no such dim, or one named twice",
+            expected=f"different dims in [{-ndim}, {ndim})",
+            got=list(given),
+            fix="name every dim of the tensor at most once",
         )
     return out
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout.block_sizes import as_block_sizes, repeated
 
 
@@ -36,9 +36,7 @@ def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     (96, 101)
     """
     if multiple < 1 or multiple != int(multiple):
-        raise LayoutError(
-            described("multiple of the borders of blocks", expected="an integer >= 1", got=multiple, fix="give one")
-        )
+        raise LayoutError("multiple of the borders of blocks", expected="an integer >= 1", got=multiple, fix="give one")
     units, over = divmod(n, multiple)
     base, rest = divmod(units, count)
     return repeated(((multiple * (base + 1), rest), (multiple * base, count - 1 - rest), (multiple * base + over, 1)))

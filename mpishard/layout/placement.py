@@ -35,7 +35,25 @@ class Frozen:
 set_once = object.__setattr__
 
 
-class Shard(Frozen):
+class Kind(Frozen):
+    """What placements of every kind can be asked."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
+        """Tell whether this is a Shard (of ``dim``, if given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Tell whether this is a Replicate."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Tell whether this is a Partial."""
+        return False
+
+
+class Shard(Kind):
     """The tensor dim ``dim`` is cut into one block per coordinate of the mesh dim.
 
     Parameters
@@ -65,16 +83,8 @@ class Shard(Frozen):
         """Tell whether this is a Shard (of ``dim``, if given)."""
         return dim is None or dim == self.dim
 
-    def is_replicate(self) -> bool:
-        """Return False."""
-        return False
 
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
-
-
-class Replicate(Frozen):
+class Replicate(Kind):
     """Every coordinate of the mesh dim holds the whole tensor."""
 
     __slots__ = ()
@@ -88,20 +98,12 @@ class Replicate(Frozen):
     def __repr__(self) -> str:
         return "Replicate()"
 
-    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
     def is_replicate(self) -> bool:
         """Return True."""
         return True
 
-    def is_partial(self) -> bool:
-        """Return False."""
-        return False
 
-
-class Partial(Frozen):
+class Partial(Kind):
     """The tensor is the sum over the mesh dim of what its coordinates hold.
 
     Parameters
@@ -116,12 +118,10 @@ class Partial(Frozen):
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op != "sum":
             raise LayoutError(
-                described(
-                    "Partial: reduction not supported",
-                    expected="'sum'",
-                    got=repr(reduce_op),
-                    fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
-                )
+                "Partial: reduction not supported",
+                expected="'sum'",
+                got=repr(reduce_op),
+                fix="reduce with mpishard.all_reduce and hold the result as Replicate()",
             )
         set_once(self, "reduce_op", reduce_op)
 
@@ -133,14 +133,6 @@ class Partial(Frozen):
 
     def __repr__(self) -> str:
         return "Partial()"
-
-    def is_shard(self, dim: int | None = None) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def is_replicate(self) -> bool:
-        """Return False."""
-        return False
 
     def is_partial(self) -> bool:
         """Return True."""
@@ -176,12 +168,10 @@ def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placem
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
     if len(given) != mesh_ndim:
         raise LayoutError(
-            described(
-                "placements do not fit the mesh",
-                expected=f"{mesh_ndim} placements, one per mesh dim",
-                got=f"{len(given)}: {given}",
-                fix="give Shard(dim), Replicate() or Partial() for every mesh dim",
-            )
+            "placements do not fit the mesh",
+            expected=f"{mesh_ndim} placements, one per mesh dim",
+            got=f"{len(given)}: {given}",
+            fix="give Shard(dim), Replicate() or Partial() for every mesh dim",
         )
     return tuple(_own(p, ndim) for p in given)
 
@@ -192,12 +182,10 @@ def _own(placement: object, ndim: int) -> Placement:
         dim = int(placement.dim)  # type: ignore[attr-defined]
         if not -ndim <= dim < ndim:
             raise LayoutError(
-                described(
-                    "placements do not fit the tensor",
-                    expected=f"Shard(dim) with dim in [{-ndim}, {ndim})",
-                    got=f"Shard({dim}) for a tensor of {ndim} dims",
-                    fix="shard a dim that the tensor has, or use Replicate()",
-                )
+                "placements do not fit the tensor",
+                expected=f"Shard(dim) with dim in [{-ndim}, {ndim})",
+                got=f"Shard({dim}) for a tensor of {ndim} dims",
+                fix="shard a dim that the tensor has, or use Replicate()",
             )
         return _shard(dim % ndim)
     if kind == "Replicate":
@@ -205,10 +193,8 @@ def _own(placement: object, ndim: int) -> Placement:
     if kind == "Partial":
         return Partial(str(placement.reduce_op))  # type: ignore[attr-defined]
     raise LayoutError(
-        described(
-            "unknown placement",
-            expected="Shard(dim), Replicate() or Partial()",
-            got=repr(placement),
-            fix="import them from mpishard",
-        )
+        "unknown placement",
+        expected="Shard(dim), Replicate() or Partial()",
+        got=repr(placement),
+        fix="import them from mpishard",
     )

@@ -72,7 +72,7 @@ def plan_route(trip: Trip) -> tuple[Leg, ...]:
     cut instead. So one mesh dim takes a transpose and one back; two take both at once where a dim is long enough
     to be cut by both, or one after the other. A dim is gathered only where no other has more than one cell.
     """
-    start = _cut_of(trip.source)
+    start: Cut = tuple(p.dim if type(p) is Shard else WHOLE for p in trip.source.placements)
     active = [m for m, d in enumerate(start) if d in trip.dims and trip.source.mesh_shape[m] > 1]
     for gather in (False, True):
         choices = [_choices(trip, d, len(active), gather) if m in active else [d] for m, d in enumerate(start)]
@@ -86,10 +86,6 @@ def plan_route(trip: Trip) -> tuple[Leg, ...]:
         done |= set(dims)
         legs.append(Leg(before, dims, _layout(trip, done, cut)))
     return tuple(legs)
-
-
-def _cut_of(layout: Layout) -> Cut:
-    return tuple(p.dim if type(p) is Shard else WHOLE for p in layout.placements)
 
 
 def _choices(trip: Trip, own: int, n_active: int, gather: bool) -> list[int]:

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout.block_sizes import Each, bounds
 from mpishard.layout.partition import owner
 
@@ -57,7 +57,7 @@ def interval_runs(n: int, lo: int, hi: int, mode: str = "zeros") -> Runs:
     (Run(dst=0, count=2, src=3, step=1), Run(dst=2, count=3, src=0, step=1))
     """
     if mode not in MODES:
-        raise LayoutError(described("unknown padding mode", expected=MODES, got=repr(mode), fix="use one of them"))
+        raise LayoutError("unknown padding mode", expected=MODES, got=repr(mode), fix="use one of them")
     if hi <= lo or n == 0:
         return ()
     if mode in ("zeros", "constant"):

@@ -13,7 +13,7 @@ from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.errors import LayoutError, MpishardError
 from mpishard.nn import sharded as sharding
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -100,12 +100,10 @@ def distribute_module(
     sharded = [name for name, t in named if isinstance(t, ShardTensor)]
     if sharded:
         error = LayoutError(
-            described(
-                "distribute_module: sharded parameters",
-                expected="plain parameters and buffers",
-                got=sharded,
-                fix="leave those that are ShardTensors out: they need no reduction",
-            )
+            "distribute_module: sharded parameters",
+            expected="plain parameters and buffers",
+            got=sharded,
+            fix="leave those that are ShardTensors out: they need no reduction",
         )
     over: tuple[int, ...] = ()
     try:
@@ -114,12 +112,10 @@ def distribute_module(
         error = e
     if not over and (gather_dtype is not None or offload):
         error = error or LayoutError(
-            described(
-                "distribute_module: gather_dtype or offload",
-                expected="shard_parameters=, which they belong to",
-                got=f"gather_dtype={gather_dtype}, offload={offload}",
-                fix="name the mesh dim over which parameters are sharded, or leave them out",
-            )
+            "distribute_module: gather_dtype or offload",
+            expected="shard_parameters=, which they belong to",
+            got=f"gather_dtype={gather_dtype}, offload={offload}",
+            fix="name the mesh dim over which parameters are sharded, or leave them out",
         )
     told = [(name, tuple(t.shape), t.dtype) for name, t in named]
     guard.agree(group.comm, error, f"distribute_module over={over} {gather_dtype} offload={offload} {told}")

@@ -16,7 +16,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
-from mpishard.errors import LayoutError, MpishardError, described
+from mpishard.errors import LayoutError, MpishardError
 from mpishard.layout import Layout, layout_of
 from mpishard.nn.module import distribute_module
 from mpishard.tensor.gradient import autograd_backward
@@ -89,13 +89,11 @@ class Pipeline(nn.Module):
         error = None
         if len(stages) != mesh.shape[m] or microbatches < 1:
             error = LayoutError(
-                described(
-                    "Pipeline: stages or micro-batches do not fit",
-                    expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "
-                    "one micro-batch",
-                    got=f"{len(stages)} stages, microbatches={microbatches}",
-                    fix="join or cut stages, or change the extent of the mesh dim",
-                )
+                "Pipeline: stages or micro-batches do not fit",
+                expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "
+                "one micro-batch",
+                got=f"{len(stages)} stages, microbatches={microbatches}",
+                fix="join or cut stages, or change the extent of the mesh dim",
             )
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
@@ -169,7 +167,8 @@ class Pipeline(nn.Module):
             outputs = _tuple(self.stage(*inputs))
             if self.is_last:
                 loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
-                total.add_(_plain(loss.detach()))
+                own = loss.detach()
+                total.add_(own.full_tensor() if isinstance(own, ShardTensor) else own)
                 outputs = (loss,)
             outputs = tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
             flying.append((inputs, outputs))
@@ -272,13 +271,11 @@ class Pipeline(nn.Module):
         counts = [_counts(v, self._microbatches) for v in given.values()]
         if any(c is None or min(c) < 1 for c in counts):
             error = LayoutError(
-                described(
-                    f"Pipeline.{what}: a batch or target that does not fit",
-                    expected=f"tensors of at least {self._microbatches} samples, on every rank that holds some: x at "
-                    "the first stage, target at the last",
-                    got={k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in given.items()},
-                    fix="give larger batches or fewer micro-batches",
-                )
+                f"Pipeline.{what}: a batch or target that does not fit",
+                expected=f"tensors of at least {self._microbatches} samples, on every rank that holds some: x at "
+                "the first stage, target at the last",
+                got={k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in given.items()},
+                fix="give larger batches or fewer micro-batches",
             )
         guard.agree(self._comm, error)
         empty = [None] * self._microbatches
@@ -296,10 +293,6 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 
 def _block(x: Tensor) -> Tensor:
     return x.block if isinstance(x, ShardTensor) else x
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
 def _dtype(x: Any) -> torch.dtype:

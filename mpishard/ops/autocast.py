@@ -44,10 +44,6 @@ def _unpool(ndim: int) -> Probe:
     return probe
 
 
-def _transform(name: str, ndim: int) -> Probe:
-    return lambda tensors, *_args, **_named: getattr(torch.fft, name)(_cells(tensors[0], *(2,) * ndim))
-
-
 _PROBES: dict[str, Probe] = {
     "corrcoef": lambda t, *_, **__: torch.corrcoef(_cells(t[0], *(2,) * t[0].ndim)),
     "cosine_embedding_loss": lambda t, *_, **__: F.cosine_embedding_loss(
@@ -81,7 +77,9 @@ for _ndim in (1, 2, 3):
     )
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     for _suffix, _ndim in (("", 1), ("2", 2), ("n", 1)):
-        _PROBES[_name + _suffix] = _transform(_name + _suffix, _ndim)
+        _PROBES[_name + _suffix] = lambda t, *_, _name=_name + _suffix, _ndim=_ndim, **__: getattr(torch.fft, _name)(
+            _cells(t[0], *(2,) * _ndim)
+        )
 
 
 # calls whose dtypes torch does not refuse

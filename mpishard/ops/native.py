@@ -33,18 +33,6 @@ pointwise(
 # -- softmax
 
 
-@implements(*spellings("_softmax"), sharded="reduction")
-def softmax(input: Any, dim: int, half_to_float: bool) -> Any:
-    """As ``torch.softmax``. Collective where the dim is sharded."""
-    return torch.softmax(input, dim, torch.float32 if half_to_float else None)
-
-
-@implements(*spellings("_log_softmax"), sharded="reduction")
-def log_softmax(input: Any, dim: int, half_to_float: bool) -> Any:
-    """As ``torch.log_softmax``. Collective where the dim is sharded."""
-    return torch.log_softmax(input, dim, torch.float32 if half_to_float else None)
-
-
 @implements(*spellings("_safe_softmax"), sharded="reduction")
 def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
     """As ``torch.softmax``, and zeros where every number is minus infinity. Collective where the dim is sharded."""
@@ -140,25 +128,13 @@ def _batch_norm_with_update(
     return *found, found[0].new_empty(0, dtype=torch.uint8)
 
 
-for _func in spellings("native_batch_norm", "_native_batch_norm_legit"):
-    implements(_func, sharded="reduction")(_native_batch_norm_legit)
-for _func in (*spellings("_batch_norm_with_update"), *aten("_batch_norm_with_update")):
-    implements(_func, sharded="reduction")(_batch_norm_with_update)
+implements(*spellings("native_batch_norm", "_native_batch_norm_legit"), sharded="reduction")(_native_batch_norm_legit)
+implements(*spellings("_batch_norm_with_update"), *aten("_batch_norm_with_update"), sharded="reduction")(
+    _batch_norm_with_update
+)
 
 
 # -- other
-
-
-@implements(*aten("index"), sharded="reduction")
-def index(input: Any, indices: Sequence[Any]) -> Any:
-    """As ``input[indices]``. Collective as indexing is."""
-    return input[tuple(slice(None) if i is None else i for i in indices)]
-
-
-@implements(*aten("_unsafe_view"), sharded="reduction")
-def unsafe_view(input: Any, size: Any) -> Any:
-    """As ``reshape``. Collective as it is."""
-    return input.reshape(size)
 
 
 @implements(*aten("_to_copy"), sharded="local")
@@ -255,3 +231,15 @@ def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
     joined = torch.cat(parts, dim % tensors[0].ndim + 1)
     operands = [t.block if isinstance(t, ShardTensor) else t for t in tensors]
     return wrap(underivable("aten::_chunk_cat", joined.block.detach(), operands), joined.sharding, joined.mesh)
+
+
+implements(*spellings("_softmax"), sharded="reduction")(
+    lambda input, dim, half_to_float: torch.softmax(input, dim, torch.float32 if half_to_float else None)
+)
+implements(*spellings("_log_softmax"), sharded="reduction")(
+    lambda input, dim, half_to_float: torch.log_softmax(input, dim, torch.float32 if half_to_float else None)
+)
+implements(*aten("index"), sharded="reduction")(
+    lambda input, indices: input[tuple(slice(None) if i is None else i for i in indices)]
+)
+implements(*aten("_unsafe_view"), sharded="reduction")(lambda input, size: input.reshape(size))

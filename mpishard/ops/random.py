@@ -55,11 +55,12 @@ _KEPT = 4096
 _taken: set[Any] = set()
 
 
-def _as_taken_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Decorate a rule: what torch refuses of dtypes and numbers is refused. Not collective.
+def _draws(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule; what torch refuses of dtypes and numbers is refused. Not collective.
 
     Torch is asked by tensors of one cell each, once for all calls alike: a rank without cells must refuse, too.
     """
+    function = functions[0]
 
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
@@ -76,7 +77,7 @@ def _as_taken_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
                 _taken.add(key)
             return rule(*args, **kwargs)
 
-        return call
+        return implements(*functions, sharded="local")(call)
 
     return decorate
 
@@ -98,7 +99,8 @@ def _one_cell(a: Any) -> Any:
 
 
 def _features(layout: Layout, leading: int) -> Layout:
-    """Return the layout of one number per feature: the first ``leading`` dims, ones after."""
+    """Return the layout of one number per feature: the first ``leading`` dims (all but some, if < 0), ones after."""
+    leading += layout.ndim if leading < 0 else 0
     placements = [Replicate() if type(p) is Shard and p.dim >= leading else p for p in layout.placements]
     ones = (1,) * (layout.ndim - leading)
     return layout_of(
@@ -132,104 +134,41 @@ def _dropped(
     return wrap((local * kept).mul_(scale), x.sharding, x.mesh)
 
 
-@implements(F.dropout, sharded="local")
-@_as_taken_by(F.dropout)
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
-    """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
-    return _dropped(input, p, training, inplace)
+def _dropout_rule(name: str, leading: int | None, alpha: bool, in_place: bool) -> Rule:
+    usual = {"dropout2d": (3, 4), "dropout3d": (4, 5)}.get(name)
+
+    def rule(
+        input: Any, p: float = 0.5, training: bool = not alpha, inplace: bool = in_place, *, train: bool | None = None
+    ) -> ShardTensor:
+        """Set cells, or whole features, to zero with probability ``p``, and scale the others. Collective in training.
+
+        Those called alpha are moved such that mean and variance stay (for SELU).
+        """
+        features = leading
+        if usual and input.ndim not in usual:
+            warnings.warn(f"{name}: Received a {input.ndim}-D input, which is deprecated", stacklevel=3)
+            features = max(leading or 0, 1)  # as torch takes them
+        return _dropped(input, p, training if train is None else train, inplace, features, alpha)
+
+    return rule
 
 
-@implements(F.alpha_dropout, sharded="local")
-@_as_taken_by(F.alpha_dropout)
-def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
-    """Drop cells such that mean and variance stay (for SELU). Collective in training."""
-    return _dropped(input, p, training, inplace, alpha=True)
+# how many dims number the features, whose cells are dropped together; and whether it is an alpha dropout
+for _name, _leading, _alpha in (
+    ("dropout", None, False),
+    ("dropout1d", -1, False),
+    ("dropout2d", 2, False),
+    ("dropout3d", -3, False),
+    ("feature_dropout", 2, False),
+    ("alpha_dropout", None, True),
+    ("feature_alpha_dropout", 2, True),
+):
+    for _func in (getattr(F, _name, None), getattr(torch, _name, None), getattr(torch, f"{_name}_", None)):
+        if _func is not None:
+            _draws(_func)(_dropout_rule(_name, _leading, _alpha, _func.__name__.endswith("_")))
 
 
-@implements(F.feature_alpha_dropout, sharded="local")
-@_as_taken_by(F.feature_alpha_dropout)
-def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> ShardTensor:
-    """Drop whole channels such that mean and variance stay. Collective in training."""
-    return _dropped(input, p, training, inplace, _channels(input), alpha=True)
-
-
-@implements(F.dropout1d, sharded="local")
-@_as_taken_by(F.dropout1d)
-def dropout1d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
-    """Drop whole channels. Collective in training."""
-    return _dropped(input, p, training, inplace, input.ndim - 1)
-
-
-@implements(F.dropout2d, sharded="local")
-@_as_taken_by(F.dropout2d)
-def dropout2d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
-    """Drop whole channels. Collective in training."""
-    if input.ndim not in (3, 4):
-        warnings.warn(f"dropout2d: Received a {input.ndim}-D input, which is deprecated", stacklevel=2)
-    return _dropped(input, p, training, inplace, 2)
-
-
-@implements(F.dropout3d, sharded="local")
-@_as_taken_by(F.dropout3d)
-def dropout3d(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardTensor:
-    """Drop whole channels. Collective in training."""
-    if input.ndim not in (4, 5):
-        warnings.warn(f"dropout3d: Received a {input.ndim}-D input, which is deprecated", stacklevel=2)
-    return _dropped(input, p, training, inplace, 2 if input.ndim == 5 else 1)
-
-
-def _channels(x: ShardTensor) -> int:
-    return min(2, x.ndim)
-
-
-@implements(torch.dropout, sharded="local")
-@_as_taken_by(torch.dropout)
-def torch_dropout(input: Any, p: float, train: bool) -> ShardTensor:
-    """Set cells to zero with probability ``p`` and scale the others. Collective in training."""
-    return _dropped(input, p, train, False)
-
-
-@implements(torch.dropout_, sharded="local")
-@_as_taken_by(torch.dropout_)
-def torch_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
-    """Do the same in place. Collective in training."""
-    return _dropped(input, p, train, True)
-
-
-@implements(torch.feature_dropout, sharded="local")
-@_as_taken_by(torch.feature_dropout)
-def torch_feature_dropout(input: Any, p: float, train: bool) -> ShardTensor:
-    """Drop whole channels. Collective in training."""
-    return _dropped(input, p, train, False, _channels(input))
-
-
-@implements(torch.feature_dropout_, sharded="local")
-@_as_taken_by(torch.feature_dropout_)
-def torch_feature_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
-    """Drop whole channels in place. Collective in training."""
-    return _dropped(input, p, train, True, _channels(input))
-
-
-implements(torch.alpha_dropout, sharded="local")(alpha_dropout)
-implements(torch.feature_alpha_dropout, sharded="local")(feature_alpha_dropout)
-
-
-@implements(torch.alpha_dropout_, sharded="local")
-@_as_taken_by(torch.alpha_dropout_)
-def torch_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
-    """Drop cells in place such that mean and variance stay. Collective in training."""
-    return alpha_dropout(input, p, train, True)
-
-
-@implements(torch.feature_alpha_dropout_, sharded="local")
-@_as_taken_by(torch.feature_alpha_dropout_)
-def torch_feature_alpha_dropout_(input: Any, p: float, train: bool) -> ShardTensor:
-    """Drop whole channels in place such that mean and variance stay. Collective in training."""
-    return feature_alpha_dropout(input, p, train, True)
-
-
-@implements(F.rrelu, torch.rrelu, sharded="local")
-@_as_taken_by(F.rrelu)
+@_draws(F.rrelu, torch.rrelu)
 def rrelu(
     input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> ShardTensor:
@@ -262,8 +201,7 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, op
     return wrap(local.requires_grad_(requires_grad), x.sharding, x.mesh)
 
 
-@implements(torch.rand_like, sharded="local")
-@_as_taken_by(torch.rand_like)
+@_draws(torch.rand_like)
 def rand_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -271,8 +209,7 @@ def rand_like(
     return _like(input, uniform, dtype, requires_grad, generator, options)
 
 
-@implements(torch.randn_like, sharded="local")
-@_as_taken_by(torch.randn_like)
+@_draws(torch.randn_like)
 def randn_like(
     input: Any, *, dtype: Any = None, requires_grad: bool = False, generator: Any = None, **options: Any
 ) -> ShardTensor:
@@ -280,8 +217,7 @@ def randn_like(
     return _like(input, normal, dtype, requires_grad, generator, options)
 
 
-@implements(torch.randint_like, sharded="local")
-@_as_taken_by(torch.randint_like)
+@_draws(torch.randint_like)
 def randint_like(
     input: Any,
     low: int = 0,
@@ -305,8 +241,7 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
-@implements(torch.bernoulli, torch.Tensor.bernoulli, sharded="local")
-@_as_taken_by(torch.bernoulli)
+@_draws(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     x = resolved(input)
@@ -318,8 +253,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
     return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)
 
 
-@implements(torch.normal, sharded="local")
-@_as_taken_by(torch.normal)
+@_draws(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Draw normal numbers with given means and deviations. Collective."""
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
@@ -339,8 +273,7 @@ def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
     return _drawn(x, torch.float64, uniform(torch.float64), generator).add_(2.0**-54)
 
 
-@implements(torch.poisson, sharded="local")
-@_as_taken_by(torch.poisson)
+@_draws(torch.poisson)
 def poisson(input: Any, generator: Any = None) -> ShardTensor:
     """Draw Poisson numbers with the rates ``input``. Collective."""
     x = resolved(input)
@@ -398,79 +331,51 @@ def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
 # -- in place
 
 
-def _write(self: ShardTensor, values: Tensor) -> ShardTensor:
-    return self.copy_(wrap(values, cotangent_layout(self.sharding), self.mesh))
-
-
-@implements(torch.Tensor.uniform_, sharded="local")
-@_as_taken_by(torch.Tensor.uniform_)
-def uniform_(self: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardTensor:
-    """Fill with uniform numbers in [a, b). Collective."""
-    dtype = self.block.dtype
-    return _write(self, _drawn(self, dtype, uniform(dtype), generator).mul_(b - a).add_(a))
-
-
-@implements(torch.Tensor.normal_, sharded="local")
-@_as_taken_by(torch.Tensor.normal_)
-def normal_(self: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> ShardTensor:
-    """Fill with normal numbers. Collective."""
-    return _write(self, _drawn(self, self.block.dtype, normal(self.block.dtype), generator).mul_(std).add_(mean))
-
-
-@implements(torch.Tensor.bernoulli_, sharded="local")
-@_as_taken_by(torch.Tensor.bernoulli_)
-def bernoulli_(self: Any, p: Any = 0.5, *, generator: Any = None) -> ShardTensor:
-    """Fill with zeros and ones. Collective."""
-    return _write(self, _probabilities(resolved(self), p, self.block.dtype, generator))
-
-
-@implements(torch.Tensor.exponential_, sharded="local")
-@_as_taken_by(torch.Tensor.exponential_)
-def exponential_(self: Any, lambd: float = 1.0, *, generator: Any = None) -> ShardTensor:
-    """Fill with exponentially distributed numbers. Collective."""
-    return _write(self, _drawn(self, self.block.dtype, exponential(lambd), generator))
-
-
-@implements(torch.Tensor.cauchy_, sharded="local")
-@_as_taken_by(torch.Tensor.cauchy_)
-def cauchy_(self: Any, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> ShardTensor:
-    """Fill with Cauchy numbers. Collective."""
-    angle = _uniform_of(resolved(self), generator).sub_(0.5).mul_(math.pi)
-    return _write(self, angle.tan_().mul_(sigma).add_(median))
-
-
-@implements(torch.Tensor.log_normal_, sharded="local")
-@_as_taken_by(torch.Tensor.log_normal_)
-def log_normal_(self: Any, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> ShardTensor:
-    """Fill with numbers whose logarithm is normal. Collective."""
-    return _write(self, _drawn(self, torch.float64, normal(torch.float64), generator).mul_(std).add_(mean).exp_())
-
-
-@implements(torch.Tensor.geometric_, sharded="local")
-@_as_taken_by(torch.Tensor.geometric_)
-def geometric_(self: Any, p: float, *, generator: Any = None) -> ShardTensor:
-    """Fill with the number of trials up to a first success of probability ``p``. Collective."""
-    return _write(self, _uniform_of(resolved(self), generator).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1))
-
-
-@implements(torch.Tensor.random_, sharded="local")
-@_as_taken_by(torch.Tensor.random_)
-def random_(self: Any, *bounds: int, generator: Any = None, **named: int) -> ShardTensor:
-    """Fill with integers in [from, to), or all that the dtype represents exactly. Collective."""
+def _random_integers(x: Any, dtype: torch.dtype, generator: Any, *bounds: int, **named: int) -> Tensor:
+    """Return integers in [from, to), or all that the dtype represents exactly. Collective."""
     low, high = named.get("from", 0), named.get("to")
     if len(bounds) == 1:
         high = bounds[0]
     elif bounds:
         low, high = bounds
-    dtype = self.block.dtype
     if high is None:
         digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
         high = 2 ** digits[dtype] + 1 if dtype in digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
-    return _write(self, _drawn(self, dtype, integers(low, high), generator))
+    return _drawn(x, dtype, integers(low, high), generator)
 
 
-@implements(F.gumbel_softmax, sharded="local")
-@_as_taken_by(F.gumbel_softmax)
+# the values of each, of the tensor, its dtype, a generator, and torch's arguments
+_FILLS: dict[str, Callable[..., Tensor]] = {
+    "uniform_": lambda x, dtype, g, a=0.0, b=1.0: _drawn(x, dtype, uniform(dtype), g).mul_(b - a).add_(a),
+    "normal_": lambda x, dtype, g, mean=0.0, std=1.0: _drawn(x, dtype, normal(dtype), g).mul_(std).add_(mean),
+    "bernoulli_": lambda x, dtype, g, p=0.5: _probabilities(resolved(x), p, dtype, g),
+    "exponential_": lambda x, dtype, g, lambd=1.0: _drawn(x, dtype, exponential(lambd), g),
+    "cauchy_": lambda x, _, g, median=0.0, sigma=1.0: (
+        _uniform_of(resolved(x), g).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
+    ),
+    "log_normal_": lambda x, _, g, mean=1.0, std=2.0: (
+        _drawn(x, torch.float64, normal(torch.float64), g).mul_(std).add_(mean).exp_()
+    ),
+    # trials up to a first success
+    "geometric_": lambda x, _, g, p: _uniform_of(resolved(x), g).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1),
+    "random_": _random_integers,
+}
+
+
+def _fill_rule(values: Callable[..., Tensor]) -> Rule:
+    def rule(self: Any, *args: Any, generator: Any = None, **named: Any) -> ShardTensor:
+        """Fill with random numbers. Collective."""
+        drawn = values(self, self.block.dtype, generator, *args, **named)
+        return self.copy_(wrap(drawn, cotangent_layout(self.sharding), self.mesh))  # type: ignore[no-any-return]
+
+    return rule
+
+
+for _name, _values in _FILLS.items():
+    _draws(getattr(torch.Tensor, _name))(_fill_rule(_values))
+
+
+@_draws(F.gumbel_softmax)
 def gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """Sample from the Gumbel-Softmax distribution. Collective."""
     if eps != 1e-10:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpishard.errors import JobError, MissingPackageError, described
+from mpishard.errors import JobError, MissingPackageError
 from mpishard.planning.predict import Plan
 from mpishard.planning.timeline import Parts
 
@@ -26,7 +26,7 @@ def draw(plans: Sequence[Plan], path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingPackageError(
-            described("--plot", expected="matplotlib", got="none installed", fix="pip install 'mpishard[plot]'")
+            "--plot", expected="matplotlib", got="none installed", fix="pip install 'mpishard[plot]'"
         ) from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
@@ -45,10 +45,8 @@ def draw(plans: Sequence[Plan], path: str) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise JobError(
-            described(
-                "--plot",
-                expected="a file that can be written, .png, .pdf or .svg",
-                got=error,
-                fix=f"not {Path(path).name}",
-            )
+            "--plot",
+            expected="a file that can be written, .png, .pdf or .svg",
+            got=error,
+            fix=f"not {Path(path).name}",
         ) from None

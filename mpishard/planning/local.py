@@ -14,7 +14,7 @@ from torch import nn
 from mpishard.comm.mesh import init_mesh
 from mpishard.comm.null import Event
 from mpishard.comm.point_to_point.send_recv import send_recv
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 from mpishard.planning.machine import Machine
 from mpishard.planning.mesh import mesh_on
 from mpishard.planning.step import Program, step_on
@@ -57,12 +57,10 @@ def check_room(memory: int, extents: Sequence[int]) -> None:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory > free:
         raise JobError(
-            described(
-                "plan: machine local",
-                expected=f"a rank that fits here: {free / 1e9:.1f} GB are free",
-                got=f"{memory / 1e9:.1f} GB of tensors a rank on mesh {tuple(extents)}",
-                fix="plan more ranks, a smaller field, or a published machine",
-            )
+            "plan: machine local",
+            expected=f"a rank that fits here: {free / 1e9:.1f} GB are free",
+            got=f"{memory / 1e9:.1f} GB of tensors a rank on mesh {tuple(extents)}",
+            fix="plan more ranks, a smaller field, or a published machine",
         )
 
 

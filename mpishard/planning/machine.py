@@ -108,12 +108,10 @@ def machine_named(name: str) -> Machine:
         found, table = _published(), name.lower().replace(" ", "-").replace("_", "-")
     if table not in found:
         raise JobError(
-            described(
-                "unknown machine",
-                expected=f"one of {', '.join(found)}, or local",
-                got=repr(name),
-                fix="describe yours in a file as mpishard/planning/machines.toml does, and give FILE.toml",
-            )
+            "unknown machine",
+            expected=f"one of {', '.join(found)}, or local",
+            got=repr(name),
+            fix="describe yours in a file as mpishard/planning/machines.toml does, and give FILE.toml",
         )
     return _machine(table, found[table])
 
@@ -127,12 +125,10 @@ def _machine(name: str, table: dict[str, Any]) -> Machine:
     bad = [key for key in values if key != "gpu" and not 0 < float(values[key]) < math.inf]
     if lacking or bad:
         raise JobError(
-            described(
-                f"machine {name}",
-                expected="numbers above 0 for " + ", ".join(_NEEDED),
-                got=f"without {', '.join(lacking)}" if lacking else f"{bad[0]} = {values[bad[0]]}",
-                fix='write them as key = {value = 1e9, source = "where it is from"}',
-            )
+            f"machine {name}",
+            expected="numbers above 0 for " + ", ".join(_NEEDED),
+            got=f"without {', '.join(lacking)}" if lacking else f"{bad[0]} = {values[bad[0]]}",
+            fix='write them as key = {value = 1e9, source = "where it is from"}',
         )
     return Machine(
         name=name,

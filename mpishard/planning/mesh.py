@@ -9,7 +9,7 @@ import torch
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods
 from mpishard.comm.null import NullComm
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def mesh(
@@ -66,12 +66,10 @@ def mesh_on(
     at = tuple(n // 2 for n in extents) if coords is None else tuple(coords)
     if min(extents) < 1 or len(at) != len(extents) or not all(0 <= c < n for c, n in zip(at, extents)):
         raise MeshError(
-            described(
-                "planning.mesh",
-                expected="extents of 1 or more, and coordinates within them",
-                got=f"extents {extents}, coordinates {at}",
-                fix="give every extent, and a coordinate for each",
-            )
+            "planning.mesh",
+            expected="extents of 1 or more, and coordinates within them",
+            got=f"extents {extents}, coordinates {at}",
+            fix="give every extent, and a coordinate for each",
         )
     names, periods = (
         checked_names(mesh_dim_names, len(extents), "planning.mesh"),

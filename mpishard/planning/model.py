@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 
 
 def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
@@ -35,12 +35,10 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
         found = getattr(_module(place), name)
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise JobError(
-            described(
-                "plan: the model",
-                expected="module:factory or file.py:factory",
-                got=f"{spec!r}: {error}",
-                fix="name what returns the model, such as examples/unet.py:UNet",
-            )
+            "plan: the model",
+            expected="module:factory or file.py:factory",
+            got=f"{spec!r}: {error}",
+            fix="name what returns the model, such as examples/unet.py:UNet",
         ) from None
     return partial(found, **dict(map(_option, options)))
 
@@ -63,7 +61,7 @@ def _module(place: str) -> Any:
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise JobError(described("--option", expected="name=value", got=repr(text), fix="such as --option base=16"))
+        raise JobError("--option", expected="name=value", got=repr(text), fix="such as --option base=16")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

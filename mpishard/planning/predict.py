@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpishard.comm import counter
 from mpishard.comm.null import Event
-from mpishard.errors import JobError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import JobError, MpishardError, UnsupportedOperationError
 from mpishard.layout.partition import balanced
 from mpishard.planning.machine import Machine, machine_named
 from mpishard.planning.mesh import mesh_on
@@ -166,12 +166,10 @@ def plan(
     program = checked(Program(model, tuple(shape), asked, dtype, optimizer, loss))
     if (ranks is None) == (mesh is None) or (mesh is None and coords is not None):
         raise JobError(
-            described(
-                "plan",
-                expected="either ranks or mesh, and coords with mesh alone",
-                got=f"ranks={ranks}, mesh={mesh}, coords={coords}",
-                fix="give one of them",
-            )
+            "plan",
+            expected="either ranks or mesh, and coords with mesh alone",
+            got=f"ranks={ranks}, mesh={mesh}, coords={coords}",
+            fix="give one of them",
         )
     meshes = [_checked_mesh(program, mesh)] if mesh is not None else candidates(program, ranks or 0)
     found = [_planned(program, extents, machine, coords) for extents in meshes]
@@ -189,12 +187,10 @@ def _checked_mesh(program: Program, mesh: Sequence[int]) -> tuple[int, ...]:
     fits = 0 < len(extents) <= len(program.dims) and min(extents) >= 1
     if not fits or any(n > program.shape[d] for n, d in zip(extents, program.dims)):
         raise JobError(
-            described(
-                "plan: mesh",
-                expected=f"up to {len(program.dims)} extents, none above those of dims {program.dims}",
-                got=f"{extents} for shape {program.shape}",
-                fix="give an extent for every dim that is to be sharded",
-            )
+            "plan: mesh",
+            expected=f"up to {len(program.dims)} extents, none above those of dims {program.dims}",
+            got=f"{extents} for shape {program.shape}",
+            fix="give an extent for every dim that is to be sharded",
         )
     return extents
 
@@ -211,12 +207,10 @@ def candidates(program: Program, ranks: int) -> list[tuple[int, ...]]:
     every = [e for e in _factors(ranks, len(lengths)) if all(p <= n for p, n in zip(e, lengths))]
     if not every:
         raise JobError(
-            described(
-                "plan: ranks",
-                expected=f"a number that is a product of extents of at most {lengths}",
-                got=ranks,
-                fix="take fewer ranks, or shard more dims",
-            )
+            "plan: ranks",
+            expected=f"a number that is a product of extents of at most {lengths}",
+            got=ranks,
+            fix="take fewer ranks, or shard more dims",
         )
     return sorted(every, key=surface)[:_TRIES]
 
@@ -339,12 +333,10 @@ def trace(program: Program, extents: Sequence[int], coords: Sequence[int], devic
         if "meta" not in str(error):
             raise
         raise UnsupportedOperationError(
-            described(
-                "plan: the model asks for values",
-                expected="a step whose course does not depend on the values of tensors",
-                got=f"{type(error).__name__}: {error}",
-                fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
-            )
+            "plan: the model asks for values",
+            expected="a step whose course does not depend on the values of tensors",
+            got=f"{type(error).__name__}: {error}",
+            fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
         ) from error
     by_op = {op: (c.calls, c.messages, c.nbytes) for op, c in sorted(count.by_op.items())}
     mesh.free()

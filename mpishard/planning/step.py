@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import JobError, described
+from mpishard.errors import JobError
 from mpishard.layout import Shard
 from mpishard.nn import distribute_module
 from mpishard.tensor import empty
@@ -92,18 +92,14 @@ def checked(program: Program) -> Program:
     shape, dims = program.shape, program.dims
     if not shape or min(shape) < 1 or not dims or len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))):
         raise JobError(
-            described(
-                "plan: shape and dims",
-                expected="extents of 1 or more, and different dims of that shape to shard",
-                got=f"shape {shape}, dims {dims}",
-                fix="give the global shape of the input, and the dims that the mesh shards",
-            )
+            "plan: shape and dims",
+            expected="extents of 1 or more, and different dims of that shape to shard",
+            got=f"shape {shape}, dims {dims}",
+            fix="give the global shape of the input, and the dims that the mesh shards",
         )
     if program.optimizer is not None and program.optimizer not in OPTIMIZERS:
         raise JobError(
-            described(
-                "plan: optimizer", expected=f"one of {', '.join(OPTIMIZERS)}", got=program.optimizer, fix="name one"
-            )
+            "plan: optimizer", expected=f"one of {', '.join(OPTIMIZERS)}", got=program.optimizer, fix="name one"
         )
     return program
 

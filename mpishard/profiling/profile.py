@@ -11,7 +11,7 @@ from typing import Any
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import hashed
-from mpishard.errors import FileError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import FileError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.profiling.hook import looking
 from mpishard.profiling.recorder import Event, Recorder
 from mpishard.profiling.summary import Row, Spread, as_data, as_text, merged, of_rank, rows_of
@@ -95,7 +95,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
         mesh = self._mesh
         if not isinstance(mesh, CartMesh):
             raise MeshError(
-                described("profile", expected="a mesh", got=type(mesh).__name__, fix="give what ms.init_mesh returned")
+                "profile", expected="a mesh", got=type(mesh).__name__, fix="give what ms.init_mesh returned"
             )
         comm = mesh.group(tuple(range(mesh.ndim))).comm
         error: MpishardError | None = None
@@ -113,16 +113,14 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
     def _check(self) -> None:
         if _running is not None:
             raise UnsupportedOperationError(
-                described(
-                    "profile within a profile",
-                    expected="one at a time",
-                    got=f"one on {_running._mesh!r} that has not ended",
-                    fix="profile the larger block alone",
-                )
+                "profile within a profile",
+                expected="one at a time",
+                got=f"one on {_running._mesh!r} that has not ended",
+                fix="profile the larger block alone",
             )
         if not isinstance(self._most, int) or self._most < 0:
             raise UnsupportedOperationError(
-                described("profile: most_events", expected="an int, 0 or more", got=repr(self._most), fix="give one")
+                "profile: most_events", expected="an int, 0 or more", got=repr(self._most), fix="give one"
             )
         if self._trace is not None and self._mesh.rank == 0:
             _writable(self._trace)
@@ -185,12 +183,10 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
         error: MpishardError | None = None
         if _running is self or self.ranks != mesh.size:
             error = UnsupportedOperationError(
-                described(
-                    "profile.save: there is no trace of all ranks",
-                    expected="a profile that has ended well",
-                    got="one that is running" if _running is self else "one that did not begin, or ended with an error",
-                    fix="call it behind the with block",
-                )
+                "profile.save: there is no trace of all ranks",
+                expected="a profile that has ended well",
+                got="one that is running" if _running is self else "one that did not begin, or ended with an error",
+                fix="call it behind the with block",
             )
         elif mesh.rank == 0:
             try:
@@ -241,10 +237,8 @@ def _writable(path: Path) -> None:
 
 def _not_written(path: Any, error: Exception) -> FileError:
     return FileError(
-        described(
-            "profile: the trace cannot be written",
-            expected="a path that rank 0 may write to",
-            got=f"{path!r}: {error}",
-            fix="name another file, in a folder that exists",
-        )
+        "profile: the trace cannot be written",
+        expected="a path that rank 0 may write to",
+        got=f"{path!r}: {error}",
+        fix="name another file, in a folder that exists",
     )

@@ -17,7 +17,7 @@ from mpishard.comm import guard
 from mpishard.comm.collective.gather_sizes import digest
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.comm.wait_meter import WaitMeter
-from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout, balanced, bounds, sizes_of
 from mpishard.layout.balance import CostDensity, moved_borders
 from mpishard.tensor.convert import rebalance
@@ -81,7 +81,7 @@ def balance(
     ...         optimizer.step()
     """
     if not isinstance(mesh, CartMesh):
-        raise MeshError(described("balance: no mesh", expected="a CartMesh", got=type(mesh).__name__, fix="give one"))
+        raise MeshError("balance: no mesh", expected="a CartMesh", got=type(mesh).__name__, fix="give one")
     error: MpishardError | None = None
     among: tuple[int, ...] = ()
     try:
@@ -104,7 +104,7 @@ def _check_numbers(every: Any, threshold: Any, relaxation: Any, min_cells: Any, 
             good = False
         if not good:
             raise LayoutError(
-                described(f"balance: {name}", expected="an integer >= 1", got=repr(value), fix="give one, or leave it")
+                f"balance: {name}", expected="an integer >= 1", got=repr(value), fix="give one, or leave it"
             )
     for name, value, good in (
         ("threshold", threshold, isinstance(threshold, int | float) and 0 <= threshold < 1),
@@ -112,9 +112,7 @@ def _check_numbers(every: Any, threshold: Any, relaxation: Any, min_cells: Any, 
     ):
         if not good:
             expected = "a number in [0, 1)" if name == "threshold" else "a number in (0, 1]"
-            raise LayoutError(
-                described(f"balance: {name}", expected=expected, got=repr(value), fix="give one, or leave it")
-            )
+            raise LayoutError(f"balance: {name}", expected=expected, got=repr(value), fix="give one, or leave it")
 
 
 class _Line:
@@ -202,7 +200,7 @@ class Balancer:
     def _placed(self, x: ShardTensor) -> ShardTensor:
         if not isinstance(x, ShardTensor):
             raise LayoutError(
-                described("balance: cannot cut this", expected="a ShardTensor", got=type(x).__name__, fix="shard it")
+                "balance: cannot cut this", expected="a ShardTensor", got=type(x).__name__, fix="shard it"
             )
         if x.mesh is not self._mesh:
             raise two_meshes(self._mesh, x.mesh)
@@ -230,13 +228,11 @@ class Balancer:
             used = {m for others in self._lines for m in others}
             if not used.isdisjoint(mesh_dims) or not set(mesh_dims) <= set(self._dims):
                 raise LayoutError(
-                    described(
-                        "balance: mesh dims that shard one dim of a tensor together",
-                        expected=f"the same together in every tensor: {list(map(self._names, self._lines))}"
-                        f"; all of them, or none, among the dims to balance: {self._names(self._dims)}",
-                        got=self._names(mesh_dims),
-                        fix="give tensors that are sharded alike, or a balancer of their own",
-                    )
+                    "balance: mesh dims that shard one dim of a tensor together",
+                    expected=f"the same together in every tensor: {list(map(self._names, self._lines))}"
+                    f"; all of them, or none, among the dims to balance: {self._names(self._dims)}",
+                    got=self._names(mesh_dims),
+                    fix="give tensors that are sharded alike, or a balancer of their own",
                 )
             line = _Line(sizes)
             moved_borders(line.borders, line.borders, **self._how)  # raises where there are too few cells
@@ -298,12 +294,10 @@ class Balancer:
             numbers = {k: state[k] for k in ("changes", "imbalance", "before", "doubt")}
         except (MpishardError, KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
             error = LayoutError(
-                described(
-                    "balance: this is no state of a balancer of this mesh",
-                    expected=f"what state_dict() returned, of mesh dims among {self._names(self._dims)}",
-                    got=str(e) or type(e).__name__,
-                    fix="load it into a balancer of the same mesh dims, or begin without it",
-                )
+                "balance: this is no state of a balancer of this mesh",
+                expected=f"what state_dict() returned, of mesh dims among {self._names(self._dims)}",
+                got=str(e) or type(e).__name__,
+                fix="load it into a balancer of the same mesh dims, or begin without it",
             )
         comm = self._mesh.group(tuple(range(self._mesh.ndim))).comm
         guard.agree(comm, error, f"balance: load_state_dict {digest((state, sorted(lines)))}")
@@ -355,7 +349,7 @@ class Balancer:
         """
         if self._begun is not None:
             raise UnsupportedOperationError(
-                described("balance: a step in a step", expected="stop() first", got="start()", fix="call it once")
+                "balance: a step in a step", expected="stop() first", got="start()", fix="call it once"
             )
         self._meter.start()
         self._begun = self._now()
@@ -372,7 +366,7 @@ class Balancer:
         """
         if self._begun is None:
             raise UnsupportedOperationError(
-                described("balance: no step to end", expected="start() first", got="stop()", fix="call it before")
+                "balance: no step to end", expected="start() first", got="stop()", fix="call it before"
             )
         self.record(self._measured())
 
@@ -424,12 +418,10 @@ class Balancer:
             bad = told
         if bad:
             error = LayoutError(
-                described(
-                    "balance: these are no times of steps",
-                    expected=f"numbers >= 0, below {_MOST_S:.0e}",
-                    got=bad[:3],
-                    fix="record the seconds of this rank's own work",
-                )
+                "balance: these are no times of steps",
+                expected=f"numbers >= 0, below {_MOST_S:.0e}",
+                got=bad[:3],
+                fix="record the seconds of this rank's own work",
             )
         cuts = {self._names(dims): line.borders for dims, line in self._lines.items()}
         _, slowest = guard.agree(comm, error, f"balance after {self.changes} changes of the cuts, {cuts}", (0, own))

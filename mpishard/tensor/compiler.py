@@ -24,7 +24,7 @@ from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -115,12 +115,10 @@ class Compiled:
     def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: bool = False) -> Any:
         if self._strict:
             raise UnsupportedOperationError(
-                described(
-                    "torch.compile(fullgraph=True) with ShardTensors",
-                    expected="a function that compiles as one graph",
-                    got=reason,
-                    fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
-                )
+                "torch.compile(fullgraph=True) with ShardTensors",
+                expected="a function that compiles as one graph",
+                got=reason,
+                fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
             )
         out = self._function(*args, **kwargs)
         _warn(reason)
@@ -322,37 +320,19 @@ def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
     return run
 
 
-def _compile(
-    model: Any = None,
-    *,
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    backend: Any = "inductor",
-    mode: str | None = None,
-    options: Any = None,
-    disable: bool = False,
-    **others: Any,
-) -> Any:
-    given = {
-        "fullgraph": fullgraph,
-        "dynamic": dynamic,
-        "backend": backend,
-        "mode": mode,
-        "options": options,
-        "disable": disable,
-        **others,
-    }
+def _compile(model: Any = None, **given: Any) -> Any:
     if model is None:  # a decorator with arguments
         return lambda function: torch.compile(function, **given)
     compiled = _torch_compile(model, **given)
-    if compiled is model or disable:
+    if compiled is model or given.get("disable"):
         return compiled
-    backend = _backend_of(backend, mode, options)
+    backend = _backend_of(given.get("backend", "inductor"), given.get("mode"), given.get("options"))
+    strict = given.get("fullgraph", False)
     if not isinstance(compiled, torch.nn.Module):
-        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=fullgraph))
+        return _given_shards(compiled, Compiled(model, _readable(model), backend, strict=strict))
     # what its __call__ runs
     eager = model.__call__
-    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=fullgraph))
+    compiled.forward = _given_shards(compiled.forward, Compiled(eager, model, backend, strict=strict))
     return compiled
 
 
@@ -372,12 +352,10 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         if holds_shards((args, kwargs)):
             raise UnsupportedOperationError(
-                described(
-                    f"{name} with ShardTensors",
-                    expected="plain example inputs: what it makes runs in one process",
-                    got="a ShardTensor among the arguments",
-                    fix="give plain tensors of the same kind; on shards, call the model itself",
-                )
+                f"{name} with ShardTensors",
+                expected="plain example inputs: what it makes runs in one process",
+                got="a ShardTensor among the arguments",
+                fix="give plain tensors of the same kind; on shards, call the model itself",
             )
         return export(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh, two_meshes
-from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
 from mpishard.layout.partition import coords_of
 from mpishard.tensor.dtensor import (
@@ -227,32 +227,26 @@ def scatter_tensor(
     layout, meta = None, None
     if not 0 <= src < mesh.size:
         error = LayoutError(
-            described(
-                "scatter_tensor: no such source rank",
-                expected=f"0 <= src < {mesh.size}",
-                got=src,
-                fix="name a rank of the mesh",
-            )
+            "scatter_tensor: no such source rank",
+            expected=f"0 <= src < {mesh.size}",
+            got=src,
+            fix="name a rank of the mesh",
         )
     elif mesh.rank == src:
         try:
             if not isinstance(tensor, Tensor) or isinstance(tensor, ShardTensor):
                 raise LayoutError(
-                    described(
-                        "scatter_tensor: nothing to scatter",
-                        expected=f"a plain tensor on rank {src}",
-                        got=type(tensor).__name__,
-                        fix="pass the full tensor on the source rank",
-                    )
+                    "scatter_tensor: nothing to scatter",
+                    expected=f"a plain tensor on rank {src}",
+                    got=type(tensor).__name__,
+                    fix="pass the full tensor on the source rank",
                 )
             if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise UnsupportedDtypeError(
-                    described(
-                        "scatter_tensor: a dtype without gradients",
-                        expected="a floating or complex dtype, or requires_grad=False",
-                        got=tensor.dtype,
-                        fix="convert the tensor first",
-                    )
+                    "scatter_tensor: a dtype without gradients",
+                    expected="a floating or complex dtype, or requires_grad=False",
+                    got=tensor.dtype,
+                    fix="convert the tensor first",
                 )
             layout = new_layout("scatter_tensor", mesh, placements, tensor.shape, sizes, multiple)
             meta = (tuple(tensor.shape), tensor.dtype)
@@ -399,12 +393,10 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
     if not isinstance(given, Mapping):
         if len(layout.shard_dims) != 1:
             raise LayoutError(
-                described(
-                    "rebalance: which dim is meant?",
-                    expected=f"a mapping of some of the sharded dims {sorted(layout.shard_dims)}",
-                    got=repr(given),
-                    fix="give {tensor_dim: weights or sizes}",
-                )
+                "rebalance: which dim is meant?",
+                expected=f"a mapping of some of the sharded dims {sorted(layout.shard_dims)}",
+                got=repr(given),
+                fix="give {tensor_dim: weights or sizes}",
             )
         given = {next(iter(layout.shard_dims)): given}
     sizes = list(layout.sizes)
@@ -412,12 +404,10 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
         count = len(sizes[dim] or ())
         if not count or len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
             raise LayoutError(
-                described(
-                    f"rebalance: numbers do not fit dim {dim}",
-                    expected=f"{count} numbers >= 0, not all 0, for a sharded dim, one per block",
-                    got=numbers,
-                    fix="give one weight or size per rank along the mesh dims that shard the dim",
-                )
+                f"rebalance: numbers do not fit dim {dim}",
+                expected=f"{count} numbers >= 0, not all 0, for a sharded dim, one per block",
+                got=numbers,
+                fix="give one weight or size per rank along the mesh dims that shard the dim",
             )
         exact = all(isinstance(v, int) for v in numbers) and sum(numbers) == layout.shape[dim]
         sizes[dim] = numbers if exact else weighted(layout.shape[dim], tuple(map(float, numbers)))

@@ -13,7 +13,7 @@ from mpishard.autograd.redistribute import run_steps
 from mpishard.autograd.replica import apart
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Replicate, as_placements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
 
@@ -39,12 +39,10 @@ def check_metadata(x: ShardTensor, shape: Any, stride: Any) -> None:
     for name, given, found in (("shape", shape, x.shape), ("stride", stride, x.stride())):
         if given is not None and tuple(given) != tuple(found):
             raise LayoutError(
-                described(
-                    f"from_local: the global {name} is another",
-                    expected=tuple(found),
-                    got=tuple(given),
-                    fix=f"leave {name}= out: it is found from the blocks of all ranks",
-                )
+                f"from_local: the global {name} is another",
+                expected=tuple(found),
+                got=tuple(given),
+                fix=f"leave {name}= out: it is found from the blocks of all ranks",
             )
 
 
@@ -80,12 +78,10 @@ def mesh_and_placements(x: ShardTensor, device_mesh: Any, placements: Any) -> An
         device_mesh, placements = None, device_mesh
     if placements is None or device_mesh not in (None, x.mesh):
         raise LayoutError(
-            described(
-                "redistribute: where to?",
-                expected=f"placements on the tensor's own mesh, {x.mesh.outline}",
-                got="no placements" if placements is None else getattr(device_mesh, "outline", repr(device_mesh)),
-                fix="x.redistribute(placements=...); to another mesh: x.full_tensor(), then distribute_tensor",
-            )
+            "redistribute: where to?",
+            expected=f"placements on the tensor's own mesh, {x.mesh.outline}",
+            got="no placements" if placements is None else getattr(device_mesh, "outline", repr(device_mesh)),
+            fix="x.redistribute(placements=...); to another mesh: x.full_tensor(), then distribute_tensor",
         )
     return placements
 
@@ -103,12 +99,10 @@ def check_dtypes(x: ShardTensor, *dtypes: torch.dtype | None) -> None:
     for dtype in dtypes:
         if dtype not in (None, x.dtype):
             raise LayoutError(
-                described(
-                    "redistribute: forward_dtype or backward_dtype",
-                    expected=f"None: what travels keeps its dtype, {x.dtype}",
-                    got=dtype,
-                    fix="convert before it, x.to(dtype).redistribute(...)",
-                )
+                "redistribute: forward_dtype or backward_dtype",
+                expected=f"None: what travels keeps its dtype, {x.dtype}",
+                got=dtype,
+                fix="convert before it, x.to(dtype).redistribute(...)",
             )
 
 
@@ -124,12 +118,10 @@ def source_rank(mesh: CartMesh, src_data_rank: int) -> int:
     """
     if not all(0 <= src_data_rank < extent for extent in mesh.shape):
         raise LayoutError(
-            described(
-                "distribute_tensor: no such source rank",
-                expected=f"a coordinate along every mesh dim, 0 <= src_data_rank < {min(mesh.shape)}",
-                got=src_data_rank,
-                fix="name one, or call scatter_tensor(tensor, mesh_rank, ...)",
-            )
+            "distribute_tensor: no such source rank",
+            expected=f"a coordinate along every mesh dim, 0 <= src_data_rank < {min(mesh.shape)}",
+            got=src_data_rank,
+            fix="name one, or call scatter_tensor(tensor, mesh_rank, ...)",
         )
     return mesh.rank_at((src_data_rank,) * mesh.ndim)
 
@@ -148,11 +140,9 @@ def check_same_values(tensor: Tensor, mesh: CartMesh) -> None:
     values = values if values.is_floating_point() or values.is_complex() else values.double()
     if mesh.size > 1 and not values.is_meta and apart(values, mesh.group(tuple(range(mesh.ndim)))):
         raise LayoutError(
-            described(
-                "distribute_tensor: the ranks hold different tensors",
-                expected="the same full tensor on every rank, of which each takes its block",
-                got=f"tensors of shape {tuple(tensor.shape)} that differ",
-                fix="distribute_tensor(..., src_data_rank=0) takes that of rank 0, as DTensor does; "
-                "ShardTensor.from_local takes what each rank holds",
-            )
+            "distribute_tensor: the ranks hold different tensors",
+            expected="the same full tensor on every rank, of which each takes its block",
+            got=f"tensors of shape {tuple(tensor.shape)} that differ",
+            fix="distribute_tensor(..., src_data_rank=0) takes that of rank 0, as DTensor does; "
+            "ShardTensor.from_local takes what each rank holds",
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.autograd.linear import transforms_active
-from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.tensor.operand import fitted, mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -18,21 +18,17 @@ def make_dual(tensor: Any, tangent: Any, level: int) -> ShardTensor:
     """Return a dual of the blocks, the tangent's in the layout of the tensor. Collective where it has another."""
     if transforms_active():
         raise UnsupportedOperationError(
-            described(
-                "torch.func.jvp of a ShardTensor",
-                expected="plain tensors as the arguments of the transformed function",
-                got=f"a tensor of shape {tuple(tensor.shape)} on a mesh",
-                fix="torch.autograd.forward_ad with duals of ShardTensors, or torch.autograd.functional.jvp",
-            )
+            "torch.func.jvp of a ShardTensor",
+            expected="plain tensors as the arguments of the transformed function",
+            got=f"a tensor of shape {tuple(tensor.shape)} on a mesh",
+            fix="torch.autograd.forward_ad with duals of ShardTensors, or torch.autograd.functional.jvp",
         )
     if tuple(tensor.shape) != tuple(tangent.shape):
         raise LayoutError(
-            described(
-                "make_dual: a tangent of another shape",
-                expected=tuple(tensor.shape),
-                got=tuple(tangent.shape),
-                fix="give every element its tangent",
-            )
+            "make_dual: a tangent of another shape",
+            expected=tuple(tensor.shape),
+            got=tuple(tangent.shape),
+            fix="give every element its tangent",
         )
     mesh = mesh_of((tensor, tangent))
     primal = on_mesh(tensor, mesh)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Replicate, layout_of
 from mpishard.tensor.resident import Widths, resident, room
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -38,12 +38,10 @@ def new_layout(
     layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
     if layout.partial_dims:
         raise LayoutError(
-            described(
-                f"{name}: Partial placements",
-                expected="Shard and Replicate",
-                got=list(layout.placements),
-                fix="use ShardTensor.from_local, which says what each rank contributes",
-            )
+            f"{name}: Partial placements",
+            expected="Shard and Replicate",
+            got=list(layout.placements),
+            fix="use ShardTensor.from_local, which says what each rank contributes",
         )
     return layout
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require_plain
-from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError, described
+from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError
 
 
 def is_dense(x: Tensor) -> bool:
@@ -49,21 +49,17 @@ def shared(op: str, array: Any) -> Tensor:
         return torch.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         raise UnsupportedDtypeError(
-            described(
-                f"{op}: torch cannot share the memory of this array",
-                expected="numbers of one of torch's types, in native byte order, at strides of whole numbers",
-                got=f"{getattr(array, 'dtype', type(array).__name__)}: {e}",
-                fix="convert it, e.g. numpy.ascontiguousarray(x, dtype=x.dtype.newbyteorder('='))",
-            )
+            f"{op}: torch cannot share the memory of this array",
+            expected="numbers of one of torch's types, in native byte order, at strides of whole numbers",
+            got=f"{getattr(array, 'dtype', type(array).__name__)}: {e}",
+            fix="convert it, e.g. numpy.ascontiguousarray(x, dtype=x.dtype.newbyteorder('='))",
         ) from None
 
 
 def _unfit(op: str, got: str, fix: str) -> MpishardError:
     return UnsupportedOperationError(
-        described(
-            f"{op}: no block that torch can share",
-            expected="a dense tensor, or a writable array of numpy, cupy or another library that speaks DLPack",
-            got=got,
-            fix=fix,
-        )
+        f"{op}: no block that torch can share",
+        expected="a dense tensor, or a writable array of numpy, cupy or another library that speaks DLPack",
+        got=got,
+        fix=fix,
     )

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mpishard.autograd.bucket import bucketed, finish_withheld
 from mpishard.autograd.withhold import is_withholding
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.resident import notice_writes
@@ -190,13 +190,11 @@ def _refuse_nested(values: Sequence[Any]) -> None:
     for x in values:
         if not isinstance(x, Tensor) and holds_shards(x):
             raise UnsupportedOperationError(
-                described(
-                    "torch.utils.checkpoint with use_reentrant=True and ShardTensors inside a list, tuple or dict: "
-                    "their gradients would be lost in silence",
-                    expected="tensors as arguments, a tensor or a tuple of tensors as the result",
-                    got=f"a {type(x).__name__} that holds ShardTensors",
-                    fix="pass use_reentrant=False, or hand them over one by one",
-                )
+                "torch.utils.checkpoint with use_reentrant=True and ShardTensors inside a list, tuple or dict: "
+                "their gradients would be lost in silence",
+                expected="tensors as arguments, a tensor or a tuple of tensors as the result",
+                got=f"a {type(x).__name__} that holds ShardTensors",
+                fix="pass use_reentrant=False, or hand them over one by one",
             )
 
 
@@ -215,13 +213,11 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _checkpointed(apply, *args)
     if cls.__name__ == "_DDPSink":
         raise UnsupportedOperationError(
-            described(
-                "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that "
-                "returns ShardTensors: it looks for the parameters that they were made of, and finds none",
-                expected="neither of the two",
-                got=got,
-                fix="leave them out, and add (parameter * 0).sum() of a parameter that is not always used to the loss",
-            )
+            "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that "
+            "returns ShardTensors: it looks for the parameters that they were made of, and finds none",
+            expected="neither of the two",
+            got=got,
+            fix="leave them out, and add (parameter * 0).sum() of a parameter that is not always used to the loss",
         )
     if cls is BackwardHookFunction:
         return apply_backward_hook(args)
@@ -230,13 +226,11 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _PASSING:
         return apply_on_blocks(apply, args)
     raise UnsupportedOperationError(
-        described(
-            f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
-            expected="plain tensors",
-            got=got,
-            fix=f"call it on blocks, ShardTensor.from_local({cls.__name__}.apply(x.to_local()), x.mesh, x.placements), "
-            "where it needs no neighbour cells (else after mpishard.halo_exchange), or write it with torch operations",
-        )
+        f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
+        expected="plain tensors",
+        got=got,
+        fix=f"call it on blocks, ShardTensor.from_local({cls.__name__}.apply(x.to_local()), x.mesh, x.placements), "
+        "where it needs no neighbour cells (else after mpishard.halo_exchange), or write it with torch operations",
     )
 
 

@@ -92,12 +92,10 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
     """Return the layout of blocks by what the caller says of their sizes. Not collective."""
     if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
         raise LayoutError(
-            described(
-                "from_local: unknown sharding_shapes",
-                expected="'infer', 'chunk' or {mesh_dim: sizes}",
-                got=repr(sharding_shapes),
-                fix="use one of them",
-            )
+            "from_local: unknown sharding_shapes",
+            expected="'infer', 'chunk' or {mesh_dim: sizes}",
+            got=repr(sharding_shapes),
+            fix="use one of them",
         )
     own = as_placements(placements, mesh.ndim, local.ndim)
     probe = layout_of(mesh.shape, own, (0,) * local.ndim)
@@ -110,12 +108,10 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
             given = {mesh.mesh_dim(m): s for m, s in sharding_shapes.items()}
             if mesh_dims[0] not in given:
                 raise LayoutError(
-                    described(
-                        "from_local: sizes of a sharded dim are missing",
-                        expected=f"an entry for mesh dim {mesh_dims[0]}",
-                        got=sorted(given),
-                        fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
-                    )
+                    "from_local: sizes of a sharded dim are missing",
+                    expected=f"an entry for mesh dim {mesh_dims[0]}",
+                    got=sorted(given),
+                    fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
                 )
             # PhysicsNeMo lists whole shapes
             sizes[dim] = tuple(int(s if isinstance(s, int) else s[dim]) for s in given[mesh_dims[0]])
@@ -124,11 +120,9 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
     expected = layout.local_shape(mesh.coords)
     if expected != tuple(local.shape):
         raise LayoutError(
-            described(
-                f"from_local: the block of the rank at {mesh.coords} does not fit the given sizes",
-                expected=expected,
-                got=tuple(local.shape),
-                fix="give the sizes of the blocks that the ranks hold, or 'infer'",
-            )
+            f"from_local: the block of the rank at {mesh.coords} does not fit the given sizes",
+            expected=expected,
+            got=tuple(local.shape),
+            fix="give the sizes of the blocks that the ranks hold, or 'infer'",
         )
     return layout

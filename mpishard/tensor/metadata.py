@@ -33,28 +33,10 @@ for _name in _METHODS_OF_LOCAL:
         )
 
 
-@implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")
-def dim(self: ShardTensor) -> int:
-    """Return the number of dims. Not collective."""
-    return len(self.sharding.shape)
-
-
-@implements(torch.Tensor.size, sharded="local")
-def size(self: ShardTensor, dim: int | None = None) -> Any:
-    """Return the global shape, or one extent of it. Not collective."""
-    return self.shape if dim is None else self.sharding.shape[dim]
-
-
 @implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement, sharded="local")
 def numel(self: ShardTensor) -> int:
     """Return the number of cells of the global tensor. Not collective."""
     return math.prod(self.sharding.shape)
-
-
-@implements(torch.Tensor.nbytes.__get__, sharded="local")  # type: ignore[attr-defined]
-def nbytes(self: ShardTensor) -> int:
-    """Return the bytes of the global tensor. Not collective."""
-    return math.prod(self.sharding.shape) * self.block.itemsize
 
 
 @implements(torch.Tensor.stride, sharded="local")
@@ -66,34 +48,10 @@ def stride(self: ShardTensor, dim: int | None = None) -> Any:
     return strides if dim is None else strides[dim]
 
 
-@implements(torch.Tensor.is_contiguous, sharded="local")
-def is_contiguous(self: ShardTensor, memory_format: Any = torch.contiguous_format) -> bool:
-    """Tell whether the local block is contiguous. Not collective."""
-    return self.block.is_contiguous(memory_format=memory_format)
-
-
-@implements(torch.Tensor.storage_offset, sharded="local")
-def storage_offset(_self: ShardTensor) -> int:
-    """Return 0: the gathered tensor would start its own storage. Not collective."""
-    return 0
-
-
 @implements(torch.result_type, sharded="local")
 def result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     """Return the dtype that an operation on both gives. Not collective."""
     return torch.result_type(*(t.block if isinstance(t, ShardTensor) else t for t in (tensor1, tensor2)))
-
-
-@implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")
-def is_same_size(self: Any, other: Any) -> bool:
-    """Tell whether the global shapes agree. Not collective."""
-    return tuple(self.shape) == tuple(other.shape)
-
-
-@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__, sharded="local")
-def item(self: ShardTensor) -> Any:
-    """Return the global value of a tensor with one cell. Collective unless it is replicated."""
-    return whole_value(self).item()
 
 
 def whole_value(x: ShardTensor) -> torch.Tensor:
@@ -111,3 +69,20 @@ implements(torch.Tensor.__complex__, sharded="local")(lambda self: complex(whole
 implements(torch.Tensor.__index__, sharded="local")(lambda self: whole_value(self).__index__())
 implements(torch.is_nonzero, torch.Tensor.is_nonzero, sharded="local")(lambda self: bool(whole_value(self)))
 implements(torch.Tensor.tolist, sharded="local")(lambda self: self.full_tensor().tolist())
+
+
+implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")(lambda self: len(self.sharding.shape))
+implements(torch.Tensor.size, sharded="local")(
+    lambda self, dim=None: self.shape if dim is None else self.sharding.shape[dim]
+)
+implements(torch.Tensor.nbytes.__get__, sharded="local")(  # type: ignore[attr-defined]
+    lambda self: math.prod(self.sharding.shape) * self.block.itemsize
+)
+implements(torch.Tensor.is_contiguous, sharded="local")(
+    lambda self, memory_format=torch.contiguous_format: self.block.is_contiguous(memory_format=memory_format)
+)
+implements(torch.Tensor.storage_offset, sharded="local")(lambda _self: 0)
+implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")(
+    lambda self, other: tuple(self.shape) == tuple(other.shape)
+)
+implements(torch.Tensor.item, sharded="local")(lambda self: whole_value(self).item())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.registry import name_of, outline, spellings, tensors_in
 
 # cells that torch is asked with, along each dim (a cross product needs three), and in all
@@ -79,12 +79,10 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
 def unfit(function: Any, expected: str, got: Any) -> UnsupportedOperationError:
     """Return the error for an ``out`` that the result cannot be written into. Not collective."""
     return UnsupportedOperationError(
-        described(
-            f"{name_of(function)}: out= with ShardTensors",
-            expected=expected,
-            got=outline(got) if isinstance(got, Tensor) else type(got).__name__,
-            fix="make it with mpishard.empty(shape, mesh=..., placements=...), or assign the result",
-        )
+        f"{name_of(function)}: out= with ShardTensors",
+        expected=expected,
+        got=outline(got) if isinstance(got, Tensor) else type(got).__name__,
+        fix="make it with mpishard.empty(shape, mesh=..., placements=...), or assign the result",
     )
 
 

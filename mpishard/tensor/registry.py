@@ -253,13 +253,11 @@ def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> No
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         within = "; of a model in torch.jit: call the model that it was made of"
     return NoShardingRule(
-        described(
-            f"no sharding rule for {name_of(function)}({layouts})",
-            expected="an operation with a rule (a local result would be wrong, so none is given)",
-            got=name_of(function),
-            fix="(1) register a rule with @mpishard.implements; (2) redistribute the operands and work on "
-            "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank" + within,
-        )
+        f"no sharding rule for {name_of(function)}({layouts})",
+        expected="an operation with a rule (a local result would be wrong, so none is given)",
+        got=name_of(function),
+        fix="(1) register a rule with @mpishard.implements; (2) redistribute the operands and work on "
+        "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank" + within,
     )
 
 

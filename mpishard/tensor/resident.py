@@ -18,7 +18,7 @@ from torch import Tensor
 from mpishard.comm.agreement import on_all
 from mpishard.comm.halo.exchanger import HaloExchanger, Width, width_pair
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, by_dim
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -140,8 +140,7 @@ class ResidentHalo:
     def exchanger(self, local: Tensor, layout: Layout) -> HaloExchanger:
         """Return what refreshes halos of such blocks. Collective where it is new."""
         key = ("resident halo", layout, self.key, local.dtype, self.order)
-        found = self.mesh.plans.get(key)
-        return self.mesh.plan(key, lambda: self._planned(local, layout)) if found is None else found
+        return self.mesh.plans.get(key) or self.mesh.plan(key, lambda: self._planned(local, layout))
 
     def _planned(self, local: Tensor, layout: Layout) -> HaloExchanger:
         along = self.along(layout)
@@ -273,12 +272,10 @@ def room(name: str, mesh: CartMesh, layout: Layout, ghost: Width | Mapping[int, 
             lo = hi = -1
         if min(lo, hi) < 0 or len(mesh_dims) != 1:
             raise LayoutError(
-                described(
-                    f"{name}: ghost= does not fit",
-                    expected=f"a width >= 0, or (lo, hi), of dims that one mesh dim shards: {dict(layout.shard_dims)}",
-                    got=ghost,
-                    fix="give {tensor dim: width} of such dims",
-                )
+                f"{name}: ghost= does not fit",
+                expected=f"a width >= 0, or (lo, hi), of dims that one mesh dim shards: {dict(layout.shard_dims)}",
+                got=ghost,
+                fix="give {tensor dim: width} of such dims",
             )
         along = [(lo, hi)] * len(layout.sizes[d] or ())
         if not mesh.periodic[mesh_dims[0]]:

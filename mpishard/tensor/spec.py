@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 from mpishard.layout import Layout, Placement, Shard
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -69,12 +69,10 @@ class ShardTensorSpec:
         for p in self.placements:
             if type(p) is Shard and len(self.layout.shard_dims[p.dim]) > 1:
                 raise MeshError(
-                    described(
-                        "offsets: several mesh dims shard one tensor dim",
-                        expected="one offset per mesh dim",
-                        got=self.layout,
-                        fix="take x.sharding.offset(x.mesh.coords), one per tensor dim",
-                    )
+                    "offsets: several mesh dims shard one tensor dim",
+                    expected="one offset per mesh dim",
+                    got=self.layout,
+                    fix="take x.sharding.offset(x.mesh.coords), one per tensor dim",
                 )
             found.append(first[p.dim] if type(p) is Shard else 0)
         return tuple(found) if mesh_dim is None else found[mesh_dim]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedDtypeError, described
+from mpishard.errors import UnsupportedDtypeError
 from mpishard.layout import Layout
 
 _BLOCK = 1 << 15  # cells hashed at once: their integers stay in cache
@@ -144,12 +144,10 @@ def high_bits(z: Tensor, n: int) -> Tensor:
 def _mantissa(dtype: torch.dtype) -> int:
     if dtype not in _MANTISSA:
         raise UnsupportedDtypeError(
-            described(
-                f"random numbers of {dtype}",
-                expected=", ".join(map(str, _MANTISSA)),
-                got=dtype,
-                fix="draw real numbers and convert them (torch.complex of two tensors)",
-            )
+            f"random numbers of {dtype}",
+            expected=", ".join(map(str, _MANTISSA)),
+            got=dtype,
+            fix="draw real numbers and convert them (torch.complex of two tensors)",
         )
     return _MANTISSA[dtype]
 

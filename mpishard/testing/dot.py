@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Partial, Replicate
 
 
@@ -122,12 +122,10 @@ def _require_graph(y: Tensor, group: Group) -> None:
     without = blocking.all_reduce(torch.tensor([not y.requires_grad], dtype=torch.int64), group).item()
     if without:
         raise UnsupportedOperationError(
-            described(
-                "dot_test: the result has no gradient",
-                expected="f(x) that depends on x on every rank",
-                got=f"no gradient on {without} of {group.size} ranks",
-                fix="make every rank's result depend on its x, if only by adding 0 * x.sum()",
-            )
+            "dot_test: the result has no gradient",
+            expected="f(x) that depends on x on every rank",
+            got=f"no gradient on {without} of {group.size} ranks",
+            fix="make every rank's result depend on its x, if only by adding 0 * x.sum()",
         )
 
 
@@ -143,12 +141,10 @@ def _weight(x: Any) -> float:
         return 1.0
     if any(type(p) is Partial for p in x.placements):
         raise UnsupportedOperationError(
-            described(
-                "dot_test: Partial has no cells of its own",
-                expected="Shard and Replicate placements",
-                got=x.placements,
-                fix="redistribute it first",
-            )
+            "dot_test: Partial has no cells of its own",
+            expected="Shard and Replicate placements",
+            got=x.placements,
+            fix="redistribute it first",
         )
     return 1 / math.prod(n for n, p in zip(x.mesh.shape, x.placements, strict=True) if type(p) is Replicate)
 

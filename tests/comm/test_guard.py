@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 
 import pytest
@@ -24,6 +25,7 @@ from mpishard.errors import (
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
 several = pytest.mark.ranks(2, 3, 4)
+KINDS = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MpishardError)]
 
 
 @pytest.fixture
@@ -35,6 +37,15 @@ def comm():
 
 def same_everywhere(error: BaseException) -> bool:
     return len(set(WORLD.allgather((type(error).__name__, str(error))))) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_makes_its_text(kind):
+    told = {"expected": "a", "got": ("b",), "fix": "c"}
+    text = errors.described("what", **told)
+    for error in (kind("what", **told), kind(text), pickle.loads(pickle.dumps(kind("what", **told)))):
+        assert str(error) == text
+        assert error.args == (text,)
 
 
 def test_agreement(comm):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpishard as ms
+from tests.compare import assert_loads
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -219,13 +220,7 @@ def test_fully_shard_dtensor_and_checkpoints(world, tmp_path):
 
     folder = WORLD.bcast(str(tmp_path / "checkpoint"))
     dcp.save({"model": own.state_dict()}, checkpoint_id=folder)
-    with torch.no_grad():
-        for p in own.parameters():
-            p.zero_()
-    loaded = own.state_dict()
-    dcp.load({"model": loaded}, checkpoint_id=folder)
-    for name, p in loaded.items():
-        assert torch.equal(p.full_tensor(), state[name])
+    assert_loads(own, folder, state)
 
 
 @pytest.mark.ranks(4)

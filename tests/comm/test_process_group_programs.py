@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import mpishard as ms
+from tests.compare import assert_loads
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -164,13 +165,7 @@ def test_checkpoint_in_the_background(world, tmp_path):
     assert torch.equal(x, torch.full((3,), SIZE * 1.0))
     pending.result()
     dist.barrier()
-    with torch.no_grad():
-        for p in own.parameters():
-            p.zero_()
-    loaded = own.state_dict()
-    dcp.load({"model": loaded}, checkpoint_id=folder)
-    for name, p in loaded.items():
-        assert torch.equal(p.full_tensor(), before[name])
+    assert_loads(own, folder, before)
 
 
 def test_tensor_parallel(world):

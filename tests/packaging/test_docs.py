@@ -179,8 +179,8 @@ def messages() -> list[tuple[str, str]]:
     return [
         (ast.unparse(call.func).rpartition(".")[2], first_line(text.args[0]))
         for call in calls
-        for text in call.args
-        if isinstance(text, ast.Call) and ast.unparse(text.func).endswith("described") and text.args
+        for text in (call, *call.args)
+        if isinstance(text, ast.Call) and text.args and "fix" in [k.arg for k in text.keywords]
     ]
 
 

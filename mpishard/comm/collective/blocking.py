@@ -3,6 +3,12 @@
 Reductions are typed; everything else moves bytes. Every function returns a fresh contiguous tensor on the
 device of its argument, unless it works in place. Tensors on a GPU travel by NCCL where it serves the group and
 they are large, else through pinned host memory in pieces; blocks for single ranks go as messages.
+
+Parameters have one meaning: ``x`` is this rank's tensor, ``group`` the ranks that take part, all of which call,
+``dim`` a tensor dim, not negative, ``sizes`` the extent of every rank's block along it, ``root`` a rank of the group;
+``deterministic`` asks for an order that the ranks alone determine, which gives the same bits in every run and with
+every MPI library (None: what ``MPISHARD_DETERMINISTIC`` says); ``in_place``, that ``x`` itself receives the result. A
+reduction of a dtype that has none raises `UnsupportedDtypeError`.
 """
 
 from __future__ import annotations
@@ -40,33 +46,9 @@ def group_of(comm: MPI.Intracomm) -> Group:
 def all_reduce(
     x: torch.Tensor, group: Group, op: str = "sum", *, deterministic: bool | None = None, in_place: bool = False
 ) -> torch.Tensor:
-    """Reduce equal-shaped tensors elementwise over the ranks of a group.
+    """Reduce equal-shaped tensors elementwise: ``op`` is "sum", "prod", "max" or "min". Collective over the group.
 
-    Collective over the group. Half types are accumulated in float32; the extrema of floats propagate NaN.
-
-    Parameters
-    ----------
-    x
-        This rank's tensor.
-    group
-        Ranks that take part.
-    op
-        ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``.
-    deterministic
-        Whether to accumulate in an order that the ranks alone determine, which gives the same bits in every run and
-        with every MPI library. None: what ``MPISHARD_DETERMINISTIC`` says.
-    in_place
-        Whether ``x`` itself (contiguous) receives the result.
-
-    Returns
-    -------
-    torch.Tensor
-        The same on every rank.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype has no such reduction.
+    Half types are accumulated in float32; the extrema of floats propagate NaN. ``x`` in place is contiguous.
     """
     rule = rule_of(op, x.dtype)
     if traced.recording is not None and group.size > 1 and x.numel():
@@ -159,26 +141,7 @@ def even(n: int, count: int) -> tuple[int, ...]:
 
 
 def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Concatenate the ranks' tensors along ``dim``, in rank order.
-
-    Collective over the group.
-
-    Parameters
-    ----------
-    x
-        This rank's block; the shapes agree outside ``dim``.
-    group
-        Ranks that take part.
-    dim
-        Dim to concatenate along, not negative.
-    sizes
-        Extent of every rank's block.
-
-    Returns
-    -------
-    torch.Tensor
-        The same on every rank.
-    """
+    """Concatenate the ranks' tensors along ``dim``, in rank order; the shapes agree outside it. Collective."""
     shape, extent = x.shape, total(sizes)
     full = (*shape[:dim], extent, *shape[dim + 1 :])
     if traced.recording is not None and group.size > 1 and math.prod(full):
@@ -216,33 +179,7 @@ def reduce_scatter(
     *,
     deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """Sum equal-shaped tensors over the ranks and return this rank's block of the sum along ``dim``.
-
-    Collective over the group.
-
-    Parameters
-    ----------
-    x
-        This rank's tensor.
-    group
-        Ranks that take part.
-    dim
-        Dim to cut, not negative.
-    sizes
-        Extent of every rank's block.
-    deterministic
-        As in `all_reduce`.
-
-    Returns
-    -------
-    torch.Tensor
-        This rank's block.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype has no sum.
-    """
+    """Sum equal-shaped tensors; return this rank's block of the sum along ``dim``. Collective over the group."""
     rule = rule_of("sum", x.dtype)
     own = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     if traced.recording is not None and group.size > 1 and x.numel():
@@ -273,25 +210,10 @@ def all_to_all(
     group: Group,
     bound_nbytes: int,
 ) -> list[torch.Tensor]:
-    """Send one block to every rank and receive one from each.
+    """Send block r to rank r, and return what comes from each: views of one buffer. Collective over the group.
 
-    Collective over the group.
-
-    Parameters
-    ----------
-    blocks
-        What to send, by rank.
-    shapes
-        Shapes of what comes, by rank.
-    group
-        Ranks that take part.
-    bound_nbytes
-        No rank sends or receives more than this; the same number on every rank.
-
-    Returns
-    -------
-    list of torch.Tensor
-        What came, by rank; contiguous views of one buffer.
+    ``shapes`` are of what comes, by rank; no rank sends or receives more than ``bound_nbytes``, the same number on
+    every rank.
     """
     counts = [math.prod(s) for s in shapes]
     flat = pack(blocks, blocks[0].dtype)
@@ -302,18 +224,9 @@ def all_to_all(
 def all_to_all_flat(
     flat: torch.Tensor, out: Sequence[int], into: Sequence[int], group: Group, bound_nbytes: int
 ) -> torch.Tensor:
-    """Send every rank a part of a tensor, and return what came from all, 1-D and fresh.
+    """Send every rank a part of a tensor, 1-D and dense, and return what came from all, too. Collective over the group.
 
-    Collective over the group.
-
-    Parameters
-    ----------
-    flat
-        1-D and dense: what to send, one part after the other.
-    out, into
-        Numbers that go to, and come from, every rank.
-    group, bound_nbytes
-        As for `all_to_all`.
+    ``out`` and ``into`` are the numbers that go to, and come from, every rank; ``bound_nbytes`` is as for `all_to_all`.
     """
     if traced.recording is not None and group.size > 1:
         return traced.recording.call(
@@ -331,26 +244,7 @@ def all_to_all_flat(
 
 
 def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
-    """Copy the root's tensor to every rank.
-
-    Collective over the group.
-
-    Parameters
-    ----------
-    x
-        The tensor to send on the root; elsewhere, one of the same shape and dtype.
-    group
-        Ranks that take part.
-    root
-        Rank in the group.
-    in_place
-        Whether ``x`` itself receives the values.
-
-    Returns
-    -------
-    torch.Tensor
-        The same on every rank.
-    """
+    """Copy the root's tensor to every rank; elsewhere, ``x`` has its shape and dtype. Collective over the group."""
     if traced.recording is not None and group.size > 1:
         y = traced.recording.call("broadcast", lambda t: broadcast(t, group, root), [x], x.shape)
         return x.copy_(y) if in_place else y
@@ -372,31 +266,7 @@ def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = Fals
 
 
 def reduce(x: torch.Tensor, group: Group, root: int, *, deterministic: bool | None = None) -> torch.Tensor:
-    """Sum equal-shaped tensors over the ranks; the other ranks than the root get zeros.
-
-    Collective over the group.
-
-    Parameters
-    ----------
-    x
-        This rank's tensor.
-    group
-        Ranks that take part.
-    root
-        Rank in the group.
-    deterministic
-        As in `all_reduce`.
-
-    Returns
-    -------
-    torch.Tensor
-        The sum on the root, zeros elsewhere.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype has no sum.
-    """
+    """Sum equal-shaped tensors on the root; the other ranks get zeros. Collective over the group."""
     rule = rule_of("sum", x.dtype)
     if group.size == 1:
         return dense(x).clone(memory_format=torch.contiguous_format)

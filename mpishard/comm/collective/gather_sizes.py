@@ -18,31 +18,9 @@ from mpishard.layout import as_block_sizes, repeated
 
 
 def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, group: Group) -> tuple[int, ...]:
-    """Return the ranks' extents along ``dim``, after checking that they agree on everything else.
+    """Return the ranks' extents along ``dim``, of which ``shape`` has this rank's. Collective over the group.
 
-    Collective over the group.
-
-    Parameters
-    ----------
-    op
-        Name for the error.
-    shape
-        This rank's shape.
-    dim
-        The dim that may differ.
-    signature
-        What must agree besides the shape outside ``dim``.
-    group
-        Ranks that take part.
-
-    Returns
-    -------
-    tuple of int
-
-    Raises
-    ------
-    DesyncError
-        On every rank, where ranks disagree.
+    ``signature``, and the shape outside ``dim``, must be those of all: else `DesyncError` on every rank, of ``op``.
     """
     if group.size == 1:
         return (shape[dim],)
@@ -73,19 +51,9 @@ def gather_blocks(
 ) -> dict[int, tuple[int, ...]] | None:
     """Return the block sizes along every dim that is sharded, or None on every rank where blocks do not fit each other.
 
-    Collective over the mesh. The ranks along the mesh dims that shard a dim tell each other their extents; what others
-    have is compared by a number.
-
-    Parameters
-    ----------
-    op
-        Name for the watchdog.
-    mesh
-        Whose ranks have blocks, with as many dims each.
-    shape
-        Of this rank's block.
-    mesh_dims
-        Array dim -> the mesh dims that shard it, ascending; the same on all ranks.
+    Collective over the mesh. The ranks along the mesh dims that shard a dim (``mesh_dims``: array dim -> those,
+    ascending, the same on all ranks) tell each other their extents; what others have is compared by a number.
+    ``shape`` is of this rank's block, ``op`` a name for the watchdog.
     """
     sizes: dict[int, tuple[int, ...]] = {}
     for dim, dims in mesh_dims.items():

@@ -32,18 +32,10 @@ def funnel(
 
     Parameters
     ----------
-    x
-        This rank's block.
-    offset
-        Global index of its first cell.
+    x, offset
+        This rank's block, and the global index of its first cell.
     slabs
         Returns the boxes that a rank of the group gives, in global indices; the same on every rank.
-    group
-        Ranks that take part.
-    consume
-        Called on rank 0 only.
-    op
-        Name for counters and the watchdog.
     """
     comm, rank = group.comm, group.rank
     if guard.DEBUG:
@@ -51,7 +43,7 @@ def funnel(
     tag = hashed(op, x.dtype)
     if rank:
         for box in slabs(rank):
-            part = _host(_slab(x, offset, box))
+            part = cells_of(x, offset, box)
             if counter.active:
                 counter.record(op, len(pieces(part.nbytes)), part.nbytes)
             with guard.waiting(op, (0,), comm):
@@ -62,7 +54,7 @@ def funnel(
     for source in range(group.size):
         for box in slabs(source):
             if source == 0:
-                consume(box, _host(_slab(x, offset, box)))
+                consume(box, cells_of(x, offset, box))
                 continue
             shape = [hi - lo for lo, hi in box]
             count = torch.Size(shape).numel()
@@ -75,11 +67,8 @@ def funnel(
             consume(box, part)
 
 
-def _slab(x: torch.Tensor, offset: Sequence[int], box: Intervals) -> torch.Tensor:
+def cells_of(x: torch.Tensor, offset: Sequence[int], box: Intervals) -> torch.Tensor:
+    """Return a slab of a block as dense host memory, without a copy where it is that. Not collective."""
     for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
         x = x.narrow(dim, lo - start, hi - lo)
-    return x
-
-
-def _host(x: torch.Tensor) -> torch.Tensor:
     return dense(to_host(x) if x.is_cuda else x)

@@ -1,4 +1,7 @@
-"""Collectives that travel while the ranks compute."""
+"""Collectives that travel while the ranks compute; every rank starts them in the same order.
+
+``x`` is contiguous; ``counts`` are numbers of values, one for each rank. The rest is as in `blocking`.
+"""
 
 from __future__ import annotations
 
@@ -50,29 +53,7 @@ class PendingReduction:
 
 
 def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = None) -> PendingReduction:
-    """Start to sum equal-shaped contiguous tensors in place over the ranks of a group.
-
-    Collective over the group: every rank starts its reductions in the same order.
-
-    Parameters
-    ----------
-    x
-        Contiguous tensor that receives the sum.
-    group
-        Ranks that take part.
-    deterministic
-        As in `all_reduce`.
-
-    Returns
-    -------
-    PendingReduction
-        Whose ``wait()`` returns ``x``, once.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype has no sum.
-    """
+    """Start to sum equal-shaped tensors in place; ``wait()`` returns ``x``, once. Collective over the group."""
     rule = rule_of("sum", x.dtype)
     if guard.DEBUG:
         guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
@@ -99,16 +80,9 @@ _left: deque[PendingReduction] = deque()
 
 
 def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
-    """Start a sum that each rank may wait for, or not, when it likes: no communication is left to `wait`.
+    """Start to sum ``x`` in place, which each rank may wait for, or not, when it likes: `wait` does not communicate.
 
     Collective over the group, but for ``wait()``. None where that cannot be: the caller sums at once.
-
-    Parameters
-    ----------
-    x
-        Small contiguous tensor that receives the sum.
-    group
-        Ranks that take part.
     """
     if x.nbytes > _LOCAL_NBYTES or in_order(None) or guard.looked_out():
         return None
@@ -152,23 +126,9 @@ def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> Pending
 
 
 def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
-    """Start to join the ranks' values, one rank's after the other's.
+    """Start to join the ranks' 1-D values, one rank's after the other's, as ``wait()`` returns them.
 
-    Collective over the group: every rank starts its collectives in the same order.
-
-    Parameters
-    ----------
-    x
-        Dense 1-D tensor.
-    group
-        Ranks that take part.
-    counts
-        Number of values of every rank.
-
-    Returns
-    -------
-    PendingReduction
-        Whose ``wait()`` returns all values, 1-D. Over before it, where they lie on a GPU or are very many.
+    Collective over the group. Over before ``wait()``, where they lie on a GPU or are very many.
     """
     nbytes = [n * x.itemsize for n in counts]
     if group.size == 1 or transport_of(group, x).driver is not None or not 0 < sum(nbytes) <= buffer.MESSAGE_NBYTES:
@@ -190,29 +150,10 @@ def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pending
 
 
 def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
-    """Start to sum values over the ranks, of which each keeps its own, one rank's after the other's.
+    """Start to sum 1-D values, one rank's after the other's, of which each rank keeps its own: ``wait()`` returns them.
 
-    Collective over the group: every rank starts its collectives in the same order.
-
-    Parameters
-    ----------
-    x
-        Dense 1-D tensor.
-    group
-        Ranks that take part.
-    counts
-        Number of values that every rank keeps.
-
-    Returns
-    -------
-    PendingReduction
-        Whose ``wait()`` returns this rank's sums, 1-D. Over before it, where they lie on a GPU, are very many, or must
-        be summed in a fixed order.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype has no sum.
+    Collective over the group. Over before ``wait()``, where they lie on a GPU, are very many, or must be summed in a
+    fixed order.
     """
     rule = rule_of("sum", x.dtype)
     simple = rule.carrier is None and not (rule.ordered and in_order(None))

@@ -72,12 +72,10 @@ class Channel(NamedTuple):
         dead = [p for p in peers if state_of(self.presences[p]) == "dead"]
         if dead:
             raise CertainError(
-                described(
-                    f"{what}: {self.named(dead)} died",
-                    expected="a living peer",
-                    got="its process is gone",
-                    fix="see what it printed",
-                )
+                f"{what}: {self.named(dead)} died",
+                expected="a living peer",
+                got="its process is gone",
+                fix="see what it printed",
             )
 
     def named(self, peers: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Far
 from mpishard.comm.coupling.patience import Circle, Presence, Wait, presence
-from mpishard.errors import MpishardError, PeerError, described, ranges_of, ranks_text
+from mpishard.errors import MpishardError, PeerError, ranges_of, ranks_text
 
 
 def greet(
@@ -79,12 +79,10 @@ def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -
             if kind == wire.WITHDRAW:
                 text = data[wire.HEAD.size :].tobytes().decode(errors="replace")
                 raise PeerError(
-                    described(
-                        f"connect: program {other!r} gave up",
-                        expected="a link",
-                        got=text.splitlines()[0] if text else "its withdrawal",
-                        fix="see its error",
-                    )
+                    f"connect: program {other!r} gave up",
+                    expected="a link",
+                    got=text.splitlines()[0] if text else "its withdrawal",
+                    fix="see its error",
                 )
             if kind == wire.OFFER:
                 theirs = data.tobytes()
@@ -94,12 +92,10 @@ def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -
         elif not wait.pause():
             _send(far, tag, wire.WITHDRAW, b"no answer in time", 1.0)
             raise PeerError(
-                described(
-                    f"connect: program {other!r} did not come",
-                    expected=f"its connect within {timeout_s:g} s",
-                    got="nothing" if not theirs else "its offer, and then nothing",
-                    fix="call connect in both programs, for several links in the same order; give a longer timeout",
-                )
+                f"connect: program {other!r} did not come",
+                expected=f"its connect within {timeout_s:g} s",
+                got="nothing" if not theirs else "its offer, and then nothing",
+                fix="call connect in both programs, for several links in the same order; give a longer timeout",
             )
     MPI.Request.Waitall([request for request, _ in sent])
     return theirs
@@ -125,12 +121,10 @@ def meet_peers(
             silent = [p for p, request in zip(peers, requests) if not request.Test()]
             who = ranks_text(ranges_of(p - far.first for p in silent))
             error = PeerError(
-                described(
-                    f"connect: {who} of program {other!r} did not come",
-                    expected=f"all its ranks within {timeout_s:g} s",
-                    got="some of them",
-                    fix="look whether they died or hang",
-                )
+                f"connect: {who} of program {other!r} did not come",
+                expected=f"all its ranks within {timeout_s:g} s",
+                got="some of them",
+                fix="look whether they died or hang",
             )
             break
     circle.agree(error, timeout_s)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Load, Parcel, boxes_of, notice
 from mpishard.comm.memory.buffer import address
-from mpishard.errors import MpishardError, PeerError, described
+from mpishard.errors import MpishardError, PeerError
 
 
 class Inlet:
@@ -68,12 +68,10 @@ class Inlet:
             return None
         if least != -most:
             raise PeerError(
-                described(
-                    "get: the ranks got different steps",
-                    expected="one step",
-                    got=f"steps {least} to {-most}",
-                    fix="call put on all ranks of the writing program alike",
-                )
+                "get: the ranks got different steps",
+                expected="one step",
+                got=f"steps {least} to {-most}",
+                fix="call put on all ranks of the writing program alike",
             )
         return least
 
@@ -93,15 +91,13 @@ class Inlet:
         if len(set(heads)) > 1:
             other = {head: p.peer for head, p in reversed(list(zip(heads, self._parcels)))}
             raise PeerError(
-                described(
-                    "get: the writers sent different steps",
-                    expected="one step",
-                    got=", ".join(
-                        f"{step if kind == wire.STEP else 'the end'} from {self.channel.named([peer])}"
-                        for (kind, step), peer in sorted(other.items(), key=lambda item: item[1])[:4]
-                    ),
-                    fix="call put on all ranks of the writing program alike",
-                )
+                "get: the writers sent different steps",
+                expected="one step",
+                got=", ".join(
+                    f"{step if kind == wire.STEP else 'the end'} from {self.channel.named([peer])}"
+                    for (kind, step), peer in sorted(other.items(), key=lambda item: item[1])[:4]
+                ),
+                fix="call put on all ranks of the writing program alike",
             )
         return heads[0]
 
@@ -114,24 +110,20 @@ class Inlet:
             raise PeerError(wire.other_version(version if magic == wire.MAGIC else None))
         if kind == wire.GONE:
             raise PeerError(
-                described(
-                    f"get: {self.channel.named([peer])} left",
-                    expected="more steps, or close",
-                    got="the end of its process",
-                    fix="close the link on all ranks before a program ends",
-                )
+                f"get: {self.channel.named([peer])} left",
+                expected="more steps, or close",
+                got="the end of its process",
+                fix="close the link on all ranks before a program ends",
             )
         if kind == wire.END:
             self._over.add(peer)
             return kind, 0
         if nbytes != self._load.sizes[i]:
             raise PeerError(
-                described(
-                    f"get: a message of {self.channel.named([peer])} of another size",
-                    expected=f"{self._load.sizes[i]} bytes",
-                    got=f"{nbytes} bytes",
-                    fix="report this: both sides plan alike",
-                )
+                f"get: a message of {self.channel.named([peer])} of another size",
+                expected=f"{self._load.sizes[i]} bytes",
+                got=f"{nbytes} bytes",
+                fix="report this: both sides plan alike",
             )
         comm, tag = self.channel.comm, self.channel.tag + wire.DATA
         MPI.Request.Waitall([comm.Irecv(address(*part), peer, tag) for part in self._load.parts[i][1:]])

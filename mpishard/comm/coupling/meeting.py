@@ -246,4 +246,4 @@ def checked_timeout(timeout: object, what: str) -> float:
         return min(60.0, guard.TIMEOUT_S * 0.9) if guard.TIMEOUT_S > 0 else 60.0
     if isinstance(timeout, (int, float)) and 0 < timeout < float("inf"):
         return float(timeout)
-    raise MpishardError(described(f"{what}: timeout", expected="seconds > 0", got=repr(timeout), fix="give a number"))
+    raise MpishardError(f"{what}: timeout", expected="seconds > 0", got=repr(timeout), fix="give a number")

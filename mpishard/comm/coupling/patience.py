@@ -20,7 +20,7 @@ from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.exit import on_finalize
 from mpishard.comm.memory.buffer import address
-from mpishard.errors import PeerError, described
+from mpishard.errors import PeerError
 
 _SPIN_S = 5e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
@@ -155,12 +155,10 @@ class Circle:
             if not wait.pause():
                 self._broken = True
                 raise PeerError(
-                    described(
-                        f"program {self.name!r}: not all of its own ranks came to the call",
-                        expected=f"{self.size} ranks within {wait.timeout_s:.0f} s",
-                        got=f"rank {self.rank}, and not all others",
-                        fix="look for a rank that died or took another way",
-                    )
+                    f"program {self.name!r}: not all of its own ranks came to the call",
+                    expected=f"{self.size} ranks within {wait.timeout_s:.0f} s",
+                    got=f"rank {self.rank}, and not all others",
+                    fix="look for a rank that died or took another way",
                 )
 
 
@@ -207,12 +205,10 @@ class Ballot:
         circle = self._circle
         if circle._broken:
             raise PeerError(
-                described(
-                    f"program {circle.name!r}: its ranks have lost each other",
-                    expected="all of them in every call",
-                    got="an earlier call to which some never came",
-                    fix="see that call's error",
-                )
+                f"program {circle.name!r}: its ranks have lost each other",
+                expected="all of them in every call",
+                got="an earlier call to which some never came",
+                fix="see that call's error",
             )
         self._error = error
         failed = 0

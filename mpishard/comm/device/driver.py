@@ -24,7 +24,7 @@ from torch import Tensor
 from mpishard.comm.device.kernel import NAMES, SOURCE, THREADS
 from mpishard.comm.memory.block import Block, DeviceMemory
 from mpishard.comm.memory.copy_table import Table
-from mpishard.errors import MpishardError, UnsupportedOperationError, described
+from mpishard.errors import MpishardError, UnsupportedOperationError
 
 
 class Memory(Protocol):
@@ -114,12 +114,10 @@ def driver_of(device: torch.device) -> Driver | None:
     driver = _drivers.get(device)
     if driver is None and device.type not in ("cpu", "cuda"):
         raise UnsupportedOperationError(
-            described(
-                f"communication of tensors on {device}",
-                expected="tensors in host memory or on a CUDA device",
-                got=device,
-                fix="move them first",
-            )
+            f"communication of tensors on {device}",
+            expected="tensors in host memory or on a CUDA device",
+            got=device,
+            fix="move them first",
         )
     if driver is None and device.type == "cuda":
         own = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -146,12 +144,10 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 def captured() -> UnsupportedOperationError:
     """Return the error of communication while a CUDA graph is captured. Not collective."""
     return UnsupportedOperationError(
-        described(
-            "communication inside the capture of a CUDA graph",
-            expected="a stream that runs what is queued",
-            got="torch.cuda.graph(...) around it",
-            fix="capture the parts between the exchanges: the host takes part in them, which no graph can replay",
-        )
+        "communication inside the capture of a CUDA graph",
+        expected="a stream that runs what is queued",
+        got="torch.cuda.graph(...) around it",
+        fix="capture the parts between the exchanges: the host takes part in them, which no graph can replay",
     )
 
 
@@ -331,12 +327,10 @@ def _cuda_malloc(nbytes: int, device: torch.device) -> int:
         code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
     if code:
         raise MpishardError(
-            described(
-                "no GPU memory for a message buffer",
-                expected=f"{nbytes} bytes on {device}",
-                got=f"cudaMalloc's error {code}",
-                fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
-            )
+            "no GPU memory for a message buffer",
+            expected=f"{nbytes} bytes on {device}",
+            got=f"cudaMalloc's error {code}",
+            fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
         )
     return pointer.value or 0
 
@@ -349,12 +343,10 @@ def _runtime() -> ctypes.CDLL:
         loaded = sorted({line.split()[-1] for line in maps if "libcudart" in line})
     if not loaded:
         raise MpishardError(
-            described(
-                "torch's CUDA run-time library is not to be found",
-                expected="libcudart among the libraries of this process",
-                got="none (a torch that links it statically)",
-                fix="install torch from its own wheels or conda-forge",
-            )
+            "torch's CUDA run-time library is not to be found",
+            expected="libcudart among the libraries of this process",
+            got="none (a torch that links it statically)",
+            fix="install torch from its own wheels or conda-forge",
         )
     return ctypes.CDLL(loaded[0])
 

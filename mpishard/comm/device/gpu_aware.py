@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
-from mpishard.errors import MeshError, MpishardError, described
+from mpishard.errors import MeshError, MpishardError
 
 OVERRIDE = "MPISHARD_GPU_AWARE"
 
@@ -83,12 +83,10 @@ def agreed(comm: MPI.Intracomm, device: torch.device) -> bool:
         return False
     if gpus < comm.Get_size():
         raise MeshError(
-            described(
-                "a mesh of ranks with and without a GPU",
-                expected="one on every rank, or on none",
-                got=f"one on {gpus} of {comm.Get_size()} ranks",
-                fix="pass device='cpu' on all ranks, or start ranks on nodes with GPUs only",
-            )
+            "a mesh of ranks with and without a GPU",
+            expected="one on every rank, or on none",
+            got=f"one on {gpus} of {comm.Get_size()} ranks",
+            fix="pass device='cpu' on all ranks, or start ranks on nodes with GPUs only",
         )
     aware, error = False, None
     try:
@@ -103,9 +101,7 @@ def agreed(comm: MPI.Intracomm, device: torch.device) -> bool:
 def _override(environment: Mapping[str, str]) -> Finding:
     value = environment.get(OVERRIDE, "")
     if value not in ("", "0", "1"):
-        raise MeshError(
-            described(f"{OVERRIDE}: unknown value", expected="0 or 1", got=repr(value), fix="set or unset it")
-        )
+        raise MeshError(f"{OVERRIDE}: unknown value", expected="0 or 1", got=repr(value), fix="set or unset it")
     return Finding(OVERRIDE, {"": "nothing", "0": "no", "1": "yes"}[value], f"it is {value or 'not set'}")
 
 

@@ -48,15 +48,7 @@ class _Table(NamedTuple):
 
 
 class AtOnce:
-    """The round of all dims, of blocks with few cells.
-
-    Parameters
-    ----------
-    every
-        The round.
-    in_shape, out_shape
-        Of the block and of its window.
-    """
+    """The round ``every`` of all dims, of blocks with few cells, given the shapes of the block and of its window."""
 
     def __init__(self, every: Round, in_shape: Sequence[int], out_shape: Sequence[int]) -> None:
         self._every, self._in, self._out = every, tuple(in_shape), tuple(out_shape)

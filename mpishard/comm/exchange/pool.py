@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from mpishard.comm import exit
 from mpishard.comm.exchange.persistent import Exchange, Parts
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.tag import Label
 from mpishard.comm.transport.choice import transport_of
 
 _EXCHANGE_NBYTES = 8 << 10  # of requests and views, which come when they are used
@@ -21,7 +21,7 @@ class ExchangePool:
     ----------
     mesh, mesh_dims
         The mesh, and the dims along which the peers lie.
-    sends, recvs, dtype, op, label
+    sends, recvs, rest
         As for an `Exchange`.
     """
 
@@ -31,17 +31,16 @@ class ExchangePool:
         mesh_dims: tuple[int, ...],
         sends: Parts,
         recvs: Parts,
-        dtype: torch.dtype,
-        op: str,
-        label: Label,
+        *rest: Any,
     ) -> None:
-        self._mesh, self._mesh_dims, self._dtype, self._op, self._label = mesh, mesh_dims, dtype, op, label
-        self._sends, self._recvs = sends, recvs
+        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._messages: tuple[Any, ...] = (sends, recvs, *rest)
+        self._travels = bool(sends or recvs)
         self._made: list[Exchange] = []
 
     def take(self, x: Tensor) -> Exchange | None:
         """Return an exchange beside ``x`` that is not in flight, or None where nothing travels. Not collective."""
-        if not self._sends and not self._recvs:
+        if not self._travels:
             return None
         for exchange in self._made:
             if not exchange.storage.busy and exchange.device == x.device:
@@ -49,7 +48,8 @@ class ExchangePool:
                     exchange.acquire()
                 return exchange
         transport = transport_of(self._mesh.group(self._mesh_dims), x)
-        made = Exchange(transport, self._sends, self._recvs, self._dtype, self._op, self._label, self._mesh.storages)
+        given = (*self._messages, self._mesh.storages)
+        made = Exchange(transport, *given)
         self._mesh.own_weakly(made)
         self._made.append(made)
         return made
@@ -62,4 +62,4 @@ class ExchangePool:
                     exchange.free()
 
     def __sizeof__(self) -> int:
-        return object.__sizeof__(self) + (_EXCHANGE_NBYTES if self._sends or self._recvs else 0)
+        return object.__sizeof__(self) + (_EXCHANGE_NBYTES if self._travels else 0)

@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 
 
 class Channel:
@@ -35,12 +35,10 @@ class Channel:
         """Raise where a field at one of these addresses is in flight. Not collective."""
         if any(addresses & busy for _, busy in self.flying.values()):
             raise UnsupportedOperationError(
-                described(
-                    "HaloExchanger: a field is already in flight",
-                    expected="one exchange of a field at a time",
-                    got="a field between start() and finish()",
-                    fix="call finish() first",
-                )
+                "HaloExchanger: a field is already in flight",
+                expected="one exchange of a field at a time",
+                got="a field between start() and finish()",
+                fix="call finish() first",
             )
 
     def free(self) -> None:

@@ -8,24 +8,22 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.comm.device.driver import Driver, Memory
-from mpishard.comm.halo.host import OP, Message, Refresh, Sweep, placed
+from mpishard.comm.halo.host import OP, Message, Refresh, Step, Sweep, placed
 from mpishard.comm.memory.block import Block, copy_views
 from mpishard.comm.memory.copy_table import Box, plan_table
 from mpishard.comm.transport.device_message import Envelope, Relay
 
 
-class _DeviceStep:
-    """One sweep on given fields: its messages, and what is packed and unpacked around them."""
+class _DeviceStep(Step):
+    """One sweep on given fields: its messages, and tables for what is packed and unpacked around them."""
 
-    __slots__ = ("fold", "folded", "local", "pack", "packs", "relay", "unpack", "unpacks")
+    __slots__ = ("fold", "folded", "pack", "relay", "unpack")
 
     def __init__(self, relay: Relay) -> None:
+        super().__init__()
         self.relay = relay
         self.pack: Any = None
         self.unpack: Any = None
-        self.packs: list[tuple[Any, Any]] = []
-        self.unpacks: list[tuple[Any, Any]] = []
-        self.local: list[tuple[Any, Any]] = []
         # what stays on this rank: a table to pack it, one to unpack it, and the memory between
         self.fold: tuple[Any, Any, Memory] | None = None
         self.folded: Any = None  # the mark behind the last use of that memory
@@ -36,7 +34,7 @@ class DeviceRefresh(Refresh):
 
     Parameters
     ----------
-    comm, sweeps, fields, tag, reverse, op
+    comm, sweeps, fields, rest
         As for `Refresh`.
     foreign
         Whether other streams than torch's current one may still write the fields.
@@ -51,16 +49,13 @@ class DeviceRefresh(Refresh):
         comm: MPI.Intracomm,
         sweeps: Sequence[Sweep],
         fields: Sequence[Block],
-        tag: int,
-        reverse: bool,
-        op: str,
-        *,
+        *rest: Any,
         foreign: bool,
         driver: Driver,
         aware: bool,
     ) -> None:
         self._driver, self._aware, self._foreign = driver, aware, foreign
-        super().__init__(comm, sweeps, [f._replace(device=driver.device) for f in fields], tag, reverse, op)
+        super().__init__(comm, sweeps, [f._replace(device=driver.device) for f in fields], *rest)
 
     def free(self) -> None:
         """Free the persistent requests and the buffers. Not collective."""

@@ -24,7 +24,7 @@ from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
-from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.layout import bounds, repeated, runs_of
 from mpishard.layout.partition import coords_of
 
@@ -104,7 +104,7 @@ class HaloExchanger:
             self.dtypes = dtype_names(dtype)
             if order not in ("C", "F"):
                 raise LayoutError(
-                    described("HaloExchanger: unknown memory order", expected="'C' or 'F'", got=order, fix="name one")
+                    "HaloExchanger: unknown memory order", expected="'C' or 'F'", got=order, fix="name one"
                 )
         except MpishardError as e:
             error = e
@@ -233,12 +233,10 @@ class HaloExchanger:
         """
         if not self._flying:
             raise UnsupportedOperationError(
-                described(
-                    "HaloExchanger.finish: nothing is in flight",
-                    expected="start(...) before finish()",
-                    got="finish() alone",
-                    fix="call start(fields) first, or the exchanger itself to do both",
-                )
+                "HaloExchanger.finish: nothing is in flight",
+                expected="start(...) before finish()",
+                got="finish() alone",
+                fix="call start(fields) first, or the exchanger itself to do both",
             )
         while self._flying:
             slot, refresh, fields = self._flying[0]
@@ -316,12 +314,10 @@ class HaloExchanger:
         group = self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
         if not fields or (len(self.dtypes) > 1 and len(fields) != len(self.dtypes)):
             raise LayoutError(
-                described(
-                    "HaloExchanger: wrong number of fields",
-                    expected=len(self.dtypes) if len(self.dtypes) > 1 else "one field or more",
-                    got=len(fields),
-                    fix="pass one field per dtype given to the exchanger",
-                )
+                "HaloExchanger: wrong number of fields",
+                expected=len(self.dtypes) if len(self.dtypes) > 1 else "one field or more",
+                got=len(fields),
+                fix="pass one field per dtype given to the exchanger",
             )
         names = self.dtypes if len(self.dtypes) > 1 else self.dtypes * len(fields)
         blocks = [
@@ -331,12 +327,10 @@ class HaloExchanger:
         addresses = [b.address for b in blocks if b.nbytes]  # empty arrays share addresses
         if len(set(addresses)) < len(addresses) or len({b.device for b in blocks}) > 1:
             raise UnsupportedOperationError(
-                described(
-                    "HaloExchanger: fields that cannot travel together",
-                    expected="different arrays, all on the same device",
-                    got=[f"{b.device or 'cpu'} memory at {b.address:#x}" for b in blocks],
-                    fix="pass every field once, and GPU and CPU fields in calls of their own",
-                )
+                "HaloExchanger: fields that cannot travel together",
+                expected="different arrays, all on the same device",
+                got=[f"{b.device or 'cpu'} memory at {b.address:#x}" for b in blocks],
+                fix="pass every field once, and GPU and CPU fields in calls of their own",
             )
         foreign = any(b.device and not isinstance(f, torch.Tensor) for b, f in zip(blocks, fields))
         comm = self._channel.comm
@@ -345,19 +339,10 @@ class HaloExchanger:
         tag = (self._number + _SLOT_STEP * slot + _FIELDS_STEP * (len(fields) - 1)) % (_TAGS // ways) * ways
         op = f"HaloExchanger {self._number} of shape {self.shape}, halo {self.halo_width}, {len(fields)} fields"
         driver = transport_of(group, blocks[0].device or _HOST).driver
+        rest = (blocks, tag, self._reversed, op)
         if driver is None:
-            return Refresh(comm, self._sweeps, blocks, tag, self._reversed, op)
-        return DeviceRefresh(
-            comm,
-            [self._at_once],
-            blocks,
-            tag,
-            self._reversed,
-            op,
-            foreign=foreign,
-            driver=driver,
-            aware=group.aware,
-        )
+            return Refresh(comm, self._sweeps, *rest)
+        return DeviceRefresh(comm, [self._at_once], *rest, foreign=foreign, driver=driver, aware=group.aware)
 
     def _check(self, fields: tuple[Any, ...]) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
@@ -369,24 +354,20 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, 
     if dims is None:
         if ndim > mesh.ndim and not per_dim:
             raise LayoutError(
-                described(
-                    "HaloExchanger: which array dims does the mesh cut?",
-                    expected=f"an array of {mesh.ndim} dims, as {mesh.outline} has, or dims=",
-                    got=f"an array of {ndim} dims, and one width for all",
-                    fix=f"say which, e.g. dims={dict(zip(range(ndim - mesh.ndim, ndim), mesh.mesh_dim_names))}; where "
-                    f"they are the first, halo_width={(1,) * mesh.ndim + (0,) * (ndim - mesh.ndim)} says it too",
-                )
+                "HaloExchanger: which array dims does the mesh cut?",
+                expected=f"an array of {mesh.ndim} dims, as {mesh.outline} has, or dims=",
+                got=f"an array of {ndim} dims, and one width for all",
+                fix=f"say which, e.g. dims={dict(zip(range(ndim - mesh.ndim, ndim), mesh.mesh_dim_names))}; where "
+                f"they are the first, halo_width={(1,) * mesh.ndim + (0,) * (ndim - mesh.ndim)} says it too",
             )
         return {d: d for d in range(min(ndim, mesh.ndim))}
     found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
     if len(found) != len(dims) or len(set(found.values())) != len(dims):
         raise LayoutError(
-            described(
-                "HaloExchanger: dims do not fit the array or the mesh",
-                expected=f"different array dims below {ndim} on different mesh dims",
-                got=dict(dims),
-                fix="give {array dim: mesh dim} for the dims that the mesh cuts",
-            )
+            "HaloExchanger: dims do not fit the array or the mesh",
+            expected=f"different array dims below {ndim} on different mesh dims",
+            got=dict(dims),
+            fix="give {array dim: mesh dim} for the dims that the mesh cuts",
         )
     return dict(sorted(found.items()))
 
@@ -408,31 +389,25 @@ def _widths(
         pairs = []
     if len(pairs) != len(shape) or any(lo < 0 or hi < 0 for lo, hi in pairs):
         raise LayoutError(
-            described(
-                "HaloExchanger: halo_width does not fit the shape",
-                expected=f"an int >= 0 or (lo, hi) for each of {len(shape)} array dims",
-                got=halo_width,
-                fix="give 0 for dims without a halo",
-            )
+            "HaloExchanger: halo_width does not fit the shape",
+            expected=f"an int >= 0 or (lo, hi) for each of {len(shape)} array dims",
+            got=halo_width,
+            fix="give 0 for dims without a halo",
         )
     for d, (n, (lo, hi)) in enumerate(zip(shape, pairs)):
         if lo + hi > n:
             raise LayoutError(
-                described(
-                    f"HaloExchanger: array dim {d} is smaller than its halo",
-                    expected=f"at least {lo} + {hi} cells (the shape counts the halo)",
-                    got=shape,
-                    fix="pass the shape of the local array with its halo",
-                )
+                f"HaloExchanger: array dim {d} is smaller than its halo",
+                expected=f"at least {lo} + {hi} cells (the shape counts the halo)",
+                got=shape,
+                fix="pass the shape of the local array with its halo",
             )
         if lo + hi and d not in mesh_dims:
             raise LayoutError(
-                described(
-                    f"HaloExchanger: array dim {d} has a halo, but lies on no mesh dim",
-                    expected=f"width 0 outside array dims {tuple(mesh_dims)}",
-                    got=(lo, hi),
-                    fix="give width 0 there, or say with dims= on which mesh dim it lies",
-                )
+                f"HaloExchanger: array dim {d} has a halo, but lies on no mesh dim",
+                expected=f"width 0 outside array dims {tuple(mesh_dims)}",
+                got=(lo, hi),
+                fix="give width 0 there, or say with dims= on which mesh dim it lies",
             )
     return tuple(pairs)
 
@@ -451,12 +426,10 @@ def _interior_sizes(
         extent = bounds(sizes[d])[-1]
         if max(lo, hi) > extent and not (mesh.periodic[mesh_dims[d]] and extent):
             raise LayoutError(
-                described(
-                    f"HaloExchanger: the halo of array dim {d} is wider than the global extent",
-                    expected=f"at most {extent} cells",
-                    got=(lo, hi),
-                    fix="use a narrower halo, or a mesh that is periodic along this dim",
-                )
+                f"HaloExchanger: the halo of array dim {d} is wider than the global extent",
+                expected=f"at most {extent} cells",
+                got=(lo, hi),
+                fix="use a narrower halo, or a mesh that is periodic along this dim",
             )
     return sizes
 
@@ -468,10 +441,8 @@ def _misfit(mesh: CartMesh, own: tuple[int, ...], mesh_dims: Mapping[int, int]) 
     coord = 0 if m is None else coords_of(rank, mesh.shape)[m]
     where = "the ranks" if m is None else f"ranks at coordinate {coord} of {mesh.mesh_dim_names[m]!r}"
     return LayoutError(
-        described(
-            f"HaloExchanger: array dim {d} has different extents on {where}",
-            expected=f"{expected}, as on the first of them",
-            got=f"{shape[d]} on rank {rank}",
-            fix="let an extent depend on the coordinate along its own mesh dim only",
-        )
+        f"HaloExchanger: array dim {d} has different extents on {where}",
+        expected=f"{expected}, as on the first of them",
+        got=f"{shape[d]} on rank {rank}",
+        fix="let an extent depend on the coordinate along its own mesh dim only",
     )

@@ -101,20 +101,9 @@ def plan_at_once(
 ) -> Sweep:
     """Plan the exchange along all dims as one sweep: every cell comes straight from the rank that owns it.
 
-    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners.
-
-    Parameters
-    ----------
-    mesh
-        The mesh.
-    mesh_dims
-        Mesh dim of every exchanged array dim.
-    sizes
-        Interior extents of all positions along these.
-    widths
-        Widths of their halos, as for `plan_sweep`.
-    ranges
-        Interior of every array dim.
+    Not collective. One message to every rank that owns a cell of the halo, also across edges and corners. ``mesh_dims``
+    are those of the exchanged array dims, ``sizes`` the interior extents of all positions along these, ``widths`` those
+    of their halos, as for `plan_sweep`, and ``ranges`` the interior of every array dim.
     """
     ways: tuple[list[Way[tuple[int, int]]], ...] = ([], [])
     for d, own in enumerate(ranges):
@@ -141,7 +130,7 @@ def _filled(boxes: Iterable[Box]) -> tuple[Box, ...]:
     return tuple(box for box in boxes if all(stop > start for start, stop in box))
 
 
-class _Step:
+class Step:
     """One sweep on given fields."""
 
     __slots__ = ("flight", "local", "packs", "unpacks")
@@ -235,31 +224,31 @@ class Refresh:
             step.flight.free()
         self._steps = []
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: Step) -> None:
         for dst, src in step.packs:
             np.copyto(dst, src)
         step.flight.start()
         for dst, src in step.local:
             np.copyto(dst, src)
 
-    def _arrived(self, step: _Step) -> bool:
+    def _arrived(self, step: Step) -> bool:
         return step.flight.test()
 
-    def _wait(self, step: _Step) -> None:
+    def _wait(self, step: Step) -> None:
         step.flight.wait()
 
-    def _unpack(self, step: _Step) -> None:
+    def _unpack(self, step: Step) -> None:
         for dst, src in step.unpacks:
             np.copyto(dst, src)
 
-    def _advance(self, step: _Step) -> None:
+    def _advance(self, step: Step) -> None:
         self._unpack(step)
         self._at += 1
         if self._at < len(self._steps):
             self._begin(self._steps[self._at])
 
-    def _step(self, sweep: Sweep) -> _Step:
-        step = _Step()
+    def _step(self, sweep: Sweep) -> Step:
+        step = Step()
         comm = self._comm
         recvs, sends = [], []
         for message in sweep.recvs:

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm.memory.block import Block, DeviceMemory, is_viewable
-from mpishard.errors import LayoutError, MeshError, UnsupportedDtypeError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MeshError, UnsupportedDtypeError, UnsupportedOperationError
 
 
 def field_key(field: Any) -> Any:
@@ -54,12 +54,10 @@ def dtype_names(dtype: Any) -> tuple[str, ...]:
         found = np.dtype(object)
     if found.hasobject or not found.itemsize:
         raise UnsupportedDtypeError(
-            described(
-                "cells of this dtype cannot travel",
-                expected="a numpy or torch dtype of fixed size, or a sequence of them",
-                got=repr(dtype),
-                fix="pass the dtype of the fields, e.g. u.dtype",
-            )
+            "cells of this dtype cannot travel",
+            expected="a numpy or torch dtype of fixed size, or a sequence of them",
+            got=repr(dtype),
+            fix="pass the dtype of the fields, e.g. u.dtype",
         )
     return (str(found),)
 
@@ -83,31 +81,25 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
     block, found, fault = _inspect(field, device)
     if block is None:
         raise UnsupportedOperationError(
-            described(
-                f"{name} is no array that can be written in place",
-                expected="a numpy array, a torch tensor, or an object with __cuda_array_interface__",
-                got=type(field),
-                fix="pass the memory itself: numpy.asarray(x, copy=False), or x.to_local() of a ShardTensor",
-            )
+            f"{name} is no array that can be written in place",
+            expected="a numpy array, a torch tensor, or an object with __cuda_array_interface__",
+            got=type(field),
+            fix="pass the memory itself: numpy.asarray(x, copy=False), or x.to_local() of a ShardTensor",
         )
     if block.shape != shape:
-        raise LayoutError(
-            described(f"{name} has another shape", expected=shape, got=block.shape, fix="pass one of this shape")
-        )
+        raise LayoutError(f"{name} has another shape", expected=shape, got=block.shape, fix="pass one of this shape")
     if found != dtype:
         raise UnsupportedDtypeError(
-            described(f"{name} has another dtype", expected=dtype, got=found, fix="pass one of this dtype")
+            f"{name} has another dtype", expected=dtype, got=found, fix="pass one of this dtype"
         )
     if block.device is not None and (
         block.device.type != device.type or device.index not in (None, block.device.index)
     ):
         raise MeshError(
-            described(
-                f"{name} is not in memory that this rank of the mesh uses",
-                expected=f"host memory, or {device}",
-                got=block.device,
-                fix="move the field, or make the mesh with another device=",
-            )
+            f"{name} is not in memory that this rank of the mesh uses",
+            expected=f"host memory, or {device}",
+            got=block.device,
+            fix="move the field, or make the mesh with another device=",
         )
     if fault is None and block.nbytes and any(s == 0 and n > 1 for s, n in zip(block.strides, block.shape)):
         fault = "cells that share memory (a stride is 0)"
@@ -115,12 +107,10 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
         fault = f"cells of {block.itemsize} bytes with strides {block.strides} on a GPU"
     if fault is not None:
         raise UnsupportedOperationError(
-            described(
-                f"{name} cannot be written in place",
-                expected="a writable array with memory of its own, outside autograd",
-                got=fault,
-                fix="pass the array that owns the memory; x.detach() of a tensor that requires grad",
-            )
+            f"{name} cannot be written in place",
+            expected="a writable array with memory of its own, outside autograd",
+            got=fault,
+            fix="pass the array that owns the memory; x.detach() of a tensor that requires grad",
         )
     return block
 

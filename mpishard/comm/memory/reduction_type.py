@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from mpishard.errors import UnsupportedDtypeError, described
+from mpishard.errors import UnsupportedDtypeError
 
 
 class Rule(NamedTuple):
@@ -81,12 +81,10 @@ def rule_of(op: str, dtype: torch.dtype) -> Rule:
     if rule is None:
         able = [str(d).removeprefix("torch.") for o, d in _RULES if o == op]
         raise UnsupportedDtypeError(
-            described(
-                f"no reduction {op!r} of {dtype}",
-                expected=f"for {op!r}, one of {', '.join(able)}" if able else f"an op among avg, {', '.join(_OPS)}",
-                got=f"{op!r} of {dtype}",
-                fix="convert the tensor first" if able else "name one of them",
-            )
+            f"no reduction {op!r} of {dtype}",
+            expected=f"for {op!r}, one of {', '.join(able)}" if able else f"an op among avg, {', '.join(_OPS)}",
+            got=f"{op!r} of {dtype}",
+            fix="convert the tensor first" if able else "name one of them",
         )
     return rule
 

@@ -12,7 +12,7 @@ from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import crossed, hashed
 from mpishard.comm.transport.choice import transport_of
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 
 
 def send_recv(
@@ -23,27 +23,9 @@ def send_recv(
     shape: Sequence[int],
     call: str = "send_recv",
 ) -> torch.Tensor:
-    """Send ``x`` to one rank and receive a tensor from another.
+    """Send ``x`` to one rank and receive a tensor of ``shape`` from another; zeros, where ``source`` is None.
 
-    Neighborwise collective.
-
-    Parameters
-    ----------
-    x
-        What to send.
-    group
-        Ranks that take part.
-    dest, source
-        Ranks in the group, or None for nobody.
-    shape
-        Of the tensor that comes.
-    call
-        What both ends call the message.
-
-    Returns
-    -------
-    torch.Tensor
-        What came; zeros where ``source`` is None.
+    Neighborwise collective. Ranks are those of the group, None is nobody; ``call`` is what both ends call the message.
 
     Raises
     ------
@@ -71,12 +53,10 @@ def send_recv(
         return y
     if came != y.nbytes:
         raise LayoutError(
-            described(
-                f"{call}: the tensor from rank {source} does not fit",
-                expected=f"{y.nbytes} bytes, {x.dtype} of shape {tuple(shape)}",
-                got=f"{came} bytes",
-                fix="give the shape and dtype that the source sends",
-            )
+            f"{call}: the tensor from rank {source} does not fit",
+            expected=f"{y.nbytes} bytes, {x.dtype} of shape {tuple(shape)}",
+            got=f"{came} bytes",
+            fix="give the shape and dtype that the source sends",
         )
     return y
 

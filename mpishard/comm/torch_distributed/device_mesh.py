@@ -1,4 +1,4 @@
-"""A mesh by DTensor's call, and the process groups that torch asks a mesh for."""
+"""A mesh by DTensor's call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.comm.torch_distributed.process_group import process_group
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def init_device_mesh(
@@ -48,30 +46,16 @@ def init_device_mesh(
     """
     if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
         raise MeshError(
-            described(
-                "init_device_mesh: no such device",
-                expected="'cpu', or 'cuda' where torch finds GPUs",
-                got=repr(device_type),
-                fix="name one; init_mesh takes the GPU where there is one, else the CPU",
-            )
+            "init_device_mesh: no such device",
+            expected="'cpu', or 'cuda' where torch finds GPUs",
+            got=repr(device_type),
+            fix="name one; init_mesh takes the GPU where there is one, else the CPU",
         )
     if backend_override is not None:
         raise MeshError(
-            described(
-                "init_device_mesh: a backend is asked for",
-                expected="backend_override=None: all messages go by MPI",
-                got=backend_override,
-                fix="leave it out",
-            )
+            "init_device_mesh: a backend is asked for",
+            expected="backend_override=None: all messages go by MPI",
+            got=backend_override,
+            fix="leave it out",
         )
     return init_mesh(mesh_shape, mesh_dim_names, device="cpu" if device_type == "cpu" else None)
-
-
-def get_group(self: CartMesh, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-    """Return the `process_group` of a mesh dim, which may be left out where there is one. Collective over it."""
-    return process_group(self[self.one_dim("get_group", mesh_dim)])
-
-
-def get_all_groups(self: CartMesh) -> list[dist.ProcessGroup]:
-    """Return the `process_group` of every mesh dim. Collective."""
-    return [process_group(self[m]) for m in range(self.ndim)]

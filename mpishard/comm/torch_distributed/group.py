@@ -16,7 +16,7 @@ from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host
 from mpishard.comm.mesh import Group
 from mpishard.comm.torch_distributed.work import Work, keep
-from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, UnsupportedOperationError
 
 BACKEND = "mpishard"
 _NAMES = {
@@ -303,9 +303,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _message(self, way: str, x: Tensor, peer: int, tag: int, op: str = "") -> Work:
         if not 0 <= tag < TAGS:
             raise UnsupportedOperationError(
-                described(
-                    f"{way}: a tag that MPI may not have", expected=f"0 to {TAGS - 1}", got=tag, fix="take another"
-                )
+                f"{way}: a tag that MPI may not have", expected=f"0 to {TAGS - 1}", got=tag, fix="take another"
             )
         comm = self.comm if op else self._messages
         own = x.detach()
@@ -316,12 +314,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         work = Work([x])
         if peer == MPI.ANY_SOURCE and len(cut) > 1:
             raise UnsupportedOperationError(
-                described(
-                    "recv: a message in pieces from any rank",
-                    expected=f"at most {cut[0][1]} bytes, or a source",
-                    got=f"{nbytes} bytes",
-                    fix="name the rank that sends it",
-                )
+                "recv: a message in pieces from any rank",
+                expected=f"at most {cut[0][1]} bytes, or a source",
+                got=f"{nbytes} bytes",
+                fix="name the rank that sends it",
             )
         work.requests = [start(address(host.data_ptr() + a, n), peer, tag) for a, n in cut]
 
@@ -337,12 +333,10 @@ class MPIProcessGroup(dist.ProcessGroup):
             work.source = statuses[0].Get_source()
             if came != nbytes:
                 raise LayoutError(
-                    described(
-                        f"{op or way}: the tensor from rank {work.source} does not fit",
-                        expected=f"{nbytes} bytes, {x.dtype} of shape {tuple(x.shape)}",
-                        got=f"{came} bytes",
-                        fix="give the shape and dtype that the source sends",
-                    )
+                    f"{op or way}: the tensor from rank {work.source} does not fit",
+                    expected=f"{nbytes} bytes, {x.dtype} of shape {tuple(x.shape)}",
+                    got=f"{came} bytes",
+                    fix="give the shape and dtype that the source sends",
                 )
             if host is not own:
                 own.copy_(host)
@@ -357,12 +351,10 @@ def _name_of(opts: Any) -> str:
         if given == op:
             return name
     raise UnsupportedOperationError(
-        described(
-            "torch.distributed: a reduction that MPI does not have",
-            expected=f"one of {', '.join(_NAMES.values())}",
-            got=given,
-            fix="scale before the sum",
-        )
+        "torch.distributed: a reduction that MPI does not have",
+        expected=f"one of {', '.join(_NAMES.values())}",
+        got=given,
+        fix="scale before the sum",
     )
 
 
@@ -379,7 +371,7 @@ def _reduced(x: Tensor, op: str, group: Group) -> None:
 def _bitwise(x: Tensor, op: str, group: Group) -> None:
     if x.is_floating_point() or x.is_complex():
         raise UnsupportedOperationError(
-            described(f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it")
+            f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it"
         )
     host = dense(x) if x.device.type == "cpu" else to_host(x)
     with guard.waiting("all_reduce", (), group.comm):

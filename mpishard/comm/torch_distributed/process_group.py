@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
-from mpishard.errors import MeshError, described
+from mpishard.errors import MeshError
 
 
 def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.ProcessGroup:
@@ -91,12 +91,10 @@ def _comms_of(where: CartMesh | MPI.Intracomm | None) -> tuple[MPI.Intracomm, MP
         return where.group(tuple(range(where.ndim))).comm, where.root_comm
     if not isinstance(where, MPI.Intracomm) or where == MPI.COMM_NULL:
         raise MeshError(
-            described(
-                "process_group: no ranks to make a group of",
-                expected="a CartMesh, or an mpi4py intra-communicator that this rank belongs to",
-                got=type(where).__name__,
-                fix="give a mesh, one of its dims (mesh['y']), or a communicator",
-            )
+            "process_group: no ranks to make a group of",
+            expected="a CartMesh, or an mpi4py intra-communicator that this rank belongs to",
+            got=type(where).__name__,
+            fix="give a mesh, one of its dims (mesh['y']), or a communicator",
         )
     return where, where
 
@@ -109,21 +107,17 @@ def _ranks_in(comm: MPI.Intracomm, world: MPI.Intracomm) -> tuple[int, ...]:
     of.Free()
     if MPI.UNDEFINED in ranks:
         raise MeshError(
-            described(
-                "process_group: ranks that torch.distributed does not know",
-                expected=f"ranks of its default group, which has {world.size}",
-                got=f"{ranks.count(MPI.UNDEFINED)} of {len(ranks)} beyond it",
-                fix="make the group of the largest communicator first: it becomes the default group",
-            )
+            "process_group: ranks that torch.distributed does not know",
+            expected=f"ranks of its default group, which has {world.size}",
+            got=f"{ranks.count(MPI.UNDEFINED)} of {len(ranks)} beyond it",
+            fix="make the group of the largest communicator first: it becomes the default group",
         )
     if list(ranks) != sorted(ranks):
         raise MeshError(
-            described(
-                "process_group: ranks in another order than torch.distributed's",
-                expected="ranks in the order of its default group, as torch has them in every group",
-                got=f"ranks {ranks[:8]}{', ...' if len(ranks) > 8 else ''} of it",
-                fix="make the communicator with keys that keep the order",
-            )
+            "process_group: ranks in another order than torch.distributed's",
+            expected="ranks in the order of its default group, as torch has them in every group",
+            got=f"ranks {ranks[:8]}{', ...' if len(ranks) > 8 else ''} of it",
+            fix="make the communicator with keys that keep the order",
         )
     return ranks
 
@@ -131,12 +125,10 @@ def _ranks_in(comm: MPI.Intracomm, world: MPI.Intracomm) -> tuple[int, ...]:
 def _ours(group: Any) -> MPIProcessGroup:
     if not isinstance(group, MPIProcessGroup):
         raise MeshError(
-            described(
-                "process_group: torch.distributed runs on another backend",
-                expected=f"not started yet, or by {BACKEND!r}",
-                got=repr(dist.get_backend(group)),
-                fix="call mpishard.process_group before (in place of) torch.distributed.init_process_group",
-            )
+            "process_group: torch.distributed runs on another backend",
+            expected=f"not started yet, or by {BACKEND!r}",
+            got=repr(dist.get_backend(group)),
+            fix="call mpishard.process_group before (in place of) torch.distributed.init_process_group",
         )
     return group
 
@@ -148,12 +140,10 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
         comm = (MPI.COMM_WORLD if over is None else over.comm).Dup()
         if (comm.Get_rank(), comm.Get_size()) != (options.group_rank, options.group_size):
             raise MeshError(
-                described(
-                    "torch.distributed: other ranks than MPI's",
-                    expected=f"rank {comm.Get_rank()} of {comm.Get_size()}",
-                    got=f"rank {options.group_rank} of {options.group_size}",
-                    fix="start it with mpishard.process_group(mesh or communicator)",
-                )
+                "torch.distributed: other ranks than MPI's",
+                expected=f"rank {comm.Get_rank()} of {comm.Get_size()}",
+                got=f"rank {options.group_rank} of {options.group_size}",
+                fix="start it with mpishard.process_group(mesh or communicator)",
             )
         return MPIProcessGroup(comm)
     whole = _ours(dist.group.WORLD).comm

@@ -44,8 +44,8 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-class Messages:
-    """Persistent messages to and from buffers in host memory, reversible; as `device_message.Relay` for a GPU's.
+class Buffers:
+    """Where persistent messages lie.
 
     Attributes
     ----------
@@ -56,7 +56,35 @@ class Messages:
         Where both lie; theirs from `start` to `release` only.
     """
 
-    __slots__ = ("_flights", "_op", "_travel", "into", "into_starts", "out", "out_starts", "storage")
+    __slots__ = ("into", "into_starts", "out", "out_starts", "storage")
+
+    def __init__(
+        self,
+        sends: Sequence[Envelope],
+        recvs: Sequence[Envelope],
+        storages: list[Storage],
+        device: torch.device | None = None,
+    ) -> None:
+        ends = [list(accumulate((-(-m.nbytes // ALIGN) * ALIGN for m in side), initial=0)) for side in (sends, recvs)]
+        self.out_starts, self.into_starts = (places[:-1] for places in ends)
+        n, m = (places[-1] for places in ends)
+        self.storage = free_storage(storages, n + m, device)
+        memory = self.storage.memory
+        self.out = Part(memory.data_ptr(), n, memory[:n])
+        self.into = Part(memory.data_ptr() + n, m, memory[n : n + m])
+
+    def acquire(self) -> None:
+        """Do nothing: no stream has work left on the buffers. Not collective."""
+
+    def release(self) -> None:
+        """Give the buffers back: what was received is unpacked. Not collective."""
+        self.storage.busy = False
+
+
+class Messages(Buffers):
+    """Persistent messages to and from buffers in host memory, reversible; as `device_message.Relay` for a GPU's."""
+
+    __slots__ = ("_flights", "_op", "_travel")
 
     def __init__(
         self,
@@ -67,14 +95,8 @@ class Messages:
         label: Label,
         storages: list[Storage],
     ) -> None:
+        super().__init__(sends, recvs, storages)
         self._op = op
-        ends = [list(accumulate((-(-m.nbytes // ALIGN) * ALIGN for m in side), initial=0)) for side in (sends, recvs)]
-        self.out_starts, self.into_starts = (places[:-1] for places in ends)
-        (n, m), (going, coming) = (places[-1] for places in ends), (sends, recvs)
-        self.storage = free_storage(storages, n + m)
-        memory = self.storage.memory
-        self.out = Part(memory.data_ptr(), n, memory[:n])
-        self.into = Part(memory.data_ptr() + n, m, memory[n : n + m])
         out, into = (
             [
                 (message.peer, message.tag, address(part.address + start + at, nbytes))
@@ -82,7 +104,7 @@ class Messages:
                 for at, nbytes in pieces(message.nbytes)
                 if nbytes
             ]
-            for side, part, starts in ((going, self.out, self.out_starts), (coming, self.into, self.into_starts))
+            for side, part, starts in ((sends, self.out, self.out_starts), (recvs, self.into, self.into_starts))
         )
 
         def flight(here: Any, there: Any, adjoint: bool) -> Flight:
@@ -96,9 +118,6 @@ class Messages:
         self._flights = (flight(out, into, False), flight(into, out, True))
         self._travel = tuple((len(side), sum(len(b) for *_, b in side)) for side in (out, into))
 
-    def acquire(self) -> None:
-        """Do nothing: no stream has work left on the buffers. Not collective."""
-
     def start(self, adjoint: bool = False) -> None:
         """Start the messages; the buffers to send are packed. Neighborwise collective."""
         if counter.active:
@@ -109,10 +128,6 @@ class Messages:
     def finish(self, adjoint: bool = False) -> None:
         """Wait for the messages; afterwards the receive buffers are filled. Neighborwise collective."""
         self._flights[adjoint].wait()
-
-    def release(self) -> None:
-        """Give the buffers back: what was received is unpacked. Not collective."""
-        self.storage.busy = False
 
     def free(self) -> None:
         """Free the persistent requests. Not collective."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.device.driver import captured
 from mpishard.comm.mesh import Group
-from mpishard.errors import MpishardError, described
+from mpishard.errors import MpishardError
 
 LEAST_NBYTES = 1 << 16  # below it, the way through the host is as short
 
@@ -70,7 +70,7 @@ def _connect(group: Group, device: torch.device) -> Link | None:
             link = Link(nccl.NcclCommunicator(group.size, identity, group.rank), group, device)
     except (RuntimeError, OSError) as e:
         error = MpishardError(
-            described("NCCL does not start", expected="a communicator", got=e, fix="set MPISHARD_NCCL=0 to do without")
+            "NCCL does not start", expected="a communicator", got=e, fix="set MPISHARD_NCCL=0 to do without"
         )
     guard.agree(group.comm, error, "")
     return link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from mpishard.comm import counter
 from mpishard.comm.memory.buffer import pieces
 from mpishard.comm.null import no_values
-from mpishard.comm.transport.device_message import ALIGN, Envelope
-from mpishard.comm.transport.host import Parcels, Part, Storage, free_storage
+from mpishard.comm.transport.device_message import Envelope
+from mpishard.comm.transport.host import Buffers, Parcels, Storage
 
 if TYPE_CHECKING:
     from mpishard.comm.memory.reduction_type import Rule
@@ -146,27 +145,19 @@ class NullPosted:
         self._note("finish", self._op, self._key)
 
 
-class NullMessages:
+class NullMessages(Buffers):
     """Persistent messages to nobody, in buffers of their own; as `host.Messages`."""
 
-    __slots__ = ("_note", "_op", "_travel", "into", "into_starts", "out", "out_starts", "storage")
+    __slots__ = ("_note", "_op", "_travel")
 
     def __init__(
         self, transport: Null, sends: Sequence[Envelope], recvs: Sequence[Envelope], op: str, storages: list[Storage]
     ) -> None:
+        super().__init__(sends, recvs, storages, transport.device)
         self._note, self._op = transport._note, op
-        ends = [list(accumulate((-(-m.nbytes // ALIGN) * ALIGN for m in side), initial=0)) for side in (sends, recvs)]
-        self.out_starts, self.into_starts = (places[:-1] for places in ends)
-        n, m = (places[-1] for places in ends)
-        self.storage = free_storage(storages, n + m, transport.device)
-        memory = self.storage.memory
-        transport._fill(memory)
-        self.out, self.into = Part(0, n, memory[:n]), Part(0, m, memory[n : n + m])
+        transport._fill(self.storage.memory)
         cut = [[k for message in side for _, k in pieces(message.nbytes) if k] for side in (sends, recvs)]
         self._travel = tuple((len(side), sum(side)) for side in cut)
-
-    def acquire(self) -> None:
-        """Do nothing. Not collective."""
 
     def start(self, adjoint: bool = False) -> None:
         """Say that they are started. Not collective."""
@@ -178,10 +169,6 @@ class NullMessages:
     def finish(self, adjoint: bool = False) -> None:  # noqa: ARG002
         """Say that they are waited for. Not collective."""
         self._note("finish", self._op, self)
-
-    def release(self) -> None:
-        """Give the buffers back. Not collective."""
-        self.storage.busy = False
 
     def free(self) -> None:
         """Do nothing. Not collective."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.io.file.open import import_h5py
 
 NAMES = ("mpio", "virtual", "root")
@@ -60,16 +60,14 @@ def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, a
         problem = mpio_obstacle()
         if problem is not None:
             raise UnsupportedOperationError(
-                described(f"backend 'mpio' ({by})", expected="h5py on parallel HDF5", got=problem[0], fix=problem[1])
+                f"backend 'mpio' ({by})", expected="h5py on parallel HDF5", got=problem[0], fix=problem[1]
             )
     if asked == "virtual" and append:
         raise UnsupportedOperationError(
-            described(
-                f"backend 'virtual' ({by}) cannot append",
-                expected="'mpio' or 'root'",
-                got="'virtual' and append=",
-                fix="write one file per time step, or append through another back-end",
-            )
+            f"backend 'virtual' ({by}) cannot append",
+            expected="'mpio' or 'root'",
+            got="'virtual' and append=",
+            fix="write one file per time step, or append through another back-end",
         )
     if asked is not None:
         return Choice(asked, f"asked for by {by}")
@@ -122,7 +120,7 @@ def _asked(backend: str | None) -> tuple[str | None, str]:
     if name in NAMES:
         return name, by
     raise UnsupportedOperationError(
-        described(f"unknown backend ({by})", expected=f"one of {(*NAMES, 'auto')}", got=repr(name), fix="name one")
+        f"unknown backend ({by})", expected=f"one of {(*NAMES, 'auto')}", got=repr(name), fix="name one"
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm import guard
-from mpishard.comm.memory.buffer import dense, is_dense, to_host
+from mpishard.comm.memory.buffer import is_dense
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 from mpishard.io.file.open import not_written
@@ -75,6 +75,16 @@ class Job(NamedTuple):
         """Raise on every rank where any rank has an error. Collective."""
         guard.agree(self.group.comm, None if error is None else self.failed(error))
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank what the ``with`` block raises on any. Collective, at its end."""
+        error: BaseException | None = None
+        try:
+            yield
+        except FAILURES as e:
+            error = e
+        self.agree(error)
+
     def failed(self, error: BaseException) -> MpishardError:
         """Return the error as the library's own. Not collective."""
         return error if isinstance(error, MpishardError) else not_written(self.path, error)  # type: ignore[arg-type]
@@ -97,14 +107,6 @@ def given(layout: Layout, position: int, nbytes: int, itemsize: int) -> list[Box
     if not gives(layout, coords):
         return []
     return list(slabs(layout.box(coords), max(1, nbytes // itemsize)))
-
-
-def cells_of(local: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
-    """Return a slab of a block as dense host memory, without a copy where it is that. Not collective."""
-    part = local
-    for dim, ((lo, hi), start) in enumerate(zip(box, offset)):
-        part = part.narrow(dim, lo - start, hi - lo)
-    return dense(to_host(part) if part.is_cuda else part)
 
 
 def is_host_dense(local: Tensor) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from mpishard.comm import guard
+from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.file_hints import info_of
 from mpishard.comm.mesh import Group
-from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, cells_of, finish, given, is_host_dense
+from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, is_host_dense
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, not_opened
@@ -64,31 +65,22 @@ def write_mpio(job: Job) -> str:
     try:
         error: BaseException | None = None
         step: int | None = None
-        try:
+        with job.together():
             # some MPI-IO never come back from a collective write to a full disk
-            error = no_room(job.path.parent, job.nbytes)
-            if job.group.rank == 0 and error is None and job.exists:
+            full = no_room(job.path.parent, job.nbytes)
+            if full is not None:
+                raise full
+            if job.group.rank == 0 and job.exists:
                 journal = begun(job.path)
-        except FAILURES as e:
-            error = e
-        job.agree(error)
-        try:
-            with guard.waiting("io.write", (), comm):
-                file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
-        except FAILURES as e:
-            error = e
         # the calls that follow are collective: all ranks or none
-        job.agree(error)
-        try:
-            with guard.waiting("io.write", (), comm):
-                if not job.exists:
-                    create(file, job.form)
-                if job.form.append is not None:
-                    step = step_of(file, job.form, job.path)
-                    grow(file, job.form, step + 1)
-        except FAILURES as e:
-            error = e
-        job.agree(error)
+        with job.together(), guard.waiting("io.write", (), comm):
+            file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
+        with job.together(), guard.waiting("io.write", (), comm):
+            if not job.exists:
+                create(file, job.form)
+            if job.form.append is not None:
+                step = step_of(file, job.form, job.path)
+                grow(file, job.form, step + 1)
         for name, layout, local in job.blocks():
             most = DIRECT_NBYTES if is_host_dense(local) else STAGED_NBYTES
             slabs = given(layout, job.group.rank, most, local.element_size())
@@ -118,15 +110,12 @@ def write_mpio(job: Job) -> str:
             taken_back(journal, closed=closed)
             journal = None
         job.agree(error)
-        if job.group.rank == 0:
-            try:
+        with job.together():
+            if job.group.rank == 0:
                 finish(job)
                 if journal is not None:
                     journal.commit()
                     journal = None
-            except FAILURES as e:
-                error = e
-        job.agree(error)
     finally:
         if file:
             closed = _closed(file, job.group) is None

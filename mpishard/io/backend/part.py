@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.memory.buffer import address
-from mpishard.io.backend.job import STAGED_NBYTES, cells_of, is_host_dense
+from mpishard.io.backend.job import STAGED_NBYTES, is_host_dense
 from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, opened, shut
 from mpishard.io.file.parts import Plan, memory_file, place, writes
 from mpishard.io.file.schema import Variable, dataset_in

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.backend.job import FAILURES, Job, cells_of, finish
+from mpishard.comm.collective.gather_slabs import cells_of
+from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
@@ -46,13 +47,9 @@ def write_virtual(job: Job) -> str:
 
 def _on(job: Job, mine: bool, call: Any) -> None:
     """Call on some ranks, and raise on all where one raised. Collective."""
-    error: BaseException | None = None
-    if mine:
-        try:
+    with job.together():
+        if mine:
             call()
-        except FAILURES as e:
-            error = e
-    job.agree(error)
 
 
 def _planned(job: Job) -> dict[str, Planned]:

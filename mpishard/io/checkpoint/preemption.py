@@ -12,7 +12,7 @@ import torch
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MpishardError, described
+from mpishard.errors import MpishardError
 
 REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -71,12 +71,10 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
             self._before = {s: signal.signal(s, self._note) for s in self._signals}
         except (OSError, ValueError) as e:
             error = MpishardError(
-                described(
-                    "preemption: signals cannot be noticed here",
-                    expected="the main thread, and signals that can be caught",
-                    got=f"{self._signals} ({e})",
-                    fix="enter it in the main thread",
-                )
+                "preemption: signals cannot be noticed here",
+                expected="the main thread, and signals that can be caught",
+                got=f"{self._signals} ({e})",
+                fix="enter it in the main thread",
             )
         try:
             guard.agree(self._group.comm, error)

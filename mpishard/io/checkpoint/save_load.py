@@ -13,7 +13,7 @@ import torch
 from mpishard.comm import counter, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, described
+from mpishard.errors import FileError, LayoutError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
@@ -96,7 +96,12 @@ def save_checkpoint(
     try:
         _check_numbers(step, keep)
         if asynchronous and backend is not None:
-            raise _background_backend(backend)
+            raise MpishardError(
+                "save_checkpoint: backend and asynchronous=True",
+                expected="one of them: in the background every rank writes a file of its own, without MPI",
+                got=f"backend={backend!r}",
+                fix="leave backend out",
+            )
         sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
         if model is not None:
@@ -152,24 +157,11 @@ def _saved(taken: Snapshot, group: Any, backend: str | None) -> Path:
 def _check_numbers(step: int, keep: int | None) -> None:
     if type(step) is not int or step < 0 or (keep is not None and (type(keep) is not int or keep < 1)):
         raise MpishardError(
-            described(
-                "save_checkpoint: step or keep",
-                expected="step: an integer >= 0; keep: an integer >= 1, or None for all",
-                got=f"step={step!r}, keep={keep!r}",
-                fix="count steps from 0, and keep at least the checkpoint that is saved",
-            )
+            "save_checkpoint: step or keep",
+            expected="step: an integer >= 0; keep: an integer >= 1, or None for all",
+            got=f"step={step!r}, keep={keep!r}",
+            fix="count steps from 0, and keep at least the checkpoint that is saved",
         )
-
-
-def _background_backend(backend: str) -> MpishardError:
-    return MpishardError(
-        described(
-            "save_checkpoint: backend and asynchronous=True",
-            expected="one of them: in the background every rank writes a file of its own, without MPI",
-            got=f"backend={backend!r}",
-            fix="leave backend out",
-        )
-    )
 
 
 @counter.named("io.load_checkpoint")
@@ -308,10 +300,8 @@ def _candidates(folder: Path, step: int | None, fallback: bool) -> list[str]:
 
 def _missing(folder: Path, got: str, fix: str) -> FileError:
     return FileError(
-        described(
-            f"load_checkpoint: nothing to load in {os.fspath(folder)!r}",
-            expected="a folder with a checkpoint of save_checkpoint",
-            got=got,
-            fix=fix,
-        )
+        f"load_checkpoint: nothing to load in {os.fspath(folder)!r}",
+        expected="a folder with a checkpoint of save_checkpoint",
+        got=got,
+        fix=fix,
     )

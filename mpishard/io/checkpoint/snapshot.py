@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MeshError, MpishardError, described
+from mpishard.errors import MeshError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
 from mpishard.io.checkpoint.state import encode
@@ -119,7 +119,8 @@ def snapshot(
     x: Any
     for name, x in plain.items():
         if x.layout is not torch.strided:
-            raise _unstorable(name, x.layout)
+            what = f"save_checkpoint: {name} cannot be stored"
+            raise MpishardError(what, expected="a dense tensor", got=x.layout, fix="x.to_dense()")
         sharded = isinstance(x, ShardTensor)
         dims = [p.dim if isinstance(p, Shard) else None for p in x.sharding.placements] if sharded else None
         dtype = str(x.dtype).removeprefix("torch.")
@@ -148,14 +149,10 @@ def the_mesh(what: str, mesh: CartMesh | None, tensors: Any) -> CartMesh:
     if len(meshes) == 1:
         return next(iter(meshes.values()))
     raise MeshError(
-        described(
-            f"{what}: one mesh is needed",
-            expected="tensors of one mesh, or mesh=",
-            got=list(meshes.values()) or "nothing that is sharded, and no mesh",
-            fix="give mesh=, the mesh of the model's inputs"
-            if not meshes
-            else "save what lives on each mesh by itself",
-        )
+        f"{what}: one mesh is needed",
+        expected="tensors of one mesh, or mesh=",
+        got=list(meshes.values()) or "nothing that is sharded, and no mesh",
+        fix="give mesh=, the mesh of the model's inputs" if not meshes else "save what lives on each mesh by itself",
     )
 
 
@@ -220,9 +217,3 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
                     raise folder_of.damaged(partial, f"{name!r} without its part {missing[0]!r} right after writing")
             elif dataset.id.get_storage_size() < nbytes:
                 raise folder_of.damaged(partial, f"{name!r} is not complete right after writing")
-
-
-def _unstorable(name: str, got: object) -> MpishardError:
-    return MpishardError(
-        described(f"save_checkpoint: {name} cannot be stored", expected="a dense tensor", got=got, fix="x.to_dense()")
-    )

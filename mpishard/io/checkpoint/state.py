@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.errors import FileError, MpishardError, described
+from mpishard.errors import FileError, MpishardError
 
 Keys = tuple[Any, ...]
 # of dicts in dicts and the like: Python's own limit must not be met half way
@@ -54,12 +54,10 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
         return value
     if len(keys) > DEPTH:
         raise MpishardError(
-            described(
-                f"save_checkpoint: {'/'.join(map(str, keys[:4]))}/... is nested too deep",
-                expected=f"at most {DEPTH} levels",
-                got="more of them, or something that holds itself",
-                fix="store it flat",
-            )
+            f"save_checkpoint: {'/'.join(map(str, keys[:4]))}/... is nested too deep",
+            expected=f"at most {DEPTH} levels",
+            got="more of them, or something that holds itself",
+            fix="store it flat",
         )
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
@@ -87,12 +85,10 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, enum.Enum) and isinstance(value, (int, str)):
         return value.value
     raise MpishardError(
-        described(
-            f"save_checkpoint: {'/'.join(map(str, keys))} cannot be stored without pickle",
-            expected="tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them",
-            got=f"{kind.__module__}.{kind.__qualname__}",
-            fix="leave it out of the state, or store the numbers that it is made of",
-        )
+        f"save_checkpoint: {'/'.join(map(str, keys))} cannot be stored without pickle",
+        expected="tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them",
+        got=f"{kind.__module__}.{kind.__qualname__}",
+        fix="leave it out of the state, or store the numbers that it is made of",
     )
 
 
@@ -134,12 +130,10 @@ def decode(value: Any, keys: Keys, tensor: Callable[[str, Keys], Tensor]) -> Any
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
         raise FileError(
-            described(
-                f"load_checkpoint: {'/'.join(map(str, keys))} is damaged",
-                expected="what save_checkpoint writes",
-                got=f"{tag} ({type(e).__name__}: {e})",
-                fix="load another checkpoint (fallback=True)",
-            )
+            f"load_checkpoint: {'/'.join(map(str, keys))} is damaged",
+            expected="what save_checkpoint writes",
+            got=f"{tag} ({type(e).__name__}: {e})",
+            fix="load another checkpoint (fallback=True)",
         ) from e
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.errors import FileError, described
+from mpishard.errors import FileError
 
 # of one attribute: these are numbers, a few at most
 _ATTRIBUTE_NBYTES = 1 << 16
@@ -74,10 +74,8 @@ def _numbers(dataset: Any, key: str) -> list[Any]:
     except Exception as e:  # noqa: BLE001 (h5py raises what it likes)
         got = f"{type(e).__name__}: {e}"
     raise FileError(
-        described(
-            f"read: attribute {key!r} of {dataset.name!r}",
-            expected="a number",
-            got=got,
-            fix="read it with decode=False, or mend the attribute",
-        )
+        f"read: attribute {key!r} of {dataset.name!r}",
+        expected="a number",
+        got=got,
+        fix="read it with decode=False, or mend the attribute",
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.errors import UnsupportedDtypeError, described
+from mpishard.errors import UnsupportedDtypeError
 
 NUMPY: dict[torch.dtype, Any] = {
     torch.bool: np.bool_,
@@ -62,10 +62,8 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
 def unsupported(what: str, dtype: object) -> UnsupportedDtypeError:
     """Return the error for a dtype that only one side knows. Not collective."""
     return UnsupportedDtypeError(
-        described(
-            f"{what} has a dtype that torch and HDF5 do not share",
-            expected=", ".join(str(t).removeprefix("torch.") for t in NUMPY),
-            got=dtype,
-            fix="convert it first, e.g. with x.float()",
-        )
+        f"{what} has a dtype that torch and HDF5 do not share",
+        expected=", ".join(str(t).removeprefix("torch.") for t in NUMPY),
+        got=dtype,
+        fix="convert it first, e.g. with x.float()",
     )

@@ -106,7 +106,8 @@ class BlockReader:
     ) -> None:
         self.out, self.stored, self.decoding = out.detach(), stored, decoding
         plain = all(run.step == 1 or run.count <= 1 for runs in window for run in runs)
-        self.direct = plain and decoding is None and _is_array(self.out) and self.out.numpy().dtype == stored
+        is_array = self.out.device.type == "cpu" and self.out.dtype in NUMPY and is_dense(self.out)
+        self.direct = plain and decoding is None and is_array and self.out.numpy().dtype == stored
         limit = DIRECT_NBYTES if self.direct else STAGED_NBYTES
         self.pieces = pieces_of(axes, window, max(1, limit // stored.itemsize))
 
@@ -147,7 +148,3 @@ class BlockReader:
         for dim, run in enumerate(piece.runs):
             at = at.narrow(dim, run.dst, run.count)
         at.copy_(cells)
-
-
-def _is_array(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in NUMPY and is_dense(x)

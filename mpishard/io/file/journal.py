@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mpishard.errors import FileError, described
+from mpishard.errors import FileError
 from mpishard.io.file.lock import locked
 from mpishard.io.file.trust import fresh, has_name, open_own
 
@@ -242,12 +242,10 @@ def _written_to(path: str | os.PathLike[str]) -> FileError:
 
 def _refused(path: str | os.PathLike[str], got: str, fix: str) -> FileError:
     return FileError(
-        described(
-            f"cannot open {os.fspath(path)!r}",
-            expected="a file that no job is appending to, or has left in the middle of a step",
-            got=got,
-            fix=fix,
-        )
+        f"cannot open {os.fspath(path)!r}",
+        expected="a file that no job is appending to, or has left in the middle of a step",
+        got=got,
+        fix=fix,
     )
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from mpishard.errors import FileError, described
+from mpishard.errors import FileError
 from mpishard.io.file.trust import has_name, shown
 
 LOCK = ".lock"
@@ -102,12 +102,10 @@ def _take(file: IO[bytes], folder: Path) -> None:
         free = False
     if not free:
         raise FileError(
-            described(
-                f"save_checkpoint: another job saves into {os.fspath(folder)!r}",
-                expected="a folder that one job saves into at a time",
-                got=f"its lock ({LOCK}) is held by {_told(_note(file))}",
-                fix="save into another folder, or end that process: the lock ends with it",
-            )
+            f"save_checkpoint: another job saves into {os.fspath(folder)!r}",
+            expected="a folder that one job saves into at a time",
+            got=f"its lock ({LOCK}) is held by {_told(_note(file))}",
+            fix="save into another folder, or end that process: the lock ends with it",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.errors import FileError, LayoutError, described
+from mpishard.errors import FileError, LayoutError
 from mpishard.io.file.journal import Journal
 from mpishard.io.file.open import found, import_h5py
 from mpishard.layout import Layout
@@ -74,12 +74,10 @@ def checked_dims(dims: Any, name: str, shape: Sequence[int]) -> tuple[str, ...] 
     if not isinstance(dims, str) and len(dims) == len(shape) and all(isinstance(d, str) for d in dims):
         return tuple(dims)
     raise LayoutError(
-        described(
-            f"write: dims of {name!r}",
-            expected=f"{len(shape)} names, for the shape {tuple(shape)}",
-            got=repr(dims),
-            fix="name every dim, e.g. dims={'t': ('y', 'x')}",
-        )
+        f"write: dims of {name!r}",
+        expected=f"{len(shape)} names, for the shape {tuple(shape)}",
+        got=repr(dims),
+        fix="name every dim, e.g. dims={'t': ('y', 'x')}",
     )
 
 
@@ -109,14 +107,12 @@ def extents(form: Schema) -> dict[str, int]:
         for dim, n in zip(v.dims or (), v.shape):
             if out.setdefault(dim, n) != n or dim == form.append:
                 raise LayoutError(
-                    described(
-                        f"write: dim {dim!r} of {v.name!r}",
-                        expected="another name than the one appended along"
-                        if dim == form.append
-                        else f"one extent in all datasets: {out[dim]}",
-                        got=n,
-                        fix="give it another name",
-                    )
+                    f"write: dim {dim!r} of {v.name!r}",
+                    expected="another name than the one appended along"
+                    if dim == form.append
+                    else f"one extent in all datasets: {out[dim]}",
+                    got=n,
+                    fix="give it another name",
                 )
     for dim, values in form.scales.items():
         n = np.size(values) if np.ndim(values) == (dim != form.append) else -1
@@ -132,7 +128,7 @@ def extents(form: Schema) -> dict[str, int]:
         else:
             wanted, got = f"{expected} values, one per cell of the dim", f"shape {np.shape(values)}"
             fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
-        raise LayoutError(described(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix))
+        raise LayoutError(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix)
     return out
 
 
@@ -251,12 +247,10 @@ def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
 
 def _cannot_append(path: Any, name: str, expected: str, got: str) -> FileError:
     return FileError(
-        described(
-            f"write: cannot append {name!r} to {str(path)!r}",
-            expected=expected,
-            got=got,
-            fix="append the same datasets at every step, or write another file",
-        )
+        f"write: cannot append {name!r} to {str(path)!r}",
+        expected=expected,
+        got=got,
+        fix="append the same datasets at every step, or write another file",
     )
 
 

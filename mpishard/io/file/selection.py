@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 
 
 class Axis(NamedTuple):
@@ -74,10 +74,8 @@ def _axis(entry: Any, n: int, name: str, select: Any) -> Axis:
 
 def _refused(name: str, expected: str, select: Any) -> LayoutError:
     return LayoutError(
-        described(
-            f"read: select does not fit {name!r}",
-            expected=expected,
-            got=repr(select),
-            fix="index it as a numpy array of the dataset's shape",
-        )
+        f"read: select does not fit {name!r}",
+        expected=expected,
+        got=repr(select),
+        fix="index it as a numpy array of the dataset's shape",
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, described
+from mpishard.errors import FileError, LayoutError, MpishardError
 from mpishard.io.checkpoint.snapshot import the_mesh
 from mpishard.io.checkpoint.state import DTYPES
 from mpishard.io.file.trust import absolute, check_memory, is_inside, open_regular, read_bounded, shown, told
@@ -146,12 +146,10 @@ class _Stored:
         shape = None if entry is None else _numbers(entry["size"])
         if entry is None or shape != tuple(like.shape):
             raise LayoutError(
-                described(
-                    f"import_dcp: {name!r} of {os.fspath(self.path)!r}",
-                    expected=f"a tensor of shape {tuple(like.shape)}",
-                    got="no such tensor" if entry is None else shape,
-                    fix="give the model that was saved, and prefix= if it was saved with others",
-                )
+                f"import_dcp: {name!r} of {os.fspath(self.path)!r}",
+                expected=f"a tensor of shape {tuple(like.shape)}",
+                got="no such tensor" if entry is None else shape,
+                fix="give the model that was saved, and prefix= if it was saved with others",
             )
         dtype = _dtype_of(entry)
         chunks = [_made(chunk, "ChunkStorageMetadata").fields() for chunk in entry["chunks"]]
@@ -274,10 +272,8 @@ def _gap_or_overlap(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape
 
 def _refused(path: Any, got: str, fix: str) -> FileError:
     return FileError(
-        described(
-            f"import_dcp: cannot read {told(path)!r}",
-            expected="a folder that torch.distributed.checkpoint has written, of tensors",
-            got=got,
-            fix=fix,
-        )
+        f"import_dcp: cannot read {told(path)!r}",
+        expected="a folder that torch.distributed.checkpoint has written, of tensors",
+        got=got,
+        fix=fix,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective.gather_slabs import Intervals, funnel
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.io.backend.job import given
 from mpishard.io.checkpoint.folder import flush
 from mpishard.io.checkpoint.snapshot import stored_dtype, the_mesh
@@ -121,16 +121,14 @@ def export_safetensors(
 def _check(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise LayoutError(
-            described(f"export_safetensors: {name!r}", expected="a tensor", got=type(x).__name__, fix="leave it out")
+            f"export_safetensors: {name!r}", expected="a tensor", got=type(x).__name__, fix="leave it out"
         )
     if x.dtype not in _NAMES:
         raise UnsupportedDtypeError(
-            described(
-                f"export_safetensors: {name!r} has a dtype that the format does not know",
-                expected=", ".join(str(t).removeprefix("torch.") for t in _NAMES),
-                got=x.dtype,
-                fix="convert it first",
-            )
+            f"export_safetensors: {name!r} has a dtype that the format does not know",
+            expected=", ".join(str(t).removeprefix("torch.") for t in _NAMES),
+            got=x.dtype,
+            fix="convert it first",
         )
 
 
@@ -189,10 +187,8 @@ class _Target:
 
     def _failed(self, e: Exception) -> None:
         self.error = FileError(
-            described(
-                f"export_safetensors: cannot write {os.fspath(self.path)!r}",
-                expected="a folder that rank 0 can write to, and room in it",
-                got=f"{type(e).__name__}: {e}",
-                fix="make the folder, or choose another one",
-            )
+            f"export_safetensors: cannot write {os.fspath(self.path)!r}",
+            expected="a folder that rank 0 can write to, and room in it",
+            got=f"{type(e).__name__}: {e}",
+            fix="make the folder, or choose another one",
         )

@@ -18,7 +18,7 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply, pair
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
@@ -96,12 +96,10 @@ def _as_tensor(item: Any) -> Any:
         item = torch.as_tensor(item)
     if isinstance(item, Tensor) and item.ndim == 0 and _is_mask(item):
         raise UnsupportedOperationError(
-            described(
-                "indexing with a single boolean",
-                expected="a mask with the shape of the leading dims",
-                got=repr(item),
-                fix="use an if statement, or torch.where",
-            )
+            "indexing with a single boolean",
+            expected="a mask with the shape of the leading dims",
+            got=repr(item),
+            fix="use an if statement, or torch.where",
         )
     return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
 
@@ -148,12 +146,10 @@ def _result(layout: Layout, points: Points, index: Layout, dims: Sequence[int] =
         own = type(p) is Shard and p.dim not in points.dims
         if own and type(q) is Shard and m not in dims:
             raise LayoutError(
-                described(
-                    "indexing: tensor and index are sharded over one mesh dim",
-                    expected=f"mesh dim {m} to shard one of them",
-                    got=[list(layout.placements), list(index.placements)],
-                    fix="redistribute one of them",
-                )
+                "indexing: tensor and index are sharded over one mesh dim",
+                expected=f"mesh dim {m} to shard one of them",
+                got=[list(layout.placements), list(index.placements)],
+                fix="redistribute one of them",
             )
         if type(q) is Shard:
             placements.append(Shard(order.index(("index", q.dim))))

@@ -274,18 +274,6 @@ def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0,
     return _parts(settled(tensor), d, sizes)
 
 
-@implements(
-    torch.split_with_sizes,
-    torch.Tensor.split_with_sizes,
-    torch.unsafe_split_with_sizes,
-    torch.Tensor.unsafe_split_with_sizes,
-    sharded="local",
-)
-def split_with_sizes(input: ShardTensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
-    """Cut a dim into parts of given sizes. Not collective."""
-    return split(input, list(split_sizes), dim)
-
-
 @implements(torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk, sharded="local")
 def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
@@ -338,3 +326,12 @@ def _axis_split(dim_of: Any) -> Any:
 implements(torch.hsplit, torch.Tensor.hsplit, sharded="local")(_axis_split(lambda ndim: 0 if ndim == 1 else 1))
 implements(torch.vsplit, torch.Tensor.vsplit, sharded="local")(_axis_split(lambda _: 0))
 implements(torch.dsplit, torch.Tensor.dsplit, sharded="local")(_axis_split(lambda _: 2))
+
+
+implements(
+    torch.split_with_sizes,
+    torch.Tensor.split_with_sizes,
+    torch.unsafe_split_with_sizes,
+    torch.Tensor.unsafe_split_with_sizes,
+    sharded="local",
+)(lambda input, split_sizes, dim=0: split(input, list(split_sizes), dim))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.comm.collective import blocking
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.contraction import contract
@@ -23,12 +23,10 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 def _refuse(option: str, why: str) -> UnsupportedOperationError:
     return UnsupportedOperationError(
-        described(
-            f"embedding with {option} and ShardTensors",
-            expected=f"an embedding without {option}",
-            got=why,
-            fix="leave the option out, or look up on every rank with indices.full_tensor()",
-        )
+        f"embedding with {option} and ShardTensors",
+        expected=f"an embedding without {option}",
+        got=why,
+        fix="leave the option out, or look up on every rank with indices.full_tensor()",
     )
 
 

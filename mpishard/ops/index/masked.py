@@ -71,7 +71,7 @@ def masked_select(input: Any, mask: Any) -> ShardTensor:
     return picked_where(input.expand(shape), mask.expand(shape))
 
 
-@implements(*spellings("nonzero"), sharded="moves")
+@implements(*spellings("nonzero", "argwhere"), sharded="moves")
 def nonzero(input: ShardTensor, *, as_tuple: bool = False) -> Any:
     """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
     x, mesh = resolved(input), input.mesh
@@ -92,9 +92,3 @@ def nonzero_static(input: ShardTensor, *, size: int, fill_value: int = -1) -> An
     found = nonzero(input)
     rest = size - found.shape[0]
     return found[:size] if rest <= 0 else torch.cat([found, found.new_full((rest, input.ndim), fill_value)])
-
-
-@implements(*spellings("argwhere"), sharded="moves")
-def argwhere(input: ShardTensor) -> ShardTensor:
-    """Return the global indices of cells that are not zero. Collective where the tensor is sharded."""
-    return nonzero(input)  # type: ignore[no-any-return]

@@ -100,12 +100,6 @@ def matmul(input: Any, other: Any) -> ShardTensor:
     return contract("matmul", torch.matmul, (input, other), labels, result)
 
 
-@implements(torch.Tensor.__rmatmul__, sharded="reduction")
-def rmatmul(self: Any, other: Any) -> ShardTensor:
-    """Multiply from the right. As `matmul`."""
-    return matmul(other, self)
-
-
 _PRODUCTS: dict[str, tuple[tuple[Labels, ...], Labels]] = {
     "mm": ((("I", "K"), ("K", "J")), ("I", "J")),
     "bmm": ((("B", "I", "K"), ("B", "K", "J")), ("B", "I", "J")),
@@ -127,8 +121,7 @@ def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
 
 
 for _name, (_labels, _result) in _PRODUCTS.items():
-    for _func in spellings(_name):
-        implements(_func, sharded="reduction")(_product_rule(_name, _labels, _result))
+    implements(*spellings(_name), sharded="reduction")(_product_rule(_name, _labels, _result))
 
 
 # -- products that are added to something: (operands, result), and the product alone
@@ -189,8 +182,7 @@ def _in_place_rule(rule: Any) -> Any:
 
 for _name, (_labels, _result, _product) in _ADDED.items():
     _rule = _added_rule(_name, _labels, _result, _product)
-    for _func in spellings(_name):
-        implements(_func, sharded="reduction")(_rule)
+    implements(*spellings(_name), sharded="reduction")(_rule)
     for _func in spellings(f"{_name}_"):
         implements(_func, sharded="reduction")(into_plain(_func)(_in_place_rule(_rule)))
 
@@ -261,12 +253,6 @@ def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
     if tensors[last].ndim == 1:
         labels[last], result = (f"K{last}",), result[:-1]
     return contract("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
-
-
-@implements(torch.chain_matmul, sharded="reduction")
-def chain_matmul(*matrices: Any) -> ShardTensor:
-    """Multiply a chain of matrices. As `matmul`."""
-    return multi_dot(matrices)
 
 
 # -- einsum
@@ -365,3 +351,7 @@ def _from_lists(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     pairs, result = args[: len(args) // 2 * 2], args[len(args) // 2 * 2 :]
     equation = ",".join(text(labels) for labels in pairs[1::2])
     return equation + (f"->{text(result[0])}" if result else ""), tuple(pairs[::2])
+
+
+implements(torch.Tensor.__rmatmul__, sharded="reduction")(lambda self, other: matmul(other, self))
+implements(torch.chain_matmul, sharded="reduction")(lambda *matrices: multi_dot(matrices))

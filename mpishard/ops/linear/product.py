@@ -43,12 +43,6 @@ def cross(input: Any, other: Any, dim: int | None = None) -> ShardTensor:
     return linalg_cross(input, other, dim=dim)
 
 
-@implements(torch.linalg.vecdot, sharded="reduction")
-def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
-    """Inner products of vectors along a dim. Collective where it is sharded: one small all-reduce."""
-    return (x.conj() * y).sum(dim)
-
-
 @implements(torch.vander, sharded="local")
 def falling_vander(x: ShardTensor, N: int | None = None, increasing: bool = False) -> Any:
     """Powers of every cell of a vector, the highest first. Not collective."""
@@ -81,12 +75,6 @@ def _powers(x: ShardTensor, n: int) -> ShardTensor:
     return wrap(torch.cat([ones, rising], -1)[..., :n], out, x.mesh)
 
 
-@implements(torch.dist, torch.Tensor.dist, sharded="reduction")
-def dist(input: Any, other: Any, p: Any = 2) -> Any:
-    """Norm of the difference. Collective: one small all-reduce."""
-    return torch.linalg.vector_norm(input - other, float(p))
-
-
 @implements(*spellings("cdist"), sharded="gathers")
 def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> ShardTensor:
     """Distances between the rows of two matrices, where the rows are.
@@ -109,12 +97,6 @@ def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str = "use_mm_for_eucl
         ((*batches[0], "row", None), (*batches[1], "column", None)),
         (*max(batches, key=len), "row", "column"),
     )
-
-
-@implements(*spellings("pdist"), sharded="gathers")
-def pdist(input: ShardTensor, p: float = 2) -> ShardTensor:
-    """Distances between all pairs of rows, on every rank. Collective where it is sharded: the matrix is gathered."""
-    return whole(lambda t: F.pdist(t, p), (input,), checked=True)  # type: ignore[no-any-return]
 
 
 @implements(torch.cov, torch.Tensor.cov, sharded="gathers")
@@ -211,30 +193,6 @@ def kron(input: Any, other: Any) -> Any:
     return (rows * b.reshape([i for s in b.shape for i in (1, s)])).reshape(shape)
 
 
-@implements(*spellings("block_diag"), sharded="gathers")
-def block_diag(*tensors: Any) -> Any:
-    """Matrices along a diagonal, on every rank. Collective where they are sharded: they are gathered."""
-    return whole(torch.block_diag, tensors)  # type: ignore[no-any-return]
-
-
-@implements(*spellings("cartesian_prod"), sharded="gathers")
-def cartesian_prod(*tensors: Any) -> Any:
-    """All combinations of cells of vectors, on every rank. Collective where they are sharded: they are gathered."""
-    return whole(torch.cartesian_prod, tensors)  # type: ignore[no-any-return]
-
-
-@implements(torch.combinations, sharded="gathers")
-def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """All combinations of cells of a vector, on every rank. Collective where it is sharded: it is gathered."""
-    return whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
-
-
-@implements(torch.diagflat, torch.Tensor.diagflat, sharded="gathers")
-def diagflat(input: ShardTensor, offset: int = 0) -> ShardTensor:
-    """Return the matrix with these cells on a diagonal. Collective where they are sharded: they are gathered."""
-    return whole(lambda t: torch.diagflat(t, offset), (input,))  # type: ignore[no-any-return]
-
-
 @implements(torch.renorm, torch.Tensor.renorm, sharded="reduction")
 def renorm(input: ShardTensor, p: Any, dim: int, maxnorm: Any) -> Any:
     """Scale slices down to a norm. Collective where other dims than ``dim`` are sharded."""
@@ -262,3 +220,20 @@ def sum_to_size(self: ShardTensor, *size: Any) -> Any:
     x: Any = self.sum(tuple(range(lead))) if lead else self
     dims = tuple(d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1)
     return x.sum(dims, keepdim=True) if dims else x
+
+
+implements(torch.linalg.vecdot, sharded="reduction")(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))
+implements(torch.dist, torch.Tensor.dist, sharded="reduction")(
+    lambda input, other, p=2: torch.linalg.vector_norm(input - other, float(p))
+)
+implements(*spellings("pdist"), sharded="gathers")(
+    lambda input, p=2: whole(lambda t: F.pdist(t, p), (input,), checked=True)
+)
+implements(*spellings("block_diag"), sharded="gathers")(lambda *tensors: whole(torch.block_diag, tensors))
+implements(*spellings("cartesian_prod"), sharded="gathers")(lambda *tensors: whole(torch.cartesian_prod, tensors))
+implements(torch.combinations, sharded="gathers")(
+    lambda input, r=2, with_replacement=False: whole(lambda t: torch.combinations(t, r, with_replacement), (input,))
+)
+implements(torch.diagflat, torch.Tensor.diagflat, sharded="gathers")(
+    lambda input, offset=0: whole(lambda t: torch.diagflat(t, offset), (input,))
+)

@@ -22,7 +22,7 @@ from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import implements
+from mpishard.tensor.registry import R, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -30,7 +30,7 @@ def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[di
     """Return the named arguments, Partial sums resolved, and the kind of reduction."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    named = {k: resolved(v) for k, v in bound.arguments.items()}
+    named = {k: resolved(v) if isinstance(v, Tensor) else v for k, v in bound.arguments.items()}
     size_average, reduce = named.pop("size_average", None), named.pop("reduce", None)
     reduction = named.pop("reduction")
     if size_average is not None or reduce is not None:
@@ -108,10 +108,8 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
     return rule
 
 
-implements(F.smooth_l1_loss, sharded="reduction")(_pointwise_loss(F.smooth_l1_loss, "input", "target"))
-implements(F.soft_margin_loss, sharded="reduction")(_pointwise_loss(F.soft_margin_loss, "input", "target"))
-implements(F.poisson_nll_loss, sharded="reduction")(_pointwise_loss(F.poisson_nll_loss, "input", "target"))
-implements(F.hinge_embedding_loss, sharded="reduction")(_pointwise_loss(F.hinge_embedding_loss, "input", "target"))
+for _func in (F.smooth_l1_loss, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss):
+    implements(_func, sharded="reduction")(_pointwise_loss(_func, "input", "target"))
 implements(F.binary_cross_entropy, sharded="reduction")(
     _pointwise_loss(F.binary_cross_entropy, "input", "target", "weight", same_shape=True)
 )
@@ -284,28 +282,34 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
 implements(F.multi_margin_loss, sharded="reduction")(_sample_loss(F.multi_margin_loss))
 implements(F.multilabel_margin_loss, sharded="reduction")(_sample_loss(F.multilabel_margin_loss))
 
-_soft_signature = inspect.signature(F.multilabel_soft_margin_loss)
+
+def _composed(func: Callable[..., Tensor]) -> Callable[[R], R]:
+    """Register as the rule of a loss what makes its terms of torch's arguments, to be reduced. Not collective."""
+    signature = inspect.signature(func)
+
+    def register(terms: R) -> R:
+        def rule(*args: Any, **kwargs: Any) -> Any:
+            """Reduce terms. Collective where sharded dims are reduced."""
+            named, reduction = _arguments(signature, args, kwargs)
+            return _reduce(terms(**named), reduction)
+
+        implements(func, sharded="reduction")(rule)
+        return terms
+
+    return register
 
 
-@implements(F.multilabel_soft_margin_loss, sharded="reduction")
-def multilabel_soft_margin_loss(*args: Any, **kwargs: Any) -> Any:
-    """Mean over classes of the binary cross entropies of logits. Collective where sharded dims are reduced."""
-    named, reduction = _arguments(_soft_signature, args, kwargs)
-    x, target, weight = named["input"], named["target"], named["weight"]
-    loss = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-    if weight is not None:
-        loss = loss * weight
-    return _reduce(loss.mean(-1), reduction)
+@_composed(F.multilabel_soft_margin_loss)
+def _soft_margins(input: Any, target: Any, weight: Any) -> Any:
+    """Mean over classes of the binary cross entropies of logits."""
+    loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    return (loss if weight is None else loss * weight).mean(-1)
 
 
-_gaussian_signature = inspect.signature(F.gaussian_nll_loss)
-
-
-@implements(F.gaussian_nll_loss, sharded="reduction")
-def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
+@_composed(F.gaussian_nll_loss)
+def _likelihoods(input: Any, target: Any, var: Any, full: bool, eps: float) -> Any:
     """Negative log likelihood of a normal distribution. Collective."""
-    named, reduction = _arguments(_gaussian_signature, args, kwargs)
-    x, target, var = named["input"], named["target"], named["var"]
+    x = input
     if isinstance(var, float):
         if var < 0:
             raise ValueError("var has negative entry/entries")
@@ -318,22 +322,16 @@ def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
         elif x.ndim != var.ndim or sum(b for a, b in zip(x.shape, var.shape) if a != b) != 1:
             raise ValueError("var is of incorrect size")
     # a floor on the value that leaves the gradient as it is, as torch has it
-    floor = (var.detach().clamp(min=named["eps"]) - var.detach()) + var
-    floor = torch.where(var.detach() < named["eps"], floor, var)
+    floor = (var.detach().clamp(min=eps) - var.detach()) + var
+    floor = torch.where(var.detach() < eps, floor, var)
     loss = 0.5 * (torch.log(floor) + (x - target) ** 2 / floor)
-    if named["full"]:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return _reduce(loss, reduction)
+    return loss + 0.5 * math.log(2 * math.pi) if full else loss
 
 
-_cosine_signature = inspect.signature(F.cosine_embedding_loss)
-
-
-@implements(F.cosine_embedding_loss, sharded="reduction")
-def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
-    """1 - cosine where the target is 1, its excess over the margin where -1. Collective where dims are sharded."""
-    named, reduction = _arguments(_cosine_signature, args, kwargs)
-    a, b, target, margin = named["input1"], named["input2"], named["target"], named["margin"]
+@_composed(F.cosine_embedding_loss)
+def _cosines(input1: Any, input2: Any, target: Any, margin: float) -> Any:
+    """1 - cosine where the target is 1, its excess over the margin where -1."""
+    a, b = input1, input2
     if a.ndim != b.ndim or a.ndim != target.ndim + 1:
         raise RuntimeError(
             f"cosine_embedding_loss: expected inputs of one dim more than the target, got {tuple(a.shape)}, "
@@ -343,60 +341,27 @@ def cosine_embedding_loss(*args: Any, **kwargs: Any) -> Any:
     product, size_a, size_b = (a * b).sum(-1), (a * a).sum(-1) + tiny, (b * b).sum(-1) + tiny
     cosine = product / (size_a * size_b).sqrt()
     zero = torch.zeros_like(cosine)
-    loss = torch.where(target == 1, 1 - cosine, zero) + torch.where(target == -1, (cosine - margin).clamp_min(0), zero)
-    return _reduce(loss, reduction)
+    return torch.where(target == 1, 1 - cosine, zero) + torch.where(target == -1, (cosine - margin).clamp_min(0), zero)
 
 
-@implements(torch.pairwise_distance, F.pairwise_distance, sharded="reduction")
-def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """p-norm of the difference along the last dim. Collective where it is sharded."""
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
-_triplet_signature = inspect.signature(F.triplet_margin_with_distance_loss)
-
-
-@implements(F.triplet_margin_with_distance_loss, sharded="reduction")
-def triplet_margin_with_distance_loss(*args: Any, **kwargs: Any) -> Any:
-    """Distance to the positive less that to the negative, above a margin. Collective where dims are sharded."""
-    named, reduction = _arguments(_triplet_signature, args, kwargs)
-    anchor, positive, negative = named["anchor"], named["positive"], named["negative"]
-    distance = named["distance_function"] or torch.pairwise_distance
-    if named["margin"] <= 0:
-        raise ValueError(f"margin must be greater than 0, got {named['margin']}")
+@_composed(F.triplet_margin_with_distance_loss)
+def _triplets(anchor: Any, positive: Any, negative: Any, distance_function: Any, margin: float, swap: bool) -> Any:
+    """Distance to the positive less that to the negative, above a margin."""
+    distance = distance_function or torch.pairwise_distance
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
     if not anchor.ndim == positive.ndim == negative.ndim:
         raise RuntimeError("The anchor, positive, and negative tensors are expected to have the same number of dims")
     near, far = distance(anchor, positive), distance(anchor, negative)
-    if named["swap"]:
+    if swap:
         far = torch.minimum(far, distance(positive, negative))
-    return _reduce((named["margin"] + near - far).clamp_min(0), reduction)
+    return (margin + near - far).clamp_min(0)
 
 
-@implements(F.triplet_margin_loss, sharded="reduction")
-def triplet_margin_loss(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    margin: float = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    """Compare distances by p-norms. Collective where dims are sharded."""
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    return triplet_margin_with_distance_loss(
-        anchor,
-        positive,
-        negative,
-        distance_function=lambda a, b: torch.pairwise_distance(a, b, p, eps),
-        margin=margin,
-        swap=swap,
-        reduction=reduction,
-    )
+@_composed(F.triplet_margin_loss)
+def _triplets_by_norm(p: float, eps: float, **named: Any) -> Any:
+    """Compare distances by p-norms."""
+    return _triplets(**named, distance_function=lambda a, b: torch.pairwise_distance(a, b, p, eps))
 
 
 @implements(F.ctc_loss, sharded="gathers")
@@ -440,3 +405,8 @@ def ctc_loss(
     if reduction == "mean":
         every = every / met.result(counts[1].clamp_min(1).to(loss.dtype), (batch,) if counts[1].ndim else ())
     return _reduce(every, reduction)
+
+
+implements(torch.pairwise_distance, F.pairwise_distance, sharded="reduction")(
+    lambda x1, x2, p=2.0, eps=1e-06, keepdim=False: torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,18 +50,11 @@ def glu(input: ShardTensor, dim: int = -1) -> Any:
     return values * torch.sigmoid(gates)
 
 
-def _truth(self: ShardTensor, element: Any) -> bool:
-    """Tell whether any cell equals ``element``. Collective."""
-    return bool((self == element).any())
-
-
-def _in_place_twin(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self.copy_(getattr(kept(self), name)(*args, **kwargs))
-
-
-implements(torch.Tensor.__contains__, sharded="local")(_truth)
+implements(torch.Tensor.__contains__, sharded="local")(lambda self, element: bool((self == element).any()))
 implements(torch.Tensor.__reversed__, sharded="local")(lambda self: torch.flip(self, (0,)) if self.ndim else self)
 for _name in ("cumsum", "cumprod"):
-    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place_twin(_name))
+    implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(
+        lambda self, *args, _name=_name, **kwargs: self.copy_(getattr(kept(self), _name)(*args, **kwargs))
+    )
 for _name, _twin in (("__long__", "__int__"), ("__nonzero__", "__bool__")):
     implements(getattr(torch.Tensor, _name), sharded="local")(RULES[getattr(torch.Tensor, _twin)])

@@ -139,9 +139,7 @@ def _neighbours(x: ShardTensor, dim: int, cells: int) -> tuple[Tensor, int, Layo
     Neighborwise collective.
     """
     key = ("neighbours", x.sharding, x.block.dtype, dim, cells)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan_neighbours(x, dim, cells))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_neighbours(x, dim, cells))
     op, own, out = plan
     return apply(op, x.block), own, out
 

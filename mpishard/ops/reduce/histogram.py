@@ -158,10 +158,8 @@ def unique_consecutive(
     return _unique_slices(torch.unique_consecutive, resolved(input), dim, return_inverse, return_counts)
 
 
-for _function in spellings("unique"):
-    implements(_function, sharded="gathers")(unique)
-for _function in spellings("unique_consecutive"):
-    implements(_function, sharded="gathers")(unique_consecutive)
+implements(*spellings("unique"), sharded="gathers")(unique)
+implements(*spellings("unique_consecutive"), sharded="gathers")(unique_consecutive)
 
 
 @implements(torch.histogramdd, sharded="gathers")

@@ -114,12 +114,6 @@ def matrix_norm(
     return wrap(torch.linalg.matrix_norm(x.block, ord, (rows, columns), keepdim), plan.out, x.mesh)
 
 
-@implements(torch.frobenius_norm, sharded="reduction")
-def frobenius_norm(input: Any, dim: Any, keepdim: bool = False) -> ShardTensor:
-    """Root of the sum of squares over dims. Collective where one of them is sharded."""
-    return _norm(input, 2, dim, keepdim)
-
-
 @implements(torch.nuclear_norm, sharded="gathers")
 def nuclear_norm(input: Any, dim: Any = (-2, -1), keepdim: bool = False) -> ShardTensor:
     """Sum of singular values. Collective where the matrices are sharded: they are gathered."""
@@ -136,12 +130,6 @@ def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dty
     return _norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype)
 
 
-@implements(F.normalize, sharded="reduction")
-def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
-    """Divide by the norm along dims. Collective where they are sharded."""
-    return input / _norm(input, p, dim, True).clamp_min(eps)
-
-
 @implements(torch.cosine_similarity, F.cosine_similarity, sharded="reduction")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Cosine between vectors along a dim. Collective where it is sharded."""
@@ -154,3 +142,9 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 def _like(t: Tensor, other: ShardTensor, mesh: Any) -> ShardTensor:
     other = resolved(other)
     return wrap(fitted(t, mesh, other.sharding), other.sharding, mesh)
+
+
+implements(torch.frobenius_norm, sharded="reduction")(lambda input, dim, keepdim=False: _norm(input, 2, dim, keepdim))
+implements(F.normalize, sharded="reduction")(
+    lambda input, p=2.0, dim=1, eps=1e-12: input / _norm(input, p, dim, True).clamp_min(eps)
+)

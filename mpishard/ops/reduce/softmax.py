@@ -85,10 +85,8 @@ def _rule(func: Callable[..., Tensor], log: bool) -> Callable[..., ShardTensor]:
     return rule
 
 
-for _function in spellings("softmax"):
-    implements(_function, sharded="reduction")(_rule(torch.softmax, False))
-for _function in spellings("log_softmax"):
-    implements(_function, sharded="reduction")(_rule(torch.log_softmax, True))
+implements(*spellings("softmax"), sharded="reduction")(_rule(torch.softmax, False))
+implements(*spellings("log_softmax"), sharded="reduction")(_rule(torch.log_softmax, True))
 
 
 def _functional(rule: Callable[..., ShardTensor]) -> Callable[..., ShardTensor]:

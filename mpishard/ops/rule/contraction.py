@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use_part
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Labels, Layout, Partial, align, extents_of
 from mpishard.ops.rule.dim import CACHED
 from mpishard.ops.rule.sparse import require_sparse_gradient, sparse_block
@@ -78,12 +78,10 @@ def plan_contraction(
             diagonal = label is not None and any(own.count(label) > 1 for own in labels)
             if diagonal and mesh_shape[m] > 1:
                 raise LayoutError(
-                    described(
-                        f"{name}: a diagonal of a sharded dim",
-                        expected="the dims of the diagonal whole on every rank",
-                        got=[f"{tuple(o.shape)} {list(o.placements)}" for o in layouts],
-                        fix=f"redistribute the operand to Replicate() on mesh dim {m}",
-                    )
+                    f"{name}: a diagonal of a sharded dim",
+                    expected="the dims of the diagonal whole on every rank",
+                    got=[f"{tuple(o.shape)} {list(o.placements)}" for o in layouts],
+                    fix=f"redistribute the operand to Replicate() on mesh dim {m}",
                 )
             cut.append(() if label is None or diagonal else (label,))
         return cut

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
@@ -146,12 +146,10 @@ def require_writable(x: ShardTensor, name: str) -> None:
     """
     if x._gathered_view:
         raise UnsupportedOperationError(
-            described(
-                f"{name}: writing into a view whose cells came from other ranks would not reach them",
-                expected="a view of cells that stayed on their rank",
-                got="a view that selects from, drops or gathers a sharded dim",
-                fix="write through the tensor itself, x[index] = value, or into a copy, y = view.clone()",
-            )
+            f"{name}: writing into a view whose cells came from other ranks would not reach them",
+            expected="a view of cells that stayed on their rank",
+            got="a view that selects from, drops or gathers a sharded dim",
+            fix="write through the tensor itself, x[index] = value, or into a copy, y = view.clone()",
         )
 
 
@@ -211,12 +209,10 @@ def prepare_write(x: ShardTensor) -> None:
     settled(x)
     if x._halo is not None and not x._halo.writable:
         raise UnsupportedOperationError(
-            described(
-                f"field {x._halo.name!r} is read-only",
-                expected="a tensor that may be written",
-                got="a field made with writable=False",
-                fix="write into a copy, u.tensor.clone()",
-            )
+            f"field {x._halo.name!r} is read-only",
+            expected="a tensor that may be written",
+            got="a field made with writable=False",
+            fix="write into a copy, u.tensor.clone()",
         )
     if x._root is not None and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -311,10 +307,8 @@ def gathered(x: Any) -> Any:
 def other_device(x: ShardTensor, device: Any) -> UnsupportedOperationError:
     """Return the error for a tensor on another device than its mesh's. Not collective."""
     return UnsupportedOperationError(
-        described(
-            "moving a ShardTensor to another device",
-            expected=f"the device of its block, {x.block.device}",
-            got=device,
-            fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
-        )
+        "moving a ShardTensor to another device",
+        expected=f"the device of its block, {x.block.device}",
+        got=device,
+        fix="make the mesh with device=..., or move x.to_local() or x.full_tensor()",
     )

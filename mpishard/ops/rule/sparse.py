@@ -8,7 +8,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import differentiated
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Shard
 
 
@@ -22,12 +22,10 @@ def require_sparse_gradient(name: str, x: Tensor) -> None:
     """
     if differentiated(x) and not name.startswith("sparse"):
         raise UnsupportedOperationError(
-            described(
-                f"{name}: the gradient of a sparse matrix times a ShardTensor",
-                expected="torch.sparse.mm or torch.sparse.addmm, of which it is as sparse as the matrix",
-                got=f"{name}, of which it is dense",
-                fix="take torch.sparse.mm, or detach the matrix",
-            )
+            f"{name}: the gradient of a sparse matrix times a ShardTensor",
+            expected="torch.sparse.mm or torch.sparse.addmm, of which it is as sparse as the matrix",
+            got=f"{name}, of which it is dense",
+            fix="take torch.sparse.mm, or detach the matrix",
         )
 
 

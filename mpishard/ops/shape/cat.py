@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.redistribute import redistribute
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Layout, align, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.operand import blocks_of
@@ -24,12 +24,10 @@ def _check_extents(name: str, operands: Sequence[Layout], dim: int | None) -> No
             n != m for d, (n, m) in enumerate(zip(layout.shape, operands[0].shape)) if d != dim
         ):
             raise LayoutError(
-                described(
-                    f"{name}: shapes do not fit",
-                    expected="equal extents" + ("" if dim is None else f" in every dim but {dim}"),
-                    got=[tuple(o.shape) for o in operands],
-                    fix="bring the tensors to one shape",
-                )
+                f"{name}: shapes do not fit",
+                expected="equal extents" + ("" if dim is None else f" in every dim but {dim}"),
+                got=[tuple(o.shape) for o in operands],
+                fix="bring the tensors to one shape",
             )
 
 
@@ -110,11 +108,9 @@ def _join_rule(grow: Any, dim_of: Any) -> Any:
     return rule
 
 
-def _as_column(x: Any) -> Any:
-    return x.reshape(-1, 1) if x.ndim < 2 else x
-
-
 implements(torch.hstack, sharded="moves")(_join_rule(torch.atleast_1d, lambda ndim: 0 if ndim == 1 else 1))
 implements(torch.vstack, torch.row_stack, sharded="moves")(_join_rule(torch.atleast_2d, lambda _: 0))
 implements(torch.dstack, sharded="moves")(_join_rule(torch.atleast_3d, lambda _: 2))
-implements(torch.column_stack, sharded="moves")(_join_rule(_as_column, lambda _: 1))
+implements(torch.column_stack, sharded="moves")(
+    _join_rule(lambda x: x.reshape(-1, 1) if x.ndim < 2 else x, lambda _: 1)
+)

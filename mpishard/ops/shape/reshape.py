@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mpishard.comm import traced
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
@@ -126,14 +125,11 @@ def _regroup(
     cuts: dict[int, tuple[int, ...] | None] = {}
     if len(new) == 1:
         # whole rows of the dims behind the last shard, where there are enough of them
-        row, count = math.prod(layout.shape[d] for d in old if d > cut[-1]), _ranks_along(layout, mesh_dims)
+        row = math.prod(layout.shape[d] for d in old if d > cut[-1])
+        count = math.prod(layout.mesh_shape[m] for m in mesh_dims)
         if shape[new[0]] // row >= count:
             cuts[new[0]] = balanced(shape[new[0]], count, row)
     return target, cuts, True
-
-
-def _ranks_along(layout: Layout, mesh_dims: Sequence[int]) -> int:
-    return math.prod(layout.mesh_shape[m] for m in mesh_dims)
 
 
 def _planned(x: ShardTensor, shape: tuple[int, ...]) -> tuple[ShardTensor, Reshape]:
@@ -240,18 +236,6 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     return viewed(x, local, layout)
 
 
-@implements(torch.Tensor.view_as, sharded="moves")
-def view_as(self: Any, other: Tensor) -> Any:
-    """View in the shape of another tensor. As `reshape`."""
-    return self.view(tuple(other.shape))
-
-
-@implements(torch.Tensor.reshape_as, sharded="moves")
-def reshape_as(self: Any, other: Tensor) -> Any:
-    """Reshape to the shape of another tensor. As `reshape`."""
-    return self.reshape(tuple(other.shape))
-
-
 @implements(torch.flatten, torch.Tensor.flatten, sharded="moves")
 def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Merge neighbouring dims. As `reshape`."""
@@ -272,7 +256,6 @@ def unflatten(input: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor
     return reshape(input, *shape[:d], *_full(tuple(sizes), shape[d]), *shape[d + 1 :])
 
 
-@implements(torch.ravel, torch.Tensor.ravel, sharded="moves")
-def ravel(input: ShardTensor) -> ShardTensor:
-    """Merge all dims. As `reshape`, of a copy where the tensor is not contiguous."""
-    return reshape(input.contiguous(), -1)
+implements(torch.Tensor.view_as, sharded="moves")(lambda self, other: self.view(tuple(other.shape)))
+implements(torch.Tensor.reshape_as, sharded="moves")(lambda self, other: self.reshape(tuple(other.shape)))
+implements(torch.ravel, torch.Tensor.ravel, sharded="moves")(lambda input: reshape(input.contiguous(), -1))

@@ -37,8 +37,7 @@ def _flip_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int) -> Wi
 
 
 def _reordered(x: Tensor, mesh: CartMesh, key: Any, build: Any) -> Tensor:
-    op = mesh.plans.get(key)
-    return apply(mesh.plan(key, build) if op is None else op, x)
+    return apply(mesh.plans.get(key) or mesh.plan(key, build), x)
 
 
 @implements(torch.roll, torch.Tensor.roll, sharded="halo")

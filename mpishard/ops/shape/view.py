@@ -97,10 +97,6 @@ def movedim(input: ShardTensor, source: Any, destination: Any) -> ShardTensor:
     return permute(input, *_moved_order(input.ndim, a, b))
 
 
-def _reversed(self: ShardTensor) -> ShardTensor:
-    return permute(self, *reversed(range(self.ndim)))
-
-
 def _matrix_transposed(self: ShardTensor) -> ShardTensor:
     if self.ndim < 2:
         raise RuntimeError(f"tensor.mT is only supported on matrices or batches of matrices. Got {self.ndim}-D tensor.")
@@ -118,7 +114,9 @@ def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding)
 
 
-implements(torch.Tensor.T.__get__, sharded="local")(_reversed)  # type: ignore[attr-defined]
+implements(torch.Tensor.T.__get__, sharded="local")(  # type: ignore[attr-defined]
+    lambda self: permute(self, *reversed(range(self.ndim)))
+)
 implements(torch.Tensor.mT.__get__, sharded="local")(_matrix_transposed)  # type: ignore[attr-defined]
 implements(torch.Tensor.H.__get__, sharded="local")(_matrix_adjoint)  # type: ignore[attr-defined]
 implements(torch.Tensor.mH.__get__, sharded="local")(_adjoint)  # type: ignore[attr-defined]
@@ -202,10 +200,7 @@ def broadcast_to(input: ShardTensor, *size: Any, **named: Any) -> ShardTensor:
     return expand(input, *size, **named)
 
 
-@implements(torch.Tensor.expand_as, sharded="local")
-def expand_as(self: Any, other: Tensor) -> Any:
-    """Broadcast to the shape of another tensor. As `expand`."""
-    return self.expand(tuple(other.shape))
+implements(torch.Tensor.expand_as, sharded="local")(lambda self, other: self.expand(tuple(other.shape)))
 
 
 @implements(*spellings("broadcast_tensors"), sharded="local")
@@ -238,12 +233,10 @@ def _grow_3d(x: ShardTensor) -> ShardTensor:
     return unsqueeze(unsqueeze(x, 0), -1) if x.ndim else unsqueeze(unsqueeze(unsqueeze(x, 0), 0), 0)
 
 
-def _grow_2d(x: ShardTensor) -> ShardTensor:
-    return unsqueeze(x if x.ndim else unsqueeze(x, 0), 0)
-
-
 implements(*spellings("atleast_1d"), sharded="local")(_at_least(1, lambda x: unsqueeze(x, 0)))
-implements(*spellings("atleast_2d"), sharded="local")(_at_least(2, _grow_2d))
+implements(*spellings("atleast_2d"), sharded="local")(
+    _at_least(2, lambda x: unsqueeze(x if x.ndim else unsqueeze(x, 0), 0))
+)
 implements(*spellings("atleast_3d"), sharded="local")(_at_least(3, _grow_3d))
 
 

@@ -84,5 +84,4 @@ def _in_place(name: str) -> Callable[..., Any]:
 
 for _name in _IN_PLACE:
     implements(getattr(torch.Tensor, f"{_name}_"), sharded="local")(_in_place(_name))
-for _func in aten("slice"):
-    implements(_func, sharded="local")(_slice)
+implements(*aten("slice"), sharded="local")(_slice)

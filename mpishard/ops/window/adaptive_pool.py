@@ -20,7 +20,7 @@ from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, layout_of, sizes_of
 from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
@@ -330,22 +330,18 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
         shape = func(on_domain(x.sharding.shape, x.block), output_size).shape
         if 0 in shape[-ndim:] or 0 in x.sharding.shape[-ndim:]:
             raise LayoutError(
-                described(
-                    f"{name}: no cells to pool",
-                    expected="at least one cell in, and one out, along every dim",
-                    got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
-                    fix="ask for another output size",
-                )
+                f"{name}: no cells to pool",
+                expected="at least one cell in, and one out, along every dim",
+                got=f"{tuple(x.sharding.shape)} to {tuple(shape)}",
+                fix="ask for another output size",
             )
         return _plan(x, ndim, tuple(shape), name)
 
-    plan: AdaptivePlan | None = x.mesh.plans.get(key)
-    return x.mesh.plan(key, build) if plan is None else plan
+    return x.mesh.plans.get(key) or x.mesh.plan(key, build)
 
 
 for _n in (1, 2, 3):
-    for _func in spellings(f"adaptive_avg_pool{_n}d"):
-        implements(_func, sharded="halo")(_avg_rule(_n))
+    implements(*spellings(f"adaptive_avg_pool{_n}d"), sharded="halo")(_avg_rule(_n))
     for _func in spellings(f"adaptive_max_pool{_n}d", f"adaptive_max_pool{_n}d_with_indices"):
         # only functional's own takes return_indices; the others always give both
         implements(_func, sharded="halo")(_max_rule(_n, _func is not getattr(F, f"adaptive_max_pool{_n}d")))

@@ -55,25 +55,31 @@ def extents_beside(mesh: CartMesh, layout: Layout, intervals: Intervals, halo: R
     return extents if reads else "no halo"
 
 
-class ReadBeside:
-    """The window of one block, as a view of its storage; the adjoint is that of the fetched window."""
+class Beside:
+    """What is made of a block and the halo in its storage by a plan; the adjoint is that of the fetched window."""
 
-    __slots__ = ("_extents", "_halo", "_layout", "_window")
+    __slots__ = ("_halo", "_layout", "_plan", "_window")
 
-    def __init__(self, window: WindowOp, extents: Extents, halo: ResidentHalo, layout: Layout) -> None:
-        self._window, self._extents, self._halo, self._layout = window, extents, halo, layout
+    def __init__(self, window: WindowOp, plan: Any, halo: ResidentHalo, layout: Layout) -> None:
+        self._window, self._plan, self._halo, self._layout = window, plan, halo, layout
+
+    @property
+    def adjoint(self) -> Any:
+        """Carries the cotangent home."""
+        return self._window.adjoint
+
+
+class ReadBeside(Beside):
+    """The window of one block, as a view of its storage: the plan are its extents."""
+
+    __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the window; its halo is refreshed in place unless it is fresh. Neighborwise collective."""
         halo = self._halo
         halo.ensure(x, self._layout)
         # no view of the block, for autograd: it is what the adjoint says. It still shares its version.
-        return halo.around(x, self._layout, self._extents).detach()
-
-    @property
-    def adjoint(self) -> Any:
-        """Carries the cotangent of the window home."""
-        return self._window.adjoint
+        return halo.around(x, self._layout, self._plan).detach()
 
 
 def read_beside(x: ShardTensor, window: WindowOp, extents: Extents | str, *, saved: bool) -> Tensor | None:

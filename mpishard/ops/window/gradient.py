@@ -68,9 +68,7 @@ def _check(x: ShardTensor, dims: list[int], spacings: Sequence[Any], given: Any,
 
 def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTensor:
     key = ("gradient", x.sharding, x.dtype, dim, edge_order)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan(x, dim, edge_order))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan(x, dim, edge_order))
     cells = apply(plan.window, x.block)
     if isinstance(spacing, Tensor) and spacing.ndim:
         spacing = use(spacing, x.mesh, x.sharding.sharded_mesh_dims)

@@ -84,11 +84,6 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
     return grid_sample(input, grid, _MODES[interpolation_mode], _PADDINGS[padding_mode], align_corners)
 
 
-def _of_points(local: Tensor, cells: Tensor, points: Tensor) -> Tensor:
-    """Return the values of as many points and channels as there are."""
-    return unfilled(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
-
-
 def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor | None:
     """Sample windows of the field, or return None on every rank where the windows are wide. Collective."""
     layout, mesh = x.sharding, x.mesh
@@ -129,9 +124,8 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     cells = fetch_box(use(field.block, mesh, used), mesh, source, window, "grid_sample", sorted(every))
     origin = [lo for lo, _ in window(mesh.coords)[2:]]
     local = weighted_sum(filled(cells), taps, origin).unflatten(2, [max(n, 1) for n in points.shape[1:-1]])
-    return Met(mesh, (cells, points), plan).result(
-        _of_points(local, cells, points), ("batch", "channel", *labels[1][1:-1])
-    )
+    local = unfilled(local, (points.shape[0], cells.shape[1], *points.shape[1:-1]))
+    return Met(mesh, (cells, points), plan).result(local, ("batch", "channel", *labels[1][1:-1]))
 
 
 def _reach(source: Layout, mesh: CartMesh, reads: Mapping[int, tuple[int, int]]) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Each, Layout, bounds, layout_of, moved_borders, sizes_of
 from mpishard.layout.stencil import pairs
 from mpishard.ops.rule.dim import frozen, on_domain
@@ -136,9 +136,7 @@ def interpolate(
         frozen(size, ndim), frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
     )
     key = ("interpolate", x.sharding, x.dtype, *request)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan(x, request))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan(x, request))
     if not isinstance(plan, InterpolatePlan):  # "area": the output size
         return getattr(F, f"adaptive_avg_pool{len(plan)}d")(x, plan)  # type: ignore[no-any-return]
     y = apply(plan.window, x.block)
@@ -169,12 +167,10 @@ def _upsample_rule(mode: str, antialias: bool) -> Any:
             return interpolate(input, size, **how)
         if tuple(int(n * s) for n, s in zip(input.shape[2:], given)) != size:
             raise UnsupportedOperationError(
-                described(
-                    f"upsampling in mode {mode!r}: scales and an output size",
-                    expected=f"scales that lead from {list(input.shape[2:])} to {list(size)}, or none",
-                    got=given,
-                    fix="use torch.nn.functional.interpolate with one of both",
-                )
+                f"upsampling in mode {mode!r}: scales and an output size",
+                expected=f"scales that lead from {list(input.shape[2:])} to {list(size)}, or none",
+                got=given,
+                fix="use torch.nn.functional.interpolate with one of both",
             )
         return interpolate(input, scale_factor=tuple(given), **how)
 
@@ -212,12 +208,10 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
         return _plan_shifted(x, request, shape, ratios, scales)
     if request.mode not in ("nearest", "nearest-exact") and not x.dtype.is_floating_point:
         raise UnsupportedOperationError(
-            described(
-                f"interpolate: mode {request.mode!r} of integers by this ratio over a sharded dim",
-                expected="a floating-point tensor, or ratios that are powers of two",
-                got=x.dtype,
-                fix="convert with x.float() and round the result",
-            )
+            f"interpolate: mode {request.mode!r} of integers by this ratio over a sharded dim",
+            expected="a floating-point tensor, or ratios that are powers of two",
+            got=x.dtype,
+            fix="convert with x.float() and round the result",
         )
     return _plan_tapped(x, request, shape, sharded, scales)
 

@@ -41,9 +41,7 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
     x = resolved(input)
     mesh, widths, fill = x.mesh, tuple(pad), 0.0 if value is None else value
     key = ("pad", x.sharding, x.dtype, widths, mode, fill)
-    plan = mesh.plans.get(key)
-    if plan is None:
-        plan = mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
+    plan = mesh.plans.get(key) or mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
     if x._halo is not None and mode == "circular":
         found = circular_beside(x, widths, plan.window, plan.out, key)
         if found is not None:

@@ -6,7 +6,7 @@ The padded block is a copy, as torch's is, and takes the rest of the halo along:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout
+from mpishard.ops.window.beside import Beside
 from mpishard.tensor.resident import ResidentHalo, Widths
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -60,13 +61,11 @@ def circular_beside(
     if in_transform():
         return None
     told = (key, halo.key)
-    plan = mesh.plans.get(told)
-    if plan is None:
-        plan = mesh.plan(told, lambda: _plan(x, pads, halo))
+    plan = mesh.plans.get(told) or mesh.plan(told, lambda: _plan(x, pads, halo))
     if isinstance(plan, str) or not (halo.writable or halo.fresh(x.block)):
         return None
     halo.watch(x.block, all_cells=False)
-    local = apply(_Copied(plan, window, halo, x.sharding), x.block)
+    local = apply(_Copied(window, plan, halo, x.sharding), x.block)
     padded = wrap(local, out, mesh)
     mesh_dims = {d: out.shard_dims[d] for d in plan.kept}
     padded._halo = ResidentHalo(
@@ -114,13 +113,10 @@ def _plan(x: ShardTensor, pads: Sequence[int], halo: ResidentHalo) -> Around | s
     return Around(extents, tuple(rest), {d: tuple(w) for d, w in kept.items()})
 
 
-class _Copied:
-    """The padded block with its halo, in storage of its own; the adjoint is that of the fetched window."""
+class _Copied(Beside):
+    """The padded block with its halo, in storage of its own: the plan is an `Around`."""
 
-    __slots__ = ("_halo", "_layout", "_plan", "_window")
-
-    def __init__(self, plan: Around, window: WindowOp, halo: ResidentHalo, layout: Layout) -> None:
-        self._plan, self._window, self._halo, self._layout = plan, window, halo, layout
+    __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the padded block. Neighborwise collective."""
@@ -135,8 +131,3 @@ class _Copied:
             lo, hi = widths[layout.index(dim, halo.mesh.coords)]
             array = array.narrow(dim, lo, array.shape[dim] - lo - hi)
         return array.detach()
-
-    @property
-    def adjoint(self) -> Any:
-        """Carries the cotangent of the padded block home."""
-        return self._window.adjoint

@@ -171,9 +171,7 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
                     func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
             return _plan(x, ndim, kernel, step, pads, spread, shape, name)
 
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, build)
+        plan = mesh.plans.get(key) or mesh.plan(key, build)
         window = fetched(x, plan.window, key, plan.intervals)
         indices = always_indices or return_indices
         y = on_planes(
@@ -213,9 +211,7 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
             shape = func(whole, kernel_size, () if stride is None else stride, padding, *rest).shape
             return _plan(x, ndim, kernel, step, pads, 1, shape, name)
 
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, build)
+        plan = mesh.plans.get(key) or mesh.plan(key, build)
         window = fetched(x, plan.window, key, plan.intervals)
         y = on_planes(lambda w: func(w, kernel, step, plan.padding, *rest), window, ndim)
         return wrap(cropped(y, plan.crops), plan.out, mesh)
@@ -237,10 +233,7 @@ def _lp_rule(ndim: int) -> Callable[..., ShardTensor]:
 
 
 for _n in (1, 2, 3):
-    for _func in spellings(f"max_pool{_n}d"):
-        implements(_func, sharded="halo")(_max_rule(_n, False))
-    for _func in spellings(f"max_pool{_n}d_with_indices"):
-        implements(_func, sharded="halo")(_max_rule(_n, True))
-    for _func in spellings(f"avg_pool{_n}d"):
-        implements(_func, sharded="halo")(_avg_rule(_n))
+    implements(*spellings(f"max_pool{_n}d"), sharded="halo")(_max_rule(_n, False))
+    implements(*spellings(f"max_pool{_n}d_with_indices"), sharded="halo")(_max_rule(_n, True))
+    implements(*spellings(f"avg_pool{_n}d"), sharded="halo")(_avg_rule(_n))
     implements(getattr(F, f"lp_pool{_n}d"), sharded="halo")(_lp_rule(_n))

@@ -67,9 +67,7 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
         return x.reshape(1)[:size]  # type: ignore[no-any-return]
     dim = normal_dim(dimension, x.ndim)
     key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
     window = apply(plan.window, x.block)
     out = wrap(cropped(window.unfold(dim, size, step), plan.crops), plan.out, x.mesh)
     blocks = x.sharding.sizes[dim]
@@ -116,9 +114,7 @@ def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any
     x = moved(x, _of_rows(x.sharding))
     arguments = tuple(frozen(v, 2) for v in (kernel_size, dilation, padding, stride))
     key = ("unfold", x.sharding, x.dtype, *arguments)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan_columns(x, *arguments))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_columns(x, *arguments))
     kernel, spread, _, step = arguments
     window = apply(plan.window, x.block)
     lead = window.shape[:-3]
@@ -176,9 +172,7 @@ def fold(
     x = resolved(input)
     arguments = tuple(frozen(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))
     key = ("fold", x.sharding, x.dtype, *arguments)
-    plan = x.mesh.plans.get(key)
-    if plan is None:
-        plan = x.mesh.plan(key, lambda: _plan_fold(x, *arguments))
+    plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_fold(x, *arguments))
     _, kernel, spread, _, step = arguments
     y = moved(x, plan.columns).block
     if plan.spare:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.autograd.linear import apply
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Each, Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
 from mpishard.ops.rule.agreement import agreed
@@ -112,12 +112,10 @@ def _refuse_far_indices(indices: Tensor, plan: UnpoolPlan, name: str) -> None:
         far = far | ((coordinates[i] < start) | (coordinates[i] >= start + kernel)).any()
     if bool(far):
         raise UnsupportedOperationError(
-            described(
-                f"{name}: an index lies outside the window of its cell",
-                expected="indices that max_pool gave with the same kernel, stride and padding, and no dilation",
-                got="an index that belongs to cells further away",
-                fix="redistribute both operands, so that the spatial dims are whole on every rank",
-            )
+            f"{name}: an index lies outside the window of its cell",
+            expected="indices that max_pool gave with the same kernel, stride and padding, and no dilation",
+            got="an index that belongs to cells further away",
+            fix="redistribute both operands, so that the spatial dims are whole on every rank",
         )
 
 
@@ -147,9 +145,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
             whole = func(on_domain(x.sharding.shape, x.block), places, kernel_size, stride, padding, output_size)
             return _plan(x, ndim, kernel, step, pads, whole.shape, name)
 
-        plan = mesh.plans.get(key)
-        if plan is None:
-            plan = mesh.plan(key, build)
+        plan = mesh.plans.get(key) or mesh.plan(key, build)
         agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x.sharding,))
         return wrap(_scattered(apply(plan.values, x.block), apply(plan.indices, at), plan), plan.out, mesh)
 
