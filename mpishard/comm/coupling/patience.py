@@ -23,7 +23,7 @@ from mpishard.errors import PeerError, described
 
 # looked up once: a step of a link makes few calls, and these are most of them
 _yield, _test_all, _start_all = os.sched_yield, MPI.Request.Testall, MPI.Prequest.Startall
-_SPIN_S = 5e-4
+_SPIN_S = 3e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
 _pack = struct.Struct("=4q").pack_into
 _FIRST_TAG = 1 << 14  # those below are the notes' of links
@@ -86,7 +86,7 @@ class Wait:
         if self.look is not None and now - self._looked > _LOOK_S:
             self._looked = now
             self.look()
-        time.sleep(min(passed / 32, _LONGEST_PAUSE_S))
+        time.sleep(min(passed / 16, _LONGEST_PAUSE_S))
         return passed < self.timeout_s
 
 
