@@ -1,7 +1,8 @@
 """Fields between two programs of a job against messages written by hand.
 
 Half of the ranks are a solver, half a model. put + get: a field cut into rows here and into columns there, against
-Isend and Irecv of the same boxes (packed and unpacked, as strided boxes must be) with mpi4py. slowed: how long a
+Isend and Irecv of the same boxes (packed and unpacked, as strided boxes must be) with mpi4py, also with a reduction
+among the readers, without which a rank whose peer died leaves the others waiting. slowed: how long a
 solver's step takes that puts every one into a "latest" link whose reader sleeps most of the time, and one that only
 copies its block. memory: growth of the largest rank over 1,000 steps with two slots. Ranks beyond the cores measure the
 scheduler: many short rounds, whose median says more.
@@ -59,10 +60,19 @@ def one_way(me: ms.insitu.Program, other: str, nbytes: int, bench: Bench) -> Non
     hand = ByHand(u, writer, reader, me.comm.rank, ranks["solver"] if FIRST else 0)
     link = me.connect(other, **{"out" if FIRST else "into": {"u": u}})
     ours = link.put if FIRST else link.get
+    mine, least = np.zeros(4, np.int64), np.zeros(4, np.int64)
+
+    def hand_and_agree() -> None:
+        hand()
+        if not FIRST:
+            # whether a step is there for all ranks, and which: as `get` tells
+            me.comm.Allreduce(mine, least, MPI.MIN)
+
+    calls = {"ours": ours, "hand": hand, "hand, its readers agree": hand_and_agree}
     count = 3 if bench.quick else max(8, min(200, (1 << 26) // nbytes))
-    times: dict[str, list[float]] = {"ours": [], "hand": []}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range((1 if bench.quick else 3) * bench.rounds + 1):
-        for name, call in (("ours", ours), ("hand", hand)):
+        for name, call in calls.items():
             WORLD.Barrier()
             start = time.perf_counter()
             for _ in range(count):

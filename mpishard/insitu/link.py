@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -144,10 +145,11 @@ class Link:
         side has closed the link, and that a field has changed on another rank alone, is therefore told by the next
         call (`put`, `get` or `close`), on all ranks.
         """
-        outlet = self._end("put", self._outlet, "out")
+        if (outlet := self._outlet) is None or self._closed or self._error is not None:
+            raise self._unusable("put", "out")
         blocks, error = self._blocks(0, self.out)
         try:
-            return outlet.put(blocks, error)  # type: ignore[no-any-return]
+            return outlet.put(blocks, error)
         except MpishardError as e:
             self._error = e
             raise
@@ -169,12 +171,13 @@ class Link:
         UnsupportedOperationError
             The link is closed, or has no ``into``.
         """
-        inlet = self._end("get", self._inlet, "into")
+        if (inlet := self._inlet) is None or self._closed or self._error is not None:
+            raise self._unusable("get", "into")
         blocks, error = self._blocks(1, self.into)
         try:
             if self._outlet is not None:
                 self._outlet.settle()
-            return inlet.get(blocks, error)  # type: ignore[no-any-return]
+            return inlet.get(blocks, error)
         except MpishardError as e:
             self._error = e
             raise
@@ -249,37 +252,32 @@ class Link:
         if error is None:
             self.close()
 
-    def _end(self, call: str, end: Any, side: str) -> Any:
+    def _unusable(self, call: str, side: str) -> MpishardError:
         if self._error is not None:
-            raise self._error
+            return self._error
         if self._closed:
-            raise UnsupportedOperationError(
+            return UnsupportedOperationError(
                 described(
                     f"{call}: the link is closed", expected="an open link", got="close() before", fix="connect again"
                 )
             )
-        if end is None:
-            raise UnsupportedOperationError(
-                described(
-                    f"{call}: nothing to {call}",
-                    expected=f"fields in {side}=",
-                    got=f"a link to {self.other!r} without",
-                    fix=f"name them in connect, {side}=",
-                )
+        return UnsupportedOperationError(
+            described(
+                f"{call}: nothing to {call}",
+                expected=f"fields in {side}=",
+                got=f"a link to {self.other!r} without",
+                fix=f"name them in connect, {side}=",
             )
-        return end
+        )
 
     def _blocks(self, side: int, fields: Mapping[str, Any]) -> tuple[Sequence[Tensor], MpishardError | None]:
-        """Return this rank's blocks, and what is wrong with them. Not collective."""
-        blocks: list[Tensor] = []
-        known = self._known[side]
+        """Return this rank's blocks, the same sequence for the same blocks, and what is wrong. Not collective."""
         try:
-            for i, (name, x) in enumerate(fields.items()):
-                block = (x if isinstance(x, ShardTensor) else _tensor(x)).block
-                blocks.append(block)
-                if i < len(known) and block is known[i]:
-                    continue
-                shape, dtype = self._shapes[side][i], self._dtypes[side][i]
+            blocks = [(x if isinstance(x, ShardTensor) else _tensor(x)).block for x in fields.values()]
+            known = self._known[side]
+            if known and all(map(is_, blocks, known)):
+                return known, None
+            for name, block, shape, dtype in zip(fields, blocks, self._shapes[side], self._dtypes[side]):
                 if block.shape != shape or block.dtype != dtype:
                     raise LayoutError(
                         described(

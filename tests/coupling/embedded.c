@@ -247,13 +247,15 @@ int main(int argc, char **argv)
     }
     if (size > 1) {
         must(told(mps_step(rank ? hook : kept), MPS_ERR_ORDER, "different calls"), "another hook on one rank");
-        if (rank) mps_rebind(u, other);
-        must(told(mps_step(hook), MPS_ERR_ORDER, "different calls"), "rebind on one rank");
-        if (!rank) mps_rebind(u, other);
+        must(told(rank ? mps_rebind(u, other) : mps_step(hook), MPS_ERR_ORDER, "different calls"), "rebind on one rank");
+        must(told(mps_rebind(rank ? u : tau, rank ? (void *)other : (void *)b), MPS_ERR_ORDER, "different"), "another field on one rank");
+        must(told(mps_hook(sim, named(rank ? "box" : "both"), 1, &u, 1, &tau, 1, MPS_INFER, &train), MPS_ERR_ORDER, "different arguments"), "another model on one rank");
     }
-    mps_rebind(u, rank ? other : NULL);
-    must(told(mps_step(hook), MPS_ERR_ARGUMENT, "'u'"), "null on one rank");
-    mps_rebind(u, other);
+    must(told(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, rank ? &train : NULL), MPS_ERR_ARGUMENT, "no place"), "no place on one rank");
+    must(told(mps_rebind(u, rank ? other : NULL), MPS_ERR_ARGUMENT, "null"), "null on one rank");
+    fill(a, 25);
+    must(mps_step(hook) == MPS_OK && is_box(b, 25, 1), "the field is where it was");
+    must(mps_rebind(u, other) == MPS_OK, "rebind");
     fill(other, 30);
     must(mps_step(hook) == MPS_OK && is_box(b, 30, 1), "the ranks are together again");
 

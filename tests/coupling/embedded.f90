@@ -25,6 +25,12 @@ program embedded
         own(2) = 1
         first = ny - ranks + coords(2)
     end if
+    call must(mps_adopt(cart, [nx, ny], sim, sizes=own + [0, 1]) == MPS_ERR_ARGUMENT, "boxes that overlap")
+    call must(says("overlap"), "boxes that overlap")
+    if (ranks > 1) then
+        call must(mps_adopt(cart, [nx, ny + merge(1, 0, rank == 0)], sim, sizes=own) == MPS_ERR_ORDER, "another shape on one rank")
+        call must(says("different arguments"), "another shape on one rank")
+    end if
     call must(mps_adopt(cart, [nx, ny], sim, sizes=own) == MPS_OK, "adopt")
     allocate(a(0:own(1) + 1, 0:own(2) + 1), b(0:own(1) + 1, 0:own(2) + 1), t(own(1), own(2)))
     allocate(levels(3, 0:own(1) + 1, 0:own(2) + 1))
@@ -34,6 +40,9 @@ program embedded
     call must(mps_field(sim, "u", a, u, lo=[1, 1]) == MPS_OK, "field")
     call must(mps_field(sim, "u", b, tau, lo=[1, 1]) == MPS_ERR_ARGUMENT, "a name used twice")
     call must(says("used twice"), "a name used twice")
+    if (ranks > 1) then
+        call must(mps_field(sim, merge("v", "w", rank == 0), t, tau) == MPS_ERR_ORDER, "another name on one rank")
+    end if
     call must(mps_field(sim, "tau", t, tau) == MPS_OK, "field")
     call must(mps_field(sim, "level", levels(2, :, :), level, lo=[1, 1]) == MPS_OK, "a section")
     call must(mps_step(u) == MPS_ERR_ORDER, "a field is not a hook")
@@ -51,6 +60,9 @@ program embedded
     call must(mps_rebind(u, c_loc(b)) == MPS_OK, "rebind")
     call must(mps_step(hook) == MPS_OK, "rebind")
     call must(right(t, 9), "rebind")
+    call must(mps_rebind(u, merge(c_null_ptr, c_loc(a), rank == 0)) == MPS_ERR_ARGUMENT, "null on one rank")
+    call must(says("null pointer"), "null on one rank")
+    call must(mps_step(hook) == MPS_NO_TURN, "the host goes on")
     call must(mps_wait(hook) == MPS_ERR_ORDER, "wait alone")
     call must(mps_release(hook) == MPS_OK, "release")
 
@@ -68,7 +80,13 @@ program embedded
     call must(says("no such regime"), "raises on one rank")
     call must(right(t, 4), "the output is as it was")
     call must(mps_release(other) == MPS_OK, "the host goes on")
+    call refused("raises_late", "no such regime")
+    call refused("misshapen", "")
+    call refused("two", "")
+    call refused("plain", "")
+    call refused("leaves", "")
     call must(mps_step(hook) == MPS_OK, "the host goes on")
+    call must(right(t, 4), "the host goes on")
     call must(mps_release(tau) == MPS_OK, "released and used")
     call must(mps_step(hook) == MPS_ERR_ORDER, "released and used")
     call must(says("'tau' was released"), "released and used")
@@ -81,6 +99,16 @@ program embedded
     call MPI_Finalize()
 
 contains
+
+    ! a model that does not do: an error on all ranks, and the output is as it was
+    subroutine refused(name, text)
+        character(*), intent(in) :: name, text
+        call must(mps_hook(sim, model(name), other, inputs=[u], outputs=[tau]) == MPS_OK, name)
+        call must(mps_step(other) == MPS_ERR_MODEL, name)
+        call must(says(text), name)
+        call must(right(t, 4), name)
+        call must(mps_release(other) == MPS_OK, name)
+    end subroutine
 
     real(c_double) function value(i, j, k)
         integer, intent(in) :: i, j, k

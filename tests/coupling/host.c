@@ -48,6 +48,11 @@ int main(int argc, char **argv)
     must(mps_adopt(comm, 2, shape, grid, sizes, NULL, &sim) == MPS_ERR_ARGUMENT && strstr(mps_error(), "gap"), "gap");
     sizes[0]++;
     must(mps_adopt(comm, 2, shape, NULL, sizes, NULL, &sim) == MPS_ERR_ARGUMENT, "no grid");
+    /* wrong on one rank alone, all are told at once */
+    int across[2] = {1, size};
+    must(mps_adopt(comm, 2, shape, rank ? grid : across, sizes, NULL, &sim) == MPS_ERR_ORDER && strstr(mps_error(), "different arguments"), "another grid on one rank");
+    must(mps_adopt(comm, 2, rank ? shape : NULL, grid, sizes, NULL, &sim) == MPS_ERR_ARGUMENT && strstr(mps_error(), "no shape"), "no shape on one rank");
+    must(mps_adopt(comm, 2, shape, grid, sizes, NULL, rank ? &sim : NULL) == MPS_ERR_ARGUMENT && strstr(mps_error(), "no place"), "no place on one rank");
     must(mps_adopt(comm, 2, shape, grid, sizes, NULL, &sim) == MPS_OK, "adopt");
 
     int64_t extents[2] = {rows + 3, WIDTH}, lo[2] = {1, 1}, strides[2] = {WIDTH * 8, 8}, few[2] = {rows, NY};
@@ -57,11 +62,18 @@ int main(int argc, char **argv)
     float *b = calloc((size_t)((rows + 3) * WIDTH), sizeof *b);
     must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, rank ? extents : few, lo, strides, &u) == MPS_ERR_ARGUMENT, "a short array on one rank");
     must(mps_field(sim, "u", 99, a, 2, NULL, extents, lo, strides, &u) == MPS_ERR_ARGUMENT, "dtype");
+    must(mps_field(sim, rank ? "u" : "w", MPS_FLOAT64, a, 2, NULL, extents, lo, strides, &u) == MPS_ERR_ORDER, "another name on one rank");
+    must(mps_field(sim, "u", rank ? MPS_FLOAT64 : MPS_INT64, a, 2, NULL, extents, lo, strides, &u) == MPS_ERR_ORDER, "another dtype on one rank");
+    must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, extents, lo, strides, rank ? &u : NULL) == MPS_ERR_ARGUMENT, "no place on one rank");
+    must(mps_field(sim, rank ? "u" : NULL, MPS_FLOAT64, a, 2, NULL, extents, lo, strides, &u) == MPS_ERR_ARGUMENT, "no name on one rank");
     must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, extents, lo, strides, &u) == MPS_OK, "field");
+    must(mps_rebind(u, rank ? a : NULL) == MPS_ERR_ARGUMENT && strstr(mps_error(), "null"), "null on one rank");
     must(mps_field(sim, "tau", MPS_FLOAT32, b, 2, NULL, extents, lo, floats, &tau) == MPS_OK, "field");
 
     must(mps_put(sim) == MPS_ERR_ORDER, "a handle of another kind");
     must(mps_connect(program, "nobody", 1, &u, 0, NULL, MPS_DEFAULT, 0, 5, &link) == MPS_ERR_PEER, "no such program");
+    must(mps_connect(program, rank ? "model" : "nobody", 1, &u, 0, NULL, MPS_DEFAULT, 0, 5, &link) == MPS_ERR_PEER, "no such program on one rank");
+    must(mps_connect(program, "model", 1, &u, 0, NULL, MPS_DEFAULT, 0, 5, rank ? &link : NULL) == MPS_ERR_ARGUMENT, "no place on one rank");
     must(mps_connect(program, "model", 1, &none, 0, NULL, MPS_DEFAULT, 0, 5, &link) == MPS_ERR_ARGUMENT, "no field");
     must(mps_connect(program, "model", 1, &u, 1, &tau, MPS_DEFAULT, 0, 20, &link) == MPS_ERR_MATCH, "other shapes");
     must(strstr(mps_error(), "'tau'") != NULL, "the field is named");

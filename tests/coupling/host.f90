@@ -9,9 +9,12 @@ program host
     type(MPI_Comm) :: comm, cart
     real(c_double), allocatable, target :: u(:, :)
     real(c_float), allocatable, target :: tau(:, :)
+    real(c_double), target :: few(2)
     integer :: rank, ranks, own(2), coords(2), first, step, i, j, k, status, dropped
 
     call MPI_Init()
+    call must(mps_field(sim, "u", few, u_field) == MPS_ERR_ORDER, "field before adopt")
+    call must(mps_put(link) == MPS_ERR_ORDER, "put before connect")
     call must(mps_join("", job, 5d0) == MPS_ERR_PEER, "a name that is none")
     call must(mps_join("solver", job) == MPS_OK, "join")
     call must(mps_comm(job, comm) == MPS_OK, "comm")
@@ -34,6 +37,13 @@ program host
     call must(mps_field(sim, "u", u, u_field, lo=[1, 1]) == MPS_OK, "field")
     call must(mps_field(sim, "tau", tau, tau_field, lo=[2, 0]) == MPS_OK, "field")
 
+    call must(mps_field(sim, "u", u, back, lo=[1, 1]) == MPS_ERR_ARGUMENT, "a name used twice")
+    call must(index(mps_error(), "used twice") > 0, mps_error())
+    call must(mps_field(sim, "v", u, back, lo=[1, merge(3, 1, rank == 0)]) == MPS_ERR_ARGUMENT, "too short on one rank")
+    call must(index(mps_error(), "too short") > 0, mps_error())
+    call must(mps_rebind(u_field, merge(c_null_ptr, c_loc(u), rank == 0)) == MPS_ERR_ARGUMENT, "null on one rank")
+    call must(mps_connect(job, "nobody", link, out=[u_field]) == MPS_ERR_PEER, "no such program")
+    call must(mps_connect(job, merge("nobody", "model ", rank == 0), link, out=[u_field]) == MPS_ERR_PEER, "on one rank")
     call must(mps_put(sim) == MPS_ERR_ORDER, "a handle of another kind")
     call must(mps_connect(job, "model", link, out=[sim]) == MPS_ERR_ARGUMENT, "no field")
     call must(mps_connect(job, "model", link, out=[u_field], into=[tau_field]) == MPS_ERR_MATCH, "other shapes")
@@ -50,10 +60,12 @@ program host
         call must(all(tau(:0, :) == 0), "ghost cells are left alone")
     end do
     call must(mps_close(link) == MPS_OK, "close")
-    call must(mps_put(link) == MPS_ERR_ORDER, "put after close")
+    call must(mps_put(link) == MPS_ERR_ORDER .and. mps_get(link) == MPS_ERR_ORDER, "put after close")
+    call must(index(mps_error(), "closed") > 0, mps_error())
     call must(mps_release(link) == MPS_OK .and. .not. c_associated(link%object), "release")
 
     call must(mps_connect(job, "model", link, out=[u_field], policy=MPS_LATEST, depth=2) == MPS_OK, "connect")
+    call must(mps_get(link) == MPS_ERR_ORDER, "the other direction")
     call must(mps_connect(job, "model", back, into=[tau_field]) == MPS_OK, "connect")
     do k = 0, 5
         u = k
@@ -78,7 +90,9 @@ program host
         call must(status >= 0, "put")
     end do
     call must(dropped > 0, "a slow reader makes it drop")
-    call must(mps_release(link) == MPS_OK .and. mps_release(u_field) == MPS_OK, "release")
+    call must(mps_release(u_field) == MPS_OK .and. mps_put(link) == MPS_ERR_ORDER, "a field released and used")
+    call must(index(mps_error(), "'u' was released") > 0, mps_error())
+    call must(mps_release(link) == MPS_OK, "release")
     call must(mps_release(tau_field) == MPS_OK .and. mps_release(sim) == MPS_OK .and. mps_release(job) == MPS_OK, "release")
     if (rank == 0) print *, "FORTRAN IS RIGHT"
     call MPI_Finalize()

@@ -31,6 +31,8 @@ int main(int argc, char **argv)
     MPI_Comm comm;
     is_a = argv[1][0] == 'a';
     MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    must(told(mps_join(argv[1], 20, rank == 1 ? NULL : &me), MPS_ERR_PEER, "no place for its handle, on rank 1"), "no place on one rank");
     must(told(mps_join("one", 20, &me), MPS_ERR_PEER, "two programs of one name, 'one'"), "two programs of one name");
     if (!is_a) sleep(3);
     must(told(mps_join(argv[1], 1, &me), MPS_ERR_PEER, "of MPI_COMM_WORLD did not come"), "a program that does not come in time");
@@ -63,6 +65,20 @@ int main(int argc, char **argv)
     else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
     if (is_a) must(told(linked(rank ? none : v, 1, &link), MPS_ERR_ARGUMENT, "field 0 is none"), "no field on one rank");
     else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
+    if (is_a) must(told(mps_connect(me, "b", 1, rank ? NULL : &v, 0, NULL, MPS_DEFAULT, 0, 20, &link), MPS_ERR_ARGUMENT, "1 fields, and none"), "none on one rank");
+    else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
+    if (is_a) must(told(mps_connect(me, "b", 1, &v, 0, NULL, rank, 0, 20, &link), MPS_ERR_ORDER, "different arguments"), "another policy on one rank");
+    else must(told(linked(v, 0, &link), MPS_ERR_PEER, "'a' gave up"), "the other side gave up");
+
+    /* released on one rank alone: its program is told at once, then the other */
+    must(mps_field(sim, "q", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &w) == MPS_OK && linked(w, is_a, &link) == MPS_OK, "connect");
+    must((is_a ? mps_put(link) : mps_get(link, NULL)) == MPS_OK, "a step");
+    if (is_a && rank == 0) mps_release(&w);
+    if (is_a) must(told(mps_put(link), MPS_ERR_ORDER, "field 'q' was released"), "a field released on one rank");
+    if (is_a) must(told(mps_put(link), MPS_ERR_ORDER, "field 'q' was released"), "and used again");
+    must(!is_a || mps_close(link) == MPS_OK, "close");
+    must(is_a || told(mps_get(link, NULL), MPS_ERR_PEER, "rank 0 of program 'a' left"), "who left is named");
+    must(mps_release(&link) == MPS_OK && mps_release(&w) == MPS_OK, "release");
 
     /* released and used */
     must(linked(v, is_a, &link) == MPS_OK, "connect");

@@ -14,6 +14,9 @@ from mpishard.comm.coupling.channel import Channel, Load, Parcel, boxes_of, noti
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
+_test_all, _start_all = MPI.Request.Testall, MPI.Prequest.Startall
+_PLAIN = (wire.MAGIC, wire.VERSION, wire.STEP)
+
 
 class Inlet:
     """The end of a link that steps are got from.
@@ -37,11 +40,12 @@ class Inlet:
         self._load = Load(parcels, dtypes)
         # what is all of a step, where it comes in one piece
         self._whole = [n if len(parts) == 1 else -1 for n, parts in zip(self._load.sizes, self._load.parts)]
+        self._expected = [(head.data, whole) for head, whole in zip(self._load.heads, self._whole)]
         comm, tag = channel.comm, channel.tag + wire.DATA
         self._requests = [
             comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
         ]
-        self._known: list[Tensor] = []
+        self._known: Sequence[Tensor] = ()
         self._boxes: list[Tensor] = []
         self._notes: list[tuple[MPI.Request, np.ndarray]] = []
         self._over: set[int] = set()  # ranks whose last message is here
@@ -79,14 +83,21 @@ class Inlet:
         """Wait for a message of every peer; return what they are and the step. Neighborwise collective."""
         if self._asks and self.channel.circle.rank == 0:
             self._tell(self.channel.first, wire.REQUEST, 0)
-        MPI.Prequest.Startall(self._requests)
-        self._running = set(range(len(self._requests)))
-        if not MPI.Request.Testall(self._requests):
+        requests = self._requests
+        _start_all(requests)
+        if not _test_all(requests):
+            self._running = set(range(len(requests)))
             wait = self.channel.wait(self.waits_for, "get")
-            while not MPI.Request.Testall(self._requests):
+            while not _test_all(requests):
                 if not wait.pause():
                     raise self.channel.late(self.waits_for(), "get")
-        self._running.clear()
+            self._running.clear()
+        step = self._expected[0][0][3]
+        for head, nbytes in self._expected:
+            if head[3] != step or head[4] != nbytes or (head[0], head[1], head[2]) != _PLAIN:
+                break
+        else:
+            return wire.STEP, step
         heads = [self._checked(i) for i in range(len(self._parcels))]
         if len(set(heads)) > 1:
             other = {head: p.peer for head, p in reversed(list(zip(heads, self._parcels)))}
@@ -130,8 +141,8 @@ class Inlet:
         return kind, step
 
     def _unpack(self, blocks: Sequence[Tensor]) -> None:
-        if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
-            self._known = list(blocks)
+        if blocks is not self._known:
+            self._known = blocks
             self._boxes = boxes_of(blocks, self._parcels)
         # of detached blocks: autograd learns that they have changed, and nothing else
         for box, view in zip(self._boxes, self._load.views):

@@ -30,6 +30,7 @@ from mpishard.errors import MpishardError, PeerError
 POLICIES = ("block", "drop_newest", "latest")
 ENDED, FULL, FREE = range(3)
 _LOOK_S = 0.2
+_test_all, _start_all, _ANY = MPI.Request.Testall, MPI.Prequest.Startall, MPI.ANY_SOURCE
 
 
 class _Slot:
@@ -47,13 +48,8 @@ class _Slot:
                 self.requests.append(channel.comm.Ssend_init(address(start, nbytes), p.peer, channel.tag + wire.DATA))
                 self.peers.append(p.peer)
 
-    def send(self) -> None:
-        self.flying = True
-        if self.requests:
-            MPI.Prequest.Startall(self.requests)
-
     def done(self) -> bool:
-        if self.flying and MPI.Request.Testall(self.requests):
+        if self.flying and _test_all(self.requests):
             self.flying = False
         return not self.flying
 
@@ -90,6 +86,7 @@ class Outlet:
         self._new_slot = partial(_Slot, channel, parcels, dtypes)
         self._slots = [self._new_slot() for _ in range(depth)]
         self._policy = policy
+        self._stop_tag = channel.tag + wire.STOP
         self._next = 0  # the number of the step that is put next
         self._sent = 0  # steps in the ring, for policies that push
         self._unread: list[_Slot] = []  # "latest": filled and not asked for, oldest first
@@ -99,7 +96,7 @@ class Outlet:
         self._stopped: set[int] = set()
         self.ended = False
         self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
-        self._known: list[Tensor] = []
+        self._known: Sequence[Tensor] = ()
         self._boxes: list[Tensor] = []
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
         self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
@@ -115,7 +112,8 @@ class Outlet:
         error
             What is wrong with them, or None.
         """
-        self.settle()
+        if self._ballot.under_way:
+            self.settle()
         if self.ended:
             return False
         self.progress()
@@ -161,12 +159,13 @@ class Outlet:
         self, slot: _Slot, blocks: Sequence[Tensor], room: int, error: MpishardError | None, wrong: bool
     ) -> bool:
         # whatever the others find: a reader that has stopped drops the step, and an error ends the link
+        along: Sequence[Any] = ()
         if room == FREE and error is None:
             self._fill(slot, blocks)
-            self._send(slot, self._next)
+            along = self._marked(slot, self._next)
         self._next += 1
         self._sent += 1
-        self._ballot.start(error, room)
+        self._ballot.start(error, room, along=along)
         if wrong:
             self.settle()  # what this rank was given is mostly what all were given: they need no other call
         return True
@@ -180,12 +179,11 @@ class Outlet:
     def _room(self, slot: _Slot) -> int:
         if self._stopped:
             return ENDED
-        if self._policy == "latest" or slot.done():
+        if self._policy != "block":
             self._look()
+            return FREE if self._policy == "latest" or slot.done() else FULL
+        if slot.done():
             return FREE
-        if self._policy == "drop_newest":
-            self._look()
-            return FULL
         wait = self.channel.wait(slot.waits_for, "put")
         while not slot.done():
             if self._stopped:
@@ -214,19 +212,25 @@ class Outlet:
                 self._slots.append(self._new_slot())
 
     def _fill(self, slot: _Slot, blocks: Sequence[Tensor]) -> None:
-        if len(blocks) != len(self._known) or any(a is not b for a, b in zip(blocks, self._known)):
-            self._known = list(blocks)
+        if blocks is not self._known:
+            self._known = blocks
             self._boxes = boxes_of(blocks, self._parcels)
         # neither side is known to autograd
         for view, box in zip(slot.load.views, self._boxes):
             view.copy_(box)
 
-    def _send(self, slot: _Slot, step: int) -> None:
+    def _marked(self, slot: _Slot, step: int) -> list[Any]:
+        """Return the requests that send a slot, which is filled."""
         for head in slot.load.heads:
             head[3] = step
         if counter.active:
             counter.record("put", len(slot.requests), sum(slot.load.sizes))
-        slot.send()
+        slot.flying = True
+        return slot.requests
+
+    def _send(self, slot: _Slot, step: int) -> None:
+        if requests := self._marked(slot, step):
+            _start_all(requests)
 
     def _serve(self, asked: int) -> None:
         while self._served < asked and self._unread:
@@ -236,12 +240,12 @@ class Outlet:
 
     def progress(self) -> None:
         """Answer the reader where it asks or stops. Not collective."""
-        comm, tag = self.channel.comm, self.channel.tag
-        while comm.Iprobe(MPI.ANY_SOURCE, tag + wire.STOP):
+        comm, tag = self.channel.comm, self._stop_tag
+        while comm.Iprobe(_ANY, tag):
             status = MPI.Status()
-            comm.Probe(MPI.ANY_SOURCE, tag + wire.STOP, status)
+            comm.Probe(_ANY, tag, status)
             peer = status.Get_source()
-            comm.Recv(np.empty(HEAD // 8, np.int64), peer, tag + wire.STOP)
+            comm.Recv(np.empty(HEAD // 8, np.int64), peer, tag)
             self._stopped.add(peer)
         if not self._putting:
             # never before a step that is on its way

@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,12 +19,13 @@ from mpishard import errors
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.exit import on_finalize
-from mpishard.comm.memory.buffer import address
 from mpishard.errors import PeerError
 
-_SPIN_S = 5e-4
+# looked up once: a step of a link makes few calls, and these are most of them
+_yield, _test_all, _start_all = os.sched_yield, MPI.Request.Testall, MPI.Prequest.Startall
+_SPIN_S = 3e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
-_NUMBERS = struct.Struct("=4q")
+_pack = struct.Struct("=4q").pack_into
 _FIRST_TAG = 1 << 14  # those below are the notes' of links
 _LOOK_S = 0.2  # between looks whether peers are alive
 
@@ -59,29 +60,33 @@ class Wait:
         Called now and then; raises where waiting is in vain.
     """
 
-    __slots__ = ("_looked", "_start", "_turns", "look", "timeout_s")
+    __slots__ = ("_looked", "_spins", "_start", "_turns", "look", "timeout_s")
 
     def __init__(self, timeout_s: float, look: Callable[[], None] | None = None) -> None:
         self.timeout_s = timeout_s
         self.look = look
         self._start = self._looked = time.monotonic()
         self._turns = 0
+        self._spins = True
 
     def pause(self) -> bool:
         """Let others run; return whether there is time left. Not collective."""
         self._turns += 1
+        if self._spins and self._turns % 8:
+            # most waits end here: what is done beside takes from those who are waited for, where they share a core
+            _yield()
+            return True
         now = time.monotonic()
         passed = now - self._start
-        if passed >= _SPIN_S or self._turns % 8 == 0:
-            for worker in _background:
-                worker.progress()
+        for worker in _background:
+            worker.progress()
         if passed < _SPIN_S:
-            os.sched_yield()
             return True
+        self._spins = False
         if self.look is not None and now - self._looked > _LOOK_S:
             self._looked = now
             self.look()
-        time.sleep(min(passed / 32, _LONGEST_PAUSE_S))
+        time.sleep(min(passed / 16, _LONGEST_PAUSE_S))
         return passed < self.timeout_s
 
 
@@ -103,20 +108,13 @@ class Circle:
         self.size = comm.Get_size()
         self._broken = False
         self._tags = itertools.count(_FIRST_TAG)
-        self._ballot = Ballot(self)
-        on_finalize(self._ballot.leave)
+        ballot = Ballot(self)
+        on_finalize(ballot.leave)
+        self.start, self.finish = ballot.start, ballot.finish
 
     def new_tag(self) -> int:
         """Return a tag on ``comm`` that nobody else has. Collective."""
         return next(self._tags)
-
-    def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
-        """Start an agreement; `finish` ends it. Collective."""
-        self._ballot.start(error, a, b, c)
-
-    def finish(self, timeout_s: float) -> tuple[int, int, int]:
-        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
-        return self._ballot.finish(timeout_s)
 
     def agree(
         self, error: BaseException | None, timeout_s: float, a: int = 0, b: int = 0, c: int = 0
@@ -179,7 +177,8 @@ class Ballot:
         self._circle = circle
         # own numbers, then what comes in each round
         rounds = (circle.size - 1).bit_length()
-        self._numbers = np.zeros((1 + rounds, _NUMBERS.size), np.uint8)
+        numbers = np.zeros((1 + max(rounds, 1), 4), np.int64)
+        self._mine, *self._came = (row.data for row in numbers)
         self._error: BaseException | None = None
         self.under_way = False
         self._rounds: list[list[MPI.Prequest]] = []
@@ -189,19 +188,27 @@ class Ballot:
         self._request: MPI.Request = MPI.REQUEST_NULL
         self._at = 0
         if self._by_mpi:
-            self._mine, self._least = ([row.view(np.int64), MPI.INT64_T] for row in self._numbers[:2])
             return
         comm, rank, size, tag = circle.comm, circle.rank, circle.size, circle.new_tag()
-        mine = address(self._numbers[0].ctypes.data, _NUMBERS.size)
         for k in range(rounds):
             # after round k a rank knows the least of 2**(k+1) ranks up to its own; that some are met twice is harmless
-            came = address(self._numbers[1 + k].ctypes.data, _NUMBERS.size)
-            request = comm.Recv_init(came, (rank - (1 << k)) % size, tag)
-            self._rounds.append([request, comm.Send_init(mine, (rank + (1 << k)) % size, tag)])
+            request = comm.Recv_init(numbers[1 + k], (rank - (1 << k)) % size, tag)
+            self._rounds.append([request, comm.Send_init(numbers[0], (rank + (1 << k)) % size, tag)])
         self._at = rounds
 
-    def start(self, error: BaseException | None, a: int = 0, b: int = 0, c: int = 0) -> None:
-        """Start an agreement on the least of every value; `finish` ends it. Collective."""
+    def start(
+        self,
+        error: BaseException | None,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        *,
+        along: Sequence[MPI.Prequest] = (),
+    ) -> None:
+        """Start an agreement on the least of every value; `finish` ends it. Collective.
+
+        ``along``: other requests that start now; one call for all costs less.
+        """
         circle = self._circle
         if circle._broken:
             raise PeerError(
@@ -215,12 +222,14 @@ class Ballot:
         if error is not None:
             # what is known for certain is told first, then what the lowest rank says
             failed = circle.rank - (2 if isinstance(error, CertainError) else 1) * circle.size
-        _NUMBERS.pack_into(self._numbers[0], 0, failed, a, b, c)
+        _pack(self._mine, 0, failed, a, b, c)
         self._at = 0
         if self._rounds:
-            MPI.Prequest.Startall(self._rounds[0])
-        elif self._by_mpi:
-            self._request = circle.comm.Iallreduce(self._mine, self._least, MPI.MIN)
+            _start_all([*along, *self._rounds[0]])
+        elif along:
+            _start_all(list(along))
+        if self._by_mpi:
+            self._request = circle.comm.Iallreduce(self._mine, self._came[0], MPI.MIN)
         self.under_way = True
 
     def _done(self) -> bool:
@@ -228,26 +237,25 @@ class Ballot:
             return self._request.Test()
         rounds = self._rounds
         while self._at < len(rounds):
-            if not MPI.Request.Testall(rounds[self._at]):
+            if not _test_all(rounds[self._at]):
                 return False
-            mine = _NUMBERS.unpack_from(self._numbers[0])
-            came = _NUMBERS.unpack_from(self._numbers[1 + self._at])
-            if came != mine:
-                _NUMBERS.pack_into(self._numbers[0], 0, *map(min, mine, came))
+            came = self._came[self._at]
+            if came != self._mine:
+                _pack(self._mine, 0, *map(min, self._mine, came))
             self._at += 1
             if self._at < len(rounds):
-                MPI.Prequest.Startall(rounds[self._at])
+                _start_all(rounds[self._at])
         return True
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
-        circle, self.under_way = self._circle, False
+        self.under_way = False
         if not self._done():
-            circle._complete(self._done, timeout_s)
-        failed, a, b, c = _NUMBERS.unpack_from(self._numbers[int(self._by_mpi)])
-        error, self._error = self._error, None
+            self._circle._complete(self._done, timeout_s)
+        failed, a, b, c = self._came[0] if self._by_mpi else self._mine
         if failed:
-            circle._raise(error, failed % circle.size, timeout_s)
+            error, self._error = self._error, None
+            self._circle._raise(error, failed % self._circle.size, timeout_s)
         return a, b, c
 
     def leave(self) -> None:

@@ -82,8 +82,8 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
 {
     int status = mpi_ready(), inter = 0;
     if (status) return status;
-    if (handle == NULL || comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator, or no place for the domain");
-    *handle = MPS_NULL;
+    if (handle != NULL) *handle = MPS_NULL;
+    if (comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator");
     MPI_Comm_test_inter(comm, &inter);
     if (inter) return fail(MPS_ERR_ARGUMENT, "adopt: not an intra-communicator");
     sim_t *sim = calloc(1, sizeof *sim);
@@ -97,14 +97,17 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
     sim->rank = sim->circle.rank;
     sim->size = sim->circle.size;
     sim->ndim = ndim;
-    if (ndim < 1 || ndim > 8) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
+    if (handle == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no place for the domain");
+    if (!status && (ndim < 1 || ndim > 8)) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
     if (!status && shape == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no shape");
     for (int d = 0; !status && d < ndim; d++) {
         sim->shape[d] = shape[d];
         if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
     }
     if (!status) status = topology(sim, comm, grid, periodic);
-    status = circle_agree(&sim->circle, status, 60.0);
+    uint64_t sum = digest(digest(0, &ndim, sizeof ndim), sim->shape, sizeof sim->shape);
+    sum = digest(digest(sum, sim->grid, sizeof sim->grid), sim->periodic, sizeof sim->periodic);
+    status = circle_same(&sim->circle, status, 60.0, sum, "adopt");
     if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), 60.0);
     if (!status && (*handle = object_made(OBJECT_SIM, sim)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
     if (status) {
@@ -201,7 +204,7 @@ int mps_field(mps_handle handle, const char *name, int dtype, void *data, int nd
 {
     sim_t *sim = object_of(handle, OBJECT_SIM);
     if (out != NULL) *out = MPS_NULL;
-    if (sim == NULL || out == NULL) return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt, that was not released");
+    if (sim == NULL) return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt, that was not released");
     field_t *field = calloc(1, sizeof *field);
     if (field == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
     field->users = 1;
@@ -209,11 +212,14 @@ int mps_field(mps_handle handle, const char *name, int dtype, void *data, int nd
     field->data = data;
     field->sim = sim;
     sim->users++;
-    int status = named(sim, field, name);
+    int status = out != NULL ? named(sim, field, name) : fail(MPS_ERR_ARGUMENT, "field: no place for the field");
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
     if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
     if (!status) status = field_usable(field, "field");
-    status = circle_agree(&sim->circle, status, 60.0);
+    layout_t *layout = &field->layout;
+    uint64_t sum = digest(digest(0, field->name, NAME_BYTES), &dtype, sizeof dtype);
+    sum = digest(digest(sum, layout->shape, sizeof layout->shape), layout->shards, sizeof layout->shards);
+    status = circle_same(&sim->circle, status, 60.0, sum, "field");
     if (!status && (*out = object_made(OBJECT_FIELD, field)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "field: no memory");
     if (status) {
         field_left(field);
@@ -249,9 +255,15 @@ int mps_rebind(mps_handle handle, void *data)
 {
     field_t *field = object_of(handle, OBJECT_FIELD);
     if (field == NULL) return fail(MPS_ERR_ORDER, "rebind: expected a field, from mps_field, that was not released");
+    int status;
+    char *before = field->data;
+    if (field->sim->released) return field_usable(field, "rebind");
     field->data = data;
-    field->binding++;
-    return field_usable(field, "rebind");
+    status = field_usable(field, "rebind");
+    status = circle_same(&field->sim->circle, status, 60.0, digest(0, field->name, NAME_BYTES), "rebind");
+    if (status) field->data = before;
+    else field->binding++;
+    return status;
 }
 
 int (*python_release)(int kind, void *object) = NULL;

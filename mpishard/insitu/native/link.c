@@ -391,6 +391,8 @@ static int by_name(const void *a, const void *b) { return strcmp((*(field_t *con
 
 static int taken(link_t *link, flow_t *flow, int count, const mps_handle *given, side_t *side, int s)
 {
+    if (count < 0 || (count > 0 && given == NULL))
+        return fail(MPS_ERR_ARGUMENT, "connect: %d fields, and %s\n  expected: a number of fields, and as many", count, given ? "some" : "none");
     flow->of = calloc((size_t)count + 1, sizeof *flow->of);
     side->of[s] = calloc((size_t)count + 1, sizeof *side->of[s]);
     if (flow->of == NULL || side->of[s] == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
@@ -448,7 +450,10 @@ static int make(link_t *link, side_t *mine, int status)
     int64_t count = 0, length = 0;
     side_t other = {0, 0, {0, 0}, {NULL, NULL}};
     flow_t *flows[2] = {&link->out, &link->into};
-    status = circle_agree(circle, status, link->timeout);
+    uint64_t sum = digest(digest(digest(0, &mine->policy, sizeof(int)), &mine->depth, sizeof(int)), mine->count, sizeof mine->count);
+    for (int s = 0; s < 2 && !status; s++)
+        for (int i = 0; i < mine->count[s]; i++) sum = digest(sum, flows[s]->of[i]->name, NAME_BYTES);
+    status = circle_same(circle, status, link->timeout, sum, "connect");
     for (int s = 0; s < 2 && !status; s++)
         for (int i = 0; i < mine->count[s] && !status; i++) status = order_of(link, flows[s]->of[i], &mine->of[s][i]);
     if (status) {
@@ -489,22 +494,27 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     program_t *program = object_of(handle, OBJECT_PROGRAM);
     side_t mine = {policy, depth > 0 ? depth : MPS_DEFAULT, {0, 0}, {NULL, NULL}};
     if (result != NULL) *result = MPS_NULL;
-    if (program == NULL || result == NULL) return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
+    if (program == NULL) return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
     link_t *link = calloc(1, sizeof *link);
     if (link == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
     for (int i = 0; i < program->others; i++)
         if (name != NULL && strcmp(program->far[i].name, name) == 0) link->far = &program->far[i];
-    if (link->far == NULL) {
+    /* before anything is counted: the numbers of links stay the same on all ranks */
+    int status = MPS_OK;
+    if (result == NULL) status = fail(MPS_ERR_ARGUMENT, "connect: no place for the link");
+    else if (link->far == NULL)
+        status = fail(MPS_ERR_PEER, "connect: no such program\n  expected: another program of the job\n  got:      '%s', in program '%s'",
+                      name ? name : "", program->name);
+    status = circle_same(&program->circle, status, timeout > 0 ? timeout : 60.0, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
+    if (status) {
         free(link);
-        return fail(MPS_ERR_PEER, "connect: no such program\n  expected: another program of the job\n  got:      '%s', in program '%s'",
-                    name ? name : "", program->name);
+        return status;
     }
     link->program = program;
     program->users++;
     link->tag = link->far->connects++ * LINK_TAGS;
     link->serial = program->links++;
     link->timeout = timeout > 0 ? timeout : 60.0;
-    int status = MPS_OK;
     if (policy < MPS_DEFAULT || policy > MPS_LATEST) status = fail(MPS_ERR_ARGUMENT, "connect: policy %d is none of MPS_BLOCK...", policy);
     if (!status && depth < 0) status = fail(MPS_ERR_ARGUMENT, "connect: depth is %d\n  expected: 1 or more slots", depth);
     if (!status) status = taken(link, &link->out, n_out, out, &mine, 0);
@@ -714,6 +724,7 @@ static slot_t *emptied(link_t *link)
     }
 }
 
+/* What is the same on all ranks, as calls are; whether the fields may be used, the ranks agree on. */
 static link_t *usable(mps_handle handle, const char *call, int *status)
 {
     link_t *link = object_of(handle, OBJECT_LINK);
@@ -721,11 +732,16 @@ static link_t *usable(mps_handle handle, const char *call, int *status)
     if (link == NULL) *status = fail(MPS_ERR_ORDER, "%s: expected a link, from mps_connect, that was not released", call);
     else if (link->failed) *status = fail(link->failed, "%s", link->text);
     else if (link->closed) *status = fail(MPS_ERR_ORDER, "%s: the link is closed\n  expected: an open link\n  got:      mps_close before", call);
-    else
-        for (int s = 0; s < 2; s++)
-            for (int i = 0; i < (s ? &link->into : &link->out)->fields && !*status; i++)
-                *status = field_usable((s ? &link->into : &link->out)->of[i], call);
     return *status ? NULL : link;
+}
+
+static int fields_usable(link_t *link, const char *call)
+{
+    flow_t *flows[2] = {&link->out, &link->into};
+    int status = MPS_OK;
+    for (int s = 0; s < 2; s++)
+        for (int i = 0; i < flows[s]->fields && !status; i++) status = field_usable(flows[s]->of[i], call);
+    return status;
 }
 
 static int kept(link_t *link, int status)
@@ -740,7 +756,7 @@ static int kept(link_t *link, int status)
 int mps_put(mps_handle handle)
 {
     int status, certain = 0;
-    int64_t values[3];
+    int64_t values[3] = {0, 0, 0};
     link_t *link = usable(handle, "put", &status);
     if (link == NULL) return status;
     flow_t *flow = &link->out;
@@ -749,8 +765,9 @@ int mps_put(mps_handle handle)
     progress(link);
     flow->putting = 1;
     slot_t *slot = &flow->slot[flow->sent % flow->depth];
-    int room = room_for(link, slot, &status, &certain);
-    circle_start(circle, status, certain, status < 0 ? status : room, -flow->asked, 0);
+    int unfit = status = fields_usable(link, "put");
+    int room = unfit ? FULL : room_for(link, slot, &status, &certain);
+    circle_start(circle, status, certain, status < 0 ? status : room, -flow->asked, unfit != 0);
     if (room == FREE && !status && flow->policy != MPS_LATEST) {
         move(flow, slot->memory, 1);
         if (flow->policy == MPS_BLOCK) slot_send(flow, slot, flow->next);
@@ -778,7 +795,8 @@ int mps_put(mps_handle handle)
     }
     flow->putting = 0;
     if (stopped(flow)) progress(link);
-    return kept(link, status);
+    /* fields that no rank may use: nothing was sent, and the link goes on */
+    return status < 0 && unfit && values[2] ? status : kept(link, status);
 }
 
 static void tell(link_t *link, parcel_t *p, int peer, int kind)
@@ -850,14 +868,15 @@ static int receive(link_t *link, int64_t *kind, int64_t *step, int *certain)
 int mps_get(mps_handle handle, int64_t *number)
 {
     int status, certain = 0;
-    int64_t kind = KIND_STEP, step = 0, values[3];
+    int64_t kind = KIND_STEP, step = 0, values[3] = {0, 0, 0};
     link_t *link = usable(handle, "get", &status);
     if (link == NULL) return status;
     flow_t *flow = &link->into;
     if (flow->fields == 0) return fail(MPS_ERR_ORDER, "get: nothing to get\n  expected: into fields in mps_connect");
     if (flow->ended) return MPS_END;
-    status = receive(link, &kind, &step, &certain);
-    circle_start(&link->program->circle, status, certain, status < 0 ? status : step, -step, -kind);
+    int unfit = status = fields_usable(link, "get");
+    if (!status) status = receive(link, &kind, &step, &certain);
+    circle_start(&link->program->circle, status, certain, status < 0 ? status : step, -step, unfit ? 1 : -kind);
     if (!status && kind == KIND_STEP) move(flow, flow->slot->memory, 0);
     status = circle_finish(&link->program->circle, link->timeout, values);
     if (!status && values[2]) {
@@ -866,7 +885,7 @@ int mps_get(mps_handle handle, int64_t *number)
     }
     if (!status && values[0] != -values[1]) status = fail(MPS_ERR_PEER, "get: the ranks got different steps");
     if (!status && number != NULL) *number = step;
-    return kept(link, status);
+    return status < 0 && unfit && values[2] == 1 ? status : kept(link, status);
 }
 
 static int flushed(link_t *link)

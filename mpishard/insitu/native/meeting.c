@@ -180,6 +180,22 @@ int circle_agree(circle_t *circle, int status, double timeout)
     return circle_finish(circle, timeout, NULL);
 }
 
+uint64_t digest(uint64_t before, const void *data, size_t nbytes)
+{
+    uint64_t sum = before ^ 0xCBF29CE484222325u;
+    for (size_t i = 0; i < nbytes; i++) sum = (sum ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
+    return sum;
+}
+
+int circle_same(circle_t *circle, int status, double timeout, uint64_t sum, const char *call)
+{
+    int64_t values[3], mark = (int64_t)(sum >> 24); /* of 40 bits, as those of hooks */
+    circle_start(circle, status, 0, status < 0 ? status : mark, -mark, 0);
+    status = circle_finish(circle, timeout, values);
+    if (status || values[0] == -values[1]) return status;
+    return fail(MPS_ERR_ORDER, "%s: the ranks gave different arguments, or made different calls\n  expected: the same on all of them", call);
+}
+
 int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout)
 {
     MPI_Request request;
@@ -390,8 +406,8 @@ static int call_roll(const char *name, double timeout, list_t *list)
         describe(list->entries, name, rank);
         list->head.count = 1;
     } else
-        snprintf(list->head.text, TEXT_BYTES, "join: no name of a program on rank %d\n  expected: a text of 1 to %d bytes", rank,
-                 NAME_BYTES - 1);
+        snprintf(list->head.text, TEXT_BYTES, "join: no name of a program, or no place for its handle, on rank %d\n"
+                 "  expected: a text of 1 to %d bytes, and a pointer", rank, NAME_BYTES - 1);
     for (int step = 1; rank + step < size && !(rank & step); step <<= 1) children[count++] = rank + step;
     left = count;
     memcpy(missing, children, sizeof children);
@@ -489,8 +505,9 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
     int status = mpi_ready();
     if (status) return status;
     program_t *program = calloc(1, sizeof *program);
-    if (handle == NULL || program == NULL) return fail(MPS_ERR_ARGUMENT, "join: no place for the program");
-    *handle = MPS_NULL;
+    if (program == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
+    if (handle != NULL) *handle = MPS_NULL;
+    else name = NULL; /* the others must hear of it */
     program->users = 1;
     if (name_fits(name)) snprintf(program->name, sizeof program->name, "%s", name);
     /* errors of MPI come back here, and the host's handler is as before */

@@ -65,8 +65,8 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
  */
 int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,
               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *field);
-/* The same field in another array of the same extents, strides and ghosts: time levels. No communication, but on all
- * ranks alike; a wrong address is an error of the later calls with the field, too. */
+/* The same field in another array of the same extents, strides and ghosts: time levels. Collective over the domain's ranks:
+ * where one gives a wrong address, all get the error, and the field stays where it was. */
 int mps_rebind(mps_handle field, void *data);
 
 /* A model on the ranks of the domain; in libmpishard alone. Collective over the domain's ranks. The first one starts the

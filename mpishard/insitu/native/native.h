@@ -69,6 +69,9 @@ int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
 int circle_finish(circle_t *circle, double timeout, int64_t values[3]);
 int circle_agree(circle_t *circle, int status, double timeout);
+/* the same, and an error where the ranks gave other arguments, or made other calls; 0 begins a digest */
+int circle_same(circle_t *circle, int status, double timeout, uint64_t digest, const char *call);
+uint64_t digest(uint64_t before, const void *data, size_t nbytes);
 int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout); /* rank 0's to all */
 
 typedef struct { int64_t machine, pid, started; } presence_t;

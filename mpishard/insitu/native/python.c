@@ -269,7 +269,7 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
 {
     sim_t *sim = object_of(handle, OBJECT_SIM);
     if (result != NULL) *result = MPS_NULL;
-    if (sim == NULL || result == NULL) return fail(MPS_ERR_ORDER, "hook: expected a domain, from mps_adopt, that was not released");
+    if (sim == NULL) return fail(MPS_ERR_ORDER, "hook: expected a domain, from mps_adopt, that was not released");
     hook_t *hook = calloc(1, sizeof *hook);
     int room = (n_in > 0 ? n_in : 0) + (n_out > 0 ? n_out : 0), status = MPS_OK;
     int64_t *numbers = calloc((size_t)room + 5, sizeof *numbers);
@@ -277,12 +277,16 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
     if (hook == NULL || numbers == NULL || hook->fields == NULL) return fail(MPS_ERR_MEMORY, "hook: no memory");
     hook->sim = sim;
     sim->users++;
-    if (model == NULL || n_in < 0 || n_out < 0 || every < 0 || mode < MPS_INFER || mode > MPS_TRAIN)
+    if (result == NULL) status = fail(MPS_ERR_ARGUMENT, "hook: no place for the hook");
+    else if (model == NULL || n_in < 0 || n_out < 0 || every < 0 || mode < MPS_INFER || mode > MPS_TRAIN)
         status = fail(MPS_ERR_ARGUMENT, "hook: arguments that fit none\n  expected: a model, counts and every of 0 or more, MPS_INFER or "
                       "MPS_TRAIN\n  got:      '%s', %d, %d, %d, %d", model ? model : "", n_in, n_out, every, mode);
     if (!status) status = taken(hook, n_in, in);
     if (!status) status = taken(hook, n_out, out);
-    status = circle_agree(&sim->circle, status, limit());
+    int counts[4] = {n_in, n_out, every, mode};
+    uint64_t sum = digest(digest(0, counts, sizeof counts), model ? model : "", model ? strlen(model) : 0);
+    for (int i = 0; i < hook->count && !status; i++) sum = digest(sum, hook->fields[i]->name, NAME_BYTES);
+    status = circle_same(&sim->circle, status, limit(), sum, "hook");
     if (!status) status = opened(&sim->circle);
     /* one status after each, as the ranks go on together */
     if (!status) status = circle_agree(&sim->circle, adopt(sim), limit());
