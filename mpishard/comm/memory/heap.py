@@ -18,7 +18,7 @@ def keep_freed() -> bool:
     """Have glibc keep what arrays free, unless the environment sets its thresholds; return whether it does.
 
     Not collective. By default it gives large blocks back to the kernel, which clears every page that is used again:
-    a tenth to a third of a training step whose arrays have some megabytes. For programs that own their process.
+    7 to 30 % of the training steps measured whose arrays have some megabytes. For programs that own their process.
     """
     libc = ctypes.CDLL(None)
     if any(name in os.environ for name in _OF_THE_USER) or not hasattr(libc, "gnu_get_libc_version"):
