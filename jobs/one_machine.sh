@@ -11,6 +11,9 @@ set +u
 # shellcheck source=/dev/null
 source -- "$environment"
 set -u
+# what arrays free stays the process's: the kernel would clear each page that is used again
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 export OMP_NUM_THREADS=1
 
 exec mpiexec \

@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness import machine, report
 from benchmarks.harness.measure import WORLD, Bench, Row, Unfit, say
 from mpishard.comm import guard
+from mpishard.comm.memory import heap
 from mpishard.errors import FileError, MpishardError, described
 
 
@@ -53,6 +54,7 @@ def run(
     """
     given = dict(settings or {})
     torch.set_num_threads(1)
+    heap.keep_freed()
     out = Path(output) if output is not None else None
     _agree(lambda: out.mkdir(parents=True, exist_ok=True) if out is not None and WORLD.rank == 0 else None)
     facts = machine.described()

@@ -172,11 +172,21 @@ def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
         for t in (now, target)
     )
     if before != after:
-        step = pair(mover(mesh, before, after), mover(mesh, after, before))
-        step.cotangent = tuple((m, type(p) is Shard) for m, p in enumerate(before.placements))
-        yield step
+        yield transfer_step(mesh, before, after)
     if keep:
         yield keep_step(mesh, keep)
+
+
+def transfer_step(
+    mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...] = (), inner_back: tuple[int, ...] = ()
+) -> Step:
+    """Return block of ``source`` -> block of ``target``; neither has a Partial. Not collective.
+
+    ``inner`` are dims that are to lie innermost in the memory of what arrives, ``inner_back`` those of the cotangent.
+    """
+    step = pair(mover(mesh, source, target, inner), mover(mesh, target, source, inner_back))
+    step.cotangent = tuple((m, type(p) is Shard) for m, p in enumerate(source.placements))
+    return step
 
 
 def _also_sharded(now: Layout, target: Layout, dim: int, mesh_dim: int) -> bool:
@@ -205,10 +215,10 @@ def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Ste
     return step
 
 
-def mover(mesh: CartMesh, source: Layout, target: Layout) -> LocalMap:
+def mover(mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...] = ()) -> LocalMap:
     """Return the function block of ``source`` -> block of ``target``; neither has a Partial.
 
-    Not collective; the function is collective.
+    Not collective; the function is collective. See `transfer_step`; what is gathered has its dims in their order.
     """
     gathers = _gathers(source, target, mesh.coords)
     if gathers is not None:
@@ -223,7 +233,7 @@ def mover(mesh: CartMesh, source: Layout, target: Layout) -> LocalMap:
     plan = plan_transfer(source, target, mesh.coords)
     shape = target.local_shape(mesh.coords)
     call = (source, target)
-    return lambda x: run_transfer(mesh, plan, x, shape, call=call)
+    return lambda x: run_transfer(mesh, plan, x, shape, call=call, inner=inner)
 
 
 def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]] | None:

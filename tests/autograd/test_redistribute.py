@@ -12,7 +12,7 @@ from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import apply
 from mpishard.layout import layout_of
 from mpishard.testing import dot_test
-from tests.compare import mesh_of, mesh_shapes
+from tests.compare import WORLD, mesh_of, mesh_shapes
 
 SHAPE = (5, 6, 3)
 KINDS = (ms.Shard(0), ms.Shard(1), ms.Replicate(), ms.Partial())
@@ -161,3 +161,18 @@ def test_use_sums_what_no_requires_grad_tells_of(f):
     mesh = mesh_of((-1,))
     full, w = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 5, torch.tensor([1.0, 2.0, 3.0]).double()
     torch.testing.assert_close(f(ms.distribute_tensor(full, mesh, (ms.Shard(0),)), w), f(full, w))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_transfer_lays_out_what_arrives_as_it_is_asked_to():
+    mesh, shape = mesh_of((WORLD.size,)), (4, 2, 9, 10)
+    full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    source, target = (layout_of(mesh.shape, (ms.Shard(d),), shape) for d in (2, 3))
+    step = autograd.transfer_step(mesh, source, target, inner=(2,), inner_back=(1, 2))
+    x = held(full, source, mesh).requires_grad_()
+    y = apply(step, x)
+    assert torch.equal(y, held(full, target, mesh))
+    assert y.permute(0, 1, 3, 2).is_contiguous()
+    (g,) = torch.autograd.grad(y, x, 2 * y.detach())
+    assert torch.equal(g, 2 * x.detach())
+    assert g.permute(0, 3, 1, 2).is_contiguous()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import subprocess
 from pathlib import Path
 
@@ -109,6 +111,33 @@ def test_run_passes_arguments_and_exit_codes(script: Path) -> None:
     # torch reads the number of threads where it is loaded
     assert "['--help', 'a b'] 7 True" in said("run", str(script), "--help", "a b", fresh=True, OMP_NUM_THREADS="")
     said("run", str(script), "--exit", code=75)
+
+
+FAULTS = """
+import resource, sys
+import torch
+from mpishard.comm.memory import heap
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        arrays = [torch.ones(1 << 21) for _ in range(4)]
+        del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print("faults", faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's thresholds")
+def test_run_keeps_what_arrays_free(tmp_path: Path) -> None:
+    path = tmp_path / "faults.py"
+    path.write_text(FAULTS)
+    pages = 20 * 4 * (1 << 23) // resource.getpagesize()
+    text = said("run", str(path), fresh=True)
+    assert int(text.split("faults")[1]) < pages // 20
+    # what the user sets stays
+    text = said("run", str(path), fresh=True, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    assert int(text.split("faults")[1]) > pages // 600
 
 
 def test_run_checks_the_job_first(script: Path, tmp_path: Path) -> None:

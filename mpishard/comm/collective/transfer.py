@@ -34,6 +34,7 @@ def run_transfer(
     *,
     accumulate: bool = False,
     call: object = (),
+    inner: Sequence[int] = (),
 ) -> Tensor:
     """Return this rank's block of the target layout.
 
@@ -54,6 +55,8 @@ def run_transfer(
         Whether boxes that come overlap, and are added in ascending order of the ranks; what none covers is zero.
     call
         What all ranks know of the transfer.
+    inner
+        Dims of the result that are to lie innermost in memory; of what a compiler records, none.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def run_transfer(
     if guard.DEBUG:
         guard.check(mesh.comm, f"{op} {call}", None, x.dtype)
     tag = hashed(op, call, x.dtype)
-    out = x.new_zeros(tuple(shape)) if accumulate else x.new_empty(tuple(shape))
+    out = x.new_zeros(tuple(shape)) if accumulate else _empty(x, tuple(shape), inner)
     put = Tensor.add_ if accumulate else Tensor.copy_
     if x.is_cuda:
         nccl.connect(mesh.group(tuple(range(mesh.ndim))), x.device)
@@ -86,6 +89,21 @@ def run_transfer(
     for (_, box), (_, block) in zip(into, recvs):
         put(_narrow(out, box), block)
     return out
+
+
+def _empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:
+    """Return an empty tensor with the dims ``inner`` innermost in memory."""
+    if not inner:
+        return x.new_empty(shape)
+    return x.new_empty_strided(shape, _strides(shape, inner))
+
+
+def _strides(shape: Sequence[int], inner: Sequence[int]) -> list[int]:
+    """Return the strides of a dense tensor with the dims ``inner`` innermost in memory."""
+    strides, step = [0] * len(shape), 1
+    for d in (*reversed(inner), *(d for d in reversed(range(len(shape))) if d not in inner)):
+        strides[d], step = step, step * max(1, shape[d])
+    return strides
 
 
 def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any]) -> None:

@@ -12,6 +12,9 @@ set +u
 source -- "$environment"
 set -u
 {% endif %}
+# what arrays free stays the process's: the kernel would clear each page that is used again
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 {% for name, value in variables.items() %}
 export {{ name }}={{ value | quoted }}
 {% endfor %}

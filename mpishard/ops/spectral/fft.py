@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import LocalMap, apply, in_transform, pair
+from mpishard.autograd.linear import LocalMap, Step, apply, in_transform, pair
+from mpishard.autograd.redistribute import transfer_step
 from mpishard.layout import Layout, Trip, layout_of, plan_route
 from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
 from mpishard.tensor.notice import notice_gather
-from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -63,11 +64,12 @@ _ADJOINT_NORM = {None: "forward", "backward": "forward", "forward": "backward"}
 
 
 class Pass(NamedTuple):
-    """Transforms of dims that are whole in a layout: what to do with a block, and what comes out.
+    """Transforms of dims that are whole in a layout: how a block gets there, what to do with it, and what comes out.
 
     ``gathers`` says that no other dim could be cut in that layout.
     """
 
+    arrive: Step | None
     before: Layout
     run: LocalMap
     after: Layout
@@ -76,9 +78,10 @@ class Pass(NamedTuple):
 
 
 class FourierPlan(NamedTuple):
-    """The passes one after the other, and the layout of the result."""
+    """The passes one after the other, how the last block becomes that of the result, and the layout of this."""
 
     passes: tuple[Pass, ...]
+    leave: Step | None
     out: Layout
 
 
@@ -100,17 +103,16 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(name, func, x, (extents, dims, norm), wanted, order))
+    local, layout = x.block, x.sharding
     for step in plan.passes:
         if step.gathers:
-            notice_gather(mesh, x.sharding, step.before, x.block.itemsize)
-        local = moved(x, step.before).block
-        shape = step.after.local_shape(mesh.coords)
-        if 0 in shape:
-            local = _of_no_cells(local, shape, step.dtype)
-        else:
-            local = step.run(local)
-        x = wrap(local, step.after, mesh)
-    return moved(x, plan.out)
+            notice_gather(mesh, layout, step.before, local.itemsize)
+        if step.arrive is not None:
+            local = apply(step.arrive, local)
+        layout = step.after
+        shape = layout.local_shape(mesh.coords)
+        local = _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local)
+    return wrap(local if plan.leave is None else apply(plan.leave, local), plan.out, mesh)
 
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -168,6 +170,12 @@ def _plan(
     )
     passes = []
     legs = plan_route(trip)
+    # torch transforms what is innermost in memory, and copies what is not: blocks arrive so, and cotangents too
+    now, inner = layout, ()
+
+    def way(to: Layout, dims: tuple[int, ...]) -> Step | None:
+        return None if now == to else transfer_step(x.mesh, now, to, _inner(dims, x.ndim), _inner(inner, x.ndim))
+
     for leg in legs:
         if order and not leg.dims:
             continue
@@ -180,6 +188,7 @@ def _plan(
             run = _halving(run, kind, tuple(layout.shape[d] for d in leg.dims), extents, leg.dims, norm)
         passes.append(
             Pass(
+                way(leg.before, leg.dims),
                 leg.before,
                 run,
                 leg.after,
@@ -187,7 +196,14 @@ def _plan(
                 len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
             )
         )
-    return FourierPlan(tuple(passes), legs[-1].after)
+        now, inner = leg.after, leg.dims
+    return FourierPlan(tuple(passes), way(legs[-1].after, ()), legs[-1].after)
+
+
+def _inner(dims: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """Return dims to transform that are not innermost anyway, in the order in which they lie in memory."""
+    dims = tuple(sorted(dims))
+    return () if dims == tuple(range(ndim - len(dims), ndim)) else dims
 
 
 def _in_order(family: Family, given: tuple[Any, Any, Any], wanted: Any, order: Any) -> tuple[Any, Any, Any]:
