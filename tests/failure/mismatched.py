@@ -85,6 +85,9 @@ def family(pair: Pair) -> str:
         return "calls on different communicators"
     if pair.most[0] == pair.odd[0]:
         return f"the same call otherwise: {kind(pair.most)}"
+    if "torch.distributed send" in (pair.most[0], pair.odd[0]):
+        # no rank but these two knows of their messages: nobody can compare them with what all call
+        return "messages of two ranks against a call of all"
     return " against ".join(sorted((kind(pair.most), kind(pair.odd))))
 
 

@@ -20,6 +20,7 @@ from mpishard.comm.memory.reduction_type import ordered, rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.transport.choice import transport_of
 from mpishard.comm.transport.host import start_messages
+from mpishard.comm.transport.slot import slot_of
 
 
 class PendingReduction:
@@ -138,6 +139,7 @@ def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pending
         guard.check(group.comm, "iall_gather", (sum(counts),), x.dtype)
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
+    slot_of(group).note("all_gather", x.dtype, sum(nbytes))
     own, whole = dense(x), x.new_empty(sum(counts))
     requests = [group.comm.Iallgatherv(as_bytes(own), [as_bytes(whole), nbytes])]
 
@@ -169,6 +171,7 @@ def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pen
         guard.check(group.comm, "ireduce_scatter", tuple(x.shape), x.dtype)
     if counter.active:
         counter.record("reduce_scatter", 1, x.nbytes)
+    slot_of(group).note("reduce_scatter", x.dtype, x.nbytes)
     own, sums = dense(x), x.new_empty(counts[group.rank])
     datatype = rule.datatype
     requests = [

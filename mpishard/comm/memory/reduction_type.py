@@ -15,9 +15,10 @@ class Rule(NamedTuple):
     """How MPI reduces a dtype.
 
     ``carrier`` is the dtype that travels, where it is another one: a wider one, or (``keyed``) integers in
-    the same order. ``ordered`` says that the order of the ranks changes the result.
+    the same order. ``ordered`` says that the order of the ranks changes the result. ``dtype`` is what is reduced.
     """
 
+    dtype: torch.dtype
     datatype: MPI.Datatype
     op: MPI.Op
     carrier: torch.dtype | None
@@ -54,13 +55,13 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 def _rules() -> dict[tuple[str, torch.dtype], Rule]:
     rules = {}
     for op, mpi_op in _OPS.items():
-        rules.update({(op, d): Rule(t, mpi_op, None, False, False) for d, t in _INTEGERS.items()})
-    rules.update({("sum", d): Rule(MPI.INT32_T, MPI.SUM, torch.int32, False, False) for d in _NARROW})
+        rules.update({(op, d): Rule(d, t, mpi_op, None, False, False) for d, t in _INTEGERS.items()})
+    rules.update({("sum", d): Rule(d, MPI.INT32_T, MPI.SUM, torch.int32, False, False) for d in _NARROW})
     for op in ("sum", "prod"):
-        rules.update({(op, d): Rule(t, _OPS[op], None, False, True) for d, t in (_FLOATS | _COMPLEX).items()})
-        rules.update({(op, d): Rule(MPI.FLOAT, _OPS[op], torch.float32, False, True) for d in _HALVES})
+        rules.update({(op, d): Rule(d, t, _OPS[op], None, False, True) for d, t in (_FLOATS | _COMPLEX).items()})
+        rules.update({(op, d): Rule(d, MPI.FLOAT, _OPS[op], torch.float32, False, True) for d in _HALVES})
     for op in ("max", "min"):
-        rules.update({(op, d): Rule(_INTEGERS[k], _OPS[op], k, True, False) for d, k in _KEYS.items()})
+        rules.update({(op, d): Rule(d, _INTEGERS[k], _OPS[op], k, True, False) for d, k in _KEYS.items()})
     return rules
 
 

@@ -20,6 +20,7 @@ from mpishard.comm.tag import Label, hashed
 from mpishard.comm.transport import nccl
 from mpishard.comm.transport.device_message import Envelope, Relay
 from mpishard.comm.transport.host import Parcels, came, swap
+from mpishard.comm.transport.slot import has_room, slot_of
 
 
 class Device:
@@ -34,9 +35,14 @@ class Device:
     def __init__(self, group: Group, driver: Driver) -> None:
         self.group, self.comm, self.driver = group, group.comm, driver
         self.has_kernel, self.device = driver.has_kernel, driver.device
+        self._slot = slot_of(group)
 
     def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
+        # extrema would be turned into others by torch, on the host
+        small = op == "sum" and has_room(x, op)
+        if not small:
+            self._slot.note(f"all_reduce {op}", rule.dtype, x.nbytes)
         link = nccl.link_of(self.group, x, x.nbytes)
         if link is not None and link.serves(x.dtype, op):
             link.all_reduce(x, y, op)
@@ -44,6 +50,9 @@ class Device:
 
         def move(_: int, here: Tensor, there: Tensor) -> None:
             with guard.waiting("all_reduce", (), self.comm):
+                if small:
+                    self._slot.all_reduce(here.view(x.dtype), there.view(x.dtype), rule, op)
+                    return
                 self.comm.Allreduce((as_bytes(here), rule.datatype), (as_bytes(there), rule.datatype), rule.op)
 
         parts = cut(x.nbytes, x.itemsize)
@@ -54,6 +63,7 @@ class Device:
 
         A piece travels while the next one comes down.
         """
+        self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
         driver = self.driver
         link = nccl.link_of(self.group, x, x.nbytes)
         if link is not None and link.serves(x.dtype):
@@ -82,6 +92,7 @@ class Device:
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
         """Gather ``counts`` bytes of every rank to ``flat``. Collective over the group."""
+        self._slot.note("all_gather", x.dtype, flat.nbytes)
         link = nccl.link_of(self.group, x, flat.nbytes)
         if link is not None:
             link.all_gather(x, flat, [n // x.itemsize for n in counts])
@@ -96,6 +107,7 @@ class Device:
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""
+        self._slot.note("reduce_scatter", rule.dtype, flat.nbytes)
         comm, datatype, size = self.comm, rule.datatype, flat.itemsize
         parts = cut_blocks([n * size for n in counts], size)
 
@@ -110,6 +122,7 @@ class Device:
         self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
     ) -> None:
         """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
+        self._slot.note("all_to_all", into.dtype)
         blocks, back = flat.split(list(out)), into.split(list(counts))
         link = nccl.link_of(self.group, into, bound_nbytes)
         if link is not None:
@@ -119,6 +132,7 @@ class Device:
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
+        self._slot.note("broadcast", x.dtype, x.nbytes)
         link, at_root = nccl.link_of(self.group, x, x.nbytes), self.group.rank == root
         if link is not None:
             link.broadcast(x, root)
@@ -134,6 +148,7 @@ class Device:
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
+        self._slot.note("reduce", rule.dtype, x.nbytes)
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
 
         def move(_: int, here: Tensor, there: Tensor) -> None:

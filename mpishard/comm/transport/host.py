@@ -17,7 +17,7 @@ from mpishard.comm.memory.reduction_type import Rule
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, Label, crossed, hashed, said, wait_all
 from mpishard.comm.transport.device_message import ALIGN, Envelope
-from mpishard.comm.transport.slot import Slot, has_room
+from mpishard.comm.transport.slot import has_room, slot_of
 from mpishard.layout import are_equal
 
 # (rank, tensor)
@@ -163,7 +163,7 @@ class Host:
 
     def __init__(self, group: Group) -> None:
         self.group, self.comm = group, group.comm
-        self._slot = Slot(group.comm)
+        self._slot = slot_of(group)
 
     def all_reduce(self, x: Tensor, y: Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous, to ``y``, which may be ``x``. Collective over the group."""
@@ -171,7 +171,7 @@ class Host:
             with guard.waiting("all_reduce", (), self.comm):
                 self._slot.all_reduce(x, y, rule, op)
             return
-        self._slot.note(_ALL_REDUCE[op], x, rule)
+        self._slot.note(_ALL_REDUCE[op], rule.dtype, x.nbytes)
         at, to, comm, datatype = x.data_ptr(), y.data_ptr(), self.comm, rule.datatype
         with guard.waiting("all_reduce", (), comm):
             for a, n in pieces(x.nbytes):
@@ -180,7 +180,7 @@ class Host:
 
     def start_sum(self, x: Tensor, rule: Rule) -> tuple[list[MPI.Request], Callable[[], object]]:
         """Start to sum ``x`` in place; return requests, and what is to be done after them. Collective."""
-        self._slot.note("all_reduce in the background", x, rule)
+        self._slot.note("all_reduce in the background", rule.dtype, x.nbytes)
         at = x.data_ptr()
         return [
             self.comm.Iallreduce(MPI.IN_PLACE, (address(at + a, n), rule.datatype), rule.op)
@@ -193,6 +193,7 @@ class Host:
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
         """Gather ``counts`` bytes of every rank to ``flat``. Collective over the group."""
+        self._slot.note("all_gather", x.dtype, flat.nbytes)
         with guard.waiting("all_gather", (), self.comm):
             if flat.nbytes > buffer.MESSAGE_NBYTES:
                 size = self.group.size
@@ -204,7 +205,7 @@ class Host:
 
     def reduce_scatter(self, flat: Tensor, result: Tensor, counts: Sequence[int], rule: Rule) -> None:
         """Reduce ``flat``, of ``counts`` numbers for each rank, to one's own. Collective over the group."""
-        self._slot.note("reduce_scatter", flat, rule)
+        self._slot.note("reduce_scatter", rule.dtype, flat.nbytes)
         comm, datatype = self.comm, rule.datatype
         with guard.waiting("reduce_scatter", (), comm):
             if flat.nbytes <= buffer.MESSAGE_NBYTES:
@@ -220,6 +221,7 @@ class Host:
         self, flat: Tensor, out: Sequence[int], into: Tensor, counts: Sequence[int], bound_nbytes: int
     ) -> None:
         """Send ``out`` numbers to every rank, and receive ``counts`` of each. Collective over the group."""
+        self._slot.note("all_to_all", into.dtype)
         size = into.itemsize
         ahead, back = [n * size for n in out], [n * size for n in counts]
         with guard.waiting("all_to_all", (), self.comm):
@@ -230,12 +232,14 @@ class Host:
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Fill ``x`` with the root's. Collective over the group."""
+        self._slot.note("broadcast", x.dtype, x.nbytes)
         with guard.waiting("broadcast", (), self.comm):
             for a, n in pieces(x.nbytes):
                 self.comm.Bcast(address(x.data_ptr() + a, n), root)
 
     def reduce(self, x: Tensor, y: Tensor, rule: Rule, root: int) -> None:
         """Reduce ``x`` to ``y`` of the root. Collective over the group."""
+        self._slot.note("reduce", rule.dtype, x.nbytes)
         comm, datatype, at_root = self.comm, rule.datatype, self.group.rank == root
         with guard.waiting("reduce", (), comm):
             for a, n in pieces(x.nbytes):

@@ -8,8 +8,8 @@ Extrema all travel as maxima of 64-bit integers: where some ranks took the small
 looked at numbers of other lengths, one of them could come out with its own. Products have no place here: a mark would
 have to be 1.
 
-What is not small has no mark of its own. Its operation, dtype and length are noted here, and go into the mark of the
-next small one: where large ones differed, all ranks learn of it then.
+What is not small, or no all-reduce, has no mark of its own. Its operation, dtype and length are noted here, and go into
+the mark of the next small one: where they differed, all ranks learn of it then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from mpishard.comm.memory.buffer import address
 
 if TYPE_CHECKING:
     from mpishard.comm.memory.reduction_type import Rule
+    from mpishard.comm.mesh import Group
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 _NOTHING = bytes(SLOT_NBYTES)
 # of marks, which take some microseconds to make
 _KEPT = 4096
 
-# operation, dtype, what carries it, bytes
-_Key = tuple[str, torch.dtype, "torch.dtype | None", int]
+# operation, dtype, bytes as they travel, or 0 where ranks have their own
+_Key = tuple[str, torch.dtype, int]
 
 
 class Slot:
@@ -56,10 +57,10 @@ class Slot:
         self._words = memoryview(self._memory).cast("q")
         self._marks: dict[Any, tuple[bytes, int, int]] = {}
         self._last: tuple[bytes, int, int] | None = None
-        # of large ones: a number for each kind; one for all since the last small one, and the last of them
+        # of what has none: a number for each kind; one for all since the last small one, and the last of them
         self._numbers: dict[_Key, int] = {}
         self._since = 0
-        self._noted: _Key = ("", torch.uint8, None, 0)
+        self._noted: _Key = ("", torch.uint8, 0)
 
     def all_reduce(self, x: torch.Tensor, y: torch.Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous and of `ROOM_NBYTES` at most, to ``y``, which may be ``x``. Collective.
@@ -71,7 +72,7 @@ class Slot:
         DesyncError
             On every rank: some reduce otherwise.
         """
-        key = op, x.dtype, rule.carrier, x.nbytes
+        key = op, rule.dtype, x.nbytes
         if op == "sum":
             self._reduce(x, y, key, (rule.datatype, rule.op))
             return
@@ -81,12 +82,12 @@ class Slot:
         self._reduce(most, most, key, (MPI.INT64_T, MPI.MAX))
         y.copy_(most.bitwise_not_() if op == "min" else most)
 
-    def note(self, op: str, x: torch.Tensor, rule: Rule) -> None:
-        """Have a reduction that is not small compared with those of the other ranks at the next small one.
+    def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
+        """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
 
         Not collective.
         """
-        self._noted = kind = op, x.dtype, rule.carrier, x.nbytes
+        self._noted = kind = op, dtype, nbytes
         number = self._numbers.get(kind)
         if number is None:
             if len(self._numbers) >= _KEPT:
@@ -114,14 +115,21 @@ class Slot:
         buffer[ROOM_NBYTES:] = mark[0]
         self._comm.Allreduce(MPI.IN_PLACE, (buffer, how[0]), how[1])
         if words[-2] != mark[1] or words[-1] != mark[2]:
-            op, dtype, carrier, nbytes = key
-            call = f"all_reduce {op}, {nbytes // dtype.itemsize} numbers of {carrier or dtype}"
+            op, dtype, nbytes = key
+            call = f"all_reduce {op}, {nbytes} bytes for {dtype}"
             if called is not key:
-                before, dtype, carrier, nbytes = self._noted
-                numbers = f"{nbytes // dtype.itemsize} numbers of {dtype}{' for others' if carrier else ''}"
-                call += f", after {before}, {numbers} (all since: {called[1]:x})"
+                before, dtype, nbytes = self._noted
+                call += f", after {before}, {nbytes or 'some'} bytes for {dtype} (all since: {called[1]:x})"
             raise guard.differing(self._comm, call)
         address(y.data_ptr(), n)[:] = buffer[:n]
+
+
+def slot_of(group: Group) -> Slot:
+    """Return the slot of a group, one for all that its ranks do, wherever tensors lie. Not collective."""
+    found: Slot | None = group.links.get("slot")
+    if found is None:
+        found = group.links["slot"] = Slot(group.comm)
+    return found
 
 
 def has_room(x: torch.Tensor, op: str) -> bool:

@@ -26,7 +26,7 @@ from mpishard.io.checkpoint.state import DTYPES, Keys, decode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import check_sources, found, opened
 from mpishard.io.file.parts import files_at, narrowed
-from mpishard.io.file.trust import check_heaps, check_memory, shown
+from mpishard.io.file.trust import check_memory, shown
 from mpishard.io.read import read
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
@@ -271,13 +271,9 @@ def restored(path: Path, wanted: ReadRequest) -> dict[str, Any]:
             state = read_state(path)
             text = json.dumps(state)
             if state.get("tensors"):
-                if (path / TENSORS).is_file():
-                    check_heaps(path / TENSORS)
                 file = opened(path / TENSORS)
         except FileError as e:
             error = damaged(path, str(e)) if "load_checkpoint" not in str(e) else e
-        except OSError as e:
-            error = damaged(path, str(e))
     try:
         guard.agree(group.comm, error)
         taken = _decoded(path, broadcast_text(text, group), file, wanted, group)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.errors import FileError
+from mpishard.io.file.open import import_h5py
 
 # of one attribute: these are numbers, a few at most
 _ATTRIBUTE_NBYTES = 1 << 16
@@ -63,10 +64,14 @@ def _numbers(dataset: Any, key: str) -> list[Any]:
     """Return the numbers of an attribute, none where there is no such attribute or where it is text."""
     if key not in dataset.attrs:
         return []
+    h5t = import_h5py().h5t
     try:
-        nbytes = dataset.attrs.get_id(key).get_storage_size()
+        own = dataset.attrs.get_id(key)
+        nbytes = own.get_storage_size()
         if nbytes <= _ATTRIBUTE_NBYTES:
-            each = np.asarray(dataset.attrs[key]).ravel().tolist()
+            # text and lists lie elsewhere, in a heap that may be damaged: HDF5 would never come back
+            number = own.get_type().get_class() in (h5t.INTEGER, h5t.FLOAT, h5t.ENUM)
+            each = np.asarray(dataset.attrs[key]).ravel().tolist() if number else []
             numbers = [v for v in each if isinstance(v, (int, float))]
             if numbers or key in ("_FillValue", "missing_value"):
                 return numbers

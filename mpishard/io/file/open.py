@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, MpishardError, described
+from mpishard.io.file.heap import Watched
 from mpishard.io.file.journal import check_settled
 from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
 
@@ -66,6 +67,40 @@ def opened(path: Path, *, locking: bool | None = False) -> Any:
         raise not_opened(path, e) from e
 
 
+@contextlib.contextmanager
+def looked_at(path: Path) -> Iterator[Any]:
+    """Open a file to find datasets in it, not to read cells, for the time of a ``with`` block. Not collective.
+
+    HDF5 never comes back from some damaged heaps; here opening a dataset that has its sources in one is an error.
+
+    Raises
+    ------
+    FileError
+        It cannot be opened, or (at the end) a heap that was asked for is damaged, whatever was made of that meanwhile.
+    """
+    h5py = import_h5py()
+    try:
+        watched = Watched(path)
+    except Exception as e:
+        raise not_opened(path, e) from e
+    with watched:
+        try:
+            with h5py.File(watched, "r") as file:
+                yield file
+        except Exception as e:
+            if watched.damage is None:
+                raise
+            raise not_opened(path, OSError(watched.damage)) from e
+    if watched.damage is not None:
+        raise not_opened(path, OSError(watched.damage))
+
+
+def _check_heaps(path: Path, name: str, external: bool) -> None:
+    """Open a dataset as `_followed` does, with an eye on heaps; what else is wrong with it shows there."""
+    with looked_at(path) as file, contextlib.suppress(Exception):
+        _followed(file, path, name, external, looking=True)
+
+
 def unreadable(path: Path) -> FileError | None:
     """Return why a file cannot be opened, before all ranks open it together: one that fails there fails for ever.
 
@@ -108,7 +143,7 @@ def not_opened(path: Path, e: Exception) -> FileError:
     )
 
 
-def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
+def found(file: Any, path: Path, name: str, *, external: bool = False, looked: bool = False) -> Any:
     """Return a dataset of an open file, one whose cells lie in this file or (a virtual one) in others of its folder.
 
     Not collective.
@@ -121,6 +156,8 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
         Of the dataset, with its groups.
     external
         Whether links and cells may lie outside: anywhere that this user can read.
+    looked
+        Whether all datasets of the file were opened in `looked_at` before; one that is written to cannot be now.
 
     Raises
     ------
@@ -128,7 +165,7 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
         There is none of that name (the text lists those that are there), or it leads out of the file.
     """
     try:
-        dataset = _resolved(file, path, name, external)
+        dataset = _resolved(file, path, name, external, looked=looked)
         if dataset is not None:
             if _grows(dataset):
                 # HDF5 opens its sources to tell how long it is
@@ -142,15 +179,17 @@ def found(file: Any, path: Path, name: str, *, external: bool = False) -> Any:
     raise FileError(
         described(
             f"read: no dataset {shown(name)} in {os.fspath(path)!r}",
-            expected=f"one of {_names(file)}",
+            expected=f"one of {_names(path)}",
             got=shown(name),
             fix="name a dataset of the file",
         )
     )
 
 
-def _resolved(file: Any, path: Path, name: str, external: bool) -> Any:
+def _resolved(file: Any, path: Path, name: str, external: bool, *, looked: bool = False) -> Any:
     """Return a dataset, None where there is none of that name."""
+    if not looked:
+        _check_heaps(path, name, external)
     dataset = _followed(file, path, name, external)
     if dataset is _ELSEWHERE:
         dataset = file.get(name)
@@ -180,10 +219,10 @@ def _grows(dataset: Any) -> bool:
     return any(n in (None, unlimited) for n in plist.get_virtual_vspace(0).get_simple_extent_dims(True))
 
 
-def _followed(file: Any, path: Path, name: str, external: bool, hops: int = 0) -> Any:
+def _followed(file: Any, path: Path, name: str, external: bool, hops: int = 0, *, looking: bool = False) -> Any:
     """Return what a name leads to within its own file, or None; `_ELSEWHERE` where links lead out, to regular files.
 
-    HDF5 waits at a pipe.
+    HDF5 waits at a pipe. Who is only ``looking`` does not leave the file.
     """
     h5py = import_h5py()
     if not isinstance(name, str) or "\0" in name:
@@ -213,8 +252,13 @@ def _followed(file: Any, path: Path, name: str, external: bool, hops: int = 0) -
             if at is None:
                 return None
             same = os.path.realpath(at) == os.path.realpath(path)
+            rest = "/".join([link.path, *left[::-1]])
+            if not same and looking:
+                return None
             with contextlib.nullcontext(file) if same else opened(at) as other:
-                _followed(other, at, "/".join([link.path, *left[::-1]]), external, hops)
+                if not same:
+                    _check_heaps(at, rest, external)
+                _followed(other, at, rest, external, hops, looking=looking)
             return _ELSEWHERE
         if link.path.startswith("/"):
             node = file["/"]
@@ -222,7 +266,7 @@ def _followed(file: Any, path: Path, name: str, external: bool, hops: int = 0) -
     return node
 
 
-def _names(file: Any) -> str:
+def _names(path: Path) -> str:
     """Return the names of a file's datasets for an error's text, as many as one can read."""
     h5py = import_h5py()
     names: list[str] = []
@@ -235,7 +279,7 @@ def _names(file: Any) -> str:
             names.append(at)
         return True if len(names) > _MOST_NAMES or seen > 100 * _MOST_NAMES else None
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), looked_at(path) as file:
         file.visititems(visit)
     told = sorted(at if at.isprintable() and len(at) <= 200 else shown(at) for at in names[:_MOST_NAMES])
     more = [] if len(names) <= _MOST_NAMES else ["and more"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.errors import FileError, LayoutError
 from mpishard.io.file.journal import Journal
-from mpishard.io.file.open import found, import_h5py
+from mpishard.io.file.open import found, import_h5py, looked_at
 from mpishard.layout import Layout
 
 CHUNK_NBYTES = 4 << 20
@@ -235,7 +235,7 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
 def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
     """Return a dataset that can be written to in the file itself, or None; and what was found."""
     try:
-        dataset = found(file, path, name)
+        dataset = found(file, path, name, looked=True)  # in `begun`
         if dataset.is_virtual:
             return None, "a virtual dataset"
         return dataset, f"shape {dataset.shape}, at most {dataset.maxshape}, {dataset.dtype}"
@@ -285,7 +285,7 @@ def begun(path: Path) -> Journal:
     known = _known.pop(path, None)
     if known is None or known.state != _state(path):
         known = _Kept((), {}, [])
-    with import_h5py().File(path, "r", locking=False) as file:
+    with looked_at(path) as file:
         steps, spans = _kept(file, known)
         size = os.path.getsize(path)
     regions, at = [], 0

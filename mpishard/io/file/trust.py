@@ -19,7 +19,6 @@ from mpishard.errors import FileError, described
 # what takes less is taken without asking how much there is
 _SMALL_NBYTES = 64 << 20
 _SHOWN = 60
-_HEAP = b"GCOL\x01\0\0\0"  # how a global heap begins
 
 Path = str | os.PathLike[str]
 
@@ -125,32 +124,6 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def check_heaps(path: Path, most: int = 64 << 20) -> None:
-    """Raise OSError where a global heap of an HDF5 file of at most ``most`` bytes has an object without a size.
-
-    Not collective. HDF5 goes round it for ever when it opens a virtual dataset, whose sources are told there.
-
-    References
-    ----------
-    HDF5 File Format Specification, III.E, Global Heap.
-    """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            return
-        raw = file.read()
-    at = raw.find(_HEAP)
-    while at >= 0:
-        stop = at + int.from_bytes(raw[at + 8 : at + 16], "little")
-        place = at + 16
-        while place + 16 <= min(stop, len(raw)):
-            index, nbytes = (int.from_bytes(raw[place + a : place + b], "little") for a, b in ((0, 2), (8, 16)))
-            needed = nbytes if index == 0 else 16 + (nbytes + 7) // 8 * 8
-            if needed % (1 << 64) == 0:
-                raise OSError(f"{os.fspath(path)}: the global heap at byte {at} is damaged at byte {place}")
-            place += needed
-        at = raw.find(_HEAP, at + 4)
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -10,10 +11,13 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
+from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.memory.reduction_type import rule_of
+from mpishard.comm.transport import nccl
 from mpishard.comm.transport.choice import transport_of
 from mpishard.comm.transport.slot import marks
 from tests.compare import WORLD, mesh_of
+from tests.emulated import emulated
 
 DTYPES = "uint8 int8 int16 int32 int64 float32 float64 complex64 complex128 float16 bfloat16 bool".split()
 
@@ -103,30 +107,89 @@ def with_plans():
     return mesh
 
 
+def in_background(x, group):
+    requests, end = transport_of(group, x).start_sum(x, rule_of("sum", x.dtype))
+    MPI.Request.Waitall(requests)
+    end()
+
+
+COUNTS = {2: [200, 56], 3: [200, 0, 56]}
+# what has no mark, called by a tensor and a group
+UNMARKED = {
+    "all_reduce sum": blocking.all_reduce,
+    "all_reduce max": lambda x, group: blocking.all_reduce(x, group, "max"),
+    "all_reduce in the background": in_background,
+    "reduce": lambda x, group: blocking.reduce(x, group, group.size - 1),
+    "reduce_scatter": lambda x, group: blocking.reduce_scatter(x, group, 0, COUNTS[group.size]),
+    "broadcast": lambda x, group: blocking.broadcast(x, group, 0),
+    "all_gather": lambda x, group: blocking.all_gather(x, group, 0, [256] * group.size),
+    "all_to_all": lambda x, group: blocking.all_to_all_flat(
+        x[: 16 * group.size], [16] * group.size, [16] * group.size, group, 1 << 20
+    ),
+    "reduce_scatter in the background": lambda x, group: nonblocking.ireduce_scatter(
+        x, group, COUNTS[group.size]
+    ).wait(),
+    "all_gather in the background": lambda x, group: nonblocking.iall_gather(x, group, [256] * group.size).wait(),
+}
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("odd", [torch.int32, torch.float32])
-@pytest.mark.parametrize("reduced", ["sum", "max", "in the background"])
-def test_large_ones_that_differed_are_named_at_the_next_small_one(odd, reduced):
+@pytest.mark.parametrize("op", UNMARKED)
+@pytest.mark.parametrize("device", ["host", "device", "nccl"])
+def test_what_has_no_mark_is_named_at_the_next_small_one(device, op, odd, monkeypatch):
     """Equal bytes of another dtype: MPI adds them in silence."""
+    group = with_plans().group((0,))
+    with emulated(kernel=True) if device != "host" else contextlib.nullcontext():
+        if device == "nccl":
+            monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
+        for _ in range(2):
+            x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
+            UNMARKED[op](x, group)
+            if odd is torch.float32:
+                assert torch.equal(blocking.all_reduce(torch.ones(2), group), torch.full((2,), float(WORLD.size)))
+            else:
+                with pytest.raises(ms.errors.DesyncError, match=f"after {op.partition(' in')[0]}") as e:
+                    blocking.all_reduce(torch.ones(2), group)
+                assert len(set(WORLD.allgather(str(e.value)))) == 1
+                assert "int32" in str(e.value)
+            # what was told is over
+            assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+class Silent:
+    """Stands in for NCCL, which moves bytes whatever they are."""
+
+    def serves(self, dtype, op="sum"):
+        return True
+
+    def all_reduce(self, *args):
+        pass
+
+    all_gather = all_to_all = broadcast = all_reduce
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("reduced", ["max", "min", "sum"])
+@pytest.mark.parametrize(("most", "odd"), [(torch.bfloat16, torch.float16), (torch.int8, torch.uint8)], ids=str)
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_what_travels_as_another_dtype_is_named_by_its_own(device, most, odd, reduced):
+    """Both half types travel as the same integers."""
     mesh = with_plans()
-    for _ in range(2):
-        x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
-        if reduced == "in the background":
-            group = mesh.group((0,))
-            requests, end = transport_of(group, x).start_sum(x, rule_of("sum", x.dtype))
-            MPI.Request.Waitall(requests)
-            end()
-        else:
-            ms.all_reduce(x, mesh, op=reduced)
-        if odd is torch.float32:
-            assert ms.all_reduce(torch.ones(2), mesh).tolist() == [WORLD.size] * 2
-        else:
-            with pytest.raises(ms.errors.DesyncError, match="after all_reduce") as e:
-                ms.all_reduce(torch.ones(2), mesh)
+    for n in (2, 256):
+        for dtype in (most, odd):
+            ms.all_reduce(torch.ones(n, dtype=dtype), mesh, op=reduced)
+    dtype = odd if WORLD.rank == 0 else most
+    with emulated(kernel=True) if device == "device" else contextlib.nullcontext():
+        for n in (2, 256):
+            x, group = torch.ones(n, dtype=dtype), mesh.group((0,))
+            if n == 256 or (device == "device" and reduced != "sum"):
+                blocking.all_reduce(x, group, reduced)
+                x = torch.ones(2)
+            with pytest.raises(ms.DesyncError) as e:
+                blocking.all_reduce(x, group, "sum" if x.dtype == torch.float32 else reduced)
             assert len(set(WORLD.allgather(str(e.value)))) == 1
-            assert "int32" in str(e.value)
-        # what was told is over
-        assert ms.all_reduce(torch.ones(3), mesh).tolist() == [WORLD.size] * 3
+            assert str(odd) in str(e.value)
 
 
 @pytest.mark.ranks(2, 3)
