@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpishard.errors import MissingPackageError, MpishardError, described
+from mpishard.errors import MissingPackageError, MpishardError
 
 NATIVE = Path(__file__).with_name("native")
 SOURCES = ("object.c", "layout.c", "meeting.c", "domain.c", "link.c")
@@ -61,12 +61,10 @@ def build(
     cc = _wrapper(mpicc, "MPICC", "mpicc")
     if cc is None:
         raise MissingPackageError(
-            described(
-                "config: no MPI compiler",
-                expected="mpicc on the path, or in $MPICC",
-                got="none",
-                fix="load the MPI that the simulation is built with",
-            )
+            "config: no MPI compiler",
+            expected="mpicc on the path, or in $MPICC",
+            got="none",
+            fix="load the MPI that the simulation is built with",
         )
     fc = _wrapper(mpif90, "MPIFC", "mpif90")
     marks = [f"{' '.join(cc)} {' '.join(fc or ())} {sys.executable}"]
@@ -107,10 +105,8 @@ def _run(command: Sequence[str], folder: Path) -> None:
     done = subprocess.run(command, check=False, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise MpishardError(
-            described(
-                "config: a compiler failed",
-                expected=shlex.join(command),
-                got=done.stdout.strip(),
-                fix="name the wrappers that the simulation is built with, in $MPICC and $MPIFC",
-            )
+            "config: a compiler failed",
+            expected=shlex.join(command),
+            got=done.stdout.strip(),
+            fix="name the wrappers that the simulation is built with, in $MPICC and $MPIFC",
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.insitu.kind import outline
 from mpishard.insitu.memory import as_tensor, described_array, differs
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -173,24 +173,20 @@ class Field:
             found = as_tensor(what, array, self._array.device, writable=self.writable)
         if differs(self._array, found):
             raise LayoutError(
-                described(
-                    f"{what}: another kind of array",
-                    expected=described_array(self._array),
-                    got=described_array(found),
-                    fix="pass an array of the same shape, strides, dtype and device, or make another field",
-                )
+                f"{what}: another kind of array",
+                expected=described_array(self._array),
+                got=described_array(found),
+                fix="pass an array of the same shape, strides, dtype and device, or make another field",
             )
         return found
 
     def _require_writable(self, what: str) -> None:
         if not self.writable:
             raise UnsupportedOperationError(
-                described(
-                    f"field {self.name!r}: {what} would write into it",
-                    expected="a writable field",
-                    got="writable=False",
-                    fix="make the field with writable=True, if the host lets its array be written",
-                )
+                f"field {self.name!r}: {what} would write into it",
+                expected="a writable field",
+                got="writable=False",
+                fix="make the field with writable=True, if the host lets its array be written",
             )
 
     def _release(self) -> None:
@@ -223,12 +219,10 @@ class _Released(ShardTensor):
 def released(name: str) -> UnsupportedOperationError:
     """Return the error of a field that is used after its release. Not collective."""
     return UnsupportedOperationError(
-        described(
-            f"field {name!r} was released",
-            expected="use before sim.release()",
-            got="use after it",
-            fix="copy what is needed later, or release at the end",
-        )
+        f"field {name!r} was released",
+        expected="use before sim.release()",
+        got="use after it",
+        fix="copy what is needed later, or release at the end",
     )
 
 
@@ -253,11 +247,9 @@ def staggered_dims(location: str | Sequence[str], names: Sequence[str]) -> tuple
     found = {n.removeprefix("face_").removesuffix("_face") for n in given if isinstance(n, str)}
     if len(found) != len(given) or not found <= set(names) or not found:
         raise LayoutError(
-            described(
-                "field: unknown location",
-                expected=f"'cell', 'node', or one or more of {tuple(names)}: the faces normal to these dims",
-                got=location,
-                fix="name the dims in which the array has a point more than cells",
-            )
+            "field: unknown location",
+            expected=f"'cell', 'node', or one or more of {tuple(names)}: the faces normal to these dims",
+            got=location,
+            fix="name the dims in which the array has a point more than cells",
         )
     return tuple(m for m, n in enumerate(names) if n in found)

@@ -11,7 +11,7 @@ import torch
 
 from mpishard.comm.agreement import Abandoned, threads_may_communicate
 from mpishard.comm.thread import guest
-from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.insitu.field import Field
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -76,7 +76,7 @@ class Hook:
         self._pack, self._unpack, self._grad = pack, unpack, grad
         if not hasattr(every, "__index__") or every < 1:
             fix = "give every= an integer above 0"
-            raise UnsupportedOperationError(described("hook: every", expected="1 or more", got=repr(every), fix=fix))
+            raise UnsupportedOperationError("hook: every", expected="1 or more", got=repr(every), fix=fix)
         self.every, self._warm_up = every, warm_up
         self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
         self.calls = self.runs = 0
@@ -117,12 +117,10 @@ class Hook:
         self._require_idle()
         if self._grad or (self._simulation.mesh.size > 1 and not threads_may_communicate()):
             raise UnsupportedOperationError(
-                described(
-                    "hook.start: the model cannot run beside the solver",
-                    expected="a model that infers, and MPI initialised with MPI_THREAD_MULTIPLE",
-                    got="grad=True" if self._grad else "a lower thread level",
-                    fix="call hook() itself; MPI_Init_thread(MPI_THREAD_MULTIPLE) in the host lets start() work",
-                )
+                "hook.start: the model cannot run beside the solver",
+                expected="a model that infers, and MPI initialised with MPI_THREAD_MULTIPLE",
+                got="grad=True" if self._grad else "a lower thread level",
+                fix="call hook() itself; MPI_Init_thread(MPI_THREAD_MULTIPLE) in the host lets start() work",
             )
         if not self._turn():
             self._flight = (None, None)
@@ -149,12 +147,10 @@ class Hook:
         """
         if self._flight is None:
             raise UnsupportedOperationError(
-                described(
-                    "hook.wait: nothing was started",
-                    expected="start() before wait()",
-                    got="wait() alone",
-                    fix="call start()",
-                )
+                "hook.wait: nothing was started",
+                expected="start() before wait()",
+                got="wait() alone",
+                fix="call start()",
             )
         (thread, run), self._flight = self._flight, None
         if thread is None or run is None:
@@ -167,12 +163,10 @@ class Hook:
         self._simulation._require_alive()
         if self._flight is not None:
             raise UnsupportedOperationError(
-                described(
-                    "hook: the last start() was not waited for",
-                    expected="one run at a time",
-                    got="a run in flight",
-                    fix="call hook.wait() first",
-                )
+                "hook: the last start() was not waited for",
+                expected="one run at a time",
+                got="a run in flight",
+                fix="call hook.wait() first",
             )
 
     def _turn(self) -> bool:
@@ -229,12 +223,10 @@ class Hook:
                 )
             if not torch.can_cast(result.dtype, into.dtype):
                 raise UnsupportedDtypeError(
-                    described(
-                        f"hook: output {field.name!r} cannot hold the model's result",
-                        expected=f"what {into.dtype} can hold",
-                        got=result.dtype,
-                        fix="convert it in unpack=",
-                    )
+                    f"hook: output {field.name!r} cannot hold the model's result",
+                    expected=f"what {into.dtype} can hold",
+                    got=result.dtype,
+                    fix="convert it in unpack=",
                 )
         return out  # type: ignore[no-any-return]
 
@@ -245,7 +237,5 @@ class Hook:
 
 def _unfit(expected: object, got: object) -> LayoutError:
     return LayoutError(
-        described(
-            "hook: the model's output does not fit the fields", expected=expected, got=got, fix="shape it with unpack="
-        )
+        "hook: the model's output does not fit the fields", expected=expected, got=got, fix="shape it with unpack="
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mpishard.errors import MpishardError, UnsupportedOperationError, described
+from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.insitu.field import Field
 from mpishard.insitu.hook import Hook
 from mpishard.insitu.offer import DTYPES
@@ -220,10 +220,8 @@ def _beside(folder: str) -> None:
 
 def _unknown(named: str, got: str) -> MpishardError:
     return MpishardError(
-        described(
-            f"hook: no model {named!r}",
-            expected="'file.py:function' or 'package.module:function'",
-            got=got,
-            fix="name a function that takes the input fields and returns the outputs",
-        )
+        f"hook: no model {named!r}",
+        expected="'file.py:function' or 'package.module:function'",
+        got=got,
+        fix="name a function that takes the input fields and returns the outputs",
     )

@@ -20,7 +20,7 @@ from mpishard.comm.coupling.meeting import Meeting, checked_timeout
 from mpishard.comm.coupling.outlet import POLICIES, Outlet
 from mpishard.comm.exit import on_finalize
 from mpishard.comm.mesh import init_mesh
-from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu import offer
 from mpishard.insitu.offer import Offer, Side
 from mpishard.layout import Box, Layout, Share, is_idle, plan_sources, plan_targets
@@ -257,17 +257,13 @@ class Link:
             return self._error
         if self._closed:
             return UnsupportedOperationError(
-                described(
-                    f"{call}: the link is closed", expected="an open link", got="close() before", fix="connect again"
-                )
+                f"{call}: the link is closed", expected="an open link", got="close() before", fix="connect again"
             )
         return UnsupportedOperationError(
-            described(
-                f"{call}: nothing to {call}",
-                expected=f"fields in {side}=",
-                got=f"a link to {self.other!r} without",
-                fix=f"name them in connect, {side}=",
-            )
+            f"{call}: nothing to {call}",
+            expected=f"fields in {side}=",
+            got=f"a link to {self.other!r} without",
+            fix=f"name them in connect, {side}=",
         )
 
     def _blocks(self, side: int, fields: Mapping[str, Any]) -> tuple[Sequence[Tensor], MpishardError | None]:
@@ -280,12 +276,10 @@ class Link:
             for name, block, shape, dtype in zip(fields, blocks, self._shapes[side], self._dtypes[side]):
                 if block.shape != shape or block.dtype != dtype:
                     raise LayoutError(
-                        described(
-                            f"field {name!r} of the link to {self.other!r} has changed",
-                            expected=f"a block {shape} of {dtype}",
-                            got=f"{tuple(block.shape)} of {block.dtype}",
-                            fix="connect again with the new tensor",
-                        )
+                        f"field {name!r} of the link to {self.other!r} has changed",
+                        expected=f"a block {shape} of {dtype}",
+                        got=f"{tuple(block.shape)} of {block.dtype}",
+                        fix="connect again with the new tensor",
                     )
         except MpishardError as e:
             return (), e
@@ -309,7 +303,7 @@ def _policy(policy: object) -> int:
     if policy in POLICIES:
         return POLICIES.index(policy)  # type: ignore[arg-type]
     raise UnsupportedOperationError(
-        described("connect: unknown policy", expected=", ".join(POLICIES), got=repr(policy), fix="name one of them")
+        "connect: unknown policy", expected=", ".join(POLICIES), got=repr(policy), fix="name one of them"
     )
 
 
@@ -319,9 +313,7 @@ def _depth(depth: object) -> int:
     if isinstance(depth, int) and depth >= 1:
         return int(depth)
     raise UnsupportedOperationError(
-        described(
-            "connect: depth", expected="a number of slots, 1 or more", got=repr(depth), fix="give an integer >= 1"
-        )
+        "connect: depth", expected="a number of slots, 1 or more", got=repr(depth), fix="give an integer >= 1"
     )
 
 
@@ -329,9 +321,7 @@ def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
     """Return what one side has, by ascending name. Not collective."""
     if not isinstance(given, Mapping):
         raise LayoutError(
-            described(
-                "connect: out and into", expected="dicts of fields by name", got=type(given).__name__, fix="give names"
-            )
+            "connect: out and into", expected="dicts of fields by name", got=type(given).__name__, fix="give names"
         )
     offers = []
     for name in sorted(given, key=offer.checked_name):
@@ -343,21 +333,17 @@ def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
             layout, dtype, ranks = tensor.sharding, offer.name_of(tensor.dtype), tensor.mesh.size
         if layout.partial_dims:
             raise LayoutError(
-                described(
-                    f"connect: field {name!r} has Partial placements",
-                    expected="Shard and Replicate",
-                    got=list(layout.placements),
-                    fix="redistribute it first",
-                )
+                f"connect: field {name!r} has Partial placements",
+                expected="Shard and Replicate",
+                got=list(layout.placements),
+                fix="redistribute it first",
             )
         if ranks != size:
             raise MeshError(
-                described(
-                    f"connect: field {name!r} lies on other ranks than the program's",
-                    expected=f"a mesh of the program's {size} ranks",
-                    got=f"{ranks} ranks",
-                    fix="make the mesh with comm=me.comm",
-                )
+                f"connect: field {name!r} lies on other ranks than the program's",
+                expected=f"a mesh of the program's {size} ranks",
+                got=f"{ranks} ranks",
+                fix="make the mesh with comm=me.comm",
             )
         offers.append(Offer(name, dtype, layout))
     return tuple(offers)
@@ -368,12 +354,10 @@ def _tensor(x: Any, name: str = "") -> ShardTensor:
     if isinstance(tensor, ShardTensor):
         return tensor
     raise LayoutError(
-        described(
-            f"connect: field {name!r} is none",
-            expected="a ShardTensor, a field of a simulation, or a Layout",
-            got=type(x).__name__,
-            fix="distribute it first, with mpishard.distribute_tensor or ShardTensor.from_local",
-        )
+        f"connect: field {name!r} is none",
+        expected="a ShardTensor, a field of a simulation, or a Layout",
+        got=type(x).__name__,
+        fix="distribute it first, with mpishard.distribute_tensor or ShardTensor.from_local",
     )
 
 

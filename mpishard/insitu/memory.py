@@ -17,7 +17,6 @@ from mpishard.errors import (
     MpishardError,
     UnsupportedDtypeError,
     UnsupportedOperationError,
-    described,
 )
 
 
@@ -51,21 +50,17 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
     except Exception as e:
         # other libraries raise what they like, and perhaps on one rank alone
         raise LayoutError(
-            described(
-                f"{name}: an array that cannot be taken",
-                expected="one whose library gives its memory, or numbers that describe it",
-                got=f"{type(e).__name__}: {e}",
-                fix="pass an array of numpy or torch on the same memory",
-            )
+            f"{name}: an array that cannot be taken",
+            expected="one whose library gives its memory, or numbers that describe it",
+            got=f"{type(e).__name__}: {e}",
+            fix="pass an array of numpy or torch on the same memory",
         ) from e
     if tensor.numel() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape)):
         raise LayoutError(
-            described(
-                f"{name}: cells that share memory",
-                expected="a stride above 0 in every dim of more than one cell",
-                got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                fix="pass the array itself, not one that was broadcast",
-            )
+            f"{name}: cells that share memory",
+            expected="a stride above 0 in every dim of more than one cell",
+            got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            fix="pass the array itself, not one that was broadcast",
         )
     return tensor
 
@@ -89,12 +84,10 @@ def _tensor_of(name: str, array: Any, device: torch.device, *, writable: bool) -
 def _of_numpy(name: str, array: np.ndarray, writable: bool) -> Tensor:
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedOperationError(
-            described(
-                f"{name}: a masked array, whose mask a model would not see",
-                expected="plain cells",
-                got=type(array).__name__,
-                fix="pass array.data (and array.mask as a field of its own, if the model is to know it)",
-            )
+            f"{name}: a masked array, whose mask a model would not see",
+            expected="plain cells",
+            got=type(array).__name__,
+            fix="pass array.data (and array.mask as a field of its own, if the model is to know it)",
         )
     if not array.flags.writeable:
         if writable:
@@ -107,12 +100,10 @@ def _of_numpy(name: str, array: np.ndarray, writable: bool) -> Tensor:
         raise _no_dtype(name, array.dtype) from None
     except ValueError:
         raise LayoutError(
-            described(
-                f"{name}: strides that torch cannot have",
-                expected=f"strides that are multiples of {array.itemsize} bytes, none below 0",
-                got=array.strides,
-                fix="pass the array that owns the memory, not a reversed view or a member of a record",
-            )
+            f"{name}: strides that torch cannot have",
+            expected=f"strides that are multiples of {array.itemsize} bytes, none below 0",
+            got=array.strides,
+            fix="pass the array that owns the memory, not a reversed view or a member of a record",
         ) from None
 
 
@@ -141,12 +132,10 @@ def _of_torch(name: str, array: Tensor, device: torch.device) -> Tensor:
         fault = "a tensor made in inference mode, whose changes autograd does not see"
     if fault is not None:
         raise UnsupportedOperationError(
-            described(
-                f"{name}: not the host's plain memory",
-                expected="a plain strided tensor outside autograd",
-                got=fault,
-                fix="pass x.detach() or x.to_local(), and require gradients of u.tensor.detach()",
-            )
+            f"{name}: not the host's plain memory",
+            expected="a plain strided tensor outside autograd",
+            got=fault,
+            fix="pass x.detach() or x.to_local(), and require gradients of u.tensor.detach()",
         )
     return array.detach()
 
@@ -154,12 +143,10 @@ def _of_torch(name: str, array: Tensor, device: torch.device) -> Tensor:
 def _of_address(name: str, told: tuple[Any, ...], writable: bool) -> Tensor:
     if len(told) not in (4, 5) or not isinstance(told[0], (int, np.integer)):
         raise LayoutError(
-            described(
-                f"{name}: not the description of an array",
-                expected="(address, dtype, shape, strides in bytes or None), for a GPU's memory with its device",
-                got=told,
-                fix="pass an integer address and the array's dtype, shape and strides",
-            )
+            f"{name}: not the description of an array",
+            expected="(address, dtype, shape, strides in bytes or None), for a GPU's memory with its device",
+            got=told,
+            fix="pass an integer address and the array's dtype, shape and strides",
         )
     address, dtype, shape, strides, *on = int(told[0]), *told[1:]
     kind, is_torch = _dtype(name, dtype)
@@ -177,12 +164,10 @@ def _of_address(name: str, told: tuple[Any, ...], writable: bool) -> Tensor:
         fault = f"strides in bytes that are multiples of {kind.itemsize}, none below 0"
     if fault is not None:
         raise LayoutError(
-            described(
-                f"{name}: the memory as described cannot be viewed",
-                expected=fault,
-                got=f"address {address:#x}, {kind}, shape {shape}, strides {strides}",
-                fix="describe the array as it lies in memory",
-            )
+            f"{name}: the memory as described cannot be viewed",
+            expected=fault,
+            got=f"address {address:#x}, {kind}, shape {shape}, strides {strides}",
+            fix="describe the array as it lies in memory",
         )
     if on and torch.device(on[0]).type != "cpu":
         interface = {
@@ -217,22 +202,18 @@ def _on_device(name: str, array: Any, device: torch.device) -> Tensor:
     interface = array.__cuda_array_interface__
     if device.type != "cuda" or not torch.cuda.is_available():
         raise MeshError(
-            described(
-                f"{name}: memory of a GPU that this rank does not use",
-                expected=f"memory of {device}",
-                got="an object with __cuda_array_interface__",
-                fix="pass host memory, or adopt with device= of the GPU on which the fields lie",
-            )
+            f"{name}: memory of a GPU that this rank does not use",
+            expected=f"memory of {device}",
+            got="an object with __cuda_array_interface__",
+            fix="pass host memory, or adopt with device= of the GPU on which the fields lie",
         )
     tensor = torch.as_tensor(array, device=device)
     if math.prod(interface["shape"]) and tensor.data_ptr() != interface["data"][0]:
         raise MeshError(
-            described(
-                f"{name}: memory of another GPU than this rank's",
-                expected=f"memory of {device}",
-                got="an array that had to be copied",
-                fix="adopt with device= of the GPU on which the fields lie",
-            )
+            f"{name}: memory of another GPU than this rank's",
+            expected=f"memory of {device}",
+            got="an array that had to be copied",
+            fix="adopt with device= of the GPU on which the fields lie",
         )
     return tensor
 
@@ -243,35 +224,29 @@ def _of_buffer(name: str, array: Any, writable: bool) -> Tensor:
             array = memoryview(array)
         except TypeError:
             raise UnsupportedOperationError(
-                described(
-                    f"{name}: not an array whose memory can be shared",
-                    expected="an array of numpy, torch or cupy, DLPack, a buffer, or (address, dtype, shape, strides)",
-                    got=type(array).__name__,
-                    fix="pass the array that holds the cells",
-                )
+                f"{name}: not an array whose memory can be shared",
+                expected="an array of numpy, torch or cupy, DLPack, a buffer, or (address, dtype, shape, strides)",
+                got=type(array).__name__,
+                fix="pass the array that holds the cells",
             ) from None
     return _of_numpy(name, np.asarray(array), writable)
 
 
 def _no_dtype(name: str, dtype: Any) -> UnsupportedDtypeError:
     return UnsupportedDtypeError(
-        described(
-            f"{name}: torch has no such dtype",
-            expected="a number type of the machine's byte order",
-            got=repr(dtype),
-            fix="keep the field in float32 or float64",
-        )
+        f"{name}: torch has no such dtype",
+        expected="a number type of the machine's byte order",
+        got=repr(dtype),
+        fix="keep the field in float32 or float64",
     )
 
 
 def _read_only(name: str) -> UnsupportedOperationError:
     return UnsupportedOperationError(
-        described(
-            f"{name}: read-only memory",
-            expected="memory that may be written",
-            got="a read-only array",
-            fix="pass writable=False where the model only reads it",
-        )
+        f"{name}: read-only memory",
+        expected="memory that may be written",
+        got="a read-only array",
+        fix="pass writable=False where the model only reads it",
     )
 
 

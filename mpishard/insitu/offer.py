@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mpishard.comm.coupling import wire
-from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 
 _FIELD = struct.Struct(f"={wire.NAME_NBYTES}s16s4q")
@@ -116,41 +116,33 @@ def compare(own: str, mine: Side, other: str, theirs: Side) -> None:
         link = f"connect: {writer!r} and {reader!r}"
         if gives.keys() != takes.keys():
             raise LayoutError(
-                described(
-                    f"{link} name other fields",
-                    expected=f"what {writer!r} gives out: {sorted(gives)}",
-                    got=f"what {reader!r} takes in: {sorted(takes)}",
-                    fix="give both sides the same names, out on one and into on the other",
-                )
+                f"{link} name other fields",
+                expected=f"what {writer!r} gives out: {sorted(gives)}",
+                got=f"what {reader!r} takes in: {sorted(takes)}",
+                fix="give both sides the same names, out on one and into on the other",
             )
         for name, given in gives.items():
             taken = takes[name]
             if given.layout.shape != taken.layout.shape:
                 raise LayoutError(
-                    described(
-                        f"{link} have field {name!r} in other global shapes",
-                        expected=f"{given.layout.shape}, as {writer!r} gives it",
-                        got=f"{taken.layout.shape} in {reader!r}",
-                        fix="give both the same global shape, in the index order of their arrays",
-                    )
+                    f"{link} have field {name!r} in other global shapes",
+                    expected=f"{given.layout.shape}, as {writer!r} gives it",
+                    got=f"{taken.layout.shape} in {reader!r}",
+                    fix="give both the same global shape, in the index order of their arrays",
                 )
             if given.dtype and taken.dtype and given.dtype != taken.dtype:
                 raise UnsupportedDtypeError(
-                    described(
-                        f"{link} have field {name!r} in other dtypes",
-                        expected=f"{given.dtype}, as {writer!r} gives it",
-                        got=f"{taken.dtype} in {reader!r}",
-                        fix="convert on one side",
-                    )
+                    f"{link} have field {name!r} in other dtypes",
+                    expected=f"{given.dtype}, as {writer!r} gives it",
+                    got=f"{taken.dtype} in {reader!r}",
+                    fix="convert on one side",
                 )
     if not mine.out and not mine.into:
         raise LayoutError(
-            described(
-                f"connect: {sides[0][0]!r} and {sides[1][0]!r} name no field",
-                expected="at least one, out on one side and into on the other",
-                got="none",
-                fix="give out= or into=",
-            )
+            f"connect: {sides[0][0]!r} and {sides[1][0]!r} name no field",
+            expected="at least one, out on one side and into on the other",
+            got="none",
+            fix="give out= or into=",
         )
 
 
@@ -175,7 +167,7 @@ def name_of(dtype: torch.dtype) -> str:
     if name in DTYPES:
         return name
     raise UnsupportedDtypeError(
-        described("connect: a dtype that does not travel", expected=NAMES, got=name, fix="convert the field first")
+        "connect: a dtype that does not travel", expected=NAMES, got=name, fix="convert the field first"
     )
 
 
@@ -184,10 +176,8 @@ def checked_name(name: object) -> str:
     if isinstance(name, str) and 0 < len(name.encode()) < wire.NAME_NBYTES and "\0" not in name:
         return name
     raise MpishardError(
-        described(
-            "connect: no name of a field",
-            expected=f"a text of 1 to {wire.NAME_NBYTES - 1} bytes",
-            got=repr(name)[:80],
-            fix="give one, the same on both sides",
-        )
+        "connect: no name of a field",
+        expected=f"a text of 1 to {wire.NAME_NBYTES - 1} bytes",
+        got=repr(name)[:80],
+        fix="give one, the same on both sides",
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpishard.comm import guard
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
-from mpishard.errors import PeerError, described
+from mpishard.errors import PeerError
 from mpishard.insitu.link import Link
 
 
@@ -83,12 +83,10 @@ class Program:
         error = None
         if not isinstance(other, str) or other not in self._counts:
             error = PeerError(
-                described(
-                    "connect: no such program",
-                    expected=f"another program of the job: {sorted(self._counts) or 'there is none'}",
-                    got=f"{other!r}, in program {self.name!r}",
-                    fix="name it as it names itself in join, and start it in the same job",
-                )
+                "connect: no such program",
+                expected=f"another program of the job: {sorted(self._counts) or 'there is none'}",
+                got=f"{other!r}, in program {self.name!r}",
+                fix="name it as it names itself in join, and start it in the same job",
             )
         # one rank may have misspelt it
         guard.agree(self._meeting.circle.comm, error, f"connect({other!r})")

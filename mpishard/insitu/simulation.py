@@ -13,7 +13,7 @@ from mpishard.comm.adoption import Periodic, adopted_mesh
 from mpishard.comm.agreement import Agreement
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError, described
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook
 from mpishard.insitu.kind import Kinds, outline
@@ -147,12 +147,10 @@ class Simulation:
         numbers = tuple(map(operator.index, given))
         if len(numbers) != self.mesh.ndim or min(numbers) < 0:
             raise LayoutError(
-                described(
-                    f"adopt: {what} does not fit the decomposition",
-                    expected=f"a number >= 0 for each of the dims {self.mesh.mesh_dim_names}",
-                    got=numbers,
-                    fix="count owned cells along the dims that the ranks cut, in the arrays' index order",
-                )
+                f"adopt: {what} does not fit the decomposition",
+                expected=f"a number >= 0 for each of the dims {self.mesh.mesh_dim_names}",
+                got=numbers,
+                fix="count owned cells along the dims that the ranks cut, in the arrays' index order",
             )
         return numbers
 
@@ -180,12 +178,10 @@ class Simulation:
             pairs = []
         if len(pairs) != len(names) or any(lo < 0 or hi < 0 for lo, hi in pairs):
             raise LayoutError(
-                described(
-                    "halo: not the widths of ghost layers",
-                    expected=f"an int >= 0, or an int or (lo, hi) for each of {names}",
-                    got=halo,
-                    fix="give widths along the dims that the ranks cut",
-                )
+                "halo: not the widths of ghost layers",
+                expected=f"an int >= 0, or an int or (lo, hi) for each of {names}",
+                got=halo,
+                fix="give widths along the dims that the ranks cut",
             )
         return tuple(pairs)
 
@@ -219,35 +215,29 @@ class Simulation:
             if start != at:
                 kind = "overlap" if start < at else "leave a gap"
                 return LayoutError(
-                    described(
-                        f"adopt: owned boxes {kind} along {name!r} before the box [{start}:{start + n})",
-                        expected=f"a box that begins at {at}, where the one before it ends",
-                        got=f"coordinate {i} of {name!r} owns [{start}:{start + n})",
-                        fix=fix,
-                    )
+                    f"adopt: owned boxes {kind} along {name!r} before the box [{start}:{start + n})",
+                    expected=f"a box that begins at {at}, where the one before it ends",
+                    got=f"coordinate {i} of {name!r} owns [{start}:{start + n})",
+                    fix=fix,
                 )
             at += n
         if at != extent:
             what = "leave a gap" if at < extent else "overlap, or reach past the domain,"
             last = f"[{at - sizes[-1]}:{at})"
             return LayoutError(
-                described(
-                    f"adopt: owned boxes {what} along {name!r} at the box {last}",
-                    expected=f"boxes that end at {extent}",
-                    got=f"extents {sizes} of the boxes along {name!r}, which end at {at}",
-                    fix=fix,
-                )
+                f"adopt: owned boxes {what} along {name!r} at the box {last}",
+                expected=f"boxes that end at {extent}",
+                got=f"extents {sizes} of the boxes along {name!r}, which end at {at}",
+                fix=fix,
             )
         if not common:
             c = self.mesh.coords[m]
             start = sum(sizes[:c])
             return LayoutError(
-                described(
-                    f"adopt: owned boxes overlap or leave a gap along {name!r} at the box [{start}:{start + sizes[c]})",
-                    expected=f"the same interval on all ranks at coordinate {c} of {name!r}",
-                    got=f"[{start}:{start + sizes[c]}) on the rank at {self.mesh.coords}, another one beside it",
-                    fix="let an extent depend on the coordinate along its own dim only",
-                )
+                f"adopt: owned boxes overlap or leave a gap along {name!r} at the box [{start}:{start + sizes[c]})",
+                expected=f"the same interval on all ranks at coordinate {c} of {name!r}",
+                got=f"[{start}:{start + sizes[c]}) on the rank at {self.mesh.coords}, another one beside it",
+                fix="let an extent depend on the coordinate along its own dim only",
             )
         return None
 
@@ -311,9 +301,9 @@ class Simulation:
         def check() -> None:
             fix = "u.rebind(array) swaps arrays"
             if not isinstance(name, str):
-                raise LayoutError(described("field: no name", expected="a text", got=repr(name), fix="give one"))
+                raise LayoutError("field: no name", expected="a text", got=repr(name), fix="give one")
             if name in self.fields:
-                raise LayoutError(described(f"{what}: a name used twice", expected="a new name", got=name, fix=fix))
+                raise LayoutError(f"{what}: a name used twice", expected="a new name", got=name, fix=fix)
             with torch.inference_mode(False):
                 tensor = found["array"] = as_tensor(what, array, mesh.device, writable=writable)
             on = found["dims"] = self._dims(what, tensor, dims)
@@ -350,23 +340,19 @@ class Simulation:
             room = array.shape[d] - lo - hi - sizes[d][at]
             if room != 0 and not (faces and room == 1 and (at < last or mesh.periodic[m])):
                 error = error or LayoutError(
-                    described(
-                        f"{what}: array dim {d} has another extent than said",
-                        expected=f"{lo} + {sizes[d][at]} + {hi} cells along {names[m]!r}"
-                        + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
-                        got=array.shape[d],
-                        fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
-                    )
+                    f"{what}: array dim {d} has another extent than said",
+                    expected=f"{lo} + {sizes[d][at]} + {hi} cells along {names[m]!r}"
+                    + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
+                    got=array.shape[d],
+                    fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
                 )
             widths[d], common = self.agreement.along(m, (lo, hi + max(0, room)))
             if not common:
                 error = error or LayoutError(
-                    described(
-                        f"{what}: ghost layers along {names[m]!r} differ between ranks at one coordinate of it",
-                        expected="widths that depend on the coordinate along their own dim only",
-                        got=f"{(lo, hi)} on the rank at {mesh.coords}",
-                        fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",
-                    )
+                    f"{what}: ghost layers along {names[m]!r} differ between ranks at one coordinate of it",
+                    expected="widths that depend on the coordinate along their own dim only",
+                    got=f"{(lo, hi)} on the rank at {mesh.coords}",
+                    fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",
                 )
         self.agreement.on(error, "field")
         strides = [s for s, n in zip(array.stride(), array.shape) if n > 1]
@@ -407,12 +393,10 @@ class Simulation:
                 raise ValueError
         except (MeshError, TypeError, ValueError):
             raise LayoutError(
-                described(
-                    f"{what}: which array dims the ranks cut is not clear",
-                    expected=f"dims= with one of {names}, or None, for each of {ndim} array dims",
-                    got=dims,
-                    fix="e.g. dims=(None, 'x', 'y') for an array [level, x, y]",
-                )
+                f"{what}: which array dims the ranks cut is not clear",
+                expected=f"dims= with one of {names}, or None, for each of {ndim} array dims",
+                got=dims,
+                fix="e.g. dims=(None, 'x', 'y') for an array [level, x, y]",
             ) from None
         return found
 
@@ -448,24 +432,20 @@ class Simulation:
         found = self.fields.get(field) if isinstance(field, str) else field
         if not isinstance(found, Field) or found._simulation is not self:
             raise LayoutError(
-                described(
-                    f"hook: no field {field!r}",
-                    expected=f"one of {sorted(self.fields)}",
-                    got=field,
-                    fix="make it with sim.field(name, array) first",
-                )
+                f"hook: no field {field!r}",
+                expected=f"one of {sorted(self.fields)}",
+                got=field,
+                fix="make it with sim.field(name, array) first",
             )
         return found
 
     def _require_alive(self) -> None:
         if self._released:
             raise UnsupportedOperationError(
-                described(
-                    "the simulation was released",
-                    expected="use before sim.release()",
-                    got="use after it",
-                    fix="adopt again",
-                )
+                "the simulation was released",
+                expected="use before sim.release()",
+                got="use after it",
+                fix="adopt again",
             )
 
     def release(self) -> None:
@@ -491,10 +471,8 @@ class Simulation:
 def _require_room(what: str, array: Tensor, least: int) -> None:
     if least < 0:
         raise LayoutError(
-            described(
-                f"{what}: the array is smaller than its ghost layers",
-                expected="owned cells between the ghost layers",
-                got=tuple(array.shape),
-                fix="give the halo that the array has",
-            )
+            f"{what}: the array is smaller than its ghost layers",
+            expected="owned cells between the ghost layers",
+            got=tuple(array.shape),
+            fix="give the halo that the array has",
         )

@@ -147,12 +147,10 @@ class ShardTensor(Tensor):
         layout = cotangent_layout(self.sharding)
         if value is not None and (not isinstance(value, ShardTensor) or value.sharding != layout):
             raise UnsupportedOperationError(
-                described(
-                    "ShardTensor.grad: assignment of a gradient that is laid out differently",
-                    expected=f"None or a ShardTensor with {layout}",
-                    got=repr(value.sharding) if isinstance(value, ShardTensor) else type(value).__name__,
-                    fix="redistribute it first",
-                )
+                "ShardTensor.grad: assignment of a gradient that is laid out differently",
+                expected=f"None or a ShardTensor with {layout}",
+                got=repr(value.sharding) if isinstance(value, ShardTensor) else type(value).__name__,
+                fix="redistribute it first",
             )
         root_of(self)[0].grad = None if value is None else value.block
 
@@ -165,12 +163,10 @@ class ShardTensor(Tensor):
     def data(self, value: ShardTensor) -> None:
         if not isinstance(value, ShardTensor):
             raise UnsupportedOperationError(
-                described(
-                    "ShardTensor.data: assignment of what is no ShardTensor",
-                    expected="a ShardTensor",
-                    got=type(value).__name__,
-                    fix="shard it first, with distribute_tensor or ShardTensor.from_local",
-                )
+                "ShardTensor.data: assignment of what is no ShardTensor",
+                expected="a ShardTensor",
+                got=type(value).__name__,
+                fix="shard it first, with distribute_tensor or ShardTensor.from_local",
             )
         self.block.data = value.block
         self.sharding, self.mesh, self._halo = value.sharding, value.mesh, value._halo
@@ -385,10 +381,8 @@ def cotangent_layout(layout: Layout) -> Layout:
 
 def _whole_needed(name: str, x: ShardTensor) -> UnsupportedOperationError:
     return UnsupportedOperationError(
-        described(
-            f"{name} of a ShardTensor",
-            expected="a tensor that lies on one rank",
-            got=outline(x),
-            fix="call it on x.to_local() (this rank's block) or x.full_tensor() (gathers on every rank)",
-        )
+        f"{name} of a ShardTensor",
+        expected="a tensor that lies on one rank",
+        got=outline(x),
+        fix="call it on x.to_local() (this rank's block) or x.full_tensor() (gathers on every rank)",
     )

@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpishard.errors import FileError, described
+from mpishard.errors import FileError
 from mpishard.io.file.lock import hold
 from mpishard.io.file.trust import check_memory, fresh, read_bounded, shown
 
@@ -246,12 +246,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         version = state.pop("version", None)
         if type(version) is int and version > VERSION:
             raise FileError(
-                described(
-                    f"load_checkpoint: {os.fspath(checkpoint)!r} was written by a newer mpishard",
-                    expected=f"version {VERSION} of the format, or an older one",
-                    got=f"version {version}",
-                    fix="load it with the mpishard that wrote it, or a newer one",
-                )
+                f"load_checkpoint: {os.fspath(checkpoint)!r} was written by a newer mpishard",
+                expected=f"version {VERSION} of the format, or an older one",
+                got=f"version {version}",
+                fix="load it with the mpishard that wrote it, or a newer one",
             )
         if state.pop("checksum", None) != _checksum(state):
             raise damaged(checkpoint, f"the checksum of {STATE} is wrong")
@@ -278,22 +276,18 @@ def _checksum(state: dict[str, Any]) -> str:
 def damaged(checkpoint: Path, what: str) -> FileError:
     """Return the error for a checkpoint that is not as it was written. Not collective."""
     return FileError(
-        described(
-            f"load_checkpoint: {os.fspath(checkpoint)!r} is damaged",
-            expected="a checkpoint as save_checkpoint wrote it",
-            got=what,
-            fix="load another one: fallback=True takes the newest that is good",
-        )
+        f"load_checkpoint: {os.fspath(checkpoint)!r} is damaged",
+        expected="a checkpoint as save_checkpoint wrote it",
+        got=what,
+        fix="load another one: fallback=True takes the newest that is good",
     )
 
 
 def unwritable(folder: Path, e: BaseException) -> FileError:
     """Return the error for a checkpoint that cannot be written. Not collective."""
     return FileError(
-        described(
-            f"save_checkpoint: cannot write a checkpoint in {os.fspath(folder)!r}",
-            expected="a folder that can be made and written to, and room in it",
-            got=f"{type(e).__name__}: {e}",
-            fix="make room, or choose another folder; the checkpoints that are there are as they were",
-        )
+        f"save_checkpoint: cannot write a checkpoint in {os.fspath(folder)!r}",
+        expected="a folder that can be made and written to, and room in it",
+        got=f"{type(e).__name__}: {e}",
+        fix="make room, or choose another folder; the checkpoints that are there are as they were",
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError, described
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
@@ -125,12 +125,10 @@ class ReadRequest:
             fields = {name: fields[name] for name in self.tensors if name in fields}
         if lacking:
             raise FileError(
-                described(
-                    f"load_checkpoint: {path} does not have {', '.join(lacking)}",
-                    expected=f"some of {', '.join([*tree, *tree.get('tensors', {})])}",
-                    got=", ".join(lacking),
-                    fix="load only what was saved",
-                )
+                f"load_checkpoint: {path} does not have {', '.join(lacking)}",
+                expected=f"some of {', '.join([*tree, *tree.get('tensors', {})])}",
+                got=", ".join(lacking),
+                fix="load only what was saved",
             )
         self._check_model(tree, path)
         self._check_optimizer(tree, path)
@@ -147,12 +145,10 @@ class ReadRequest:
         unexpected = [k for k in tree["model"] if k not in self.current]
         if missing or unexpected:
             raise LayoutError(
-                described(
-                    f"load_checkpoint: {path} is of another model",
-                    expected=f"the parameters and buffers of this one; not in the file: {missing or 'none'}",
-                    got=f"in the file only: {unexpected or 'none'}",
-                    fix="load the model that was saved, or use strict=False",
-                )
+                f"load_checkpoint: {path} is of another model",
+                expected=f"the parameters and buffers of this one; not in the file: {missing or 'none'}",
+                got=f"in the file only: {unexpected or 'none'}",
+                fix="load the model that was saved, or use strict=False",
             )
 
     def _check_optimizer(self, tree: Mapping[str, Any], path: Path) -> None:
@@ -162,12 +158,10 @@ class ReadRequest:
         own = [len(group["params"]) for group in self.optimizer.param_groups]
         if saved != own:
             raise LayoutError(
-                described(
-                    f"load_checkpoint: {path} is of another optimizer",
-                    expected=f"groups of {own} parameters",
-                    got=f"groups of {saved}",
-                    fix="make the optimizer as it was made when it was saved",
-                )
+                f"load_checkpoint: {path} is of another optimizer",
+                expected=f"groups of {own} parameters",
+                got=f"groups of {saved}",
+                fix="make the optimizer as it was made when it was saved",
             )
 
     def place(self, keys: Keys, shape: tuple[int, ...], sharded: Sequence[int | None] | None) -> Layout | None:
@@ -222,12 +216,10 @@ class ReadRequest:
             return None
         if tuple(current.shape) != shape:
             raise LayoutError(
-                described(
-                    f"load_checkpoint: {'/'.join(map(str, keys))} has another shape",
-                    expected=tuple(current.shape),
-                    got=f"{shape} in the file",
-                    fix="make the model as it was made when it was saved",
-                )
+                f"load_checkpoint: {'/'.join(map(str, keys))} has another shape",
+                expected=tuple(current.shape),
+                got=f"{shape} in the file",
+                fix="make the model as it was made when it was saved",
             )
         return _without_partial(keys, current.sharding) if isinstance(current, ShardTensor) else None
 
@@ -241,12 +233,10 @@ def _told(spec: Any) -> str:
 def _without_partial(keys: Keys, layout: Layout) -> Layout:
     if layout.partial_dims:
         raise LayoutError(
-            described(
-                f"load_checkpoint: {'/'.join(map(str, keys))} cannot be read as a Partial",
-                expected="Shard(dim) or Replicate() for every mesh dim",
-                got=layout.placements,
-                fix="use Replicate() where every rank shall have the whole",
-            )
+            f"load_checkpoint: {'/'.join(map(str, keys))} cannot be read as a Partial",
+            expected="Shard(dim) or Replicate() for every mesh dim",
+            got=layout.placements,
+            fix="use Replicate() where every rank shall have the whole",
         )
     return layout
 

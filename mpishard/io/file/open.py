@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpishard.errors import FileError, MissingPackageError, MpishardError, described
+from mpishard.errors import FileError, MissingPackageError, MpishardError
 from mpishard.io.file.heap import Watched
 from mpishard.io.file.journal import check_settled
 from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
@@ -42,7 +42,7 @@ def import_h5py() -> Any:
         import h5py
     except ImportError as e:
         raise MissingPackageError(
-            described("mpishard.io needs h5py", expected="h5py installed", got=e, fix="pip install 'mpishard[io]'")
+            "mpishard.io needs h5py", expected="h5py installed", got=e, fix="pip install 'mpishard[io]'"
         ) from e
     return h5py
 
@@ -134,12 +134,10 @@ def not_opened(path: Path, e: Exception) -> FileError:
             got = "a netCDF-3 file (the classic format), which is not HDF5"
             fix = "convert it once: nccopy -k netCDF-4 in.nc out.nc"
     return FileError(
-        described(
-            f"read: cannot open {told(path)!r}",
-            expected="an HDF5 (or netCDF-4) file that every rank can read",
-            got=got,
-            fix=fix,
-        )
+        f"read: cannot open {told(path)!r}",
+        expected="an HDF5 (or netCDF-4) file that every rank can read",
+        got=got,
+        fix=fix,
     )
 
 
@@ -177,12 +175,10 @@ def found(file: Any, path: Path, name: str, *, external: bool = False, looked: b
     except Exception as e:
         raise damaged(path, name, e) from e
     raise FileError(
-        described(
-            f"read: no dataset {shown(name)} in {os.fspath(path)!r}",
-            expected=f"one of {_names(path)}",
-            got=shown(name),
-            fix="name a dataset of the file",
-        )
+        f"read: no dataset {shown(name)} in {os.fspath(path)!r}",
+        expected=f"one of {_names(path)}",
+        got=shown(name),
+        fix="name a dataset of the file",
     )
 
 
@@ -381,12 +377,10 @@ def is_written(dataset: Any) -> bool:
 
 def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileError:
     return FileError(
-        described(
-            f"read: {shown(name)} of {os.fspath(path)!r} leads out of its file",
-            expected="cells in this file, or in files of the same folder",
-            got=got,
-            fix=fix or "where you trust who made it: external=True",
-        )
+        f"read: {shown(name)} of {os.fspath(path)!r} leads out of its file",
+        expected="cells in this file, or in files of the same folder",
+        got=got,
+        fix=fix or "where you trust who made it: external=True",
     )
 
 
@@ -468,22 +462,18 @@ def empty(path: Path | None) -> None:
 def damaged(path: Path, name: str, e: Exception) -> FileError:
     """Return the error for a dataset whose cells cannot be read. Not collective."""
     return FileError(
-        described(
-            f"read: cannot read {shown(name)} of {os.fspath(path)!r}",
-            expected="the whole dataset in the file",
-            got=f"{type(e).__name__}: {e}",
-            fix="check that the file is complete",
-        )
+        f"read: cannot read {shown(name)} of {os.fspath(path)!r}",
+        expected="the whole dataset in the file",
+        got=f"{type(e).__name__}: {e}",
+        fix="check that the file is complete",
     )
 
 
 def not_written(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be written. Not collective."""
     return FileError(
-        described(
-            f"write: cannot write {os.fspath(path)!r}",
-            expected="a folder that can be written to, room in it, and names and attributes that HDF5 takes",
-            got=f"{type(e).__name__}: {e}",
-            fix="make the folder, or choose another one",
-        )
+        f"write: cannot write {os.fspath(path)!r}",
+        expected="a folder that can be written to, room in it, and names and attributes that HDF5 takes",
+        got=f"{type(e).__name__}: {e}",
+        fix="make the folder, or choose another one",
     )

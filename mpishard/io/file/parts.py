@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.errors import FileError, MpishardError, described
+from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.open import LIBVER, import_h5py
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -267,12 +267,10 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
         return Parts(layout, name, Plan(math.prod(layout.mesh_shape), per_file, per_folder)), base
     except (AttributeError, LookupError, MpishardError, OSError, RecursionError, TypeError, ValueError) as e:
         raise FileError(
-            described(
-                f"read: the parts of {shown(dataset.name)} of {os.fspath(path)!r}",
-                expected=f"{LAYOUTS} as mpishard writes it",
-                got=f"{at}: {type(e).__name__}: {e}",
-                fix="check that the file and its folder are complete",
-            )
+            f"read: the parts of {shown(dataset.name)} of {os.fspath(path)!r}",
+            expected=f"{LAYOUTS} as mpishard writes it",
+            got=f"{at}: {type(e).__name__}: {e}",
+            fix="check that the file and its folder are complete",
         ) from e
 
 

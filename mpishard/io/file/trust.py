@@ -14,7 +14,7 @@ import stat
 from functools import lru_cache
 from typing import IO, Any
 
-from mpishard.errors import FileError, described
+from mpishard.errors import FileError
 
 # what takes less is taken without asking how much there is
 _SMALL_NBYTES = 64 << 20
@@ -157,12 +157,10 @@ def absolute(path: Any) -> pathlib.Path:
         return pathlib.Path(os.path.abspath(text))
     except (TypeError, ValueError):
         raise FileError(
-            described(
-                f"{shown(path)} is no path",
-                expected="a str or a pathlib.Path, without NUL",
-                got=shown(path),
-                fix="give one",
-            )
+            f"{shown(path)} is no path",
+            expected="a str or a pathlib.Path, without NUL",
+            got=shown(path),
+            fix="give one",
         ) from None
 
 
@@ -185,12 +183,10 @@ def check_memory(nbytes: int, what: str) -> None:
     if nbytes <= _SMALL_NBYTES or nbytes <= (there := available_nbytes()):
         return
     raise FileError(
-        described(
-            f"{what} does not fit into memory",
-            expected=f"at most {there} bytes on this rank, which are free",
-            got=f"{nbytes} bytes",
-            fix="shard it over more ranks, or read a part of it; if the file is not that large, it is damaged",
-        )
+        f"{what} does not fit into memory",
+        expected=f"at most {there} bytes on this rank, which are free",
+        got=f"{nbytes} bytes",
+        fix="shard it over more ranks, or read a part of it; if the file is not that large, it is damaged",
     )
 
 

@@ -16,7 +16,7 @@ from mpishard.autograd.linear import again, apply, differentiated_again, in_tran
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Each, Layout, bounds, layout_of
 from mpishard.ops.rule.dim import frozen, whole_along
 from mpishard.ops.rule.reduction import HALVES
@@ -278,7 +278,7 @@ def _checked(query: Any, key: Any, value: Any, kernel_size: Any, dilation: Any, 
     """Return the geometry of the spatial dims, or refuse the arguments."""
 
     def refuse(what: str, expected: str, got: Any, fix: str) -> LayoutError:
-        return LayoutError(described(f"neighborhood_attention: {what}", expected=expected, got=got, fix=fix))
+        return LayoutError(f"neighborhood_attention: {what}", expected=expected, got=got, fix=fix)
 
     shapes = [tuple(x.shape) for x in (query, key, value)]
     ndim = len(shapes[0]) - 3

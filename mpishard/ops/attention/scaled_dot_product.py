@@ -16,7 +16,7 @@ from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, total
 from mpishard.ops.attention.gather import GATHERED_NBYTES, GatherAttention, why_not_gathered
 from mpishard.ops.attention.layout import (
@@ -75,7 +75,7 @@ def attention_method(method: str) -> Iterator[None]:
     """
     if method not in METHODS:
         raise UnsupportedOperationError(
-            described("attention_method: no such method", expected=METHODS, got=repr(method), fix="name one of them")
+            "attention_method: no such method", expected=METHODS, got=repr(method), fix="name one of them"
         )
     token = _method.set(method)
     try:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.errors import UnsupportedOperationError, described
+from mpishard.errors import UnsupportedOperationError
 from mpishard.ops.rule.dim import on_domain, plain
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements
@@ -48,12 +48,10 @@ def stft(
     x, window = on_mesh(input, mesh_of((input, window))), plain(window)
     if align_to_window:
         raise UnsupportedOperationError(
-            described(
-                "stft: align_to_window with ShardTensors",
-                expected="None or False",
-                got=align_to_window,
-                fix="pad the signal and the window yourself",
-            )
+            "stft: align_to_window with ShardTensors",
+            expected="None or False",
+            got=align_to_window,
+            fix="pad the signal and the window yourself",
         )
     # errors and dtype are torch's own
     result = torch.stft(

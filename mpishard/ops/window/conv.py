@@ -15,7 +15,7 @@ from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import traced
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.errors import LayoutError, described
+from mpishard.errors import LayoutError
 from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, of_every_kind, paddings_meet, pairs, per_dim, windows
 from mpishard.ops.rule.autocast import autocast_enabled
@@ -92,9 +92,7 @@ def _check(x: ShardTensor, ndim: int, name: str) -> int:
     first = x.ndim - ndim
     if first not in (1, 2):
         raise LayoutError(
-            described(
-                f"{name}: input of {x.ndim} dims", expected=f"{ndim + 1} or {ndim + 2} dims", got=x.shape, fix="reshape"
-            )
+            f"{name}: input of {x.ndim} dims", expected=f"{ndim + 1} or {ndim + 2} dims", got=x.shape, fix="reshape"
         )
     return first
 
@@ -107,12 +105,10 @@ def _out_layout(x: ShardTensor, shape: list[int], borders: dict[int, tuple[int, 
 
 def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
     return LayoutError(
-        described(
-            f"{name}: kernel larger than the padded input along dim {dim}",
-            expected=f"at least {reach} cells with padding",
-            got=n,
-            fix="pad more, or use a smaller kernel",
-        )
+        f"{name}: kernel larger than the padded input along dim {dim}",
+        expected=f"at least {reach} cells with padding",
+        got=n,
+        fix="pad more, or use a smaller kernel",
     )
 
 
