@@ -14,8 +14,33 @@ from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 MeshDims = int | str | Sequence[int | str] | None
 
 
+def require(call: str, argument: str, value: Any, kind: type, fix: str) -> None:
+    """Raise unless an argument is of a kind. Not collective."""
+    if not isinstance(value, kind):
+        error = MeshError if kind is CartMesh else LayoutError
+        raise error(f"{call}: {argument}=", expected=f"a {kind.__name__}", got=type(value).__name__, fix=fix)
+
+
+def require_mesh(call: str, mesh: Any) -> None:
+    """Raise unless an argument is a mesh: without one it is not known who the other ranks are. Not collective."""
+    require(call, "mesh", mesh, CartMesh, "make one with mpishard.init_mesh")
+
+
+def require_state(call: str, **arguments: Any) -> None:
+    """Raise unless all arguments that are given have a state, as modules and optimizers do. Not collective."""
+    for argument, value in arguments.items():
+        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise LayoutError(
+                f"{call}: {argument}=",
+                expected="what has state_dict and load_state_dict",
+                got=type(value).__name__,
+                fix="give tensors as tensors={name: tensor}",
+            )
+
+
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     """Return the mesh dims that an argument names, in mesh order. Not collective."""
+    require_mesh("a collective", mesh)
     if mesh_dim is None:
         return tuple(range(mesh.ndim))
     if isinstance(mesh_dim, (int, str)):

@@ -20,6 +20,7 @@ from mpishard.autograd.argument import (
     misfit,
     needs_grad,
     no_rank,
+    require_mesh,
     require_plain,
     tensor_dim,
 )
@@ -97,6 +98,7 @@ def all_reduce(
     """
     if type(x) is not Tensor:
         require_plain("all_reduce", x)
+    require_mesh("all_reduce", mesh)
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))

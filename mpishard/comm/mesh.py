@@ -428,7 +428,7 @@ def init_mesh(
     """
     require_mpi("init_mesh")
     comm = MPI.COMM_WORLD if comm is None else comm
-    if comm == MPI.COMM_NULL or comm.Is_inter():
+    if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
         raise MeshError(
             "init_mesh: not an intra-communicator",
             expected="a communicator that this rank belongs to",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from mpi4py import MPI
 
 from mpishard.errors import MeshError
 
 
-def kind_of(comm: MPI.Comm) -> str:
+def kind_of(comm: Any) -> str:
     """Return what a communicator is, for the texts of errors. Not collective."""
+    if not isinstance(comm, MPI.Comm):
+        return type(comm).__name__
     # not its repr, which holds an address
     return "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"{type(comm).__name__} of {comm.Get_size()} ranks"
 

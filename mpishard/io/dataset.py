@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
+from mpishard.autograd.argument import require_mesh
 from mpishard.comm import guard
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
@@ -74,6 +75,7 @@ class Dataset(data.Dataset[Any]):
         decode: bool = False,
         external: bool = False,
     ) -> None:
+        require_mesh("io.Dataset", mesh)
         self.path, self.name, self.mesh = path, name, mesh
         self.device = torch.device(mesh.device if device is None else device)
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm

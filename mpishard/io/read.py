@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import require_mesh
 from mpishard.autograd.window import halo_widths
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
@@ -126,6 +127,7 @@ def read(
     >>> x = ms.io.read("ocean.nc", "thetao", mesh, (ms.Shard(1), ms.Shard(2)), select=(0,), decode=True)
     >>> padded = ms.io.read("ocean.nc", "zos", mesh, (ms.Shard(1), ms.Shard(2)), halo={1: 1, 2: (1, 1)})
     """
+    require_mesh("io.read", mesh)
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
     choice: Choice | None = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.autograd.argument import require
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, MeshError, MpishardError
@@ -151,6 +152,14 @@ def write(
     try:
         own = absolute(path)
         import_h5py()
+        for argument, value in {
+            "attrs": attrs,
+            "variable_attrs": variable_attrs,
+            "scales": scales,
+            "hints": hints,
+        }.items():
+            if value is not None:
+                require("io.write", argument, value, Mapping, "give {name: value}")
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         choice = choose_backend(mesh, nbytes, backend, append=append is not None)
@@ -282,6 +291,7 @@ def _check_attribute(where: str, key: Any, value: Any) -> None:
 
 
 def _mesh_of(tensors: Mapping[str, ShardTensor]) -> CartMesh:
+    require("io.write", "tensors", tensors, Mapping, "give {name: tensor}")
     for name, x in tensors.items():
         if not isinstance(x, ShardTensor):
             raise MeshError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.replica import join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -93,6 +94,8 @@ def distribute_module(
     >>> model = ms.distribute_module(torch.nn.Conv2d(8, 8, 3, padding=1), mesh)
     >>> model(x).mean().backward()
     """
+    require_mesh("distribute_module", mesh)
+    require("distribute_module", "module", module, nn.Module, "give the model itself")
     group = mesh.group(tuple(range(mesh.ndim)))
     module.to(mesh.device)
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
@@ -87,7 +88,7 @@ def from_local(
     --------
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
-    placements = given_placements(placements, mesh)
+    placements = given_placements("from_local", placements, mesh)
     if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
         error = None
         try:
@@ -150,7 +151,7 @@ def distribute_tensor(
     --------
     >>> x = ms.distribute_tensor(full, mesh, (ms.Shard(2), ms.Shard(3)))
     """
-    placements = given_placements(placements, mesh)
+    placements = given_placements("distribute_tensor", placements, mesh)
     if isinstance(tensor, ShardTensor):
         if tensor.mesh is not mesh:
             raise two_meshes(tensor.mesh, mesh)
@@ -223,6 +224,7 @@ def scatter_tensor(
     >>> full = load() if mesh.rank == 0 else None
     >>> x = ms.scatter_tensor(full, 0, mesh, (ms.Shard(2), ms.Shard(3)), requires_grad=True)
     """
+    require_mesh("scatter_tensor", mesh)
     error: MpishardError | None = None
     layout, meta = None, None
     if not 0 <= src < mesh.size:
@@ -448,6 +450,8 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None 
     --------
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
+    require("halo_exchange", "x", x, ShardTensor, "shard it first, e.g. with mpishard.distribute_tensor")
+    require("halo_exchange", "widths", widths, Mapping, "give {tensor_dim: width}")
     x = resolved(x)
     return window.halo_exchange(x.block, x.mesh, x.sharding, widths, mode)
 

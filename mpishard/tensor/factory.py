@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
@@ -28,6 +29,8 @@ def asked(placements: Any, sizes: Sizes | None = None) -> tuple[Any, ...]:
         told = tuple(map(repr, placements))
     except TypeError:
         told = (repr(placements),)
+    if sizes is not None:
+        require("sizes of blocks", "sizes", sizes, Mapping, "give {tensor_dim: one size per block}")
     return told, None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
 
 
@@ -46,8 +49,9 @@ def new_layout(
     return layout
 
 
-def given_placements(placements: Any, mesh: CartMesh) -> Any:
+def given_placements(name: str, placements: Any, mesh: CartMesh) -> Any:
     """Return the placements, `Replicate` where none are given. Not collective."""
+    require_mesh(name, mesh)
     return (Replicate(),) * mesh.ndim if placements is None else placements
 
 
@@ -62,7 +66,7 @@ def _make(
     make: Callable[[Layout, torch.dtype], Tensor],
     ghost: Ghost | None = None,
 ) -> ShardTensor:
-    placements = given_placements(placements, mesh)
+    placements = given_placements(name, placements, mesh)
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
     dtype, extents = dtype or torch.get_default_dtype(), tuple(int(n) for n in shape)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpishard.autograd.argument import require_mesh, require_state
 from mpishard.comm import counter, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
@@ -93,8 +94,11 @@ def save_checkpoint(
     """
     error: MpishardError | None = None
     taken: Snapshot | None = None
+    if mesh is not None:
+        require_mesh("save_checkpoint", mesh)
     try:
         _check_numbers(step, keep)
+        require_state("save_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
         if asynchronous and backend is not None:
             raise MpishardError(
                 "save_checkpoint: backend and asynchronous=True",
@@ -228,7 +232,10 @@ def load_checkpoint(
     error: MpishardError | None = None
     wanted: ReadRequest | None = None
     folder = Path()
+    if mesh is not None:
+        require_mesh("load_checkpoint", mesh)
     try:
+        require_state("load_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
         folder = absolute(path)
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
     except MpishardError as e:

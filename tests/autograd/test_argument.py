@@ -1,0 +1,76 @@
+"""Arguments that are not what a call works on: an error of the package, on every rank, whatever was given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpishard as ms
+
+WRONG = [None, 3, "text", [1, 2], {1: 2}, object(), torch.ones(2), np.ones(3), MPI.COMM_WORLD, torch.nn.Linear(1, 1)]
+NO_MESH = {
+    "distribute_tensor": lambda mesh: ms.distribute_tensor(torch.ones(4), mesh, (ms.Shard(0),)),
+    "distribute_module": lambda mesh: ms.distribute_module(torch.nn.Linear(2, 2), mesh),
+    "scatter_tensor": lambda mesh: ms.scatter_tensor(torch.ones(4), 0, mesh, (ms.Shard(0),)),
+    "from_local": lambda mesh: ms.ShardTensor.from_local(torch.ones(4), mesh, (ms.Shard(0),)),
+    "zeros": lambda mesh: ms.zeros(4, mesh=mesh, placements=(ms.Shard(0),)),
+    "all_reduce": lambda mesh: ms.all_reduce(torch.ones(4), mesh),
+    "all_gather": lambda mesh: ms.all_gather(torch.ones(4), mesh),
+    "broadcast": lambda mesh: ms.broadcast(torch.ones(4), mesh),
+    "reduce_scatter": lambda mesh: ms.reduce_scatter(torch.ones(4), mesh),
+    "read": lambda mesh: ms.io.read("none.h5", "u", mesh, (ms.Shard(0),)),
+    "Dataset": lambda mesh: ms.io.Dataset("none.h5", "u", mesh, (ms.Shard(0),)),
+}
+
+
+@pytest.mark.parametrize("name", NO_MESH)
+def test_no_mesh(name):
+    for wrong in WRONG:
+        with pytest.raises(ms.MeshError, match=f"got: +{type(wrong).__name__}\n"):
+            NO_MESH[name](wrong)
+
+
+def test_no_communicator():
+    for wrong in WRONG:
+        if wrong is not None and not isinstance(wrong, MPI.Comm):
+            with pytest.raises(ms.MeshError, match=type(wrong).__name__):
+                ms.init_mesh((-1,), ("x",), comm=wrong)
+
+
+def test_other_arguments(tmp_path):
+    mesh = ms.init_mesh((-1,), ("x",))
+    x = ms.distribute_tensor(torch.ones(4 * mesh.size), mesh, (ms.Shard(0),))
+    model = torch.nn.Linear(1, 1)
+    calls = {
+        "widths": lambda wrong: ms.halo_exchange(x, wrong),
+        "x": lambda wrong: ms.halo_exchange(wrong, {0: 1}),
+        "sizes": lambda wrong: ms.distribute_tensor(torch.ones(4), mesh, (ms.Shard(0),), sizes=wrong),
+        "module": lambda wrong: ms.distribute_module(wrong, mesh),
+        "tensors": lambda wrong: ms.io.write(tmp_path / "a.h5", wrong),
+        "attrs": lambda wrong: ms.io.write(tmp_path / "a.h5", {"u": x}, attrs=wrong),
+        "scales": lambda wrong: ms.io.write(tmp_path / "a.h5", {"u": x}, scales=wrong),
+        "model": lambda wrong: ms.io.save_checkpoint(tmp_path, 1, model=wrong, mesh=mesh),
+        "optimizer": lambda wrong: ms.io.save_checkpoint(tmp_path, 1, model=model, optimizer=wrong, mesh=mesh),
+        "scheduler": lambda wrong: ms.io.load_checkpoint(tmp_path, model=model, scheduler=wrong, mesh=mesh),
+    }
+    for argument, call in calls.items():
+        for wrong in ("text", [1, 2], object(), 3):
+            with pytest.raises(ms.LayoutError, match=f"{argument}=\n"):
+                call(wrong)
+    assert not list(tmp_path.iterdir())
+    mesh.free()
+
+
+def test_one_rank_alone_is_wrong(tmp_path):
+    mesh = ms.init_mesh((-1,), ("x",))
+    x = ms.distribute_tensor(torch.ones(4 * mesh.size), mesh, (ms.Shard(0),))
+    odd = mesh.rank == mesh.size - 1
+    with pytest.raises(ms.LayoutError, match="model="):
+        ms.io.save_checkpoint(tmp_path, 1, model=3 if odd else torch.nn.Linear(1, 1), mesh=mesh)
+    with pytest.raises(ms.LayoutError, match="optimizer="):
+        ms.io.load_checkpoint(tmp_path, optimizer="adam" if odd else None, mesh=mesh)
+    with pytest.raises(ms.LayoutError, match="attrs="):
+        ms.io.write(tmp_path / "a.h5", {"u": x}, attrs=[1] if odd else None)
+    mesh.free()
