@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import normal_dim, whole_along
 from mpishard.ops.rule.reduction import Reduced, in_parts, reduced, wide_of
 from mpishard.tensor.operand import fitted, mesh_of, resolved
@@ -94,12 +95,12 @@ def linalg_norm(
 def matrix_norm(
     input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> ShardTensor:
-    """Matrix norms. Collective where the matrices are sharded: the nuclear and spectral ones gather them."""
+    """Matrix norms. Collective where matrices are sharded, which the nuclear and spectral ones gather; these always."""
     x = resolved(input)
     rows, columns = (normal_dim(d, x.ndim) for d in dim)
     plan = reduced(x.sharding, (rows, columns), keepdim)
     if not plan.over:
-        local = torch.linalg.matrix_norm(x.block, ord, (rows, columns), keepdim, dtype=dtype)
+        local = _matrix_norm(x, ord, (rows, columns), keepdim, dtype)
         return wrap(local, plan.out, x.mesh)
     if dtype is not None:
         x = x.to(dtype)
@@ -111,7 +112,16 @@ def matrix_norm(
         y = (torch.amax if ord > 0 else torch.amin)(sums, (inner, outer), True)
         return y if keepdim else y.sum((inner, outer))  # type: ignore[no-any-return]
     x = whole_along(x, (rows, columns))
-    return wrap(torch.linalg.matrix_norm(x.block, ord, (rows, columns), keepdim), plan.out, x.mesh)
+    return wrap(_matrix_norm(x, ord, (rows, columns), keepdim), plan.out, x.mesh)
+
+
+def _matrix_norm(x: ShardTensor, ord: Any, dims: tuple[int, int], keepdim: bool, dtype: Any = None) -> Tensor:
+    """Return the norms of this rank's whole matrices. Collective where decompositions may not converge on a rank."""
+
+    def norms() -> Tensor:
+        return torch.linalg.matrix_norm(x.block, ord, dims, keepdim, dtype=dtype)
+
+    return agreed(norms, x.mesh, (x.sharding,)) if ord in ("nuc", 2, -2) else norms()
 
 
 @implements(torch.nuclear_norm, sharded="gathers")

@@ -442,3 +442,23 @@ def test_positions_of_bool_are_refused_beside_an_empty_block(dim, largest):
     with pytest.raises(RuntimeError) as caught:
         func(first, dim)
     assert set(WORLD.allgather(str(caught.value))) == {str(expected.value)}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("empty", [False, True])
+def test_values_that_torch_refuses_on_one_rank_are_refused_on_all(at, empty):
+    mesh, n = mesh_of((WORLD.size,)), 8
+    sizes = {0: (*(0,) * (WORLD.size - 1), n)} if empty else None
+    matrices = torch.eye(3).repeat(n, 1, 1)
+    matrices[at, 0, 0] = float("nan")
+    for call in (
+        lambda x: torch.linalg.matrix_norm(x, "nuc"),
+        lambda x: torch.linalg.matrix_norm(x, -2),
+        lambda x: torch.linalg.norm(x, 2, (1, 2)),
+    ):
+        with pytest.raises(RuntimeError) as expected:
+            call(matrices)
+        with pytest.raises(type(expected.value)) as got:
+            call(ms.distribute_tensor(matrices, mesh, (ms.Shard(0),), sizes=sizes))
+        assert len(set(WORLD.allgather(str(got.value)))) == 1
