@@ -17,13 +17,19 @@ MeshDims = int | str | Sequence[int | str] | None
 def require(call: str, argument: str, value: Any, kind: type, fix: str) -> None:
     """Raise unless an argument is of a kind. Not collective."""
     if not isinstance(value, kind):
-        error = MeshError if kind is CartMesh else LayoutError
-        raise error(f"{call}: {argument}=", expected=f"a {kind.__name__}", got=type(value).__name__, fix=fix)
+        what = f"{call}: {argument}= is of another kind"
+        raise LayoutError(what, expected=f"a {kind.__name__}", got=type(value).__name__, fix=fix)
 
 
 def require_mesh(call: str, mesh: Any) -> None:
     """Raise unless an argument is a mesh: without one it is not known who the other ranks are. Not collective."""
-    require(call, "mesh", mesh, CartMesh, "make one with mpishard.init_mesh")
+    if not isinstance(mesh, CartMesh):
+        raise MeshError(
+            f"{call}: mesh= is no mesh",
+            expected="a CartMesh",
+            got=type(mesh).__name__,
+            fix="make one with mpishard.init_mesh",
+        )
 
 
 def require_state(call: str, **arguments: Any) -> None:
@@ -31,7 +37,7 @@ def require_state(call: str, **arguments: Any) -> None:
     for argument, value in arguments.items():
         if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise LayoutError(
-                f"{call}: {argument}=",
+                f"{call}: {argument}= is of another kind",
                 expected="what has state_dict and load_state_dict",
                 got=type(value).__name__,
                 fix="give tensors as tensors={name: tensor}",

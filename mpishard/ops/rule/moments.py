@@ -182,10 +182,13 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     sums = torch.sum(a, 1, dtype=wide)
     if a.is_cpu and a.shape[1] >= BLOCK:
-        products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
+        if a.dtype is b.dtype is wide:
+            products = torch.stack(list(map(torch.dot, a.unbind(), b.unbind())))
+        else:  # row by row: copies of one row at a time
+            products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
     elif a.is_cpu and traced.recording is None:
         per = max(1, _AT_ONCE // a.shape[1])
-        products = torch.cat([(p.to(wide) * q.to(wide)).sum(1) for p, q in zip(a.split(per), b.split(per))])
+        products = torch.cat([torch.linalg.vecdot(p.to(wide), q.to(wide)) for p, q in zip(a.split(per), b.split(per))])
     else:
         products = torch.linalg.vecdot(a.to(wide), b.to(wide))
     return torch.stack((sums, products)).double()
