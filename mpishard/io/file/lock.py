@@ -26,6 +26,7 @@ LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NOTE_NBYTES = 1 << 12
 _STALE_S = 600.0
+_NAMING_S = 2.0  # the holder writes its name as soon as it has the lock
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
 # the folder's real path -> descriptor of its lock, held as long as that is open: to the end of the process
@@ -104,7 +105,7 @@ def _take(file: IO[bytes], folder: Path) -> None:
         raise FileError(
             f"save_checkpoint: another job saves into {os.fspath(folder)!r}",
             expected="a folder that one job saves into at a time",
-            got=f"its lock ({LOCK}) is held by {_told(_note(file))}",
+            got=f"its lock ({LOCK}) is held by {_told(_holder(file))}",
             fix="save into another folder, or end that process: the lock ends with it",
         )
 
@@ -130,6 +131,19 @@ def _note(file: IO[bytes]) -> dict[str, Any]:
         if isinstance(note, dict):
             return note
     return {}
+
+
+def _holder(file: IO[bytes]) -> dict[str, Any]:
+    """Return what the holder of a lock says of itself, as soon as it does; nothing where it does not."""
+    until = time.monotonic() + _NAMING_S
+    while True:
+        note = _note(file)
+        # until then it is what the one before has left
+        if note and (note.get("host") != socket.gethostname() or _started_is(note)):
+            return note
+        if time.monotonic() > until:
+            return {}
+        time.sleep(0.01)
 
 
 def _lives(note: dict[str, Any], touched: float) -> bool:
