@@ -46,7 +46,6 @@ def require_state(call: str, **arguments: Any) -> None:
 
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     """Return the mesh dims that an argument names, in mesh order. Not collective."""
-    require_mesh("a collective", mesh)
     if mesh_dim is None:
         return tuple(range(mesh.ndim))
     if isinstance(mesh_dim, (int, str)):

@@ -15,6 +15,7 @@ from mpishard.autograd.argument import (
     mesh_dims,
     needs_grad,
     no_rank,
+    require_mesh,
     require_plain,
 )
 from mpishard.autograd.linear import Step, apply
@@ -58,6 +59,7 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     >>> from_left = ms.shift(edge, mesh, "x", 1)
     """
     require_plain("shift", x)
+    require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
     key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
 
@@ -123,6 +125,7 @@ def send_recv(
     >>> y = ms.send_recv(x, mesh, dest=1 if mesh.rank == 0 else None, source=0 if mesh.rank == 1 else None)
     """
     require_plain("send_recv", x)
+    require_mesh("send_recv", mesh)
     dims = mesh_dims(mesh, mesh_dim)
     shape = x.shape if shape is None else torch.Size(shape)
 
