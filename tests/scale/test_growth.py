@@ -297,6 +297,12 @@ CASES = {
     "dropout": on_field(F.dropout),
     "cumsum": on_field(lambda x: x.cumsum(2)),
     "roll": on_field(lambda x: torch.roll(x, 3, 2)),
+    # what is kept is a number for each row of the block: of few channels, few
+    "flatten": on_field(lambda x: x[:, :4].flatten(1)),
+    "flatten, of two dims": on_field(lambda x: x.flatten(2, 3)),
+    "unflatten": on_field(lambda x: x.unflatten(2, (-1, x.shape[2] // 32))),
+    "index": on_field(lambda x: x[:, :, torch.arange(0, x.shape[2], 2)]),
+    "index, of points": on_field(lambda x: x[0, :, torch.arange(2048), torch.arange(2048) % 182]),
     "group_norm": on_field(lambda x: F.group_norm(x, 4)),
     "conv3d, not overlapped": on_field(lambda x: F.conv3d(x, weight(8, 8, 4, 4, 4), padding="same")),
     "grid_sample": sampled,
