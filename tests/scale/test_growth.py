@@ -299,6 +299,12 @@ CASES = {
     "roll": on_field(lambda x: torch.roll(x, 3, 2)),
     # what is kept is a number for each row of the block: of few channels, few
     "flatten": on_field(lambda x: x[:, :4].flatten(1)),
+    "var": on_field(torch.var),
+    "var of uneven blocks": on_field(lambda x: x[:, :, 1:].var()),
+    "prod": on_field(torch.prod),
+    "logsumexp": on_field(lambda x: x.logsumexp((2, 3, 4))),
+    "norm": on_field(lambda x: torch.linalg.vector_norm(x, 3)),
+    "norms of a list": on_field(lambda x: torch._foreach_norm([x, x])),
     "flatten, of two dims": on_field(lambda x: x.flatten(2, 3)),
     "unflatten": on_field(lambda x: x.unflatten(2, (-1, x.shape[2] // 32))),
     "index": on_field(lambda x: x[:, :, torch.arange(0, x.shape[2], 2)]),
