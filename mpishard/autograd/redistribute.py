@@ -26,7 +26,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, start_local_sum
 from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of, plan_transfer
+from mpishard.layout import Box, Layout, Partial, Replicate, Shard, Spans, Transfer, layout_of, plan_transfer
 
 
 def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
@@ -234,6 +234,34 @@ def mover(mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...]
     shape = target.local_shape(mesh.coords)
     call = (source, target)
     return lambda x: run_transfer(mesh, plan, x, shape, call=call, inner=inner)
+
+
+def cells_step(mesh: CartMesh, op: str, dim: int, sends: Spans, recvs: Spans, call: object) -> Step:
+    """Return "consecutive cells along ``dim`` go to the ranks of ``sends``", and those of ``recvs`` come in that order.
+
+    Not collective; the step is collective over the ranks that exchange cells. ``op`` and ``call`` are as for
+    `run_transfer`.
+    """
+
+    def mover(give: Spans, take: Spans) -> LocalMap:
+        count = take[-1][1][1] if take else 0
+        stays, comes = dict(give).get(mesh.rank), dict(take).get(mesh.rank)
+
+        def run(x: Tensor) -> Tensor:
+            shape = [count if d == dim else n for d, n in enumerate(x.shape)]
+
+            def box(span: tuple[int, int]) -> Box:
+                return tuple(span if d == dim else (0, n) for d, n in enumerate(shape))
+
+            plan = Transfer(
+                (box(stays), box(comes)) if stays and comes else None,
+                *(tuple((rank, box(span)) for rank, span in spans if rank != mesh.rank) for spans in (give, take)),
+            )
+            return run_transfer(mesh, plan, x, shape, op, call=call)
+
+        return run
+
+    return pair(mover(sends, recvs), mover(recvs, sends))
 
 
 def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]] | None:

@@ -23,7 +23,7 @@ from mpishard.io.file.open import check_chunks, check_sources, damaged, found, o
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, part_of
-from mpishard.layout import Layout, Replicate, Shard, as_placements, layout_of
+from mpishard.layout import Layout, Replicate, Shard, as_placements, largest, layout_of
 from mpishard.tensor import ShardTensor, wrap
 
 
@@ -181,8 +181,8 @@ class Dataset(data.Dataset[Any]):
                     fix="use mpishard.io.Loader, which reads ahead in a thread",
                 )
             # of the largest block: a rank without cells must not go through samples that the others refuse
-            largest = math.prod(n if cut is None else max(cut) for n, cut in zip(batch.shape, batch.sizes))
-            check_memory(largest * self.dtype.itemsize, f"samples of {self.name!r}")
+            cells = math.prod(n if cut is None else largest(cut) for n, cut in zip(batch.shape, batch.sizes))
+            check_memory(cells * self.dtype.itemsize, f"samples of {self.name!r}")
             out = host_tensor((len(indices), *self._local), self.dtype, self.device)
             first, *rest = self._part.axes
             runs = self._window.runs[1:]

@@ -9,6 +9,7 @@ from mpishard.layout.block_sizes import (
     as_block_sizes,
     bounds,
     key_of,
+    largest,
     moved_borders,
     repeated,
     runs_of,
@@ -16,6 +17,7 @@ from mpishard.layout.block_sizes import (
     sizes_of,
     total,
 )
+from mpishard.layout.cells import Spans, blocks_of, holders, spans_of
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
 from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks
@@ -43,6 +45,7 @@ __all__ = [
     "Runs",
     "Shard",
     "Share",
+    "Spans",
     "Stage",
     "Transfer",
     "Trip",
@@ -52,14 +55,17 @@ __all__ = [
     "as_block_sizes",
     "as_placements",
     "balanced",
+    "blocks_of",
     "bounds",
     "by_dim",
     "extents_of",
     "first_sharded",
+    "holders",
     "in_full",
     "interval_runs",
     "is_idle",
     "key_of",
+    "largest",
     "layout_of",
     "moved_borders",
     "near",
@@ -75,6 +81,7 @@ __all__ = [
     "runs_of",
     "scaled",
     "sizes_of",
+    "spans_of",
     "total",
     "watch_empty_blocks",
     "weighted",

@@ -213,6 +213,11 @@ def total(sizes: Sequence[int]) -> int:
     return sizes.total if isinstance(sizes, BlockSizes) else sum(sizes)
 
 
+def largest(sizes: Sequence[int]) -> int:
+    """Return the cells of the largest block."""
+    return sizes.largest if isinstance(sizes, BlockSizes) else max(sizes)
+
+
 def key_of(sizes: Sequence[int] | None) -> Any:
     """Return what tells block sizes apart, however they are kept, and is hashed in no time."""
     return sizes.runs if isinstance(sizes, BlockSizes) else sizes

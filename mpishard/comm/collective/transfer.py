@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ def run_transfer(
             op, lambda t: run_transfer(mesh, plan, t, shape, op, accumulate=accumulate, call=call), [x], shape
         )
     if guard.DEBUG:
-        guard.check(mesh.comm, f"{op} {call}", None, x.dtype)
+        guard.check(mesh.comm, _text(op, call), None, x.dtype)
     tag = hashed(op, call, x.dtype)
     out = x.new_zeros(tuple(shape)) if accumulate else _empty(x, tuple(shape), inner)
     put = Tensor.add_ if accumulate else Tensor.copy_
@@ -82,13 +83,19 @@ def run_transfer(
     recvs = [(peer, x.new_empty([hi - lo for lo, hi in box])) for peer, box in into]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
-    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, f"{op} {call}", tag, bulk=True)
+    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, _text(op, call), tag, bulk=True)
     _move(out, x, plan.local, put)
     posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, box), (_, block) in zip(into, recvs):
         put(_narrow(out, box), block)
     return out
+
+
+@lru_cache(maxsize=4096)
+def _text(op: str, call: object) -> str:
+    """Return what errors and the watchdog say; layouts take microseconds to write out."""
+    return f"{op} {call}"
 
 
 def _empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 from mpishard.errors import FileError, LayoutError
 from mpishard.io.file.journal import Journal
 from mpishard.io.file.open import found, import_h5py, looked_at
-from mpishard.layout import Layout
+from mpishard.layout import Layout, largest
 
 CHUNK_NBYTES = 4 << 20
 # the text by which netCDF knows a dim that has no values of its own
@@ -55,7 +55,7 @@ def chunks_of(layout: Layout, itemsize: int) -> tuple[int, ...]:
     >>> chunks_of(layout_of((2,), (Shard(1),), (1, 512, 512)), 4)
     (1, 256, 512)
     """
-    shape = [max(1, max(sizes) if sizes else n) for sizes, n in zip(layout.sizes, layout.shape)]
+    shape = [max(1, largest(sizes) if sizes else n) for sizes, n in zip(layout.sizes, layout.shape)]
     while math.prod(shape) * itemsize > CHUNK_NBYTES:
         dim = next(d for d, n in enumerate(shape) if n > 1)
         shape[dim] = -(-shape[dim] // 2)

@@ -1,7 +1,7 @@
 """Tensors as indices: points picked from, and written to, whole and sharded dims.
 
 A plain index is the same on every rank, so each knows who owns which point. Points of sharded dims travel to a
-balanced cut of the index's first dim, in one all-to-all; writes stay on the owners.
+balanced cut of the index's first dim, in one exchange; writes stay on the owners.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apply, pair
-from mpishard.comm.collective import blocking
+from mpishard.autograd.linear import apply
+from mpishard.autograd.redistribute import cells_step
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
-from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of
+from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
 from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed
@@ -223,8 +223,8 @@ class Owned(NamedTuple):
     ----------
     mesh_dims
         That shard the indexed dims.
-    owners
-        Position along them, per point.
+    ranks
+        Of the mesh, per point; along other mesh dims at this rank's coordinates.
     mine
         Positions of this rank's points.
     local
@@ -232,74 +232,52 @@ class Owned(NamedTuple):
     """
 
     mesh_dims: tuple[int, ...]
-    owners: Tensor
-    mine: Tensor
+    ranks: np.ndarray
+    mine: np.ndarray
     local: tuple[Tensor, ...]
 
 
 def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Owned:
     layout, mesh = x.sharding, x.mesh
-    mesh_dims = tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ())))
-    coords: dict[int, Tensor] = {}
     flat = []
     for d, index in zip(dims, indices):
         n = layout.shape[d]
-        cells = index.reshape(-1).to(x.device, torch.int64)
-        if cells.numel() and not -n <= int(cells.min()) <= int(cells.max()) < n:
+        cells = index.reshape(-1).cpu().numpy().astype(np.int64)
+        if cells.size and not -n <= cells.min() <= cells.max() < n:
             raise IndexError(f"index out of range for dimension {d} with size {n}")
-        cells = torch.where(cells < 0, cells + n, cells)
-        if d in layout.shard_dims:
-            borders = torch.tensor(bounds(layout.sizes[d] or ()), device=x.device)
-            block = torch.bucketize(cells, borders[1:-1], right=True)
-            for m in reversed(layout.shard_dims[d]):
-                coords[m] = block % mesh.shape[m]
-                block = block // mesh.shape[m]
-            cells = cells - layout.interval(d, mesh.coords)[0]
-        flat.append(cells)
-    owners = torch.zeros_like(flat[0])
-    for m in mesh_dims:
-        owners = owners * mesh.shape[m] + coords[m]
-    mine = (owners == mesh.group(mesh_dims).rank).nonzero()[:, 0]
-    return Owned(mesh_dims, owners, mine, tuple(cells[mine] for cells in flat))
+        flat.append(np.where(cells < 0, cells + n, cells))
+    ranks = holders(layout, dims, flat, mesh.coords)
+    mine = np.flatnonzero(ranks == mesh.rank)
+    local = tuple(
+        torch.from_numpy(cells[mine] - layout.interval(d, mesh.coords)[0]).to(x.device) for d, cells in zip(dims, flat)
+    )
+    return Owned(tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ()))), ranks, mine, local)
 
 
 def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTensor:
     layout, mesh = x.sharding, x.mesh
-    owned = _owned(x, points.dims, indices)
-    group, shape = mesh.group(owned.mesh_dims), tuple(indices[0].shape)
-    rows = balanced(shape[0], group.size)
-    row = math.prod(shape[1:])
-    borders = [b * row for b in bounds(rows)]
-    lo, hi = borders[group.rank], borders[group.rank + 1]
-    sends = np.diff(np.searchsorted(owned.mine.cpu().numpy(), borders)).tolist()
-    arriving = owned.owners[lo:hi]
-    recvs = torch.bincount(arriving, minlength=group.size).tolist()
-    order = torch.argsort(arriving, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    # one dim for all points, where the result has those of the index
-    own = x.block[_at(x.ndim, points.dims, owned.local)]
-    came = _travelled(own, mesh, owned.mesh_dims, points.at, sends, recvs, math.prod(shape))
-    local = came.index_select(points.at, place)
-    local = local.reshape(*local.shape[: points.at], rows[group.rank], *shape[1:], *local.shape[points.at + 1 :])
+    owned, shape = _owned(x, points.dims, indices), tuple(indices[0].shape)
     placements = [Shard(0) if m in owned.mesh_dims else Replicate() for m in range(mesh.ndim)]
-    index = layout_of(mesh.shape, placements, shape, {0: rows})
+    index = layout_of(mesh.shape, placements, shape)
+    row = math.prod(shape[1:])
+    lo, hi = (i * row for i in index.interval(0, mesh.coords))
+    arriving = owned.ranks[lo:hi]
+    order = np.argsort(arriving, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    travel = cells_step(
+        mesh,
+        "index",
+        points.at,
+        spans_of(holders(index, (0,), (owned.mine // max(row, 1),), mesh.coords)),
+        spans_of(arriving[order]),
+        (layout, points.dims, index),
+    )
+    # one dim for all points, where the result has those of the index
+    came = apply(travel, x.block[_at(x.ndim, points.dims, owned.local)])
+    local = came.index_select(points.at, torch.from_numpy(place).to(x.device))
+    local = local.reshape(*local.shape[: points.at], *index.local_shape(mesh.coords), *local.shape[points.at + 1 :])
     return wrap(local, _result(layout, points, index, owned.mesh_dims), mesh)
-
-
-def _travelled(
-    x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], dim: int, sends: list[int], recvs: list[int], count: int
-) -> Tensor:
-    """Send consecutive cells (of ``count`` in all) to the ranks along ``mesh_dims``, join what comes. Collective."""
-    group = mesh.group(mesh_dims)
-    # no rank moves more than all points
-    bound = count * x.itemsize * math.prod(n for d, n in enumerate(x.shape) if d != dim)
-
-    def run(t: Tensor, out: list[int], into: list[int]) -> Tensor:
-        shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in into]
-        return torch.cat(blocking.all_to_all(t.split(out, dim), shapes, group, bound), dim)
-
-    return apply(pair(lambda t: run(t, sends, recvs), lambda g: run(g, recvs, sends)), x)
 
 
 # -- writes
@@ -353,7 +331,7 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
             value = use(value, mesh, owned.mesh_dims)
             end = points.at + len(shape)
             value = value.reshape(*value.shape[: points.at], math.prod(shape), *value.shape[end:])
-            value = value.index_select(points.at, owned.mine)
+            value = value.index_select(points.at, torch.from_numpy(owned.mine).to(y.device))
     else:
         value = torch.tensor(value, dtype=y.dtype, device=y.device)
     items: list[Tensor | None] = [None] * y.ndim

@@ -17,7 +17,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of
+from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, runs_of
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
@@ -106,7 +106,7 @@ def group_norm(
         raise RuntimeError(f"Expected num groups to be greater than 0, got {num_groups}")
     before = x.sharding
     sizes = before.sizes[1] if x.ndim > 1 else None
-    if sizes is not None and any(s % max(1, x.shape[1] // num_groups) for s in sizes):
+    if sizes is not None and any(s % max(1, x.shape[1] // num_groups) for s, _ in runs_of(sizes)):
         x = whole_along(x, (1,))
     rows = _rows_of(x, num_groups)
     _require_channels(x, weight=weight, bias=bias)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.dim import kept
-from mpishard.ops.rule.reduction import HALVES, reduced, stacked
+from mpishard.ops.rule.reduction import HALVES, combined, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -33,8 +33,9 @@ def foreach_norm(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> l
             out[i] = torch.linalg.vector_norm(t, ord, dtype=dtype)
     for (mesh, over), which in kinds.items():
         if over:
-            parts = stacked(torch.stack([out[i].double() for i in which]), mesh, over)
-            for i, total in zip(which, torch.linalg.vector_norm(parts, ord, 0)):
+            own = torch.stack([out[i].double() for i in which])
+            totals = combined(own, mesh, over, lambda parts: torch.linalg.vector_norm(parts, ord, 0))
+            for i, total in zip(which, totals):
                 out[i] = total.to(out[i].dtype)
     for i, t in enumerate(tensors):
         wanted = dtype or (t.dtype.to_real() if t.dtype.is_complex else t.dtype)

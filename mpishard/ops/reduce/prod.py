@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced, stacked
+from mpishard.ops.rule.reduction import HALVES, combined, dim_and_keepdim, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -31,5 +31,6 @@ def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Sh
         return wrap(_product(local, plan.dims, keepdim, dtype), plan.out, x.mesh)
     result = torch.prod(local.new_ones(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
-    parts = stacked(_product(local, plan.dims, keepdim, wide), x.mesh, plan.over)
-    return wrap(torch.prod(parts, 0).to(result), plan.out, x.mesh)
+    own = _product(local, plan.dims, keepdim, wide)
+    product = combined(own, x.mesh, plan.over, lambda parts: torch.prod(parts, 0, dtype=wide))
+    return wrap(product.to(result), plan.out, x.mesh)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.comm import traced
 from mpishard.ops.rule.moments import any_large
-from mpishard.ops.rule.reduction import counts_over, dim_and_keepdim, reduced, stacked, wide_of
+from mpishard.ops.rule.reduction import combined, dim_and_keepdim, reduced, wide_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -34,17 +34,25 @@ def _variance(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple
         mean = wide.sum(plan.dims, keepdim)
         var = mean.abs()
     mean = _double(mean)
-    counts = torch.tensor(
-        counts_over(x.mesh, x.sharding, plan.dims, plan.over), dtype=mean.real.dtype, device=mean.device
-    ).view(-1, *[1] * mean.ndim)
-    means, variances = stacked(torch.stack([mean, var.to(mean.dtype)]), x.mesh, plan.over).movedim(1, 0)
-    live = counts > 0
+    count = torch.full_like(mean, math.prod(local.shape[d] for d in plan.dims))
+    mean, var, _ = combined(torch.stack([mean, var.to(mean.dtype), count]), x.mesh, plan.over, _joined)
+    if not plan.count:
+        mean = mean + math.nan
+    return var.real * plan.count / max(plan.count - correction, 0), mean
+
+
+def _joined(parts: Tensor) -> Tensor:
+    """Return mean, variance and count of the cells of all parts, which have theirs along dim 1."""
+    means, variances, counts = parts.movedim(1, 0)
+    counts = counts.real
+    live, count = counts > 0, counts.sum(0)
+    cells = count.clamp(min=1)
     # relative to a number near the mean: weighted sums of large numbers would round
-    shift = torch.where(live, means.detach(), 0).sum(0) / live.sum(0)
-    mean = shift + (torch.where(live, means - shift, 0) * counts).sum(0) / plan.count
+    shift = torch.where(live, means.detach(), 0).sum(0) / live.sum(0).clamp(min=1)
+    mean = shift + (torch.where(live, means - shift, 0) * counts).sum(0) / cells
     off = torch.where(live, means - mean, 0)
-    m2 = ((variances + off * off.conj()).real * counts).sum(0)
-    return m2 / max(plan.count - correction, 0), mean
+    var = ((variances + off * off.conj()).real * counts).sum(0) / cells
+    return torch.stack([mean, var.to(mean.dtype), count.to(mean.dtype)])
 
 
 def _deviation(var: Tensor) -> Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +14,15 @@ from mpishard.autograd.linear import apply, pair, same
 from mpishard.autograd.redistribute import start_sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, Placement, Replicate, Shard, are_equal, as_block_sizes, layout_of, repeated
+from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, repeated
 from mpishard.ops.rule.dim import CACHED, normal_dim
 from mpishard.tensor.shard_tensor import ShardTensor, wrap, wrap_pending
 
 HALVES = (torch.float16, torch.bfloat16)
+# ranks whose parts are gathered at once, where several mesh dims have them
+_TOGETHER = 64
+
+Part = Callable[[Tensor], Tensor]
 
 
 class Reduced(NamedTuple):
@@ -146,23 +149,28 @@ def stacked(x: Tensor, mesh: CartMesh, over: tuple[int, ...]) -> Tensor:
     return apply(step, x)
 
 
-def counts_over(mesh: CartMesh, layout: Layout, dims: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cells along ``dims`` that each rank of the group ``over`` holds, in rank order. Not collective."""
-    cuts = [layout.sizes[d] or (layout.shape[d],) for d in dims]
-    if all(map(are_equal, cuts)):
-        count = math.prod(cut[0] for cut in cuts)
-        return repeated(((count, math.prod(mesh.shape[m] for m in over)),))
-    counts = np.ones([mesh.shape[m] for m in over], np.int64)
-    for d in dims:
-        sizes = layout.sizes[d]
-        if sizes is None:
-            counts *= layout.shape[d]
-            continue
-        mesh_dims = layout.shard_dims[d]
-        own = np.array(sizes, np.int64).reshape([mesh.shape[m] for m in mesh_dims])
-        own = own[tuple(slice(None) if m in over else mesh.coords[m] for m in mesh_dims)]
-        counts *= own.reshape([mesh.shape[m] if m in mesh_dims else 1 for m in over])
-    return as_block_sizes(counts.reshape(-1).tolist())
+def _stages(mesh_shape: tuple[int, ...], over: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Cut mesh dims into runs of few ranks each, or of one dim: never all ranks of a large mesh at once."""
+    some: tuple[int, ...] = ()
+    for m in over:
+        if some and math.prod(mesh_shape[k] for k in (*some, m)) > _TOGETHER:
+            yield some
+            some = ()
+        some = (*some, m)
+    if some:
+        yield some
+
+
+def combined(part: Tensor, mesh: CartMesh, over: tuple[int, ...], combine: Part, last: Part | None = None) -> Tensor:
+    """Return ``combine`` of what the ranks along ``over`` hold, along a new dim 0. Collective over ``over``.
+
+    Where they are many, of the ranks along some mesh dims, then of these results along the next: ``combine`` is
+    associative. The last time it is ``last``, if given.
+    """
+    stages = [*_stages(mesh.shape, over)]
+    for some in stages:
+        part = (last if last and some is stages[-1] else combine)(stacked(part, mesh, some))
+    return part
 
 
 def worst(dtype: torch.dtype, largest: bool) -> Any:
@@ -188,7 +196,9 @@ def wide_of(x: Tensor) -> Tensor:
 def in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine: Local) -> Tensor:
     """Reduce the block, gather the ranks' parts as dim 0 of a small tensor, and reduce that.
 
-    Collective over ``plan.over``.
+    Collective over ``plan.over``. Parts of parts are reduced as blocks are; in the end, ``combine`` is.
     """
-    parts = stacked(part(x.block, plan.dims, keepdim), x.mesh, plan.over)
-    return combine(parts, (0,), False)
+    own = part(x.block, plan.dims, keepdim)
+    return combined(
+        own, x.mesh, plan.over, lambda parts: part(parts, (0,), False), lambda parts: combine(parts, (0,), False)
+    )

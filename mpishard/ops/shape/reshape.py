@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from mpishard.comm import traced
-from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, bounds, layout_of, sizes_of
+from mpishard.layout import (
+    Layout,
+    Placement,
+    Replicate,
+    Shard,
+    balanced,
+    bounds,
+    largest,
+    layout_of,
+    repeated,
+    runs_of,
+    scaled,
+)
 from mpishard.ops.rule.dim import (
     CACHED,
     base_in,
@@ -116,11 +128,12 @@ def _regroup(
         first = next(d for d in new if shape[d] > 1)
         row = math.prod(layout.shape[d] for d in old if d > cut[0])
         new_row = math.prod(shape[d] for d in new if d > first)
-        borders = [b * row for b in bounds(layout.sizes[cut[0]])]
-        if not any(b % new_row for b in borders):
-            return dict.fromkeys(mesh_dims, first), {first: sizes_of(tuple(b // new_row for b in borders))}, False
-        if shape[first] >= len(borders) - 1:
-            return dict.fromkeys(mesh_dims, first), {first: cut_near(borders, shape[first])}, True
+        sizes = layout.sizes[cut[0]]
+        if not any(size * row % new_row for size, _ in runs_of(sizes)):
+            moved = repeated((size * row // new_row, count) for size, count in runs_of(sizes))
+            return dict.fromkeys(mesh_dims, first), {first: moved}, False
+        if shape[first] >= len(sizes):
+            return dict.fromkeys(mesh_dims, first), {first: cut_near(bounds(scaled(sizes, row)), shape[first])}, True
     target = {m: new[i] for m, i in spread(layout.mesh_shape, mesh_dims, [shape[d] for d in new]).items()}
     cuts: dict[int, tuple[int, ...] | None] = {}
     if len(new) == 1:
@@ -149,7 +162,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     """Split and merge dims. Not collective where a sharded dim leads those that it is merged with or split into.
 
     That is, where it is the first of the dims that are merged, or is split where its block borders fall on cells of
-    the first part. Elsewhere the cells move to other ranks in one all-to-all (collective over the ranks that share
+    the first part. Elsewhere the cells move to other ranks in one exchange (collective over the ranks that share
     the merged or split dims), and the result is sharded in blocks that are as even as they can be.
     """
     x, plan = _planned(input, ints(given) if shape is None else tuple(shape))
@@ -170,7 +183,7 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
 def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
     """Tell whether ranks with more cells copy in this reshape: a block of one row is dense in every order."""
     before, after = (
-        [n if sizes is None else max(sizes) for n, sizes in zip(layout.shape, layout.sizes)]
+        [n if sizes is None else largest(sizes) for n, sizes in zip(layout.shape, layout.sizes)]
         for layout in (x.sharding, out)
     )
     try:

@@ -1,4 +1,4 @@
-"""Cells that change owner when dims are merged or split, in one all-to-all between the ranks that share them.
+"""Cells that change owner when dims are merged or split, in one exchange between the ranks that share them.
 
 A rank's cells, in row-major order, are ascending numbers of a flat dim, before and after. So what goes to one rank
 is a selection of ascending cells, and comes in that order.
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import Step, apply, pair
-from mpishard.comm.collective import blocking
+from mpishard.autograd.linear import LinearOp, Step, apply, pair
+from mpishard.autograd.redistribute import cells_step
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout, balanced, bounds, sizes_of
+from mpishard.layout import Layout, Spans, balanced, holders, runs_of, sizes_of, spans_of
 
 Dims = tuple[int, ...]
 
@@ -78,67 +78,65 @@ def regrouped(x: Tensor, mesh: CartMesh, before: Layout, out: Layout, groups: Se
     return x.reshape(out.local_shape(mesh.coords))
 
 
-def _cells(layout: Layout, dims: Dims, coords: Sequence[int]) -> np.ndarray:
-    """Return the numbers, in the flat dim, of the cells that the rank at ``coords`` holds: ascending."""
+def _last_cut(layout: Layout, dims: Dims) -> tuple[int, int, Sequence[int]]:
+    """Return the position in ``dims`` of the last that is sharded, the cells behind an index of it, and its blocks."""
+    k = max(k for k, d in enumerate(dims) if layout.sizes[d] is not None)
+    return k, math.prod(layout.shape[d] for d in dims[k + 1 :]), layout.sizes[dims[k]] or ()
+
+
+def _unit(layout: Layout, dims: Dims) -> int:
+    """Return into how many consecutive cells of the flat dim all borders of blocks fall."""
+    _, row, sizes = _last_cut(layout, dims)
+    return row * math.gcd(*(size for size, _ in runs_of(sizes)))
+
+
+def _cells(layout: Layout, dims: Dims, coords: Sequence[int], unit: int) -> np.ndarray:
+    """Return the numbers, in the flat dim, of the first cells of the units that a rank holds: ascending."""
+    k, row, _ = _last_cut(layout, dims)
     flat = np.zeros(1, np.int64)
-    for d in dims:
-        lo, hi = layout.interval(d, coords)
-        flat = (flat[:, None] * layout.shape[d] + np.arange(lo, hi)).reshape(-1)
-    return flat
+    for d in dims[:k]:
+        flat = (flat[:, None] * layout.shape[d] + np.arange(*layout.interval(d, coords))).reshape(-1)
+    lo, hi = layout.interval(dims[k], coords)
+    return (flat[:, None] * (layout.shape[dims[k]] * row) + np.arange(lo * row, hi * row, unit)).reshape(-1)
 
 
-def _owners(layout: Layout, dims: Dims, cells: np.ndarray, mesh_dims: Sequence[int]) -> np.ndarray:
-    """Return the rank along ``mesh_dims`` that holds each cell in ``layout``."""
-    coords: dict[int, np.ndarray] = {}
-    for d in reversed(dims):
-        cells, index = np.divmod(cells, layout.shape[d])
-        sizes = layout.sizes[d]
-        if sizes is None:
-            continue
-        block = np.searchsorted(bounds(sizes)[1:-1], index, "right")
-        for m in reversed(layout.shard_dims[d]):
-            block, coords[m] = np.divmod(block, layout.mesh_shape[m])
-    owners = np.zeros(len(cells), np.int64)
-    for m in mesh_dims:
-        owners = owners * layout.mesh_shape[m] + coords[m]
-    return owners
+def _holders(layout: Layout, dims: Dims, cells: np.ndarray, coords: Sequence[int]) -> np.ndarray:
+    """Return the rank that holds each cell of the flat dim in ``layout``."""
+    return holders(layout, dims, np.unravel_index(cells, [layout.shape[d] for d in dims]), coords)
 
 
 class _Side(NamedTuple):
-    """A rank's cells on one side: how many per peer, their order by peer, and the way back (None: as they lie)."""
+    """A rank's cells on one side: which go to which rank, their order by rank, and the way back (None: as they lie)."""
 
-    counts: list[int]
-    by_peer: Tensor | None
+    spans: Spans
+    by_rank: Tensor | None
     back: Tensor | None
 
 
-def _side(owners: np.ndarray, peers: int, device: torch.device) -> _Side:
-    counts = np.bincount(owners, minlength=peers).tolist()
-    if np.all(owners[:-1] <= owners[1:]):
-        return _Side(counts, None, None)
-    order = np.argsort(owners, kind="stable")
+def _side(ranks: np.ndarray, device: torch.device) -> _Side:
+    if np.all(ranks[:-1] <= ranks[1:]):
+        return _Side(spans_of(ranks), None, None)
+    order = np.argsort(ranks, kind="stable")
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
-    return _Side(counts, torch.from_numpy(order).to(device), torch.from_numpy(back).to(device))
+    return _Side(spans_of(ranks[order]), torch.from_numpy(order).to(device), torch.from_numpy(back).to(device))
 
 
 def _step(mesh: CartMesh, before: Layout, out: Layout, group: DimGroup, at: int) -> Step:
-    mesh_dims = tuple(sorted(m for d in group.old for m in before.shard_dims.get(d, ())))
-    ranks = mesh.group(mesh_dims)
-    count = math.prod(before.shape[d] for d in group.old)
+    old, new = (before, group.old), (out, group.new)
+    unit = math.gcd(_unit(*old), _unit(*new))
 
     def side(cells: tuple[Layout, Dims], others: tuple[Layout, Dims]) -> _Side:
-        return _side(_owners(*others, _cells(*cells, mesh.coords), mesh_dims), ranks.size, mesh.device)
+        return _side(_holders(*others, _cells(*cells, mesh.coords, unit), mesh.coords), mesh.device)
 
-    old, new = (before, group.old), (out, group.new)
     sent, received = side(old, new), side(new, old)
+    travel = cells_step(mesh, "reshape", at, sent.spans, received.spans, (before, out, at))
 
-    def run(x: Tensor, give: _Side, take: _Side) -> Tensor:
-        x = x if give.by_peer is None else x.index_select(at, give.by_peer)
-        shapes = [(*x.shape[:at], n, *x.shape[at + 1 :]) for n in take.counts]
-        # no rank moves more than the whole flat dim
-        bound = count * x.itemsize * math.prod(n for d, n in enumerate(x.shape) if d != at)
-        y = torch.cat(blocking.all_to_all(x.split(give.counts, at), shapes, ranks, bound), at)
-        return y if take.back is None else y.index_select(at, take.back)
+    def run(x: Tensor, give: _Side, take: _Side, travel: LinearOp) -> Tensor:
+        x = x.unflatten(at, (x.shape[at] // unit, unit))
+        x = x if give.by_rank is None else x.index_select(at, give.by_rank)
+        y = travel(x)
+        y = y if take.back is None else y.index_select(at, take.back)
+        return y.flatten(at, at + 1)
 
-    return pair(lambda x: run(x, sent, received), lambda g: run(g, received, sent))
+    return pair(lambda x: run(x, sent, received, travel), lambda g: run(g, received, sent, travel.adjoint))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.ops.rule import reduction
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 from tests.release import RELEASE
 
@@ -72,6 +73,28 @@ def test_smooth_reductions(name):
             second=i % 3 == 0,
             what=f"{name} {placements} {sizes}",
         )
+
+
+IN_PARTS = {
+    "var": lambda x: torch.var_mean(x, (0, 1, 2), correction=0),
+    "std": lambda x: x.std((1, 2)),
+    "complex var": lambda x: torch.view_as_real(torch.complex(x, 1 - x).var().reshape(1).to(torch.complex128)),
+    "prod": lambda x: x.prod(),
+    "logsumexp": lambda x: x.logsumexp((0, 1, 2)),
+    "logsumexp, masked": lambda x: torch.where(x > 0, x, -INF).logsumexp((0, 1)),
+    "norm3": lambda x: torch.linalg.vector_norm(x.detach(), 3) * x.sum(),
+    "norm-2": lambda x: torch.linalg.vector_norm(x.detach(), -2, (0, 1)) * x.sum(),
+    "foreach": lambda x: torch._foreach_norm([x, 2 * x])[1].reshape(1),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_of_parts(name, monkeypatch):
+    """Many ranks: those along one mesh dim after the other."""
+    monkeypatch.setattr(reduction, "_TOGETHER", 1)
+    f, x = IN_PARTS[name], values(3, 7, 5)
+    for i, (mesh, placements, sizes) in enumerate(few(x.shape, (0, 1, 2), 4, 3)):
+        compare(f, [(x, mesh, placements, sizes)], second=i % 4 == 0, what=f"{name} {placements} {sizes}")
 
 
 CELLS = {
