@@ -299,7 +299,8 @@ class _Used:
             self.values[i] = y
 
 
-# until a backward pass ends; held here, as what the parameters hold would hold them, through their graph
+# until a backward pass ends, where no model keeps them; held here, as what the parameters hold would hold them,
+# through their graph
 _kept: deque[_Used] = deque(maxlen=64)
 
 
@@ -316,6 +317,7 @@ def _used_together(
     used = _Used(together, mesh, mesh_dims)
     together.used[id(mesh), mesh_dims] = weakref.ref(used)
     _kept.append(used)
+    together.keep(used)
     return used.values[place]
 
 

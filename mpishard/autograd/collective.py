@@ -35,10 +35,12 @@ from mpishard.layout import as_block_sizes, balanced, key_of
 
 def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
     """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Not collective."""
-    require_plain(name, x)
+    if type(x) is not Tensor:
+        require_plain(name, x)
     require_mesh(name, mesh)
     dims = mesh_dims(mesh, mesh_dim)
-    note_reduced(x, mesh, dims)
+    if x.requires_grad:
+        note_reduced(x, mesh, dims)
     return dims, mesh.group(dims)
 
 

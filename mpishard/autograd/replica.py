@@ -8,6 +8,7 @@ first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -106,23 +107,47 @@ class Together:
         What their node returned, per mesh (its id) and mesh dims.
     """
 
-    __slots__ = ("members", "used")
+    __slots__ = ("_keeper", "members", "used")
 
-    def __init__(self, members: Sequence[Tensor]) -> None:
+    def __init__(self, members: Sequence[Tensor], keeper: Keeper) -> None:
         self.members = [weakref.ref(param) for param in members]
         self.used: dict[tuple[int, tuple[int, ...]], weakref.ref[Any]] = {}
+        # a node on a GPU belongs to the stream on which it was made: not for the next pass
+        self._keeper = None if members[0].is_cuda else weakref.ref(keeper)
+
+    def keep(self, used: Any) -> None:
+        """Have what a node returned kept for later passes, as long as the model lives. Not collective."""
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None:
+            keeper.nodes.setdefault(self, deque(maxlen=_KEPT)).append(used)
+
+
+class Keeper:
+    """What a model holds: nodes of its small parameters. Parameters that held them would never be freed."""
+
+    __slots__ = ("__weakref__", "nodes")
+
+    def __init__(self) -> None:
+        self.nodes: dict[Together, deque[Any]] = {}
+
+    def __reduce__(self) -> Any:
+        # a copy of the model has parameters of its own
+        return dict, ()
 
 
 # of one node: a backward pass that needs one of them computes all
 _TOGETHER = 64
 _SMALL_CELLS = 1024
+# meshes and mesh dims over which they are used in turns
+_KEPT = 4
 
 
-def join_small(params: Iterable[Tensor]) -> None:
-    """Have the small ones among replicated parameters share nodes. Not collective.
+def join_small(params: Iterable[Tensor]) -> Keeper:
+    """Have the small ones among replicated parameters share nodes, which what is returned keeps. Not collective.
 
     Those of at most one dim, such as biases and weights of norms: gradients of others may be deferred, one by one.
     """
+    keeper = Keeper()
     by_kind: dict[Any, list[Tensor]] = {}
     for param in params:
         if param.ndim < 2 and param.numel() <= _SMALL_CELLS:
@@ -130,11 +155,12 @@ def join_small(params: Iterable[Tensor]) -> None:
     for alike in by_kind.values():
         for first in range(0, len(alike), _TOGETHER):
             members = alike[first : first + _TOGETHER]
-            together = Together(members)
+            together = Together(members, keeper)
             for place, param in enumerate(members):
                 replica = replica_of(param)
                 assert replica is not None
                 replica.together = together, place
+    return keeper
 
 
 def replica_of(param: Tensor) -> Replica | None:

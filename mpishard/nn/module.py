@@ -143,7 +143,7 @@ def distribute_module(
     ]
     for name, param in plain:
         replicate(param, mesh, name)
-    join_small(param for _, param in plain)
+    vars(module)["_uses"] = join_small(param for _, param in plain)
     return module
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -76,17 +78,48 @@ def test_one_graph_has_few_nodes_and_a_pass_one_message():
     for w in weights:
         y = y * w
     loss = y.sum()
-    nodes, ahead = set(), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            ahead += [parent for parent, _ in node.next_functions]
-    assert sum("Use" in type(node).__name__ for node in nodes) == 2  # of 64, and the others
+    assert len(small_nodes(loss)) == 2  # of 64, and the others
     with ms.comm_counter() as count:
         loss.backward()
     assert count.by_op["all_reduce"].calls == 1 if mesh.size > 1 else not count.by_op
     assert all(torch.equal(w.grad, torch.full((4,), 8.0)) for w in weights)
+
+
+def small_nodes(loss):
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [parent for parent, _ in node.next_functions]
+    return {node for node in seen if "UseTogether" in type(node).__name__}
+
+
+def test_a_model_keeps_its_nodes_and_a_copy_has_its_own():
+    _, ours, x = models()
+    first, _ = ours(x)
+    kept = small_nodes(first)
+    first.sum().backward()
+    assert kept
+    assert small_nodes(ours(x)[0]) == kept
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    twin.zero_grad()
+    ms.distribute_module(twin, x.mesh)
+    assert not small_nodes(twin(x)[0]) & kept
+    ours.zero_grad()
+    loss_of(twin, x).backward()
+    assert all(p.grad is None for p in ours.parameters())
+    loss_of(ours, x).backward()
+    alike(ours, twin)
+
+
+def test_meshes_in_turns():
+    plain, ours, _ = models()
+    for _ in range(6):
+        x = ms.distribute_tensor(full(), mesh_of((-1,)), (ms.Shard(0),))
+        loss_of(ours, x).backward()
+        loss_of(plain, full()).backward()
+    alike(ours, plain)
 
 
 def test_several_passes_over_one_graph():

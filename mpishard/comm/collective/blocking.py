@@ -157,7 +157,7 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
         return whole
     # blocks that follow each other in the result are received in place
     direct = dim == 0 or whole.numel() == extent * shape[dim + 1 :].numel()
-    flat = whole.view(-1) if direct else torch.empty_like(whole).view(-1)
+    flat = whole if direct else torch.empty(whole.numel(), dtype=x.dtype, device=x.device)
     if counter.active:
         counter.record("all_gather", 1, x.nbytes)
     transport_of(group, x).all_gather(x, flat, scaled(sizes, row * x.itemsize))
@@ -192,16 +192,15 @@ def reduce_scatter(
         return dense(x).clone(memory_format=torch.contiguous_format)
     if not x.numel():
         return x.new_empty(own)
-    blocks = x.split(list(sizes), dim)
     if rule.ordered and in_order(deterministic):
-        return ordered(all_to_all(blocks, [own] * group.size, group, x.nbytes), "sum")
+        return ordered(all_to_all(x.split(list(sizes), dim), [own] * group.size, group, x.nbytes), "sum")
     dtype = rule.carrier or x.dtype
-    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(blocks, dtype)
+    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(x.split(list(sizes), dim), dtype)
     result = flat.new_empty(own)
     if counter.active:
         counter.record("reduce_scatter", 1, flat.nbytes)
-    transport_of(group, flat).reduce_scatter(flat, result, [b.numel() for b in blocks], rule)
-    return result.to(x.dtype)
+    transport_of(group, flat).reduce_scatter(flat, result, scaled(sizes, x.numel() // x.shape[dim]), rule)
+    return result if dtype == x.dtype else result.to(x.dtype)
 
 
 def all_to_all(

@@ -91,7 +91,8 @@ class Device:
         return to_host(x)
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
-        """Gather ``counts`` bytes of every rank to ``flat``. Collective over the group."""
+        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
+        flat = flat.view(-1)
         self._slot.note("all_gather", x.dtype, flat.nbytes)
         link = nccl.link_of(self.group, x, flat.nbytes)
         if link is not None:

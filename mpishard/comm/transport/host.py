@@ -192,7 +192,7 @@ class Host:
         return x
 
     def all_gather(self, x: Tensor, flat: Tensor, counts: Sequence[int]) -> None:
-        """Gather ``counts`` bytes of every rank to ``flat``. Collective over the group."""
+        """Gather ``counts`` bytes of every rank to ``flat``, which is contiguous. Collective over the group."""
         self._slot.note("all_gather", x.dtype, flat.nbytes)
         with guard.waiting("all_gather", (), self.comm):
             if flat.nbytes > buffer.MESSAGE_NBYTES:
@@ -209,7 +209,11 @@ class Host:
         comm, datatype = self.comm, rule.datatype
         with guard.waiting("reduce_scatter", (), comm):
             if flat.nbytes <= buffer.MESSAGE_NBYTES:
-                comm.Reduce_scatter((as_bytes(flat), datatype), (as_bytes(result), datatype), counts, rule.op)
+                send, into = (as_bytes(flat), datatype), (as_bytes(result), datatype)
+                if are_equal(counts):
+                    comm.Reduce_scatter_block(send, into, rule.op)
+                else:
+                    comm.Reduce_scatter(send, into, list(counts), rule.op)
                 return
             for root, (lo, hi) in enumerate(spans([n * flat.itemsize for n in counts])):
                 for a, n in pieces(hi - lo):
