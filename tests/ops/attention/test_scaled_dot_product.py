@@ -365,6 +365,17 @@ def test_few_keys_are_gathered_by_one_message():
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_keys_beyond_a_bound_are_not_gathered(monkeypatch):
+    nbytes = 2 * operands(4 * P, 6 * P, heads=1, features=5)[1].numel() * 8
+    for bound, used in ((nbytes, "all_gather"), (nbytes - 1, "ring_attention")):
+        monkeypatch.setattr(scaled_dot_product, "GATHERED_NBYTES", bound)
+        # another scale: plans are cached
+        x = [shard(t, mesh_of((P,)), (SEQUENCE,)) for t in operands(4 * P, 6 * P, heads=1, features=5)]
+        _, count = counted(lambda x=x, bound=bound: sdpa(*x, scale=1 / bound))
+        assert list(count.by_op) == [used]
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_causal_blocks_stop_where_nobody_sees_them():
     q, k, v = (shard(x, mesh_of((P,)), (SEQUENCE,), requires_grad=True) for x in operands(4 * P, 4 * P))
     with ms.attention_method("ring"):
