@@ -86,7 +86,7 @@ class GatherAttention(Function):
 def _rows(k: Tensor, v: Tensor) -> Tensor:
     """Return keys and values with the sequence first: blocks of ranks follow each other in memory. Not collective.
 
-    So they are in projections, from which keys and values mostly come; and the kernel leaves its cotangents as keys lie.
+    So they are in projections, from which keys and values mostly come; and the kernel's cotangents lie as keys do.
     """
     batch, heads, n, features = k.shape
     rows = k.new_empty(n, 2, batch, heads, features)
