@@ -17,8 +17,9 @@ from mpishard.ops.attention.layout import Stretches
 from mpishard.tensor.stream import chosen, drawn_into
 
 TILE = 1 << 20  # scores in memory at once
-FUSED = 1 << 23  # scores of one call of a fused kernel: between calls, messages make progress
+FUSED = 1 << 23  # scores of one call of a fused kernel, if it can be cut: between calls, messages make progress
 _EDGE = 64  # a tile is no smaller than this, whatever the batch
+_ROWS = 4096  # rows of a fused tile: with fewer, the kernel's own blocks shrink, and keys' cotangents have more sums
 
 
 class Dropout(NamedTuple):
@@ -51,8 +52,8 @@ class Tile(NamedTuple):
 
     Attributes
     ----------
-    rows, columns
-        Cells of the local queries and of the block.
+    batch, rows, columns
+        Cells of the batch, of the local queries and of the block.
     row, column
         Global position of the first.
     diagonal
@@ -61,6 +62,7 @@ class Tile(NamedTuple):
         Whether torch's fused kernel can do it: nothing is hidden, or all above the diagonal.
     """
 
+    batch: slice
     rows: slice
     columns: slice
     row: int
@@ -80,10 +82,14 @@ def tiles(rows: Stretches, columns: Stretches, batch: int, causal: bool, fusable
             if hidden:
                 continue
             fused = fusable and (not partly or c.start == r.start)
+            deep = max(batch, 1)
             if fused:
                 across = c.count
                 # the mask of the kernel begins in its corner
-                down = r.count if partly else min(r.count, max(FUSED // (max(batch, 1) * across), _EDGE))
+                pieces = 1 if partly else -(-r.count // max(FUSED // across, _ROWS))
+                down = -(-r.count // pieces)
+                # its threads share the batch
+                deep = min(deep, max(FUSED // (down * across), torch.get_num_threads()))
             else:
                 cells = max(TILE // max(batch, 1), _EDGE * _EDGE)
                 across = min(max(_EDGE, int(cells**0.5)), c.count)
@@ -97,7 +103,8 @@ def tiles(rows: Stretches, columns: Stretches, batch: int, causal: bool, fusable
                         break
                     diagonal = row - column if causal and column + m - 1 > row else None
                     here, there = slice(r.at + i, r.at + i + n), slice(c.at + j, c.at + j + m)
-                    yield Tile(here, there, row, column, diagonal, fused)
+                    for b in range(0, max(batch, 1), deep):
+                        yield Tile(slice(b, b + deep), here, there, row, column, diagonal, fused)
 
 
 def is_needed(rows: Stretches, columns: Stretches, causal: bool) -> bool:
@@ -121,6 +128,10 @@ class Operand(NamedTuple):
         x = x.expand(*self.batch, *x.shape[-2:]).reshape(math.prod(self.batch), *x.shape[-2:])
         # fused kernels read features as neighbours in memory, whatever the strides say
         return x if x.stride(-1) == 1 else x.contiguous()
+
+    def is_shared(self, shape: Sequence[int]) -> bool:
+        """Tell whether cells of a block of ``shape`` belong to several batch cells. Not collective."""
+        return self.group > 1 or tuple(shape[:-2]) != self.batch
 
     def folded(self, g: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the cotangent of a block of ``shape``: the adjoint of `flat`. Not collective."""
@@ -212,10 +223,10 @@ class OnlineSoftmax:
     def add(self, work: Iterator[Tile], k: Tensor, v: Tensor, offset: int, poke: Callable[[], None]) -> None:
         """Attend to the tiles of one block. Not collective."""
         for tile in work:
-            before, out = self._top[:, tile.rows], self._out[:, tile.rows]
+            here, there = (tile.batch, tile.rows), (tile.batch, tile.columns)
+            before, out = self._top[here], self._out[here]
             if tile.fused:
-                q = self._scores.q[:, tile.rows]
-                share, log_sum = _fused(q, k[:, tile.columns], v[:, tile.columns], tile.diagonal is not None)
+                share, log_sum = _fused(self._scores.q[here], k[there], v[there], tile.diagonal is not None)
                 top = safe = torch.maximum(before, log_sum)
                 p = weight = (log_sum - top).exp_()
             else:
@@ -226,20 +237,20 @@ class OnlineSoftmax:
                 p = s.sub_(safe).exp_()
                 weight = p.sum(-1, keepdim=True)
             rescale = (before - safe).exp_()
-            self._sum[:, tile.rows] = self._sum[:, tile.rows] * rescale + weight
+            self._sum[here] = self._sum[here] * rescale + weight
             out.mul_(rescale)
             if tile.fused:
                 out.addcmul_(p, share)
             else:
                 factor = self._scores.factor(tile, p)
-                out.baddbmm_(p if factor is None else p.mul_(factor), v[:, tile.columns])
-            self._top[:, tile.rows] = top
+                out.baddbmm_(p if factor is None else p.mul_(factor), v[there])
+            self._top[here] = top
             poke()
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return the attention and the logarithm of the sum of exponentials of every row. Not collective."""
         nothing = self._sum == 0
-        out = (self._out / self._sum).masked_fill_(nothing, 0)
+        out = self._out.div_(self._sum).masked_fill_(nothing, 0)
         # where nothing is seen all scores are -inf, and so are their exponentials
         return out, (self._top + self._sum.log()).masked_fill_(nothing, 0)
 
@@ -261,22 +272,22 @@ class Backward(NamedTuple):
         k: Tensor,
         v: Tensor,
         offset: int,
-        into: tuple[Tensor, Tensor],
+        into: Sequence[Tensor],
         poke: Callable[[], None],
     ) -> None:
         """Add the tiles' cotangents of queries, keys, values and masks. Not collective."""
         scores, (dk, dv) = self.scores, into
         for tile in work:
+            here, there = (tile.batch, tile.rows), (tile.batch, tile.columns)
             if tile.fused:
                 grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    *(x.unsqueeze(0) for x in (self.g[:, tile.rows], scores.q[:, tile.rows])),
-                    *(x.unsqueeze(0) for x in (k[:, tile.columns], v[:, tile.columns], self.out[:, tile.rows])),
-                    self.log_sum[:, tile.rows, 0].unsqueeze(0),
+                    *(x.unsqueeze(0) for x in (self.g[here], scores.q[here], k[there], v[there], self.out[here])),
+                    self.log_sum[here].squeeze(-1).unsqueeze(0),
                     0.0,
                     tile.diagonal is not None,
                     scale=1.0,
                 )
-                for total, share in zip((self.dq[:, tile.rows], dk[:, tile.columns], dv[:, tile.columns]), grads):
+                for total, share in zip((self.dq[here], dk[there], dv[there]), grads):
                     total.add_(share[0])
                 poke()
                 continue

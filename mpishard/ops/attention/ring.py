@@ -8,8 +8,9 @@ result ``O``, its cotangent ``dO`` and ``D = sum_v dO O`` per row, block ``j`` h
 
     P_j = exp(S_j - L),  dV_j = P_j^T dO,  dS_j = P_j (dO V_j^T - D),  dK_j = scale dS_j^T Q,  dQ += scale dS_j K_j
 
-``dK_j`` and ``dV_j`` are sums over the ranks that had the block: they travel one hop behind it, each rank adding its
-share, and from the last such rank, ``j + reach[j]``, straight home to ``j``. Nothing is ever whole on a rank.
+``dK_j`` and ``dV_j`` are sums over the ranks that had the block: rank ``j`` keeps its own share; those of the others
+travel one hop behind the block, each rank adding its own, and from the last such rank, ``j + reach[j]``, straight home
+to ``j``. Nothing is ever whole on a rank.
 """
 
 from __future__ import annotations
@@ -222,36 +223,34 @@ class _Sums:
 
     def expect(self, block: int, hop: int) -> ring.Transit | None:
         """Start to receive what earlier ranks have added for a block."""
-        if not self._blocks.travels(block, hop):
+        # the owner's share stays at home
+        if hop < 2 or not self._blocks.travels(block, hop):
             return None
         return self._receive((self._blocks.rank - 1) % self._blocks.size, block, ring.SUMS)
 
     def add(self, block: int, hop: int, share: Tensor, coming: ring.Transit | None) -> None:
         """Add this rank's share, and send the sum on, or home."""
         blocks = self._blocks
+        if hop == 0:
+            self.own = share
+            return
         if coming is not None:
             share += coming.wait()
         for message in self._sent:
             message.wait()
         self._sent = []
         last = blocks._plan.reach[block]
-        if hop == last or not blocks.numel(block):
-            if hop == 0:
-                self.own = share
-            elif blocks.travels(block, hop):
-                self._sent.append(ring.send(share, blocks.group, block, ring.HOME, blocks._plan.label))
-        elif hop < last:
-            self._sent.append(
-                ring.send(share, blocks.group, (blocks.rank + 1) % blocks.size, ring.SUMS, blocks._plan.label)
-            )
+        if blocks.travels(block, hop):
+            dest, way = (block, ring.HOME) if hop == last else ((blocks.rank + 1) % blocks.size, ring.SUMS)
+            self._sent.append(ring.send(share, blocks.group, dest, way, blocks._plan.label))
 
     def result(self) -> Tensor:
         """Return the sum of this rank's own block."""
         for message in self._sent:
             message.wait()
-        if self._home is not None:
-            self.own = self._home.wait()
         assert self.own is not None
+        if self._home is not None:
+            self.own += self._home.wait()
         return self.own
 
 
@@ -280,12 +279,16 @@ def _cotangents(
         if is_needed(plan.rows, plan.columns[block], plan.causal):
             of_keys, of_values = plan.operands[1:]
             flat = of_keys.flat(k), of_values.flat(v)
-            into = torch.zeros_like(flat[0]), torch.zeros_like(flat[1])
+            own = (None, None) if share is None else blocks.parts(share, shapes)
+            # where each cell is used once, its cotangent goes where it is sent from
+            into = tuple(
+                torch.zeros_like(x) if d is None or operand.is_shared(d.shape) else d.view(x.shape)
+                for x, d, operand in zip(flat, own, plan.operands[1:])
+            )
             backward.add(plan.tiles(block, fusable), *flat, plan.offset(block), into, poke)
-            if share is not None:
-                dk, dv = blocks.parts(share, shapes)
-                dk.copy_(of_keys.folded(into[0], shapes[0]))
-                dv.copy_(of_values.folded(into[1], shapes[1]))
+            for d, total, operand in zip(own, into, plan.operands[1:]):
+                if d is not None and operand.is_shared(d.shape):
+                    d.copy_(operand.folded(total, d.shape))
         if sums is not None:
             sums.add(block, hop, share, coming)
 

@@ -61,7 +61,7 @@ def attention_method(method: str) -> Iterator[None]:
         ``"auto"``: where every rank has the queries, and they are few, each attends to its own keys, and the
         softmax and its sums are reduced over the ranks; else all-to-all where the heads divide evenly, no mask
         has a row per query, nothing is dropped and fewer bytes travel; else gathered where keys and values
-        have at most 4 MB altogether; else the ring.
+        of all ranks have at most 16 MB altogether, which every rank then keeps until backward; else the ring.
 
     Raises
     ------

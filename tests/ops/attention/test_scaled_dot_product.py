@@ -150,6 +150,7 @@ def test_keys_that_all_of_the_batch_share():
 def test_tiles(monkeypatch):
     monkeypatch.setattr(online_softmax, "TILE", 1)
     monkeypatch.setattr(online_softmax, "FUSED", 1)
+    monkeypatch.setattr(online_softmax, "_ROWS", 2)
     monkeypatch.setattr(online_softmax, "_EDGE", 2)
     with ms.attention_method("ring"):
         for features, causal in itertools.product((5, 7), (False, True)):
@@ -346,8 +347,8 @@ def test_the_ring_sends_each_block_to_every_other_rank_once():
         _, backward = counted(lambda: y.backward(y.detach()))
     assert list(forward.by_op) == list(backward.by_op) == ["ring_attention"]
     assert (forward.messages, forward.nbytes) == (P - 1, (P - 1) * block)
-    # the blocks again, their cotangents with them, and these home
-    assert (backward.messages, backward.nbytes) == (2 * P - 1, (2 * P - 1) * block)
+    # the blocks again, and their cotangents as often: a rank's share of its own block's stays where it is
+    assert (backward.messages, backward.nbytes) == (2 * P - 2, (2 * P - 2) * block)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -364,6 +365,17 @@ def test_few_keys_are_gathered_by_one_message():
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_keys_beyond_a_bound_are_not_gathered(monkeypatch):
+    nbytes = 2 * operands(4 * P, 6 * P, heads=1, features=5)[1].numel() * 8
+    for bound, used in ((nbytes, "all_gather"), (nbytes - 1, "ring_attention")):
+        monkeypatch.setattr(scaled_dot_product, "GATHERED_NBYTES", bound)
+        # another scale: plans are cached
+        x = [shard(t, mesh_of((P,)), (SEQUENCE,)) for t in operands(4 * P, 6 * P, heads=1, features=5)]
+        _, count = counted(lambda x=x, bound=bound: sdpa(*x, scale=1 / bound))
+        assert list(count.by_op) == [used]
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_causal_blocks_stop_where_nobody_sees_them():
     q, k, v = (shard(x, mesh_of((P,)), (SEQUENCE,), requires_grad=True) for x in operands(4 * P, 4 * P))
     with ms.attention_method("ring"):
@@ -373,7 +385,7 @@ def test_causal_blocks_stop_where_nobody_sees_them():
     # block j goes on to the ranks after it only
     on = WORLD.rank + 1 if WORLD.rank < P - 1 else 0
     assert forward.messages == on
-    assert backward.messages == 2 * on + (WORLD.rank if WORLD.rank == P - 1 else 0)
+    assert backward.messages == on + WORLD.rank
 
 
 @pytest.mark.ranks(2, 3, 4)
