@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class Field:
         self._simulation: Simulation | None = simulation
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
         self._known = known  # the outline of an array that has been found right
+        self._call = zlib.crc32(f"rebind {name}".encode(errors="replace"))
 
     @property
     def tensor(self) -> ShardTensor:
@@ -117,25 +119,30 @@ class Field:
         simulation, error = self._simulation, None
         if simulation is None:
             raise self._gone()
-        try:
-            # in a time loop it is mostly numpy's again
-            seen = outline(array)
-            if seen is not None and seen == self._known:
-                found = torch.from_numpy(array)
-            else:
+        agreement = simulation.agreement
+        # in a time loop it is mostly numpy's again
+        seen = outline(array)
+        if seen is not None and seen == self._known:
+            agreement.begin(self._call)
+            found = torch.from_numpy(array)
+        else:
+            try:
                 found = self._checked(array)
                 self._known = seen
+            except MpishardError as e:
+                error = e
+            agreement.begin(self._call, error is not None)
+        if error is None:
             old = self._tensor.block
             interior = old.storage_offset() - self._array.storage_offset()
             local = found.as_strided(old.shape, old.stride(), found.storage_offset() + interior)
-        except MpishardError as e:
-            error = e
-        simulation.agreement.on(error, "rebind")
+            tensor = wrap(local, self._tensor.sharding, self._tensor.mesh)
+            tensor._halo = halo = self._halo.again()
+        if not agreement.together("rebind"):
+            agreement.on(error, "rebind", f"rebind of field {self.name!r}")
         # the host goes on to write the one before
         torch.autograd.graph.increment_version(self._array)
-        tensor = wrap(local, self._tensor.sharding, self._tensor.mesh)
-        tensor._halo = self._halo = self._halo.again()
-        self._array, self._tensor = found, tensor
+        self._array, self._tensor, self._halo = found, tensor, halo
 
     def _enter(self) -> ShardTensor:
         """Return the tensor for a model that is called now: the host has written since. Not collective."""
