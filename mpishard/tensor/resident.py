@@ -212,6 +212,20 @@ class ResidentHalo:
             torch.autograd.graph.increment_version(self._seen[0].block)
             self._seen = None
 
+    def sampled(self, layout: Layout) -> tuple[slice, ...]:
+        """Return where in the whole array the sample of a block lies. Not collective."""
+        at = self.mesh.coords
+        starts = {d: w[layout.index(d, at)][0] for d, w in self.along(layout).items()}
+        shape = layout.local_shape(at)
+        return tuple(
+            slice(starts.get(d, 0), starts.get(d, 0) + n, step.step)
+            for d, (n, step) in enumerate(zip(shape, _sampled(tuple(shape))))
+        )
+
+    def sample_of(self, local: Tensor, cells: Any) -> None:
+        """Take numpy's view of a block's sample, where there is one: torch takes longer to make it. Not collective."""
+        self._sampled = _Sample(local, cells)
+
     def _sample(self, local: Tensor) -> _Sample:
         if self._sampled is None or self._sampled.block is not local:
             self._sampled = _Sample(local)
@@ -243,12 +257,15 @@ class _Sample:
 
     __slots__ = ("_cells", "block")
 
-    def __init__(self, block: Tensor) -> None:
+    def __init__(self, block: Tensor, cells: Any = None) -> None:
         # not one that autograd knows: a block that is kept would keep its graph
         self.block = block.detach() if block.requires_grad else block
+        self._cells = cells
+        if cells is not None:
+            return
         index = _sampled(block.shape)
         try:
-            self._cells: Any = self.block.numpy()[index]
+            self._cells = self.block.numpy()[index]
         except (TypeError, RuntimeError):
             # of a GPU, of dtypes that numpy has not, conjugate
             self._cells = self.block[index]
