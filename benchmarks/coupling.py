@@ -48,7 +48,7 @@ class ByHand:
 def field(me: ms.insitu.Program, nbytes: int) -> ms.ShardTensor:
     mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
     columns = 256
-    rows = 2 * nbytes // (4 * columns)
+    rows = me.programs["solver"] * nbytes // (4 * columns)
     return ms.zeros(rows, columns, mesh=mesh, placements=(ms.Shard(0 if FIRST else 1),))
 
 

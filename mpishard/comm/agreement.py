@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.adoption import renew
+from mpishard.comm.dissemination import Dissemination
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.thread import owner_of
+from mpishard.comm.wait_meter import meters
 from mpishard.errors import MpishardError
 
-_FAILED = 31  # tag
+_FAILED, _CALLS, _HOOKS = 31, 32, 33  # tags
 _PATIENCE_S = 0.05  # mostly all ranks fail alike
+_LOOKS = 64  # for what is about to come; a wait that is watched takes longer to begin
 
 
 class Abandoned(BaseException):
@@ -53,37 +59,58 @@ class Agreement:
         self._mesh = mesh
         self.comm = mesh.duplicate()
         self._alone = mesh.size == 1
-        self._flag = np.zeros(1, np.int32)
-        self._any = np.zeros(1, np.int32)
-        self._digests, self._most = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        self._ends, self._any_end = np.zeros(2, np.int32), np.zeros(2, np.int32)
+        self._meet()
+
+    def _meet(self) -> None:
+        # a hook's own: of what its model has begun, messages may be left
+        self._calls, self._hooks = Dissemination(self.comm, _CALLS), Dissemination(self.comm, _HOOKS)
+        self._mesh._holding.resources.update((self._calls, self._hooks))
+
+    def begin(self, digest: int, failed: bool = False) -> None:
+        """Tell the others which call this is, and whether it is in vain; `together` ends it.
+
+        What a rank does in between costs no time of the others, if it comes to `together` in any case.
+        """
+        self._tell_all(self._calls, digest, failed)
+
+    def together(self, op: str) -> bool:
+        """Tell whether all ranks made the same call, in vain on none."""
+        return self._told(self._calls, op)[0]
+
+    def _tell_all(self, rounds: Dissemination, digest: int, failed: bool, unsettled: bool = False) -> None:
+        owner = owner_of(id(self.comm))
+        if owner is not None and owner.ident != get_ident():
+            owner.change()
+        rounds.start(digest, -digest, -failed, -unsettled)
+
+    def _told(self, rounds: Dissemination, op: str) -> tuple[bool, bool, bool]:
+        """Return whether all ranks are well and in the same call, whether any has failed, and left messages."""
+        looks = 0
+        while not rounds.done():
+            looks += 1
+            if looks < _LOOKS and not meters:
+                continue
+            requests, peers = rounds.waits_for()
+            with guard.waiting(op, guard.unfinished(requests, peers, receives=1), self.comm):
+                rounds.wait()
+        least, most, failed, unsettled = rounds.least
+        return least == -most and not failed, failed < 0, unsettled < 0
 
     def on(self, error: BaseException | None, op: str, signature: str | None = None) -> None:
         """Raise on every rank where any has an error, or where the signatures, if given, differ."""
-        if signature is None and not self._alone:
-            self._flag[0] = error is not None
-            with guard.waiting(op, (), self.comm):
-                self.comm.Allreduce(self._flag, self._any, MPI.MAX)
-            if not self._any[0]:
+        if signature is None:
+            self.begin(zlib.crc32(op.encode()), error is not None)
+            if self.together(op):
                 return
+            signature = op
         if error is None and self._alone:
             return
         try:
-            guard.agree(self.comm, _public(error), signature or "")
+            guard.agree(self.comm, _public(error), signature)
         except MpishardError as agreed:
             if error is not None and agreed is not error:
                 raise agreed from error
             raise
-
-    def alike(self, digest: int) -> bool:
-        """Tell whether all ranks have the same number, 0 or more."""
-        if self._alone:
-            return digest >= 0
-        self._digests[0], self._digests[1] = digest, -digest
-        with guard.waiting("field", (), self.comm):
-            self.comm.Allreduce(self._digests, self._most, MPI.MAX)
-        most, least = self._most.tolist()
-        return most == -least and digest >= 0
 
     def lookout(self) -> AbstractContextManager[None]:
         """Run a model, which raises `Abandoned` where it waits for a rank whose model has raised. Not collective."""
@@ -104,19 +131,17 @@ class Agreement:
             return
         # an error that ranks have agreed on leaves nothing under way
         unsettled = inside and "_told_by_rank_0" not in error.__dict__
-        self._ends[0], self._ends[1] = error is not None, unsettled
+        self._tell_all(self._hooks, _HOOKS, error is not None, unsettled)
         told = 0
-        with guard.waiting("hook", (), self.comm):
-            request = self.comm.Iallreduce(self._ends, self._any_end, MPI.MAX)
-            if inside and not isinstance(error, Abandoned):
-                deadline = time.monotonic() + _PATIENCE_S
-                while not (done := request.Test()) and time.monotonic() < deadline:
+        if inside and not isinstance(error, Abandoned):
+            deadline = time.monotonic() + _PATIENCE_S
+            with guard.waiting("hook", (), self.comm):
+                while not (done := self._hooks.done()) and time.monotonic() < deadline:
                     pass
                 if not done:
                     self._tell()
                     told = 1
-            request.Wait()
-        failed, renews = self._any_end.tolist()
+        _, failed, renews = self._told(self._hooks, "hook")
         if not failed:
             return
         self._hear(told)
@@ -124,11 +149,14 @@ class Agreement:
             self.on(None if isinstance(error, Abandoned) else error, "hook", "")
         finally:
             if renews:
+                self._calls.free()
+                self._hooks.free()
                 old = self.comm
                 with guard.waiting("hook", (), old):
                     self.comm = old.Dup()
                 self._mesh._holding.comms.append(self.comm)
                 renew(self._mesh, self.comm)
+                self._meet()
 
     def _tell(self) -> None:
         nothing = bytearray()

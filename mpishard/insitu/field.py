@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class Field:
         self._simulation: Simulation | None = simulation
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
         self._known = known  # the outline of an array that has been found right
+        self._swap: _Swap | None = None
 
     @property
     def tensor(self) -> ShardTensor:
@@ -117,25 +119,34 @@ class Field:
         simulation, error = self._simulation, None
         if simulation is None:
             raise self._gone()
-        try:
-            # in a time loop it is mostly numpy's again
-            seen = outline(array)
-            if seen is not None and seen == self._known:
-                found = torch.from_numpy(array)
-            else:
+        agreement, swap = simulation.agreement, self._swap
+        if swap is None:
+            swap = self._swap = _Swap.of(self.name, self._array, self._tensor)
+        # in a time loop it is mostly numpy's again
+        seen = outline(array)
+        if seen is not None and seen == self._known:
+            agreement.begin(swap.digest)
+            found = torch.from_numpy(array)
+            cells = array[swap.sampled]
+        else:
+            cells = None
+            try:
                 found = self._checked(array)
                 self._known = seen
-            old = self._tensor.block
-            interior = old.storage_offset() - self._array.storage_offset()
-            local = found.as_strided(old.shape, old.stride(), found.storage_offset() + interior)
-        except MpishardError as e:
-            error = e
-        simulation.agreement.on(error, "rebind")
+            except MpishardError as e:
+                error = e
+            agreement.begin(swap.digest, error is not None)
+        if error is None:
+            local = found.as_strided(swap.shape, swap.strides, found.storage_offset() + swap.interior)
+            tensor = wrap(local, self._tensor.sharding, self._tensor.mesh)
+            tensor._halo = halo = self._halo.again()
+            if cells is not None:
+                halo.sample_of(local, cells)
+        if not agreement.together("rebind"):
+            agreement.on(error, "rebind", f"rebind of field {self.name!r}")
         # the host goes on to write the one before
         torch.autograd.graph.increment_version(self._array)
-        tensor = wrap(local, self._tensor.sharding, self._tensor.mesh)
-        tensor._halo = self._halo = self._halo.again()
-        self._array, self._tensor = found, tensor
+        self._array, self._tensor, self._halo = found, tensor, halo
 
     def _enter(self) -> ShardTensor:
         """Return the tensor for a model that is called now: the host has written since. Not collective."""
@@ -203,6 +214,28 @@ class Field:
         if self._simulation is None:
             return f"Field({self.name!r}, released)"
         return f"Field({self.name!r}, {self._tensor!r}, array {tuple(self._array.shape)})"
+
+
+class _Swap(NamedTuple):
+    """What each `rebind` of a field has in common: what it is called, and where its cells lie in an array."""
+
+    digest: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    interior: int
+    sampled: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, name: str, array: Tensor, tensor: ShardTensor) -> _Swap:
+        block = tensor.block
+        assert tensor._halo is not None
+        return cls(
+            zlib.crc32(f"rebind {name}".encode(errors="replace")),
+            tuple(block.shape),
+            block.stride(),
+            int(block.storage_offset() - array.storage_offset()),
+            tensor._halo.sampled(tensor.sharding),
+        )
 
 
 class _Released(ShardTensor):

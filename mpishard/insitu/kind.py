@@ -49,20 +49,22 @@ class Kinds:
     def again(self, name: str, array: Any, key: Hashable, *, new: bool) -> tuple[Tensor, ShardTensor] | None:
         """Return a field's array and tensor, where on all ranks it is of one known kind; ``new``: so is its name.
 
-        Collective: one reduction of 16 bytes where there are fields. ``key``: what its kind depends on, or None.
+        Collective: one reduction of 32 bytes where there are fields. ``key``: what its kind depends on, or None.
         """
         if not self._count:
             return None
         kind = self._known.get(key) if new and key is not None else None
-        digest = -1 if kind is None else zlib.crc32(name.encode(errors="replace"), kind.number)
-        if not self._agreement.alike(digest):
+        agreement = self._agreement
+        if kind is None:
+            agreement.begin(0, failed=True)
+            agreement.together("field")
             return None
-        assert kind is not None
+        agreement.begin(zlib.crc32(name.encode(errors="replace"), kind.number))
         found = torch.from_numpy(array)
         tensor = wrap(found.as_strided(kind.shape, kind.strides, kind.interior), kind.layout, self._mesh)
         tensor._halo = halo = kind.halo.again()
         halo.name = name
-        return found, tensor
+        return (found, tensor) if agreement.together("field") else None
 
     def note(self, key: Hashable, array: Tensor, tensor: ShardTensor) -> None:
         """Note a field that was made. Collective in that all ranks do, whatever their keys."""

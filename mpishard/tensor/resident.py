@@ -89,11 +89,11 @@ class ResidentHalo:
         self.key = tuple(sorted(widths.items()))
         self._layouts: dict[Layout, dict[int, Widths]] = {}
         # (version of the storage, sampled cells, their values) where the halo was fresh
-        self._claim: tuple[int, Tensor | None, Tensor | None] | None = None
+        self._claim: tuple[int, _Sample | None, bytes | Tensor | None] | None = None
         # cells that autograd may have saved, and how to know whether they changed
-        self._seen: tuple[Tensor, bool, Tensor] | None = None
-        # the block that was sampled last, and its sample
-        self._sampled: tuple[Tensor, Tensor] | None = None
+        self._seen: tuple[_Sample | _AllCells, bytes | Tensor] | None = None
+        # of the block that was sampled last
+        self._sampled: _Sample | None = None
 
     def again(self) -> ResidentHalo:
         """Return the same of another array of the same shape and strides, its halo not fresh. Not collective."""
@@ -154,7 +154,7 @@ class ResidentHalo:
         cells = values = None
         if sampled:
             cells = self._sample(local)
-            values = cells.clone()
+            values = cells.values()
         self._claim = local._version, cells, values
 
     @property
@@ -171,7 +171,7 @@ class ResidentHalo:
         if self._claim is None:
             return False
         version, cells, values = self._claim
-        return version == local._version and (cells is None or torch.equal(cells, values))  # type: ignore[arg-type]
+        return version == local._version and (cells is None or cells.has(values))
 
     def fresh(self, local: Tensor) -> bool:
         """Tell whether the halo is fresh on all ranks. Collective where it was `claim`ed."""
@@ -195,30 +195,41 @@ class ResidentHalo:
             if self._seen is not None and self.written():
                 self.overwritten()
             if self._seen is None or all_cells:
-                cells = local.detach() if all_cells else self._sample(local)
-                self._seen = cells, all_cells, _fingerprint(cells) if all_cells else cells.clone()
+                cells = _AllCells(local) if all_cells else self._sample(local)
+                self._seen = cells, cells.values()
                 _watched.add(self)
 
     def written(self) -> bool:
         """Tell whether what was watched has changed. Not collective."""
         if self._seen is None:
             return False
-        cells, all_cells, values = self._seen
-        return not torch.equal(_fingerprint(cells) if all_cells else cells, values)
+        cells, values = self._seen
+        return not cells.has(values)
 
     def overwritten(self) -> None:
         """Let autograd know that what was watched has changed. Not collective."""
         if self._seen is not None:
-            torch.autograd.graph.increment_version(self._seen[0])
+            torch.autograd.graph.increment_version(self._seen[0].block)
             self._seen = None
 
-    def _sample(self, local: Tensor) -> Tensor:
-        # at each use of a field, and the view is most of what it costs
-        if self._sampled is None or self._sampled[0] is not local:
-            # not one that autograd knows: a block that is kept would keep its graph
-            cells = local.detach() if local.requires_grad else local
-            self._sampled = cells, cells.as_strided(*_sampled(local.shape, local.stride()))
-        return self._sampled[1]
+    def sampled(self, layout: Layout) -> tuple[slice, ...]:
+        """Return where in the whole array the sample of a block lies. Not collective."""
+        at = self.mesh.coords
+        starts = {d: w[layout.index(d, at)][0] for d, w in self.along(layout).items()}
+        shape = layout.local_shape(at)
+        return tuple(
+            slice(starts.get(d, 0), starts.get(d, 0) + n, step.step)
+            for d, (n, step) in enumerate(zip(shape, _sampled(tuple(shape))))
+        )
+
+    def sample_of(self, local: Tensor, cells: Any) -> None:
+        """Take numpy's view of a block's sample, where there is one: torch takes longer to make it. Not collective."""
+        self._sampled = _Sample(local, cells)
+
+    def _sample(self, local: Tensor) -> _Sample:
+        if self._sampled is None or self._sampled.block is not local:
+            self._sampled = _Sample(local)
+        return self._sampled
 
     @property
     def watched(self) -> bool:
@@ -241,10 +252,55 @@ def notice_writes(mesh: CartMesh) -> None:
             halo.overwritten()
 
 
+class _Sample:
+    """A few cells of a block, at each of its uses: of host memory by numpy, which takes a third of torch's time."""
+
+    __slots__ = ("_cells", "block")
+
+    def __init__(self, block: Tensor, cells: Any = None) -> None:
+        # not one that autograd knows: a block that is kept would keep its graph
+        self.block = block.detach() if block.requires_grad else block
+        self._cells = cells
+        if cells is not None:
+            return
+        index = _sampled(block.shape)
+        try:
+            self._cells = self.block.numpy()[index]
+        except (TypeError, RuntimeError):
+            # of a GPU, of dtypes that numpy has not, conjugate
+            self._cells = self.block[index]
+
+    def values(self) -> bytes | Tensor:
+        """Return what the cells are now. Not collective."""
+        return self._cells.clone() if isinstance(self._cells, Tensor) else self._cells.tobytes()
+
+    def has(self, values: Any) -> bool:
+        """Tell whether the cells are what they were. Not collective."""
+        if isinstance(values, Tensor):
+            return torch.equal(self._cells, values)
+        return bool(self._cells.tobytes() == values)
+
+
+class _AllCells:
+    """All cells of a block, by a few numbers that change with them."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Tensor) -> None:
+        self.block = block.detach()
+
+    def values(self) -> Tensor:
+        """Return the numbers as they are now. Not collective."""
+        return _fingerprint(self.block)
+
+    def has(self, values: Any) -> bool:
+        """Tell whether the cells are what they were. Not collective."""
+        return torch.equal(self.values(), values)
+
+
 @lru_cache(256)
-def _sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    steps = [max(1, n // _SAMPLED) for n in shape]
-    return tuple(-(-n // step) for n, step in zip(shape, steps)), tuple(s * step for s, step in zip(strides, steps))
+def _sampled(shape: tuple[int, ...]) -> tuple[Any, ...]:
+    return (*(slice(None, None, max(1, n // _SAMPLED)) for n in shape), ...)
 
 
 def _fingerprint(cells: Tensor) -> Tensor:

@@ -108,6 +108,21 @@ def test_names(host, sim):
             sim.hook(len, ["u"], **(wrong if LAST else {}))
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_calls_that_differ(host, sim):
+    """Ranks in different calls of the simulation are told so, all of them, and go on."""
+    u, v = (sim.field(name, host.array()) for name in "uv")
+    tensors = u.tensor, v.tensor
+    for mine in (lambda: v.rebind(host.array()), lambda: sim.field("w", host.array())):
+        with pytest.raises(ms.DesyncError, match="different calls"):
+            mine() if LAST else u.rebind(host.array())
+        assert u.tensor is tensors[0]
+        assert v.tensor is tensors[1]
+        assert sorted(sim.fields) == ["u", "v"]
+    u.rebind(host.array())
+    np.testing.assert_array_equal(u.tensor.full_tensor().numpy(), host.whole)
+
+
 def test_released(host, sim):
     u = sim.field("u", host.array())
     v = sim.field("v", host.array())

@@ -108,8 +108,9 @@ class Load:
         self.sizes = [HEAD + sum(own) for own in nbytes]
         starts = list(accumulate(self.sizes, initial=0))
         with torch.inference_mode(False):
-            # numpy asks for large pages, torch does not: copies and MPI's way to another process take a third less
-            self.memory = torch.from_numpy(np.empty(starts[-1], np.uint8))
+            # numpy asks for large pages, torch does not: copies and MPI's way to another process take a third less;
+            # they are written to now, as a page's first write takes longer than its copy, and steps are to be short
+            self.memory = torch.from_numpy(np.empty(starts[-1], np.uint8)).zero_()
             # in the order of the parcels and of their boxes
             self.views: list[Tensor] = []
             for p, start, own, lengths in zip(parcels, starts, shapes, nbytes):

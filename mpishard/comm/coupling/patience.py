@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,14 +17,14 @@ from mpi4py import MPI
 from mpishard import errors
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
+from mpishard.comm.dissemination import Dissemination
 from mpishard.comm.exit import on_finalize
 from mpishard.errors import PeerError
 
 # looked up once: a step of a link makes few calls, and these are most of them
-_yield, _test_all, _start_all = os.sched_yield, MPI.Request.Testall, MPI.Prequest.Startall
+_yield, _start_all = os.sched_yield, MPI.Prequest.Startall
 _SPIN_S = 3e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
-_pack = struct.Struct("=4q").pack_into
 _FIRST_TAG = 1 << 14  # those below are the notes' of links
 _LOOK_S = 0.2  # between looks whether peers are alive
 
@@ -175,26 +174,12 @@ class Ballot:
 
     def __init__(self, circle: Circle, *, later: bool = False) -> None:
         self._circle = circle
-        # own numbers, then what comes in each round
-        rounds = (circle.size - 1).bit_length()
-        numbers = np.zeros((1 + max(rounds, 1), 4), np.int64)
-        self._mine, *self._came = (row.data for row in numbers)
         self._error: BaseException | None = None
         self.under_way = False
-        self._rounds: list[list[MPI.Prequest]] = []
-        # messages by hand take a few microseconds where MPI's reduction takes tens; but nobody sends those of a second
-        # round before it is in a call again
-        self._by_mpi = later and rounds > 1
+        # nobody sends the messages of a second round before it is in a call again
+        self._rounds = None if later and circle.size > 2 else Dissemination(circle.comm, circle.new_tag())
+        self._numbers = np.zeros((2, 4), np.int64)
         self._request: MPI.Request = MPI.REQUEST_NULL
-        self._at = 0
-        if self._by_mpi:
-            return
-        comm, rank, size, tag = circle.comm, circle.rank, circle.size, circle.new_tag()
-        for k in range(rounds):
-            # after round k a rank knows the least of 2**(k+1) ranks up to its own; that some are met twice is harmless
-            request = comm.Recv_init(numbers[1 + k], (rank - (1 << k)) % size, tag)
-            self._rounds.append([request, comm.Send_init(numbers[0], (rank + (1 << k)) % size, tag)])
-        self._at = rounds
 
     def start(
         self,
@@ -222,37 +207,24 @@ class Ballot:
         if error is not None:
             # what is known for certain is told first, then what the lowest rank says
             failed = circle.rank - (2 if isinstance(error, CertainError) else 1) * circle.size
-        _pack(self._mine, 0, failed, a, b, c)
-        self._at = 0
-        if self._rounds:
-            _start_all([*along, *self._rounds[0]])
-        elif along:
-            _start_all(list(along))
-        if self._by_mpi:
-            self._request = circle.comm.Iallreduce(self._mine, self._came[0], MPI.MIN)
+        if self._rounds is not None:
+            self._rounds.start(failed, a, b, c, along)
+        else:
+            if along:
+                _start_all(list(along))
+            self._numbers[0] = failed, a, b, c
+            self._request = circle.comm.Iallreduce(self._numbers[0], self._numbers[1], MPI.MIN)
         self.under_way = True
 
     def _done(self) -> bool:
-        if self._by_mpi:
-            return self._request.Test()
-        rounds = self._rounds
-        while self._at < len(rounds):
-            if not _test_all(rounds[self._at]):
-                return False
-            came = self._came[self._at]
-            if came != self._mine:
-                _pack(self._mine, 0, *map(min, self._mine, came))
-            self._at += 1
-            if self._at < len(rounds):
-                _start_all(rounds[self._at])
-        return True
+        return self._request.Test() if self._rounds is None else self._rounds.done()
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
         self.under_way = False
         if not self._done():
             self._circle._complete(self._done, timeout_s)
-        failed, a, b, c = self._came[0] if self._by_mpi else self._mine
+        failed, a, b, c = self._numbers[1].tolist() if self._rounds is None else self._rounds.least
         if failed:
             error, self._error = self._error, None
             self._circle._raise(error, failed % self._circle.size, timeout_s)
@@ -260,12 +232,11 @@ class Ballot:
 
     def leave(self) -> None:
         """Free what is local, but not an agreement that nobody will end: MPI may still write to its memory."""
-        if not self._done():
+        done = self._done()
+        if self._rounds is not None:
+            self._rounds.free()
+        elif not done:
             _left.append(self)
-            return
-        for request in itertools.chain(*self._rounds):
-            request.Free()
-        self._rounds = []
 
 
 _left: list[Ballot] = []
