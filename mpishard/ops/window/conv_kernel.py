@@ -29,9 +29,6 @@ TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
 UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
 UNFOLDED_WEIGHT = 1 << 18  # and for the gradient of the weight, which its calls of oneDNN copy both operands for
-# from which torch's own gradient of an input without padding, which it adds up row by row, loses to its transposed
-# convolution by more than a node of ours takes; oneDNN's calls take longer beside other work than one after the other
-UNFOLDED_SMALL = 1 << 15
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
 # of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
 # which costs more than the sums that it hides
@@ -51,8 +48,7 @@ class Kernel(NamedTuple):
     forward
         ``"torch"``: what torch chooses. ``"onednn"``: oneDNN, though torch would not.
     data
-        Gradient of the input: ``"torch"``; ``"onednn"``; or of the cotangent, ``"forward"``, a convolution by oneDNN,
-        or ``"transposed"``, torch's transposed one.
+        Gradient of the input: ``"torch"``; ``"onednn"``; or ``"forward"``, a convolution of the cotangent.
     weight
         Gradient of the weight: ``"torch"``; ``"onednn"``; or ``"channels_last"``, oneDNN with the channels together.
     order
@@ -114,9 +110,6 @@ def choose(
     dense = max(stride) == 1 and not transposed
     cells = math.prod(space) if transposed else math.prod(n // s for n, s in zip(space, stride))
     unfolded = shape[0] * channels * cells * math.prod(kernel)
-    rows = len(space) == 3 and shape[0] == 1 and dense and not any(padding) and max(dilation) == 1 and max(kernel) <= 5
-    if rows and channels >= FEW and UNFOLDED_SMALL <= unfolded < UNFOLDED_DENSE:
-        return Kernel(data="transposed", reason="so few cells that rows without padding are short")
     if unfolded < (UNFOLDED_DENSE if dense and channels >= FEW and math.prod(kernel) >= 27 else UNFOLDED):
         return _TORCH
     large = shape[0] > 1 or min(kernel[-2:]) > 3
@@ -212,8 +205,6 @@ def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Te
     stride, padding, dilation, transposed, _, groups = local
     if how == "forward" and transposed:
         return _onednn_forward(g, weight, None, padding, stride, dilation, groups)  # type: ignore[no-any-return]
-    if how == "transposed":
-        return _torch_forward(g, weight, None, stride, padding, dilation, True, (0, 0, 0), groups)  # type: ignore[no-any-return]
     if how == "forward":
         turned = weight.flip(tuple(range(2, weight.ndim))).transpose(0, 1)
         pads = [d * (k - 1) - p for k, d, p in zip(weight.shape[2:], dilation, padding)]
