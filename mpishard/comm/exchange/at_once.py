@@ -57,19 +57,19 @@ class AtOnce:
         self._strides = [math.prod(self._out[dim + 1 :]) for dim in range(len(self._out))]
         self._first = sum((stage.resident or 0) * self._strides[stage.dim] for stage in every.stages)
         self._repeats = any(repeats(p) for _, parts in every.recvs for part in parts for p in part)
-        self._tables: dict[torch.device, tuple[_Table | None, _Table | None, _Table | None]] = {}
+        self._tables: dict[torch.device, tuple[_Table | None, _Table | None, _Table | None, bool]] = {}
 
     def fetch(self, x: Tensor, value: float) -> Tensor:
         """Return the window of a block, with ``value`` beyond the domain. Neighborwise collective."""
         x = x.contiguous()
         exchange = self._every.take(x)
-        sends, recvs, local = self._tables_of(x.device, exchange)
+        sends, recvs, local, is_full = self._tables_of(x.device, exchange)
         cells = x.view(-1)
         if exchange is not None:
             if sends is not None:
                 _pack(cells, sends, exchange.out)
             exchange.start()
-        window = x.new_zeros(self._out) if value == 0 else x.new_full(self._out, value)
+        window = x.new_empty(self._out) if is_full else x.new_full(self._out, value)
         if self._whole:
             self._place(window).copy_(x)
         out = window.view(-1)
@@ -86,7 +86,7 @@ class AtOnce:
         """Return the cotangent of the block for that of the window: the adjoint of `fetch`. Neighborwise collective."""
         g = g.contiguous()
         exchange = self._every.take(g, adjoint=True)
-        sends, recvs, local = self._tables_of(g.device, exchange)
+        sends, recvs, local, _ = self._tables_of(g.device, exchange)
         cells = g.view(-1)
         if exchange is not None:
             if recvs is not None:
@@ -113,8 +113,11 @@ class AtOnce:
 
     def _tables_of(
         self, device: torch.device, exchange: Exchange | None
-    ) -> tuple[_Table | None, _Table | None, _Table | None]:
-        """Return what is sent (block, message), received (window, message) and copied (block, window), made once."""
+    ) -> tuple[_Table | None, _Table | None, _Table | None, bool]:
+        """Return what is sent (block, message), received (window, message) and copied (block, window), made once.
+
+        And whether nothing of the window lies beyond the domain.
+        """
         found = self._tables.get(device)
         if found is None:
             every, local = self._every, self._every.local[1:] if self._whole else self._every.local
@@ -133,10 +136,12 @@ class AtOnce:
                         (self._numbers(self._out, part, _filled), first + self._numbers(wire, part, _travelled))
                     )
             kept = [(self._numbers(self._in, p, _read), self._numbers(self._out, p, _filled)) for p in local]
+            given = [to.size for _, to in kept] + [to.size for to, _ in recvs]
             found = self._tables[device] = (
                 _table(sends, device, 0 if exchange is None else exchange.out.numel()),
                 _table(recvs, device, 0 if exchange is None or self._repeats else exchange.into.numel()),
                 _table(kept, device),
+                math.prod(self._in) * self._whole + sum(given) == math.prod(self._out),
             )
         return found
 

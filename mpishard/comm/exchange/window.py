@@ -87,7 +87,7 @@ class WindowOp:
 
     def _is_by_number(self, x: Tensor) -> bool:
         """Tell whether messages of all dims travel at once, on the host: alike on every rank, whatever its block."""
-        return self._small and self._transport(x).driver is None
+        return self._small and (x.is_cpu or self._transport(x).driver is None)
 
     def _transport(self, x: Tensor) -> Transport:
         return transport_of(self.mesh.group(self._mesh_dims), x)

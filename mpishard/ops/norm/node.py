@@ -7,7 +7,9 @@ torch's own group_norm keeps: the input, mean and 1/std.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -164,16 +166,27 @@ class Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, mean and biased variance. Collective over ``rows.over``."""
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Rows,
+        mesh: CartMesh,
+        eps: float,
+        found: list[Tensor] | None,
+    ) -> Tensor:
+        """Return y; mean and biased variance in ``found``, if given. Collective over ``rows.over``."""
         x = x if are_columns(x) else x.contiguous()
         mean, var, large = _statistics(x, rows, mesh)
+        if found is not None:
+            found += (mean, var)  # not results: autograd would wrap each of them
+        ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
         ctx.few = not large and _are_few(x, weight, bias, rows)
         if ctx.few:
             ctx.given = mean.to(x.dtype), var.to(x.dtype)
-            y = _standardised(x, *ctx.given, weight, bias, rows, eps)
-        elif rows.is_per_channel and not large and x.numel():
+            ctx.save_for_backward(x, weight, bias)
+            return _standardised(x, *ctx.given, weight, bias, rows, eps)
+        if rows.is_per_channel and not large and x.numel():
             y = _standardised(x, mean, var, weight, bias, rows, eps)
         else:
             rstd = (var + eps).rsqrt()
@@ -187,24 +200,21 @@ class Normalise(Function):
             wide = torch.float32 if x.dtype in HALVES else x.dtype
             y = _scaled(near, scale.to(wide), offset.to(wide))
         ctx.save_for_backward(x, weight, bias, mean, var)
-        ctx.rows, ctx.mesh, ctx.eps, ctx.large = rows, mesh, eps, large
-        ctx.mark_non_differentiable(mean, var)
-        ctx.set_materialize_grads(False)
-        return y, mean, var
+        ctx.large = large
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Sum per statistic over ranks, then one pass over the block. Collective over ``rows.over``."""
-        dy = grads[0]
-        x, weight, bias, mean, var = ctx.saved_tensors
+        (dy,) = grads
+        x, weight, bias, *moments = ctx.saved_tensors
         rows, mesh = ctx.rows, ctx.mesh
-        if dy is None:
-            dy = torch.zeros_like(x)
         if differentiated_again():
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
-            return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None
+            return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None, None
         if ctx.few:
-            return *_backward_of_few(ctx, dy, x, weight, var), None, None, None
+            return *_backward_of_few(ctx, dy, x, weight), None, None, None, None
+        mean, var = moments
         if ctx.large:
             x, mean = _centred(x, mean, rows)
         columns = are_columns(x)
@@ -243,7 +253,7 @@ class Normalise(Function):
             else:
                 scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
                 dx = _combined(dy, x, scale.to(wide), rows.spread(slope), rows.spread(offset))
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _are_few(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
@@ -255,15 +265,17 @@ def _are_few(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) 
 
 
 def _backward_of_few(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, var: Tensor
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the cotangents of a block with few cells, in few calls of torch. Collective over ``rows.over``."""
-    rows, eps, needs, given = ctx.rows, ctx.eps, ctx.needs_input_grad, ctx.given
+    rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
+    mean, var = ctx.given
     dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
     # with given statistics, the gradients of weights are the sums of cotangents, and of those times x-hat
-    dx, dw, db = _torch_backward(dy, x, weight, *given, None, None, False, eps, (True, True, True))
+    dx, dw, db = _torch_backward(dy, x, weight, mean, var, None, None, False, eps, (True, True, True))
     sums = pending = None
     if needs[0]:
+        # as blocks with many cells have them
         sums = torch.stack((db, dw)).double()
         if weight is not None:
             sums.mul_(weight)
@@ -272,18 +284,18 @@ def _backward_of_few(
     if sums is not None:
         rstd = (var + eps).rsqrt_()
         offset, slope = (sums if pending is None else pending.wait()).mul_(rstd).to(x.dtype).unbind()
-        dx.add_(torch.native_batch_norm(x, slope, offset, *given, False, 0.0, eps)[0], alpha=-1 / rows.count)
+        dx.add_(torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)[0], alpha=-1 / rows.count)
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 
 def _with_own_strides(x: Tensor) -> Tensor:
     """Return a contiguous block with the strides of its shape: torch misreads others (docs/upstream.md)."""
-    stride = 1
-    for extent, own in zip(reversed(x.shape), reversed(x.stride())):
-        if own != stride:
-            return x.view(-1).view(x.shape)
-        stride *= extent
-    return x
+    return x if x.stride() == _row_major(x.shape) else x.view(-1).view(x.shape)
+
+
+@lru_cache(maxsize=1024)
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
 
 
 def _over_samples(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -344,15 +356,28 @@ _node = node_of(Normalise)
 
 
 def normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, mesh: CartMesh, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a normalised block, and mean and biased variance in float64. Collective over ``rows.over``."""
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Rows,
+    mesh: CartMesh,
+    eps: float,
+    found: list[Tensor] | None = None,
+) -> Tensor:
+    """Return a normalised block; mean and biased variance, in float64, are added to ``found``, if given.
+
+    Collective over ``rows.over``.
+    """
     if traced.recording is not None:
-        return fusible(x, weight, bias, rows, mesh, eps)
+        y, *moments = fusible(x, weight, bias, rows, mesh, eps)
+        if found is not None:
+            found += moments
+        return y
     if in_transform():
-        mean, var, _ = _statistics(x.detach(), rows, mesh)
-        return recorded(x, weight, bias, rows, mesh, eps), mean, var
-    return _node(x, weight, bias, rows, mesh, eps)  # type: ignore[no-any-return]
+        if found is not None:
+            found += _statistics(x.detach(), rows, mesh)[:2]
+        return recorded(x, weight, bias, rows, mesh, eps)
+    return _node(x, weight, bias, rows, mesh, eps, found)  # type: ignore[no-any-return]
 
 
 class _Fusible(Function):

@@ -113,7 +113,7 @@ def group_norm(
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
     if rows.over:
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
-        y = normalised(x.block, weight, bias, rows, mesh, eps)[0]
+        y = normalised(x.block, weight, bias, rows, mesh, eps)
     else:
         # as many channels as a group of none is given
         y = torch.group_norm(_spread(x.block), rows.groups or 1, filled(weight, 2), filled(bias, 2), eps)
@@ -186,9 +186,12 @@ def batch_norm(
         if rows.count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
-        y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
-        _update(running_mean, mean, momentum, x)
-        _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
+        found: list[Tensor] | None = None if running_mean is None and running_var is None else []
+        y = normalised(x.block, weight, bias, rows, mesh, eps, found)
+        if found is not None:
+            mean, var = found
+            _update(running_mean, mean, momentum, x)
+            _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
         return wrap(y, x.sharding, mesh)
     lo, hi = x.sharding.interval(1, mesh.coords)
     weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
@@ -272,11 +275,14 @@ def instance_norm(
         y = torch.instance_norm(_spread(x.block), weight, bias, None, None, True, 0.0, eps, False)
         return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
-    y, mean, var = normalised(x.block, weight, bias, rows, mesh, eps)
-    if running_mean is not None:
-        _update(running_mean, _over_samples(mean, x, rows), momentum, x)
-    if running_var is not None:
-        _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
+    found: list[Tensor] | None = None if running_mean is None and running_var is None else []
+    y = normalised(x.block, weight, bias, rows, mesh, eps, found)
+    if found is not None:
+        mean, var = found
+        if running_mean is not None:
+            _update(running_mean, _over_samples(mean, x, rows), momentum, x)
+        if running_var is not None:
+            _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
     return wrap(y, x.sharding, mesh)
 
 
@@ -335,7 +341,7 @@ def layer_norm(
     x = _in_autocast(x, lambda t: torch.layer_norm(t, (2,)))
     # rows of one channel: what is normalised comes after the samples
     flat = x.block.reshape(rows.n, 1, math.prod(x.block.shape[dims[0] :]))
-    y = normalised(flat, None, None, rows, mesh, eps)[0].view(x.block.shape)
+    y = normalised(flat, None, None, rows, mesh, eps).view(x.block.shape)
     out = wrap(y, x.sharding, mesh)
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias

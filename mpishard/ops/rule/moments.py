@@ -172,7 +172,7 @@ def _sums(mean: Tensor, m2: Tensor, own: int) -> Tensor:
 def _summed(sums: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance over ranks, by the sums of values and of squares. Collective over the group."""
     centre, squares = blocking.all_reduce(sums, group, in_place=True).mul_(1 / count).unbind()
-    return centre, torch.addcmul(squares, centre, centre, value=-1)
+    return centre, squares.addcmul_(centre, centre, value=-1)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

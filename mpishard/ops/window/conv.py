@@ -80,8 +80,7 @@ def _operands(input: Any, weight: Any, bias: Any, ndim: int) -> tuple[Any, Shard
             x = whole_along(x, (channel,))
     else:
         x = on_mesh(input, mesh)
-    (local,) = _autocast(x.block)
-    if local is not x.block:
+    if autocast_enabled(x.block.device.type) and (local := _autocast(x.block)[0]) is not x.block:
         # before anything is planned: what travels is of this dtype
         x = wrap(local, x.sharding, mesh)
     return mesh, x, plain(weight), plain(bias)
@@ -373,7 +372,8 @@ def _convolved(
     bias: Tensor | None,
 ) -> Tensor:
     """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
-    weight, bias = _autocast(weight, bias)
+    if autocast_enabled(weight.device.type):
+        weight, bias = _autocast(weight, bias)
     if plan.form is None or in_transform() or traced.recording is not None:
         return cropped(windowed(x, weight, bias), plan.crops)
     return cropped(BlockConv.apply(plan.form, windowed, x, weight, bias), plan.crops)
