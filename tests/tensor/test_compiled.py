@@ -101,6 +101,68 @@ def test_a_net_is_one_graph_and_equals_the_whole():
         assert sorted(backward) == ["adjoint of conv2d"] * 2 + ["all_reduce sum"] * 3
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "uneven"),
+    [
+        ("auto", "plain", False),
+        ("auto", "causal", True),
+        ("all_to_all", "causal", False),
+        ("ring", "plain", True),
+        ("ring", "balanced", False),
+        ("ring", "grouped", True),
+        ("ring", "mask", True),
+        ("ring", "half", False),
+    ],
+)
+def test_attention_is_one_graph_and_equals_the_whole(method, kind, uneven):
+    n = 256 * SIZE if kind == "balanced" else 4 * SIZE
+    heads, keys = 2 * SIZE, 2 if kind == "grouped" else 2 * SIZE
+    dtype = torch.bfloat16 if kind == "half" else torch.float64
+    mesh = mesh_of((SIZE,))
+    full = [field(1, h, n, 3).to(dtype).roll(i, 2) for i, h in enumerate((heads, keys, keys))]
+    bias = field(n, n).sub(0.5).to(dtype)
+
+    def f(q, k, v, *masks):
+        causal = kind in ("causal", "balanced")
+        mask = masks[0] if masks else None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kind == "grouped")
+
+    whole = [x.clone().requires_grad_() for x in (*full, *[bias] * (kind == "mask"))]
+    cut = {2: skew(n, SIZE)} if uneven else None
+    given = [shard(x, mesh, (ms.Shard(2),), cut, requires_grad=True) for x in full]
+    if kind == "mask":
+        given.append(bias.clone().requires_grad_())
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    with ms.attention_method(method):
+        for _ in range(2):
+            y = compiled(*given)
+            (y.float() ** 2).sum().backward()
+    z = f(*whole)
+    for _ in range(2):
+        (z.float() ** 2).sum().backward(retain_graph=True)
+    close = {"rtol": 0.05, "atol": 0.05} if kind == "half" else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(gathered(y), z, **close)
+    for ours, theirs in zip(given, whole, strict=True):
+        torch.testing.assert_close(gathered(ours.grad), theirs.grad, **close)
+
+
+def test_a_ring_drops_anew_as_it_does_eagerly():
+    q, k, v = (shard(field(1, 2, 4 * SIZE, 3).roll(i, 2), mesh_of((SIZE,)), (ms.Shard(2),)) for i in range(3))
+    q.requires_grad_()
+
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    found = []
+    for g in (torch.compile(f, backend="aot_eager", fullgraph=True), f):
+        torch.manual_seed(5)
+        for _ in range(2):
+            y = g(q, k, v)
+            found.append((gathered(y), gathered(torch.autograd.grad(y.square().sum(), q)[0])))
+    torch.testing.assert_close(found[:2], found[2:])
+    assert not torch.equal(found[0][0], found[1][0])
+
+
 def test_dropout_draws_anew_as_it_does_eagerly():
     x = shard(field(3 * SIZE, 8), mesh_of((SIZE,)), (ms.Shard(0),))
 

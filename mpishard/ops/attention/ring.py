@@ -254,19 +254,39 @@ class _Sums:
         return self.own
 
 
-def _cotangents(
+def attended(
+    plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of the attention, and the logarithm of each one's sum of weights. Collective."""
+    scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, dropout)
+    softmax, fusable = OnlineSoftmax(scores, v.shape[-1]), scores.fusable(v.shape[-1])
+    of_keys, of_values = plan.operands[1:]
+
+    def attend(block: int, hop: int, k: Tensor, v: Tensor, poke: Callable[[], None]) -> None:
+        if is_needed(plan.rows, plan.columns[block], plan.causal):
+            softmax.add(plan.tiles(block, fusable), of_keys.flat(k), of_values.flat(v), plan.offset(block), poke)
+
+    _Blocks(plan, k, v).round(attend)
+    out, log_sum = softmax.result()
+    return out.to(q.dtype).view(*plan.batch, *out.shape[-2:]), log_sum
+
+
+def cotangents(
     plan: RingPlan,
-    scores: Scores,
+    dropout: Dropout | None,
+    operands: Sequence[Tensor],
     saved: tuple[Tensor, Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    q_shape: Sequence[int],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the cotangents of queries, keys, values and masks; ``saved``: g, out, log_sum. Collective."""
-    g, out, log_sum = saved
-    g = plan.operands[0]._replace(group=1).flat(g)
-    dmasks = [torch.zeros_like(m, dtype=g.dtype) if n else None for m, n in zip(scores.masks, needs[3:])]
+    """Return the cotangents of queries, keys, values and masks, where needed. Collective.
+
+    ``saved``: the cotangent of the result, and what `attended` returned.
+    """
+    q, k, v, *masks = operands
+    g, result, log_sum = saved
+    scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, dropout)
+    out, g = (plan.operands[0]._replace(group=1).flat(x) for x in (result, g))
+    dmasks = [torch.zeros_like(m, dtype=g.dtype) if n else None for m, n in zip(masks, needs[3:])]
     fusable = scores.fusable(v.shape[-1])
     backward = Backward(scores, g, out, log_sum, (g * out).sum(-1, keepdim=True), torch.zeros_like(scores.q), dmasks)
     blocks = _Blocks(plan, k, v, adjoint=True)
@@ -296,8 +316,8 @@ def _cotangents(
     dk = dv = None
     if sums is not None:
         dk, dv = blocks.parts(sums.result(), blocks.shapes(blocks.rank))
-    dq = plan.operands[0].folded(backward.dq.mul_(plan.scale), q_shape)
-    return [dq, dk, dv, *dmasks]
+    dq = plan.operands[0].folded(backward.dq.mul_(plan.scale), q.shape)
+    return [d.to(x.dtype) if n and d is not None else None for d, x, n in zip((dq, dk, dv, *dmasks), operands, needs)]
 
 
 class RingAttention(Function):
@@ -308,17 +328,7 @@ class RingAttention(Function):
         ctx: Any, plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor
     ) -> Tensor:
         """Attend to every block. Collective over the ring."""
-        scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, dropout)
-        softmax, fusable = OnlineSoftmax(scores, v.shape[-1]), scores.fusable(v.shape[-1])
-        of_keys, of_values = plan.operands[1:]
-
-        def attend(block: int, hop: int, k: Tensor, v: Tensor, poke: Callable[[], None]) -> None:
-            if is_needed(plan.rows, plan.columns[block], plan.causal):
-                softmax.add(plan.tiles(block, fusable), of_keys.flat(k), of_values.flat(v), plan.offset(block), poke)
-
-        _Blocks(plan, k, v).round(attend)
-        out, log_sum = softmax.result()
-        result = out.to(q.dtype).view(*plan.batch, *out.shape[-2:])
+        result, log_sum = attended(plan, dropout, q, k, v, masks)
         ctx.plan, ctx.dropout = plan, dropout
         ctx.save_for_backward(q, k, v, result, log_sum, *masks)
         return result
@@ -328,13 +338,10 @@ class RingAttention(Function):
         """Carry the cotangent back. Collective over the ring."""
         q, k, v, result, log_sum, *masks = ctx.saved_tensors
         plan, (g,), needs = ctx.plan, grads, ctx.needs_input_grad[2:]
-        operands = (q, k, v, *masks)
+        operands = q, k, v, *masks
         if differentiated_again():
             return None, None, *again(partial(composed, plan, ctx.dropout), operands, needs, g)
-        scores = Scores(plan.operands[0].flat(q) * plan.scale, masks, plan.batch, ctx.dropout)
-        out = plan.operands[0]._replace(group=1).flat(result)
-        every = _cotangents(plan, scores, (g, out, log_sum), k, v, q.shape, needs)
-        return None, None, *[d.to(t.dtype) if n else None for d, t, n in zip(every, operands, needs)]
+        return None, None, *cotangents(plan, ctx.dropout, operands, (g, result, log_sum), needs)
 
 
 def composed(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:

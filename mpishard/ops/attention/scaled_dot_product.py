@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.window import window_op
+from mpishard.comm import traced
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
@@ -30,7 +31,8 @@ from mpishard.ops.attention.layout import (
 )
 from mpishard.ops.attention.online_softmax import Dropout, Operand
 from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
-from mpishard.ops.rule.autocast import autocast_enabled
+from mpishard.ops.attention.ring_traced import TracedRing
+from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import meeting_blocks
 from mpishard.ops.rule.dim import on_domain, resized
 from mpishard.ops.rule.reduction import HALVES
@@ -184,13 +186,23 @@ def attend(
             batch = range(meeting.out.ndim - 2)
             intervals = tuple(meeting.out.interval(d, mesh.coords) for d in batch)
             scores = (*meeting.out.shape[:-1], layouts[1].shape[-2])
-            dropout = Dropout(dropout_p, draw_seed(mesh), scores, intervals)
+            # a compiled program draws one in each call
+            seed = draw_seed(mesh) if traced.recording is None else 0
+            dropout = Dropout(dropout_p, seed, scores, intervals)
         if plan.balance is not None:
             blocks[:3] = [apply(op, x) for op, x in zip(plan.balance, blocks)]
-        y = ring_attention(plan.ring, dropout, *blocks)
+        y = _round(plan.ring, dropout, *blocks)
         if plan.back is not None:
             y = apply(plan.back, y)
     return moved(wrap(y, meeting.out, mesh), plan.out)
+
+
+def _round(plan: RingPlan, dropout: Dropout | None, *blocks: Tensor) -> Tensor:
+    """Attend by the ring. Collective over it."""
+    if traced.recording is None:
+        return ring_attention(plan, dropout, *blocks)
+    with no_autocast(blocks[0].device.type):
+        return TracedRing.apply(plan, dropout, *blocks)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _cast(x: Any) -> Any:
