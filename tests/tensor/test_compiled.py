@@ -125,7 +125,8 @@ def test_attention_is_one_graph_and_equals_the_whole(method, kind, uneven):
     def f(q, k, v, *masks):
         causal = kind in ("causal", "balanced")
         mask = masks[0] if masks else None
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kind == "grouped")
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kind == "grouped")
+        return y.transpose(1, 2).reshape(1, n, -1)
 
     whole = [x.clone().requires_grad_() for x in (*full, *[bias] * (kind == "mask"))]
     cut = {2: skew(n, SIZE)} if uneven else None

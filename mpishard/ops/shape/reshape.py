@@ -188,7 +188,7 @@ def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
     )
     try:
         torch.empty_strided(before, x.block.stride(), device="meta").view(after)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter in the hands of a compiler
         return True
     return False
 
@@ -205,7 +205,7 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     shape = local_shape(out, x.mesh.coords)
     try:
         local = x.block.view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter in the hands of a compiler
         _joined_up(self, x)
         local = x.block.reshape(shape)
     return viewed(x, local, out, steps=_more_or_less_ones(x.sharding.shape, out.shape))
