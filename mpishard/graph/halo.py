@@ -19,7 +19,7 @@ from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
 from mpishard.tensor.operand import moved, on_mesh
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-_SHARD_IT = "shard it first, e.g. with mpishard.distribute_tensor"
+SHARD_IT = "shard it first, e.g. with mpishard.distribute_tensor"
 
 
 def halo(edge_index: Tensor, nodes: ShardTensor) -> GraphHalo:
@@ -62,26 +62,58 @@ def halo(edge_index: Tensor, nodes: ShardTensor) -> GraphHalo:
     >>> source, target = graph.ends(x)  # features of every edge's ends
     >>> x = update(torch.cat([x, graph.sum(message(torch.cat([source, target], 1)))], 1))
     """
-    require("graph.halo", "nodes", nodes, ShardTensor, _SHARD_IT)
-    require("graph.halo", "edge_index", edge_index, Tensor, "give the numbers of the edges' nodes as a tensor")
-    mesh = nodes.mesh
+    require("graph.halo", "nodes", nodes, ShardTensor, SHARD_IT)
+    return GraphHalo(edge_index, nodes)
+
+
+def ends_of(
+    call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh, error: MpishardError | None = None
+) -> tuple[np.ndarray[Any, Any], Layout, int]:
+    """Return the ends of this rank's edges, how all lie on the mesh, and a number that no other call has.
+
+    Collective: wrong edges, and ``error``, rise on every rank. Edges are cut at least over the mesh dims that cut the
+    nodes.
+    """
+    every = mesh.group(tuple(range(mesh.ndim))).comm
+    try:
+        edges = _checked(call, edge_index, nodes, mesh)
+    except MpishardError as e:
+        guard.agree(every, error or e)
+        raise
+    held = _edges_layout(edges.sharding, nodes.shard_dims.get(0, ()))
+    ends = moved(edges, held).block.cpu().numpy().astype(np.int64)
+    error = error or _out_of_range(call, ends, nodes.shape[0], held.interval(1, mesh.coords)[0])
+    number, _ = mesh.agree(every, error, f"{call} of {held} and nodes in {nodes}")
+    return ends, held, number
+
+
+def _checked(call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh) -> ShardTensor:
+    """Return edges on the mesh, if they can be some. Not collective."""
+    require(call, "edge_index", edge_index, Tensor, "give the numbers of the edges' nodes as a tensor")
     if isinstance(edge_index, ShardTensor) and edge_index.mesh is not mesh:
         raise two_meshes(mesh, edge_index.mesh)
     if edge_index.dtype not in (torch.int64, torch.int32):
         raise UnsupportedDtypeError(
-            "graph.halo: numbers of nodes are integers",
+            f"{call}: numbers of nodes are integers",
             expected="torch.int64 or torch.int32",
             got=edge_index.dtype,
             fix="edge_index.long()",
         )
-    if edge_index.ndim != 2 or edge_index.shape[0] != 2 or not nodes.ndim:
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2 or not nodes.shape:
         raise LayoutError(
-            "graph.halo: edges of another shape",
-            expected="edge_index of shape (2, edges), and nodes with at least one dim",
-            got=f"edge_index of shape {tuple(edge_index.shape)}, nodes of shape {tuple(nodes.shape)}",
+            f"{call}: edges of another shape",
+            expected="edges of shape (2, edges), sources and targets, and a row for each node",
+            got=f"edges of shape {tuple(edge_index.shape)}, {nodes.shape or 'no'} rows",
             fix="transpose edges of shape (edges, 2): edge_index.T",
         )
-    return GraphHalo(on_mesh(edge_index, mesh), nodes.sharding, mesh)
+    return on_mesh(edge_index, mesh)
+
+
+def rows_layout(held: Layout) -> Layout:
+    """Return the layout of one number for each row of a tensor. Not collective."""
+    over = held.shard_dims.get(0, ())
+    placements = [Shard(0) if m in over else Replicate() for m in range(len(held.mesh_shape))]
+    return layout_of(held.mesh_shape, placements, held.shape[:1], held.sizes[:1])
 
 
 def _edges_layout(edges: Layout, over: tuple[int, ...]) -> Layout:
@@ -98,8 +130,8 @@ class GraphHalo:
 
     Parameters
     ----------
-    edge_index, nodes, mesh
-        The edges, the layout of the nodes, their mesh.
+    edge_index, nodes
+        As of `halo`.
 
     Attributes
     ----------
@@ -113,21 +145,11 @@ class GraphHalo:
         Of a tensor with one number per edge: how edges lie on the mesh.
     """
 
-    def __init__(self, edge_index: ShardTensor, nodes: Layout, mesh: CartMesh) -> None:
-        n = nodes.shape[0]
-        self._mesh, self._over = mesh, nodes.shard_dims.get(0, ())
-        held = _edges_layout(edge_index.sharding, self._over)
-        ends = moved(edge_index, held).block.cpu().numpy().astype(np.int64)
-        every = mesh.group(tuple(range(mesh.ndim))).comm
-        call = f"graph.halo of {held} on {n} nodes, cut {nodes.sizes[0]} over mesh dims {self._over}"
-        number, _ = mesh.agree(every, _out_of_range(ends, n, held.interval(1, mesh.coords)[0]), call)
-
-        self._nodes = layout_of(
-            mesh.shape,
-            [Shard(0) if m in self._over else Replicate() for m in range(mesh.ndim)],
-            (n,),
-            (nodes.sizes[0],),
-        )
+    def __init__(self, edge_index: Tensor, nodes: ShardTensor) -> None:
+        self._mesh = mesh = nodes.mesh
+        self._nodes = rows_layout(nodes.sharding)
+        self._over = self._nodes.sharded_mesh_dims
+        ends, held, number = ends_of("graph.halo", edge_index, self._nodes, mesh)
         edge_dims = held.shard_dims.get(1, ())
         self.edges = layout_of(
             mesh.shape,
@@ -282,13 +304,13 @@ def _with_rows(held: Layout, rows: Layout) -> Layout:
     return layout_of(held.mesh_shape, placements, (*rows.shape, *held.shape[1:]), [rows.sizes[0], *held.sizes[1:]])
 
 
-def _out_of_range(ends: np.ndarray[Any, Any], n: int, first: int) -> MpishardError | None:
+def _out_of_range(call: str, ends: np.ndarray[Any, Any], n: int, first: int) -> MpishardError | None:
     bad = np.argwhere((ends < 0) | (ends >= n))
     if not len(bad):
         return None
     row, edge = bad[0]
     return LayoutError(
-        "graph.halo: numbers of nodes out of range",
+        f"{call}: numbers of nodes out of range",
         expected=f"numbers from 0 to {n - 1}" if n else "no edges, as there are no nodes",
         got=f"{ends[row, edge]} as the {('source', 'target')[row]} of edge {first + edge}",
         fix="number the nodes by their rows, from 0",

@@ -266,6 +266,8 @@ def test_calls_that_differ():
     own = shard(field(n, 2), mesh, (ms.Shard(0),))
     with pytest.raises(DesyncError):
         ms.graph.halo(edges[:, : 7 if WORLD.rank == 1 else 8], own)
+    with pytest.raises(LayoutError, match="edges of another shape"):
+        ms.graph.halo(edges.T if WORLD.rank == 1 else edges, own)
     plan = ms.graph.halo(edges, own)
     messages = field(plan.edge_index.shape[1], 2)
     with pytest.raises(LayoutError, match="do not fit this rank's edges"):
