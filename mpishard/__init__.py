@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
         ops,
         physicsnemo,
         planning,
+        points,
         tensor,
         testing,
     )
@@ -100,7 +101,9 @@ _HOMES = {
     "testing": "dot_test",
 }
 _HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset("autograd comm errors graph insitu io layout nn ops physicsnemo planning tensor testing".split())
+_MODULES = frozenset(
+    "autograd comm errors graph insitu io layout nn ops physicsnemo planning points tensor testing".split()
+)
 _importing = _RLock()
 
 
@@ -167,6 +170,7 @@ __all__ = [
     "ones",
     "parameter_memory",
     "plan",
+    "points",
     "process_group",
     "profile",
     "rand",

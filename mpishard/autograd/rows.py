@@ -15,9 +15,31 @@ from torch import Tensor
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.redistribute import cells_step
 from mpishard.comm.collective import blocking
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import Layout, Spans, blocks_of, repeated
 from mpishard.layout.partition import coords_of
+
+
+def told_counts(counts: Tensor, group: Group | None) -> Tensor:
+    """Return what every rank of a group has for this one, of a number for each. Collective over the group."""
+    if group is None:
+        return counts
+    ones = repeated(((1, group.size),))
+    return blocking.all_to_all_flat(counts, ones, ones, group, 8 * group.size)
+
+
+def spans_among(mesh: CartMesh, mesh_dims: tuple[int, ...], counts: Tensor) -> Spans:
+    """Return spans of so many rows for each rank along some mesh dims. Not collective."""
+    extents = [mesh.shape[m] for m in mesh_dims]
+    found, start = [], 0
+    for peer in counts.nonzero().reshape(-1).tolist():
+        coords = list(mesh.coords)
+        for m, c in zip(mesh_dims, coords_of(peer, extents)):
+            coords[m] = c
+        stop = start + int(counts[peer])
+        found.append((mesh.rank_at(coords), (start, stop)))
+        start = stop
+    return tuple(found)
 
 
 class Rows:
@@ -49,26 +71,10 @@ class Rows:
     ) -> None:
         self.count = len(wanted)
         mesh_dims, sizes = layout.shard_dims.get(dim, ()), layout.sizes[dim]
-        extents = [mesh.shape[m] for m in mesh_dims]
         group = mesh.group(mesh_dims) if mesh_dims else None
         owners = np.zeros(self.count, np.int64) if sizes is None else blocks_of(sizes, wanted)
-        size = 1 if group is None else group.size
-        asked = torch.from_numpy(np.bincount(owners, minlength=size))
-        ones = repeated(((1, size),))
-        given = asked if group is None else blocking.all_to_all_flat(asked, ones, ones, group, 8 * size)
-
-        def spans(counts: Tensor) -> Spans:
-            found, start = [], 0
-            for peer in counts.nonzero().reshape(-1).tolist():
-                coords = list(mesh.coords)
-                for m, c in zip(mesh_dims, coords_of(peer, extents)):
-                    coords[m] = c
-                stop = start + int(counts[peer])
-                found.append((mesh.rank_at(coords), (start, stop)))
-                start = stop
-            return tuple(found)
-
-        come, go = spans(asked), spans(given)
+        asked = torch.from_numpy(np.bincount(owners, minlength=1 if group is None else group.size))
+        come, go = (spans_among(mesh, mesh_dims, n) for n in (asked, told_counts(asked, group)))
         numbers = cells_step(mesh, f"{op}, who needs what", 0, come, go, call)(torch.from_numpy(wanted))
         self.give = (numbers - layout.interval(dim, mesh.coords)[0]).to(mesh.device)
         self._dim = dim

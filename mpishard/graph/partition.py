@@ -17,7 +17,7 @@ from mpishard.errors import LayoutError
 from mpishard.graph.halo import SHARD_IT, ends_of, halo, rows_layout
 from mpishard.graph.order import in_order
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
-from mpishard.layout.curve import along_curve, bits_of
+from mpishard.layout.curve import places_of
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -118,11 +118,7 @@ def _along_curve(mesh: CartMesh, rows: Layout, block: np.ndarray[Any, Any]) -> S
     if dims:
         told = blocking.all_reduce(told, mesh.group(dims), "max")
     high, low = told.numpy()[:ndim], -told.numpy()[ndim:]
-    bits = bits_of(ndim)
-    # cells are cubes: a dim that is short is short on the curve too
-    extent = float((high - low).max(initial=0)) or 1.0
-    cells = np.floor((block - low) * ((2**bits - 1) / extent)).clip(0, 2**bits - 1).astype(np.int64)
-    return _sorted(mesh, rows, along_curve(cells, bits))
+    return _sorted(mesh, rows, places_of(block, low, high))
 
 
 def _sorted(mesh: CartMesh, rows: Layout, keys: np.ndarray[Any, Any]) -> ShardTensor:

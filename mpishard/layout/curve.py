@@ -58,3 +58,12 @@ def along_curve(cells: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
         for axis in axes:
             places = (places << 1) | ((axis >> bit) & 1)
     return np.asarray(places)
+
+
+def places_of(positions: np.ndarray[Any, Any], low: np.ndarray[Any, Any], high: np.ndarray[Any, Any]) -> Any:
+    """Return the places on the curve of points between two corners, int64. Its cells are cubes."""
+    bits = bits_of(positions.shape[1])
+    # a dim that is short is short on the curve too
+    extent = float((high - low).max(initial=0)) or 1.0
+    cells = np.floor((positions - low) * ((2**bits - 1) / extent)).clip(0, 2**bits - 1).astype(np.int64)
+    return along_curve(cells, bits)

@@ -51,7 +51,7 @@ def cuts(n: int, m: int, seed: int = 0) -> Iterator[tuple[ms.CartMesh, Any, Any,
                 ((ms.Shard(0), replicated), (replicated, ms.Shard(1))),
                 ((replicated, replicated), (ms.Shard(1), replicated)),
             ]
-        for nodes, edges in pairs:
+        for nodes, edges in pairs[: 2 if not rest else 1] + (draw.sample(pairs[1:], 3) if rest else []):
             yield mesh, nodes, None, edges, None
             sizes = []
             for k, (placements, extent, dim) in enumerate(((nodes, n, 0), (edges, m, 1))):
