@@ -135,14 +135,13 @@ def _near(m: Met, k: int | None, radius: float) -> tuple[Tensor, Tensor]:
     bound = radius if k is None else _bound(block, queries, boxes, held, group.rank, k)
     bound = generous(bound, block.dtype, block.shape[1])
     told = torch.tensor([bound], dtype=torch.float64)
-    bounds = blocking.all_gather(told, group, 0, repeated(((1, group.size),))).tolist()
+    bounds = blocking.all_gather(told, group, 0, repeated(((1, group.size),))).to(block.device)
     # a box of nothing is infinitely far from everything
-    reached = gaps(boxes[group.rank, 0], boxes[group.rank, 1], boxes[:, 2], boxes[:, 3]).tolist()
-    counts, rows = torch.zeros(group.size, dtype=torch.int64), [own[:0]]
-    wide = block.double()
-    for peer, gap in enumerate(reached):
-        if peer == group.rank or gap > bounds[peer] or gap == float("inf"):
-            continue
+    gap = gaps(boxes[group.rank, 0], boxes[group.rank, 1], boxes[:, 2], boxes[:, 3])
+    meet = (gap <= bounds) & (gap < float("inf"))
+    meet[group.rank] = False
+    counts, rows, wide = torch.zeros(group.size, dtype=torch.int64), [own[:0]], block.double()
+    for peer in meet.nonzero().reshape(-1).tolist():
         wanted = (gaps(boxes[peer, 2], boxes[peer, 3], wide, wide) <= bounds[peer]).nonzero().reshape(-1)
         counts[peer] = len(wanted)
         rows.append(wanted)
