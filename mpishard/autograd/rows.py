@@ -89,6 +89,13 @@ class Rows:
         """
         return apply(self._travel, block.index_select(self._dim, self.give))
 
+    def back(self, rows: Tensor) -> Tensor:
+        """Return what other ranks have for the rows that this rank gives, one after the other as in ``give``.
+
+        Collective over the ranks that share rows. ``rows`` lie as those that `fetch` returns.
+        """
+        return apply(self._travel.adjoint, rows)
+
     def add(self, rows: Tensor, block: Tensor) -> Tensor:
         """Return ``block`` with the ranks' ``rows``, which lie as those that `fetch` returns, added to their owners'.
 
@@ -98,4 +105,4 @@ class Rows:
         -----
         Adjoint: `fetch`, and the identity.
         """
-        return block.index_add(self._dim, self.give, apply(self._travel.adjoint, rows))
+        return block.index_add(self._dim, self.give, self.back(rows))

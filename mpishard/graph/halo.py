@@ -10,9 +10,11 @@ from torch import Tensor
 
 from mpishard.autograd.argument import require
 from mpishard.autograd.bucket import use
+from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.rows import Rows
 from mpishard.comm import guard
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
@@ -168,6 +170,7 @@ class GraphHalo:
         self._home = Rows(mesh, self._nodes, 0, targets, "graph.halo sum", ("graph.halo sum", number))
         self.ghosts = torch.from_numpy(ghosts).to(mesh.device)
         self.edge_index = torch.from_numpy(_local(ends, lo, hi, ghosts)).to(mesh.device)
+        self._without: Tensor | None = None
         self._at = torch.from_numpy(_local(ends[1], lo, hi, targets)).to(mesh.device)
 
     def __repr__(self) -> str:
@@ -243,6 +246,51 @@ class GraphHalo:
         layout = _with_rows(x.sharding, self._nodes)
         return wrap(sum_partial(found, mesh, self._used), layout, mesh)
 
+    def max(self, messages: Tensor) -> ShardTensor:
+        """Return for every node the largest of the messages of edges whose target it is, zero where there is none.
+
+        Collective over the mesh. Parameters and errors as of `sum`; `UnsupportedDtypeError` of complex numbers.
+
+        Notes
+        -----
+        Adjoint: the cotangent of a node comes to the messages that are the largest, in equal shares. With it and `sum`
+        a softmax over the edges of each target is ``e = (m - graph.ends(graph.max(m))[1]).exp()`` and then
+        ``e / graph.ends(graph.sum(e))[1]``.
+        """
+        if not isinstance(messages, ShardTensor):
+            messages = self._local_messages(messages)
+        x = self._placed("messages", messages, self.edges)
+        if x.dtype == torch.bool or x.is_complex():
+            raise UnsupportedDtypeError(
+                "graph.halo: messages without an order",
+                expected="real numbers",
+                got=x.dtype,
+                fix="take the largest of what can be compared: messages.abs(), messages.long()",
+            )
+        rows, mesh = x.block.detach(), self._mesh
+        least = -float("inf") if rows.is_floating_point() else torch.iinfo(rows.dtype).min
+        most = rows.new_full((self.own + self._home.count, *rows.shape[1:]), least)
+        most = _raised(most, self._at, rows)
+        most = _raised(most[: self.own], self._home.give, self._home.back(most[self.own :]))
+        if self._used:
+            most = blocking.all_reduce(most, mesh.group(self._used), "max")
+        layout = _with_rows(x.sharding, self._nodes)
+        if self._without is None:
+            ones = torch.ones(self.edge_index.shape[1], dtype=torch.int64, device=rows.device)
+            self._without = self.sum(wrap(ones, self.edges, mesh)).block == 0
+        most[self._without] = 0
+        if not differentiated(x.block):
+            return wrap(most, layout, mesh)
+        largest = (rows == self._at_targets(most)).to(rows.dtype)
+        equals = self.sum(wrap(largest, x.sharding, mesh))
+        share = self.sum(x * wrap(largest / self._at_targets(equals.block), x.sharding, mesh)).block
+        # its values, and the gradient of the mean of the largest
+        return wrap(most + (share - share.detach()), layout, mesh)
+
+    def _at_targets(self, own: Tensor) -> Tensor:
+        """Return this rank's rows at the targets of its edges. Collective over the ranks that share rows."""
+        return torch.cat([own, self._home.fetch(own)]).index_select(0, self._at)
+
     def _all_rows(self, x: ShardTensor) -> Tensor:
         block = use(x.block, self._mesh, self._used)
         return torch.cat([block, self._rows.fetch(block)])
@@ -293,6 +341,11 @@ class GraphHalo:
             mesh.shape, self.edges.placements, (*self.edges.shape, *rest), [self.edges.sizes[0], *[None] * len(rest)]
         )
         return wrap(messages, layout, mesh)
+
+
+def _raised(x: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+    """Return ``x`` with its rows ``at`` raised to ``rows``."""
+    return x.scatter_reduce(0, at.view(-1, *(1,) * (rows.ndim - 1)).expand(rows.shape), rows, "amax")
 
 
 def _with_rows(held: Layout, rows: Layout) -> Layout:

@@ -94,6 +94,47 @@ def test_rows_and_local_numbers(name):
         assert torch.equal(summed.full_tensor(), torch.bincount(edges[1], minlength=n))
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_largest_message(name):
+    n, edges = graph(name)
+    # whole numbers: many are equal, and all may be below zero
+    messages = (field(edges.shape[1], 2) * 2).round() - 3
+    whole = messages.clone().requires_grad_()
+    at_targets = [whole[edges[1] == i] for i in range(n)]
+    rows = [at.amax(0) if len(at) else whole.new_zeros(2) for at in at_targets]
+    expected = torch.stack(rows) if rows else whole.new_zeros(0, 2)
+    weight = field(n, 2, seed=4)
+    (wanted,) = torch.autograd.grad((expected * weight).sum() + 0 * whole.sum(), whole)
+    for mesh, nodes, node_sizes, on, edge_sizes in cuts(n, edges.shape[1]):
+        by_edge = [ms.Shard(0) if p == ms.Shard(1) else p for p in on]
+        own = shard(messages, mesh, by_edge, edge_sizes and {0: edge_sizes[1]}, True)
+        plan = ms.graph.halo(shard(edges, mesh, on, edge_sizes), shard(weight, mesh, nodes, node_sizes))
+        got = plan.max(own)
+        assert torch.equal(got.detach().full_tensor(), expected.detach())
+        assert torch.equal(plan.max(own.detach().long()).full_tensor(), expected.detach().long())
+        (g,) = torch.autograd.grad((got * weight).sum(), own)
+        torch.testing.assert_close(g.full_tensor(), wanted)
+
+
+def test_softmax_over_edges():
+    n, edges = graph("at random, with loops and edges that come twice")
+    mesh = mesh_of((WORLD.size,))
+    scores = field(edges.shape[1], 2) * 5
+    whole, own = scores.clone().requires_grad_(), shard(scores, mesh, (ms.Shard(0),), None, True)
+    plan = ms.graph.halo(edges, shard(field(n, 2), mesh, (ms.Shard(0),)))
+    e = (own - plan.ends(plan.max(own))[1]).exp()
+    got = e / plan.ends(plan.sum(e))[1]
+    expected = torch.zeros_like(whole)
+    for i in range(n):
+        at = (edges[1] == i).nonzero().reshape(-1)
+        expected = expected.index_copy(0, at, whole[at].softmax(0))
+    torch.testing.assert_close(got.detach().full_tensor(), expected.detach())
+    weight = field(*scores.shape, seed=5)
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), whole)
+    (g,) = torch.autograd.grad((got * weight).sum(), own)
+    torch.testing.assert_close(g.full_tensor(), wanted)
+
+
 def test_columns_on_another_mesh_dim():
     if WORLD.size < 2:
         mesh = mesh_of((1, 1))
@@ -256,6 +297,8 @@ def test_two_meshes():
         plan(shard(field(n + 1, 2), mesh, (ms.Shard(0),)))
     with pytest.raises(LayoutError, match="messages do not fit the plan"):
         plan.sum(shard(field(n + 1, 2), mesh, (ms.Shard(0),)))
+    with pytest.raises(UnsupportedDtypeError, match="messages without an order"):
+        plan.max(shard(field(n, 2) * 1j, mesh, (ms.Shard(0),)))
     other.free()
 
 
