@@ -161,6 +161,25 @@ def test_from_positions_to_sums():
     assert ghosts <= 4 * side
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_no_rank_has_all():
+    """A rank sends its own rows' keys, samples of them, and its part of the order: numbers of rows it has not."""
+    n = 4000
+    mesh = mesh_of((WORLD.size,))
+    own = shard(points(n, 3), mesh, (ms.Shard(0),))
+    with ms.comm_counter() as count:
+        order = ms.graph.partition(own)
+        _ = own[order]
+    rows = n // WORLD.size + 1
+    sent = {op: c.nbytes for op, c in count.by_op.items()}
+    # a key and a number each; some 16 samples of both, and how many rows there are
+    assert sent["all_to_all"] <= 16 * rows + 16 * WORLD.size
+    assert sent["all_gather"] <= 16 * 17 + 8
+    # rows that are asked for, and rows that are given: three coordinates
+    assert sent["index, who needs what"] <= 8 * 2 * rows
+    assert sent["index"] <= 24 * 2 * rows
+
+
 MISTAKES = {
     "nothing": (lambda x, e: ms.graph.partition(), "it takes positions, or edges and nodes"),
     "both": (lambda x, e: ms.graph.partition(x, edge_index=e, nodes=x), "it takes positions, or edges and nodes"),
