@@ -33,7 +33,7 @@ SAMPLE ?= 12
 TESTS ?= tests
 PYTEST_ARGS ?=
 # What is run with the oldest and the newest dependencies.
-VERSION_TESTS ?= $(addprefix tests/,autograd comm insitu io layout models nn ops planning profiling tensor testing)
+VERSION_TESTS ?= $(addprefix tests/,autograd comm graph insitu io layout models nn ops planning points profiling tensor testing)
 VERSION_RANKS ?= 1 2
 # What is drawn: how many of each kind, from which seed, at which numbers of ranks, on which stack.
 CASES ?= 300

@@ -10,7 +10,22 @@ from mpishard.comm.exit import install as _install
 _install()
 
 if _TYPE_CHECKING:
-    from mpishard import autograd, comm, errors, insitu, io, layout, nn, ops, physicsnemo, planning, tensor, testing
+    from mpishard import (
+        autograd,
+        comm,
+        errors,
+        graph,
+        insitu,
+        io,
+        layout,
+        nn,
+        ops,
+        physicsnemo,
+        planning,
+        points,
+        tensor,
+        testing,
+    )
     from mpishard.autograd.collective import (
         all_gather,
         all_reduce,
@@ -86,7 +101,9 @@ _HOMES = {
     "testing": "dot_test",
 }
 _HOME_OF = {name: f"mpishard.{home}" for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset("autograd comm errors insitu io layout nn ops physicsnemo planning tensor testing".split())
+_MODULES = frozenset(
+    "autograd comm errors graph insitu io layout nn ops physicsnemo planning points tensor testing".split()
+)
 _importing = _RLock()
 
 
@@ -143,6 +160,7 @@ __all__ = [
     "einsum",
     "empty",
     "full",
+    "graph",
     "halo_exchange",
     "implements",
     "init_device_mesh",
@@ -152,6 +170,7 @@ __all__ = [
     "ones",
     "parameter_memory",
     "plan",
+    "points",
     "process_group",
     "profile",
     "rand",

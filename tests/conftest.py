@@ -47,8 +47,8 @@ AT_SIX = ("autograd", "ops")
 GPU, REHEARSAL_SIZE = "gpu", 2
 # What another MPI or HDF5 library may change: everything that sends, waits, reads or writes, and the models.
 STACK = (
-    *("autograd", "cluster", "comm", "coupling", "failure", "insitu", "io", "models", "nn", "testing"),
-    *("test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
+    *("autograd", "cluster", "comm", "coupling", "failure", "graph", "insitu", "io", "models", "nn", "points"),
+    *("testing", "test_conv", "test_conv_overlap", "test_reduction", "test_traffic"),
 )
 # Where every test runs; other sizes may take a sample. On another stack, each runs at one of these, which is drawn.
 FULL_SIZES, STACK_SIZES = {2}, {2, 4}

@@ -1,7 +1,8 @@
 """Tensors as indices: points picked from, and written to, whole and sharded dims.
 
 A plain index is the same on every rank, so each knows who owns which point. Points of sharded dims travel to a
-balanced cut of the index's first dim, in one exchange; writes stay on the owners.
+balanced cut of the index's first dim, in one exchange; writes stay on the owners. Of an index that is sharded over the
+same mesh dims ranks ask the owners for the points that their part names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import cells_step
+from mpishard.autograd.rows import Rows
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
@@ -195,12 +197,40 @@ def _pick(x: ShardTensor, points: Points) -> ShardTensor:
             indices = [fitted(i, mesh, own) for i in points.indices]
             local, out = use(x.block, mesh, own.sharded_mesh_dims), _result(layout, points, own)
             return wrap(agreed(lambda: local[_at(x.ndim, points.dims, indices)], mesh, (out,)), out, mesh)
+    asked = _asked(x, points, sharded)
+    if asked is not None:
+        return asked
     # who owns which point, every rank must know
     indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
     if not sharded:
         out = _result(layout, points, replicated_layout(mesh, indices[0].shape))
         return wrap(_whole_dims(layout, mesh, lambda: x.block[_at(x.ndim, points.dims, indices)]), out, mesh)
     return _fetch(x, points, indices)
+
+
+def _asked(x: ShardTensor, points: Points, sharded: list[int]) -> ShardTensor | None:
+    """Pick rows along a sharded dim by an index that is cut over the same mesh dims, and stays so; else None.
+
+    Collective over them: ranks ask the rows' owners, and no rank has the whole index.
+    """
+    layout, mesh, (d, *more) = x.sharding, x.mesh, points.dims
+    index = points.indices[0]
+    if more or sharded != [d] or not isinstance(index, ShardTensor) or index.ndim != 1:
+        return None
+    index = resolved(index)
+    if index.sharding.shard_dims.get(0) != layout.shard_dims[d]:
+        return None
+    n, numbers = layout.shape[d], index.block.cpu().numpy().astype(np.int64)
+
+    def counted() -> np.ndarray[Any, Any]:
+        if numbers.size and not -n <= numbers.min() <= numbers.max() < n:
+            raise IndexError(f"index out of range for dimension {d} with size {n}")
+        return np.where(numbers < 0, numbers + n, numbers)
+
+    wanted, at = np.unique(agreed(counted, mesh, (layout,)), return_inverse=True)
+    rows = Rows(mesh, layout, d, wanted, "index", (layout, d, index.sharding)).fetch(x.block)
+    local = rows.index_select(d, torch.from_numpy(at).to(x.device))
+    return wrap(local, _result(layout, points, index.sharding, layout.shard_dims[d]), mesh)
 
 
 def _whole_dims(layout: Layout, mesh: CartMesh, call: Callable[[], Any]) -> Any:

@@ -169,3 +169,32 @@ def test_out_of_range():
                 wrong()
         with pytest.raises(RuntimeError, match="same number of dimensions"):
             torch.take_along_dim(x, torch.tensor([[1]]), 1)
+
+
+NUMBERS = {"any": torch.tensor([4, 0, -1, 2, 2, 6, 3, -7]), "none": torch.zeros(0, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_index_that_is_sharded_as_the_rows(name, dim):
+    """No rank has the whole index, and the result is cut as it is."""
+    full, numbers = field(7, 5) if dim == 0 else field(5, 7), NUMBERS[name]
+    whole = full.clone().requires_grad_()
+    expected = whole[numbers] if dim == 0 else whole[:, numbers]
+    (wanted,) = torch.autograd.grad(expected.sin().sum(), whole)
+    for mesh, placements, sizes in layouts(full.shape, (dim,)):
+        x = shard(full, mesh, placements, sizes, True)
+        along = [ms.Shard(0) if p == ms.Shard(dim) else p for p in placements]
+        index = shard(numbers, mesh, along)
+        with ms.comm_counter() as count:
+            y = x[index] if dim == 0 else x[:, index]
+        assert "all_gather" not in count.by_op
+        assert torch.equal(gathered(y), expected.detach())
+        assert y.sharding.interval(dim, mesh.coords) == index.sharding.interval(0, mesh.coords)
+        (g,) = torch.autograd.grad(y.sin().sum(), x)
+        assert g.sharding == x.sharding
+        torch.testing.assert_close(g.full_tensor(), wanted)
+        if len(numbers):
+            far = index.new_full(index.shape, 7 if dim == 0 else -8)
+            with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+                _ = x[far] if dim == 0 else x[:, far]
