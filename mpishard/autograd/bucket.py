@@ -24,6 +24,9 @@ from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import Layout
 
 BUCKET_NBYTES = 4 << 20
+# from which a message of its own takes less time than a copy into a bucket and one out of it; two ranks of a host win
+# half of the time from 64 KB, many that a network joins have more latency
+ALONE_NBYTES = 128 << 10
 
 _Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
@@ -97,16 +100,29 @@ class _Buckets:
             self._start(key)
 
     def _start(self, key: _Key) -> None:
-        flat, group, params = self._close(key)
-        self._travelling.append((iall_reduce(flat, group), params))
+        bucket, group = self._close(key)
+        self._travelling.append((iall_reduce(_flat(bucket), group), [p for p, _ in bucket]))
 
-    def _close(self, key: _Key) -> tuple[Tensor, Group, list[Tensor]]:
+    def _close(self, key: _Key) -> tuple[list[tuple[Tensor, Tensor]], Group]:
         self.run_deferred()
         mesh, mesh_dims, _ = key
-        bucket = self._open.pop(key)
         del self._nbytes[key]
-        parts = [g if g.ndim == 1 else g.reshape(-1) for _, g in bucket]
-        return torch.cat(parts), mesh.group(mesh_dims), [p for p, _ in bucket]
+        return self._open.pop(key), mesh.group(mesh_dims)
+
+    def _sum(self, key: _Key) -> None:
+        """Sum a bucket at once, of large gradients one after the other: they need not be copied."""
+        bucket, group = self._close(key)
+        small = []
+        # what is summed is freed, and its memory gets the next sum
+        bucket.reverse()
+        while bucket:
+            param, g = bucket.pop()
+            if g.is_cpu and g.nbytes >= ALONE_NBYTES:
+                _add(param, all_reduce(g, group))
+            else:
+                small.append((param, g))
+        if small:
+            _accumulate(all_reduce(_flat(small), group, in_place=True), [p for p, _ in small])
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
@@ -123,13 +139,23 @@ class _Buckets:
                 self._start(key)
                 continue
             # nothing is left to do meanwhile, and MPI is faster when it need not return
-            flat, group, params = self._close(key)
-            _accumulate(all_reduce(flat, group, in_place=True), params)
+            self._sum(key)
         for pending, params in self._travelling:
             # those after it travel on
             _accumulate(pending.wait(), params)
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
+
+
+def _flat(bucket: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.cat([g if g.ndim == 1 else g.reshape(-1) for _, g in bucket])
+
+
+def _add(param: Tensor, total: Tensor) -> None:
+    if param.grad is None:
+        param.grad = total.view(param.shape)
+    else:
+        param.grad.add_(total.view(param.shape))
 
 
 def _accumulate(flat: Tensor, params: list[Tensor]) -> None:

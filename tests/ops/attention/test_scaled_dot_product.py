@@ -360,8 +360,8 @@ def test_few_keys_are_gathered_by_one_message():
         y, forward = counted(lambda: sdpa(q, k, v))
         _, backward = counted(lambda: y.backward(y.detach()))
     assert {op: (c.messages, c.nbytes) for op, c in forward.by_op.items()} == {"all_gather": (1, block)}
-    # the cotangents of all keys and values
-    assert {op: (c.messages, c.nbytes) for op, c in backward.by_op.items()} == {"reduce_scatter": (1, P * block)}
+    # the cotangents of all keys, and of all values
+    assert {op: (c.messages, c.nbytes) for op, c in backward.by_op.items()} == {"reduce_scatter": (2, P * block)}
 
 
 @pytest.mark.ranks(2, 3, 4)
