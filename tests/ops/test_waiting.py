@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.autograd import bucket
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking, nonblocking
 from mpishard.comm.transport.host import Host
@@ -74,7 +75,9 @@ def test_unet_waits_for_few_reductions(events, monkeypatch):
     events.clear()
     step()
     norms = 14
-    assert events.count("blocking") <= norms + 2
+    # large gradients one after the other at the end, uncopied; all others together
+    alone = sum(p.nbytes >= bucket.ALONE_NBYTES for p in model.parameters())
+    assert events.count("blocking") <= norms + 2 + alone
     assert events.count("start") == norms + 4  # of the norms backward, and of the loss
 
 

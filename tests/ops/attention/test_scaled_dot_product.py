@@ -375,6 +375,23 @@ def test_keys_beyond_a_bound_are_not_gathered(monkeypatch):
         assert list(count.by_op) == [used]
 
 
+@pytest.mark.ranks(2)
+def test_of_as_many_bytes_heads_move_but_few_keys_are_gathered(monkeypatch):
+    full = operands(4 * P, 4 * P, heads=P, features=5)
+    nbytes = 2 * full[1].numel() * 8
+    for bound, causal, used in (
+        (nbytes, False, "all_gather"),
+        (nbytes, True, "redistribute"),
+        (nbytes - 1, False, "redistribute"),
+        (nbytes - 1, True, "redistribute"),
+    ):
+        monkeypatch.setattr(scaled_dot_product, "FEW_NBYTES", bound)
+        x = [shard(t, mesh_of((P,)), (SEQUENCE,)) for t in full]
+        y, count = counted(lambda x=x, bound=bound, causal=causal: sdpa(*x, is_causal=causal, scale=1 / bound))
+        assert list(count.by_op) == [used]
+        torch.testing.assert_close(gathered(y), sdpa(*full, is_causal=causal, scale=1 / bound))
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_causal_blocks_stop_where_nobody_sees_them():
     q, k, v = (shard(x, mesh_of((P,)), (SEQUENCE,), requires_grad=True) for x in operands(4 * P, 4 * P))
