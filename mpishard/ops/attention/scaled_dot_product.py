@@ -42,6 +42,7 @@ from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import draw_seed
 
 METHODS = ("auto", "ring", "all_to_all", "gather")
+FEW_NBYTES = 1 << 20  # of keys and values of all ranks, where two ranks gather as fast as they move heads
 BALANCED = 256  # cells of a sequence per rank from which it pays to balance causal work
 
 _method: ContextVar[str] = ContextVar("attention_method", default="auto")
@@ -62,8 +63,9 @@ def attention_method(method: str) -> Iterator[None]:
         where that does not take the operands (masks, causal or not, dropout, half types).
         ``"auto"``: where every rank has the queries, and they are few, each attends to its own keys, and the
         softmax and its sums are reduced over the ranks; else all-to-all where the heads divide evenly, no mask
-        has a row per query, nothing is dropped and fewer bytes travel; else gathered where keys and values
-        of all ranks have at most 16 MB altogether, which every rank then keeps until backward; else the ring.
+        has a row per query, nothing is dropped and no more bytes travel, but for as many and at most 1 MB of keys
+        and values; else gathered where keys and values of all ranks have at most 16 MB altogether, which every rank
+        then keeps until backward; else the ring.
 
     Raises
     ------
@@ -329,7 +331,9 @@ def _plan(
     out = meeting.out
     if meeting.keys:
         return AttentionPlan(meeting, out, None)
-    if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method):
+    plain = not (dropped or is_causal or len(layouts) > 3)
+    unfit = why_not_gathered([o.shape for o in meeting.operands[:3]], dtype, mesh.device, plain=plain)
+    if meeting.ring and _by_heads(mesh, meeting, groups, dropped, method, None if unfit else dtype.itemsize):
         meeting = plan_attention(layouts, shape, groups, by_heads=True)
     q, k, v = meeting.operands[:3]
     row, column = q.ndim - 2, k.ndim - 2
@@ -366,9 +370,7 @@ def _plan(
         mesh.label,
     )
     reason = "by the ring as asked" if method == "ring" or not meeting.ring else ""
-    if not reason:
-        plain = not (dropped or is_causal or len(layouts) > 3)
-        reason = why_not_gathered([o.shape for o in (q, k, v)], dtype, mesh.device, plain=plain)
+    reason = reason or unfit
     if not reason and method != "gather" and 2 * math.prod(k.shape) * dtype.itemsize > GATHERED_NBYTES:
         reason = "many keys: they travel while others are used"
     return AttentionPlan(meeting, out, ring, reason, balance, back)
@@ -398,8 +400,10 @@ def _reach(
     return reach_of(rows, columns, is_causal, position)
 
 
-def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped: bool, method: str) -> bool:
-    """Whether to shard heads instead of sequences."""
+def _by_heads(
+    mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped: bool, method: str, gathered: int | None
+) -> bool:
+    """Whether to shard heads instead of sequences; ``gathered``: bytes of a cell where keys could be gathered."""
     q, k, v, *masks = meeting.operands
     size = math.prod(mesh.shape[m] for m in meeting.ring)
     has_heads = q.ndim > 2 and all(
@@ -413,4 +417,8 @@ def _by_heads(mesh: CartMesh, meeting: Meeting, groups: tuple[int, int], dropped
     even = all(o.shape[-3] % parts == 0 for o in (k, v))
     per_row = any(o.shape[-2] > 1 for o in masks)
     cells = [math.prod(o.shape) for o in (q, k, v, meeting.out)]
-    return even and not per_row and not dropped and sum(cells) < size * (cells[1] + cells[2])
+    heads, sequences = sum(cells), size * (cells[1] + cells[2])
+    # few are sooner gathered: one message instead of four
+    few = gathered is not None and (cells[1] + cells[2]) * gathered <= FEW_NBYTES
+    fewer = heads < sequences or (heads == sequences > 0 and not few)
+    return even and not per_row and not dropped and fewer

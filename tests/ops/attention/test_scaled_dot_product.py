@@ -360,8 +360,8 @@ def test_few_keys_are_gathered_by_one_message():
         y, forward = counted(lambda: sdpa(q, k, v))
         _, backward = counted(lambda: y.backward(y.detach()))
     assert {op: (c.messages, c.nbytes) for op, c in forward.by_op.items()} == {"all_gather": (1, block)}
-    # the cotangents of all keys and values
-    assert {op: (c.messages, c.nbytes) for op, c in backward.by_op.items()} == {"reduce_scatter": (1, P * block)}
+    # the cotangents of all keys, and of all values
+    assert {op: (c.messages, c.nbytes) for op, c in backward.by_op.items()} == {"reduce_scatter": (2, P * block)}
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -373,6 +373,23 @@ def test_keys_beyond_a_bound_are_not_gathered(monkeypatch):
         x = [shard(t, mesh_of((P,)), (SEQUENCE,)) for t in operands(4 * P, 6 * P, heads=1, features=5)]
         _, count = counted(lambda x=x, bound=bound: sdpa(*x, scale=1 / bound))
         assert list(count.by_op) == [used]
+
+
+@pytest.mark.ranks(2)
+def test_of_as_many_bytes_heads_move_but_few_keys_are_gathered(monkeypatch):
+    full = operands(4 * P, 4 * P, heads=P, features=5)
+    nbytes = 2 * full[1].numel() * 8
+    for bound, causal, used in (
+        (nbytes, False, "all_gather"),
+        (nbytes, True, "redistribute"),
+        (nbytes - 1, False, "redistribute"),
+        (nbytes - 1, True, "redistribute"),
+    ):
+        monkeypatch.setattr(scaled_dot_product, "FEW_NBYTES", bound)
+        x = [shard(t, mesh_of((P,)), (SEQUENCE,)) for t in full]
+        y, count = counted(lambda x=x, bound=bound, causal=causal: sdpa(*x, is_causal=causal, scale=1 / bound))
+        assert list(count.by_op) == [used]
+        torch.testing.assert_close(gathered(y), sdpa(*full, is_causal=causal, scale=1 / bound))
 
 
 @pytest.mark.ranks(2, 3, 4)
