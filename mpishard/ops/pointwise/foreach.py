@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def foreach_norm(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> l
     for (mesh, over), which in kinds.items():
         if over:
             own = torch.stack([out[i].double() for i in which])
-            totals = combined(own, mesh, over, lambda parts: torch.linalg.vector_norm(parts, ord, 0))
+            totals = combined(own, mesh, over, partial(_norm_of_norms, ord=float(ord)))
             for i, total in zip(which, totals):
                 out[i] = total.to(out[i].dtype)
     for i, t in enumerate(tensors):
@@ -50,11 +51,25 @@ def _local_norm(t: Tensor, ord: float, dtype: Any) -> Tensor:
     return torch.linalg.vector_norm(t, ord, dtype=dtype)
 
 
+def _norm_of_norms(parts: Tensor, ord: float) -> Tensor:
+    # that of order 0 counts
+    return parts.sum(0) if ord == 0 else torch.linalg.vector_norm(parts, ord, 0)
+
+
 def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``addcmul`` or ``addcdiv`` with its factor by position, as the functions of lists have it."""
 
     def one(t: Any, first: Any, second: Any, value: Any = 1) -> Any:
         return single(t, first, second, value=value.item() if isinstance(value, Tensor) else value)
+
+    return one
+
+
+def _with_number(single: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``maximum`` or ``minimum`` that also takes numbers, as the functions of lists do."""
+
+    def one(t: Any, other: Any) -> Any:
+        return single(t, other if isinstance(other, Tensor) else torch.full((), other, dtype=t.dtype, device=t.device))
 
     return one
 
@@ -92,6 +107,8 @@ for _name in dir(torch):
     _single = _method(_name.removeprefix("_foreach_"))
     if "addc" in _name:
         _single = _with_value(_single)
+    if "imum" in _name:
+        _single = _with_number(_single)
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
         _func = getattr(torch, _name)
         implements(_func, sharded="local")(_one_by_one(_func, _single, _name.endswith("_")))

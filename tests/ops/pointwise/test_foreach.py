@@ -21,6 +21,8 @@ CALLS = {
     "addcmul value": lambda a, b, c: torch._foreach_addcmul(a, b, c, value=2),
     "sqrt": lambda a, b, c: torch._foreach_sqrt(c),
     "maximum_": lambda a, b, c: torch._foreach_maximum_(a, b),
+    "minimum_ number": lambda a, b, c: torch._foreach_minimum_(a, 1.2),
+    "maximum numbers": lambda a, b, c: torch._foreach_maximum(a, [0.1, 0.5, 1.5]),
     "copy_": lambda a, b, c: torch._foreach_copy_(a, b),
     "zero_": lambda a, b, c: torch._foreach_zero_(a),
     "neg": lambda a, b, c: torch._foreach_neg(b),
@@ -39,3 +41,13 @@ def test_lists(name):
     torch.testing.assert_close(gathered(parts[0]), whole[0])
     if expected is not None and name[-1] != "_":
         torch.testing.assert_close(gathered(list(got)), list(expected))
+
+
+@pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, float("inf"), -float("inf"), -1])
+@pytest.mark.parametrize("last", [False, True])
+def test_norms_of_every_order(order, last):
+    n, mesh = 3 * WORLD.size, mesh_of((WORLD.size,))
+    whole = [field(n, 4, 1)[..., 0].clamp(min=0.3) - 0.3, torch.zeros(n, 2).double(), field(n, 1)[..., 0]]
+    sizes = {0: (0,) * (WORLD.size - 1) + (n,)} if last else None
+    got = torch._foreach_norm([shard(x, mesh, ms.Shard(0), sizes) for x in whole], order)
+    torch.testing.assert_close([gathered(x) for x in got], [*torch._foreach_norm(whole, order)])
