@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from mpishard.insitu.simulation import Simulation
 
 
+# of each thread: whether it runs a hook's model
+_models = threading.local()
+
+
 class _Run:
     """One run of a model: its results or its error, whether that rose inside, and when its phases began and ended."""
 
@@ -161,6 +165,13 @@ class Hook:
 
     def _require_idle(self) -> None:
         self._simulation._require_alive()
+        if getattr(_models, "run", False):
+            raise UnsupportedOperationError(
+                "hook: called by the model of a hook",
+                expected="a call in the host's time loop",
+                got="a hook inside another",
+                fix="call that hook's model itself: it runs on the same ranks",
+            )
         if self._flight is not None:
             raise UnsupportedOperationError(
                 "hook: the last start() was not waited for",
@@ -175,6 +186,7 @@ class Hook:
         return turn
 
     def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
+        _models.run = True
         try:
             run.times.append(time.perf_counter())
             with torch.set_grad_enabled(self._grad), self._simulation.agreement.lookout(), guest():
@@ -188,6 +200,8 @@ class Hook:
             run.times.append(time.perf_counter())
         except (Exception, Abandoned) as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
             run.error = e
+        finally:
+            _models.run = False
 
     def _write(self, run: _Run) -> None:
         begin = time.perf_counter()

@@ -51,6 +51,18 @@ def test_inference_equals_torch(host, sim):
     assert all(t > 0 for t in hook.times.values())
 
 
+def test_a_hook_in_a_model_is_refused(host, sim):
+    sim.field("u", host.array())
+    inner = sim.hook(lambda u: None, ["u"])
+    outer = sim.hook(lambda u: inner() if WORLD.rank == SIZE - 1 else u.sum(), ["u"])
+    both = sim.hook(lambda u: inner(), ["u"])
+    for hook in (outer, both):
+        with pytest.raises(ms.UnsupportedOperationError, match="inside another"):
+            hook()
+    assert inner()
+    assert (inner.runs, outer.runs) == (1, 0)
+
+
 def test_every(host, sim):
     sim.field("u", host.array())
     seen = []
