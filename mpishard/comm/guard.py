@@ -308,8 +308,8 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
             _, peers, comm = _live[self]
             try:
                 _wait_watchfully(check, peers, comm)
-            except BaseException:
-                self.__exit__(None, None, None)
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
                 raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

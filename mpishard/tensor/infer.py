@@ -28,7 +28,7 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
         guard.check(group.comm, "from_local", None, None)
     kind = () if error else (local.ndim, _DTYPES.index(local.dtype), local.requires_grad)
     key = ("from_local", kind, None if error else local.shape, given)
-    # a number of the last layout that such a block was part of, and that layout
+    # a number of the last layout that such a block was part of, and of what it was, and that layout
     last: list[Any] = mesh.keep(key, lambda: [0, None])
     if are_alike("from_local", (last[0],), group) and last[0]:
         return last[1]  # type: ignore[no-any-return]
@@ -36,7 +36,7 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     if layout is None:
         guard.agree(group.comm, error, "from_local")
         raise guard.common(LayoutError(_misfit(local, mesh, given, kind, group)), group.comm)
-    last[:] = digest(layout), layout
+    last[:] = digest((kind, layout)), layout
     return layout
 
 

@@ -176,6 +176,19 @@ def test_distribute_of_a_sharded_tensor_honours_its_arguments():
         ms.distribute_tensor(x, ms.init_mesh((-1,)), (ms.Shard(1),))
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_blocks_that_differ_are_told_apart_though_each_kind_came_before():
+    mesh = mesh_of((-1,))
+    float32, float64 = torch.ones(2, 3), torch.ones(2, 3).double()
+    kinds = [float32, float64, float32.clone().requires_grad_(), torch.ones(2, 3, dtype=torch.int32)]
+    for block in kinds:
+        for _ in range(2):
+            ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),))
+    for one, other in ((0, 1), (0, 2), (3, 0)):
+        with pytest.raises(ms.LayoutError, match="does not fit the others"):
+            ms.ShardTensor.from_local(kinds[one if mesh.rank else other], mesh, (ms.Shard(0),))
+
+
 def test_from_local_takes_plain_tensors_only():
     mesh = mesh_of((-1,))
     x = shard(values(), mesh, (ms.Shard(1),))
