@@ -59,11 +59,13 @@ def start_again(slurm: Slurm, task: str, number: str) -> None:
     """Start what is queued again, if nothing is left of its first start: Slurm waits two minutes for that.
 
     ``number`` is that of the job alone, ``task`` also of a task of an array. A step that is not over yet has its
-    sockets, and the next one of its name would fail.
+    sockets, and its process a little longer, and the next one of its name would fail.
     """
     spool = re.search(r"SlurmdSpoolDir *= (\S+)", slurm("scontrol", "show", "config"))
     assert spool is not None
-    if not any(re.search(rf"[._]{number}\.", name) for name in os.listdir(spool[1])):
+    left = any(re.search(rf"[._]{number}\.", name) for name in os.listdir(spool[1]))
+    alive = subprocess.run(["pgrep", "-f", rf"^slurmstepd: \[{number}\."], capture_output=True, check=False).stdout
+    if not left and not alive:
         slurm("scontrol", "update", f"JobId={task}", "StartTime=now")
 
 
