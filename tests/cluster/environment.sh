@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 read -ra pip_args <<<"${PIP_ARGS:-}"
 PATH=$PATH:/usr/sbin:/sbin
 # The packages' own order: mpirun and mpicc must be Debian's, not a wheel's.
-packages=(gcc gfortran libc6-dev libopenmpi-dev openmpi-bin libhdf5-openmpi-dev slurm-wlm munge)
+packages=(gcc gfortran libc6-dev libopenmpi-dev openmpi-bin libhdf5-openmpi-dev slurm-wlm munge procps)
 
 hdf5_dir() {
     if [ -n "${HDF5_DIR-}" ]; then
@@ -23,7 +23,7 @@ hdf5_dir() {
 
 missing() {
     local tool
-    for tool in gcc gfortran mpicc mpirun munged slurmctld slurmd sbatch srun; do
+    for tool in gcc gfortran mpicc mpirun munged slurmctld slurmd sbatch srun pgrep; do
         command -v "$tool" >/dev/null || echo "$tool"
     done
     [ -e "$(hdf5_dir)/lib/libhdf5.so" ] || [ -e "$(hdf5_dir)/libhdf5.so" ] || echo "parallel HDF5 (libhdf5.so in $(hdf5_dir))"
