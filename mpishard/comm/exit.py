@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import socket
+import stat
+import struct
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable
@@ -58,7 +62,7 @@ def install() -> None:
             with contextlib.suppress(BaseException):
                 say(f"[{place()}] uncaught exception: {kind.__name__}, of which no more can be told\n")
         finally:
-            _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
 
@@ -98,15 +102,32 @@ def _first_of_node(kind: type[BaseException], trace: TracebackType | None) -> bo
 _claims: list[socket.socket] = []
 
 
-def _abort(status: int) -> NoReturn:
+def abort(status: int) -> NoReturn:
+    """End the job when the launcher has what was said. Not collective."""
     try:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        # what a launcher has not yet read of a rank that it kills, it may drop
+        # what a launcher has not yet read of a rank that it kills, it drops; and what it has, it must hand on
+        limit = time.monotonic() + GRACE_S
+        while any(map(_unread, (1, 2))) and time.monotonic() < limit:
+            time.sleep(0.01)
         time.sleep(_FORWARDED_S)
     finally:
         end(status)
+
+
+def _unread(file: int) -> bool:
+    """Tell whether a pipe or socket holds what nobody has read. Not collective."""
+    try:
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
+            return False
+        request = termios.FIONREAD if stat.S_ISFIFO(mode) else termios.TIOCOUTQ
+        (nbytes,) = struct.unpack("i", fcntl.ioctl(file, request, bytes(4)))
+    except OSError:
+        return False
+    return bool(nbytes)
 
 
 def end(status: int) -> NoReturn:

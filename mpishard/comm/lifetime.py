@@ -186,4 +186,4 @@ def _compare_ends() -> None:
                 guard.check(ends[place][0], "the end of the program")  # type: ignore[arg-type]
     except DesyncError as e:
         exit.say(f"[{exit.place()}] {e}\n")
-        exit.end(1)
+        exit.abort(1)

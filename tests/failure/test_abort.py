@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
+from select import select
+from socket import socketpair
+
+import pytest
 
 MESH = """
 mesh = ms.init_mesh((-1,), ("x",), periodic=True)
@@ -30,6 +38,19 @@ def test_print_before_the_error_is_not_lost(job):
         2, MESH + "if rank == 1:\n    print('last words', end='')\n    raise ValueError('only here')\nstep()\n"
     )
     outcome.failed_with("ValueError: only here", "last words")
+
+
+@pytest.mark.parametrize("socket", [False, True])
+def test_what_was_said_is_handed_on_before_the_job_ends(socket):
+    there, back = (s.detach() for s in socketpair()) if socket else os.pipe()[::-1]
+    body = "import os; from mpishard.comm import exit; exit.end = os._exit; print('last words'); exit.abort(3)"
+    with subprocess.Popen([sys.executable, "-c", body], stdout=there) as rank, os.fdopen(back, "rb", 0) as launcher:
+        os.close(there)
+        select([launcher], [], [])
+        time.sleep(0.8)  # it does other work
+        assert rank.poll() is None
+        assert launcher.read(100) == b"last words\n"
+        assert rank.wait() == 3
 
 
 def test_error_in_a_thread_ends_nothing(job):
