@@ -100,6 +100,7 @@ def compare(
     atol: float = 1e-11,
     second: bool = False,
     differentiable: Sequence[bool] | None = None,
+    summed: bool = False,
     what: str = "",
 ) -> Any:
     """Assert that ``f`` gives on shards what it gives on whole tensors, with all first gradients.
@@ -116,10 +117,15 @@ def compare(
         Whether to compare gradients of gradients as well.
     differentiable
         Which operands have a gradient; those of real or complex numbers where not given.
+    summed
+        Whether the gradients are those of the results' sums, whose cotangents are one number, expanded.
     """
 
     def grads_of(out: Any, leaves: list[Any], weights: list[Any]) -> list[Any]:
         roots = [t for t in flat(out) if t.requires_grad]
+        if summed:
+            roots = [t for t in roots if t.dtype != torch.complex32]  # torch has no sum of these
+            roots, weights = [t.sum() for t in roots], [torch.ones_like(t.sum()) for t in roots]
         if not roots or not leaves:
             return []
         first = torch.autograd.grad(roots, leaves, weights, allow_unused=True, create_graph=second)

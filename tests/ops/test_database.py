@@ -165,7 +165,18 @@ def tried(call: Call, placed: list[Placed], drawn: bool) -> str:
             got = flat(gathered(call.run(*(shard(*o) for o in operands))))
             assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in expected]
         else:
-            compare(call.run, operands, differentiable=call.differentiable, rtol=tolerance, atol=tolerance)
+            for summed in (False, True):
+                got = compare(
+                    call.run,
+                    operands,
+                    differentiable=call.differentiable,
+                    summed=summed,
+                    rtol=tolerance,
+                    atol=tolerance,
+                )
+            # what torch left for later, as a conjugate, is left so by every rank, or its next step is refused by some
+            left = [(t.to_local().is_conj(), t.to_local().is_neg()) for t in flat(got) if isinstance(t, ms.ShardTensor)]
+            assert len(set(map(tuple, WORLD.allgather(left)))) == 1, f"left for later by some ranks: {left}"
     except (NoShardingRule, UnsupportedOperationError) as e:
         return f"refused: {e}"
     except AssertionError as e:

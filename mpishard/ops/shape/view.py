@@ -248,6 +248,9 @@ def view_as_real(input: ShardTensor) -> ShardTensor:
     """Add a last dim of (real, imaginary). Not collective."""
     x = settled(input)
     local = torch.view_as_real(x.block)
+    if not local.numel() and local.requires_grad:
+        # torch takes a cotangent without cells as it is, whose strides may be 0, and refuses it on this rank alone
+        local.register_hook(lambda g: g.reshape(0).view(g.shape))
     return viewed(x, local, mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, 2)))
 
 

@@ -111,7 +111,8 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
             local = apply(step.arrive, local)
         layout = step.after
         shape = layout.local_shape(mesh.coords)
-        local = _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local)
+        # torch conjugates some lazily, and refuses to view such a one as real: on ranks with cells alone
+        local = _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local).resolve_conj()
     return wrap(local if plan.leave is None else apply(plan.leave, local), plan.out, mesh)
 
 

@@ -502,6 +502,12 @@ def test_complex_views():
         compare(lambda t: torch.view_as_complex(torch.view_as_real(t * 2) + 1), [(z, mesh, p, s)], what=f"{p}")
 
 
+def test_a_complex_view_takes_an_expanded_cotangent():
+    z = torch.view_as_complex(values(4, 3, 2))
+    for mesh, p, s in layouts((4, 3), (0, 1)):
+        compare(torch.view_as_real, [(z, mesh, p, s)], summed=True, what=f"{p} {s}")
+
+
 def test_view_as_another_dtype():
     mesh = mesh_of((WORLD.size,))
     x = values(6, 4)

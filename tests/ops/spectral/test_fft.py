@@ -106,6 +106,15 @@ def test_conjugated_cells():
     check(lambda x: FFT.fft(x.conj(), dim=0).conj(), cells(8, 6), (0, 1), 2)
 
 
+@pytest.mark.parametrize("transform", [FFT.ifft, FFT.ihfft, FFT.ihfft2, FFT.ifft2, FFT.ifftn])
+def test_no_rank_leaves_a_conjugate_for_later(transform):
+    # torch has no view of such a one as real numbers
+    for mesh, placements, sizes in layouts((8, 6), (0, 1)):
+        x = shard(field(8, 6), mesh, placements, sizes)
+        y = torch.view_as_real(transform(x))
+        torch.testing.assert_close(y.full_tensor(), torch.view_as_real(transform(field(8, 6)).resolve_conj()))
+
+
 def test_the_result_is_cut_as_evenly_as_the_argument():
     for mesh, placements, sizes in layouts((8, 6, 5), (0, 1, 2)):
         x = shard(field(8, 6, 5), mesh, placements, sizes)
