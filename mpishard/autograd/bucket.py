@@ -24,18 +24,38 @@ from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import Layout
 
 BUCKET_NBYTES = 4 << 20
+# a bucket beyond it gives each new gradient memory of its own: a user may keep one and drop the others
+_SHARED_NBYTES = 1 << 16
 
 _Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
+
+
+class _Bucket:
+    """Gradients that travel together, one after the other in ``parts``, and whose they are."""
+
+    __slots__ = ("nbytes", "params", "parts", "sizes")
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.parts: list[Tensor] = []
+        self.nbytes = 0
+
+    def put(self, params: Sequence[Tensor], sizes: Sequence[int], part: Tensor) -> None:
+        """Take some, together."""
+        self.params += params
+        self.sizes += sizes
+        self.parts.append(part)
+        self.nbytes += part.nbytes
 
 
 class _Buckets:
     """The gradients of one backward pass: filled by its nodes, all in the same order on every rank."""
 
     def __init__(self) -> None:
-        self._open: dict[_Key, list[tuple[Tensor, Tensor]]] = {}
-        self._travelling: list[tuple[PendingReduction, list[Tensor]]] = []
+        self._open: dict[_Key, _Bucket] = {}
+        self._travelling: list[tuple[PendingReduction, _Bucket]] = []
         self._suspect: dict[Replica, Tensor] = {}
-        self._nbytes: dict[_Key, int] = {}
         self._postponed: deque[Callable[[], None]] = deque()
         self._deferred: tuple[Replica, Callable[[], None]] | None = None
 
@@ -70,43 +90,48 @@ class _Buckets:
             g = taken_share(param, key, g)
         if replica.postpone(param):
             self._suspect[replica] = param
-        self._put(param, key, g)
+        self._put(key, (param,), (g.numel(),), g)
 
     def add_all(
-        self, found: Sequence[tuple[Tensor, Replica, Tensor]], mesh: CartMesh, mesh_dims: tuple[int, ...]
+        self,
+        params: Sequence[Tensor],
+        replicas: Sequence[Replica],
+        sizes: Sequence[int],
+        grads: Sequence[Tensor],
+        mesh: CartMesh,
+        mesh_dims: tuple[int, ...],
     ) -> None:
-        """Do what `add` does, for gradients of one dtype."""
+        """Do what `add` does, for small gradients of one dtype."""
         if held or is_withholding():
-            for param, replica, g in found:
+            for param, replica, g in zip(params, replicas, grads):
                 self.add(param, replica, g, mesh, mesh_dims)
             return
-        for param, replica, _ in found:
+        for param, replica in zip(params, replicas):
             if replica.postpone(param):
                 self._suspect[replica] = param
-        key = mesh, mesh_dims, found[0][2].dtype
-        self._open.setdefault(key, []).extend([(param, g) for param, _, g in found])
-        self._grown(key, sum([g.nbytes for _, _, g in found]))
+        # at once: their memory is in the cache, and is for what backward makes next
+        part = torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads])
+        self._put((mesh, mesh_dims, part.dtype), params, sizes, part)
 
-    def _put(self, param: Tensor, key: _Key, g: Tensor) -> None:
-        self._open.setdefault(key, []).append((param, g))
-        self._grown(key, g.nbytes)
-
-    def _grown(self, key: _Key, by: int) -> None:
-        nbytes = self._nbytes[key] = self._nbytes.get(key, 0) + by
-        if nbytes >= BUCKET_NBYTES:
+    def _put(self, key: _Key, params: Sequence[Tensor], sizes: Sequence[int], part: Tensor) -> None:
+        bucket = self._open.get(key)
+        if bucket is None:
+            bucket = self._open[key] = _Bucket()
+        bucket.put(params, sizes, part)
+        if bucket.nbytes >= BUCKET_NBYTES:
             self._start(key)
 
     def _start(self, key: _Key) -> None:
-        flat, group, params = self._close(key)
-        self._travelling.append((iall_reduce(flat, group), params))
+        flat, group, bucket = self._close(key)
+        self._travelling.append((iall_reduce(flat, group), bucket))
 
-    def _close(self, key: _Key) -> tuple[Tensor, Group, list[Tensor]]:
+    def _close(self, key: _Key) -> tuple[Tensor, Group, _Bucket]:
         self.run_deferred()
         mesh, mesh_dims, _ = key
         bucket = self._open.pop(key)
-        del self._nbytes[key]
-        parts = [g if g.ndim == 1 else g.reshape(-1) for _, g in bucket]
-        return torch.cat(parts), mesh.group(mesh_dims), [p for p, _ in bucket]
+        flat = torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in bucket.parts])
+        bucket.parts.clear()
+        return flat, mesh.group(mesh_dims), bucket
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
@@ -116,32 +141,33 @@ class _Buckets:
         if held and not is_withholding():
             for waiting in [alive for known in list(held.values()) if (alive := known()) is not None]:
                 for key, (param, share) in waiting.taken():
-                    self._put(param, key, share)
+                    self._put(key, (param,), (share.numel(),), share)
         while self._open:
             key = next(iter(self._open))
             if len(self._open) > 1 or self._travelling:
                 self._start(key)
                 continue
             # nothing is left to do meanwhile, and MPI is faster when it need not return
-            flat, group, params = self._close(key)
-            _accumulate(all_reduce(flat, group, in_place=True), params)
-        for pending, params in self._travelling:
+            flat, group, bucket = self._close(key)
+            _accumulate(all_reduce(flat, group, in_place=True), bucket)
+        for pending, bucket in self._travelling:
             # those after it travel on
-            _accumulate(pending.wait(), params)
+            _accumulate(pending.wait(), bucket)
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
 
 
-def _accumulate(flat: Tensor, params: list[Tensor]) -> None:
-    # memory of its own for each new one: a user may keep one gradient and drop the others
-    new = params[0].grad is None
-    split: Any = torch.split_with_sizes_copy if new else torch.split_with_sizes
-    for param, g in zip(params, split(flat, [p.numel() for p in params])):
+def _accumulate(flat: Tensor, bucket: _Bucket) -> None:
+    new = bucket.params[0].grad is None
+    split: Any = torch.split_with_sizes
+    if new:
+        # not views, which would keep their base
+        split = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED_NBYTES else torch.split_with_sizes_copy
+    for param, g in zip(bucket.params, split(flat, bucket.sizes)):
         grad = param.grad
         if grad is not None:
             grad.add_(g if param.ndim == 1 else g.view(param.shape))
         elif new:
-            # not a view, which would keep its base
             param.grad = g if param.ndim == 1 else g.resize_(param.shape)
         else:
             param.grad = g.view(param.shape).clone()
@@ -241,8 +267,7 @@ _node = super(Function, _UseParameter).apply  # type: ignore[misc]
 
 def _is_awaited(param: Tensor, replica: Replica) -> bool:
     """Tell whether hooks, or what waits for autograd's own accumulation, need the sum of a gradient at once."""
-    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return replica.direct or bool(param._backward_hooks) or len(hooks) > 1
+    return replica.direct or bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
 class _UseTogether(Function):
@@ -253,22 +278,25 @@ class _UseTogether(Function):
         ctx: Any, mesh: CartMesh, mesh_dims: tuple[int, ...], replicas: list[Replica], *params: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.mesh_dims, ctx.replicas, ctx.params = mesh, mesh_dims, replicas, params
+        ctx.sizes = [p.numel() for p in params]
         ctx.set_materialize_grads(False)
         # not views: an optimizer may write into parameters while the node lives
         return tuple([p.detach() for p in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        put_off, now = [], []
+        buckets = _active[-1] if _active else None
+        put_off: list[int] = []
+        now: list[int] = []
         for i, (param, replica, g) in enumerate(zip(ctx.params, ctx.replicas, grads)):
-            if g is None:
-                continue
-            if _active and not _is_awaited(param, replica):
-                put_off.append((param, replica, g))
-            else:
-                now.append(i)
-        if put_off:
-            _active[-1].add_all(put_off, ctx.mesh, ctx.mesh_dims)
+            if g is not None:
+                (now if buckets is None or _is_awaited(param, replica) else put_off).append(i)
+        if buckets is not None and put_off:
+            columns: Any = (ctx.params, ctx.replicas, ctx.sizes, grads)
+            if len(put_off) < len(grads):
+                columns = ([values[i] for i in put_off] for values in columns)
+            params, replicas, sizes, found = columns
+            buckets.add_all(params, replicas, sizes, found, ctx.mesh, ctx.mesh_dims)
         out: list[Tensor | None] = [None] * len(grads)
         if now:
             run_deferred()
@@ -285,7 +313,7 @@ _shared_node = super(Function, _UseTogether).apply  # type: ignore[misc]
 class _Used:
     """What a node of small parameters returned, by their places; None for those that need no gradient."""
 
-    __slots__ = ("__weakref__", "mesh", "values")
+    __slots__ = ("__weakref__", "_memory", "mesh", "values")
 
     def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
@@ -294,9 +322,21 @@ class _Used:
             replica.on(mesh)
         self.mesh = mesh
         self.values: list[Tensor | None] = [None] * len(together.members)
+        self._memory: list[Any] = [None] * len(together.members)
         values = _shared_node(mesh, mesh_dims, [replica for _, _, replica in found], *[p for _, p, _ in found])
         for (i, _, _), y in zip(found, values):
             self.values[i] = y
+            self._memory[i] = y.data_ptr(), y.shape, y.dtype
+
+    def of(self, param: Tensor, place: int) -> Tensor | None:
+        """Return what is used for a parameter; None where it has other memory: ``.data`` was set, or it moved."""
+        # seen without an operation that checkpoints would count
+        same = self._memory[place] == (param.data_ptr(), param.shape, param.dtype)
+        return self.values[place] if same else None
+
+    def retire(self) -> None:
+        """Leave all parameters to the node that takes its place: a pass that finds both takes twice as long."""
+        self._memory = [None] * len(self._memory)
 
 
 # until a backward pass ends, where no model keeps them; held here, as what the parameters hold would hold them,
@@ -309,16 +349,46 @@ def _used_together(
 ) -> Tensor | None:
     known = together.used.get((id(mesh), mesh_dims))
     used = None if known is None else known()
-    if used is not None and used.mesh is mesh:
+    if used is None or used.mesh is not mesh or (y := used.of(param, place)) is None:
+        if used is not None:
+            used.retire()
+        used = _Used(together, mesh, mesh_dims)
+        together.used[id(mesh), mesh_dims] = weakref.ref(used)
+        _kept.append(used)
+        together.keep(used)
         y = used.values[place]
-        # another where `.data` was set, or the module moved; seen without an operation that checkpoints would count
-        if y is not None and y.data_ptr() == param.data_ptr() and y.shape == param.shape and y.dtype is param.dtype:
-            return y
-    used = _Used(together, mesh, mesh_dims)
-    together.used[id(mesh), mesh_dims] = weakref.ref(used)
-    _kept.append(used)
-    together.keep(used)
-    return used.values[place]
+    return y
+
+
+def used_again(param: Tensor, mesh: CartMesh, beside: Layout) -> Tensor | None:
+    """Return what `use_beside` has returned of a small parameter, if it would return the same, or None.
+
+    Not collective.
+    """
+    replica = replica_of(param)
+    if (
+        replica is None
+        or replica.beside is None
+        or replica.beside[0] is not beside
+        or traced.recording is not None
+        or in_transform()
+        or not param.requires_grad
+        or DistributedDataParallel._active_ddp_module is not None
+    ):
+        return None
+    _, known, place = replica.beside
+    used = known()
+    return None if used is None or used.mesh is not mesh else used.of(param, place)
+
+
+def use_beside(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], beside: Layout) -> Tensor:
+    """Do what `use` does, and note beside which layout, for `used_again`. As collective as it is."""
+    y = use(x, mesh, mesh_dims)
+    if y is not x and (replica := replica_of(x)) is not None and replica.together is not None:
+        together, place = replica.together
+        known = together.used.get((id(mesh), mesh_dims))
+        replica.beside = None if known is None else (beside, known, place)
+    return y
 
 
 class _UseAtOnce(Function):

@@ -22,6 +22,7 @@ from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError
+from mpishard.layout import Layout
 
 # under MPISHARD_DEBUG=1, passes between two comparisons
 _PERIOD = 16
@@ -40,21 +41,24 @@ class Replica:
         Whether every gradient must reach autograd's own accumulation, where others (DDP) wait for it.
     together
         With which others it shares a node, and its place among them; None: it has one of its own.
+    beside
+        The layout beside which it was last used together with them, what their node returned, and its place.
     hides_sums
         Whether a norm's sums travelled as its gradient was computed, in the last pass that put that off; None before.
     """
 
-    __slots__ = ("_before", "_meshes", "_passes", "direct", "hides_sums", "name", "together")
+    __slots__ = ("_before", "_meshes", "_passes", "beside", "direct", "hides_sums", "name", "together")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.direct = False
         self.hides_sums: bool | None = None
         self.together: tuple[Together, int] | None = None
+        self.beside: tuple[Layout, weakref.ref[Any], int] | None = None
         self._meshes: list[weakref.ref[CartMesh]] = []
         self._passes = 0
         # of ``.grad``, where a bucket took a gradient in this pass
-        self._before: tuple[int, int] | None = None
+        self._before: tuple[int, ...] | None = None
 
     def __call__(self, param: Tensor) -> None:
         """Have a gradient compared that no bucket summed. Not collective."""
@@ -63,7 +67,7 @@ class Replica:
         before, self._before = self._before, None
         grad = param.grad
         # torch calls also where nothing arrived
-        if before is not None and before == ((0, 0) if grad is None else (id(grad), grad._version)):
+        if before == (() if grad is None else (id(grad), grad._version)):
             return
         if self.is_due():
             _compare_after_backward(self, param)
@@ -74,7 +78,7 @@ class Replica:
         Returns whether a sum over one mesh may leave copies that differ.
         """
         grad = param.grad
-        self._before = (0, 0) if grad is None else (id(grad), grad._version)
+        self._before = () if grad is None else (id(grad), grad._version)
         return guard.DEBUG or len(self._meshes) > 1
 
     def on(self, mesh: CartMesh) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 
+from mpishard.autograd.bucket import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
-from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout, use
+from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, global_cotangent, root_of, wrap
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
-from mpishard.autograd.bucket import use, use_part
+from mpishard.autograd.bucket import use_beside, use_part
 from mpishard.autograd.linear import differentiated
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
@@ -188,4 +188,4 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
         if len(_beside) > 65536:
             _beside.clear()
         mesh_dims = _beside[key] = used if source is target else None
-    return None if mesh_dims is None else use(x, other.mesh, mesh_dims)
+    return None if mesh_dims is None else use_beside(x, other.mesh, mesh_dims, layout)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from mpishard.autograd.bucket import used_again
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     ints,
@@ -107,7 +108,9 @@ def _rule(func: Any) -> Callable[..., ShardTensor]:
                         elif kind is float or kind is int:
                             return wrap(func(x.block, y), layout, x.mesh)
                         elif kind is Tensor or kind is Parameter:
-                            used = used_beside(y, x)
+                            used = used_again(y, x.mesh, layout)
+                            if used is None:
+                                used = used_beside(y, x)
                             if used is not None:
                                 return wrap(func(x.block, used), layout, x.mesh)
                 if True not in [isinstance(a, Tensor) for a in (*rest, *kwargs.values())]:
