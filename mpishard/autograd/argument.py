@@ -47,7 +47,7 @@ def require_state(call: str, **arguments: Any) -> None:
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     """Return the mesh dims that an argument names, in mesh order. Not collective."""
     if mesh_dim is None:
-        return tuple(range(mesh.ndim))
+        return tuple(range(len(mesh.shape)))
     if isinstance(mesh_dim, (int, str)):
         return (mesh.mesh_dim(mesh_dim),)
     dims = tuple(mesh.mesh_dim(m) for m in mesh_dim)

@@ -101,15 +101,17 @@ def all_reduce(
     """
     if type(x) is not Tensor:
         require_plain("all_reduce", x)
-    require_mesh("all_reduce", mesh)
+    if type(mesh) is not CartMesh:
+        require_mesh("all_reduce", mesh)
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
-    key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
-    dims: tuple[int, ...]
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    key = ("all_reduce", mesh_dim, op, replicated, deterministic, x.shape, x.dtype, recorded)
+    dims: Sequence[int]
     if mesh_dim is None:
-        dims = tuple(range(mesh.ndim))
+        dims = range(len(mesh.shape))
         run = mesh.plans.get(key) or mesh.plan(
-            key, lambda: reducer(mesh.group(dims), op, x.dtype, replicated, deterministic)
+            key, lambda: reducer(mesh.group(tuple(dims)), op, x.dtype, replicated, deterministic)
         )
     elif mesh_dim == ():
         dims, run = (), torch.clone

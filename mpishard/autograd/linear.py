@@ -118,7 +118,8 @@ class Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         """Carry the cotangent back. Collective as the op is."""
-        return None, apply(ctx.op.adjoint, grads[0])
+        back, g = ctx.op.adjoint, grads[0]
+        return None, apply(back, g) if g.requires_grad or in_transform() else back(g)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ result becomes a ShardTensor again, or is reduced: there the graph is looked thr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,8 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import DesyncError, LayoutError
 from mpishard.layout import Layout, Partial, Replicate, Shard, layout_of
 
-_open: weakref.WeakSet[Plain] = weakref.WeakSet()
+# in the order in which they were taken; a dict, as weakref's sets are slow to tell if empty
+_open: dict[int, weakref.ref[Plain]] = {}
 
 
 class Plain:
@@ -119,7 +120,8 @@ def taken(x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout 
     y = apply(op, x)
     if given is None and y.grad_fn is not None:
         op.sequence = y.grad_fn._sequence_nr()
-        _open.add(op)
+        number = id(op)
+        _open[number] = weakref.ref(op, lambda _: _open.pop(number, None))
     return y
 
 
@@ -153,7 +155,7 @@ def note_wrapped(x: Tensor, layout: Layout, mesh: CartMesh) -> None:
         _look(x, mesh, {m: type(p) is not Replicate for m, p in enumerate(layout.placements)})
 
 
-def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
+def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: Iterable[int]) -> None:
     """Note that ``x`` is each rank's own part of what is made over ``mesh_dims``. Not collective."""
     if _open and x.grad_fn is not None:
         _look(x, mesh, dict.fromkeys(mesh_dims, True))
@@ -161,7 +163,7 @@ def note_reduced(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
 
 def _look(x: Tensor, mesh: CartMesh, states: dict[int, bool]) -> None:
     """Go back through the graph, to the plain tensors that were taken."""
-    first = min((op.sequence for op in _open), default=0)
+    first = min((op.sequence for known in list(_open.values()) if (op := known()) is not None), default=0)
     for node, found in _walk(x.grad_fn, tuple(states.items()), first):
         op = getattr(node, "op", None)
         if isinstance(op, Plain) and op.mesh is mesh:

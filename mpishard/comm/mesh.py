@@ -269,7 +269,8 @@ class CartMesh(DeviceMeshNames):
         on every rank, and ranks that ask for different plans are told so. Else not collective, one dictionary
         look-up. A plan that was not used for long is forgotten, on all these ranks at the same call.
         """
-        plans = self.plans if mesh_dims is None else self.plans_along(mesh_dims)
+        whole = mesh_dims is None or len(mesh_dims) == len(self.shape)
+        plans = self.plans if whole else self.plans_along(mesh_dims)  # type: ignore[arg-type]
         plan = plans.get(key)
         if plan is None:
             plan = plans.recall(key)

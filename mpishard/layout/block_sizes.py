@@ -300,7 +300,7 @@ def moved_borders(sizes: Sequence[int], times: int, plus: int, over: int, n: int
 def scaled(sizes: Sequence[int], times: int) -> tuple[int, ...]:
     """Return block sizes ``times`` as large."""
     if type(sizes) is not BlockSizes:
-        return tuple(s * times for s in sizes)
+        return tuple([s * times for s in sizes])
     return repeated((s * times, k) for s, k in runs_of(sizes))
 
 
