@@ -194,6 +194,50 @@ def test_frozen_thawed_and_replaced_memory():
     alike(ours, plain)
 
 
+def test_memory_replaced_of_one_leaves_no_second_node_to_the_others():
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        loss_of(model, field).backward()
+        model.weights[6].data = model.weights[6].data * 2
+        model.single.data = model.single.data[:1]  # where it was, but of another shape
+        model.zero_grad()
+        loss_of(model, field)
+        loss_of(model, field).backward()
+    alike(ours, plain)
+    _, fresh, _ = models()
+    assert len(small_nodes(ours(x)[0])) == len(small_nodes(fresh(x)[0]))
+
+
+def test_beside_layouts_in_turns():
+    plain, ours, x = models()
+    other = x.redistribute(placements=[ms.Shard(1)])
+    for _ in range(2):
+        for field in (x, other, x):
+            loss_of(ours, field).backward()
+            loss_of(plain, full()).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x)[0].full_tensor(), plain(full())[0])
+    alike(ours, plain)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 16])
+def test_memory_of_new_gradients(limit, monkeypatch):
+    monkeypatch.setattr("mpishard.autograd.bucket._SHARED_NBYTES", limit)
+    plain, ours, x = models()
+    for model, field in ((plain, full()), (ours, x)):
+        loss_of(model, field).backward()
+        kept = model.weights[0].grad
+        model.zero_grad()
+        loss_of(model, field).backward()
+        kept.mul_(3)  # no other has its cells
+        loss_of(model, field).backward()
+    alike(ours, plain)
+    assert all(p.grad._base is None for p in ours.parameters() if p.grad is not None)
+    grads = [w.grad for w in ours.weights]
+    assert (len({g.untyped_storage().data_ptr() for g in grads}) == COUNT) == (limit == 0)
+    assert all(g.untyped_storage().nbytes() <= max(limit, g.nbytes) for g in grads)
+
+
 def test_a_write_between_forward_and_backward_is_noticed():
     _, ours, x = models()
     loss = loss_of(ours, x)
