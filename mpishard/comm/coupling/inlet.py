@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.channel import Channel, Load, Parcel, boxes_of, notice
+from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -46,7 +47,7 @@ class Inlet:
             comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
         ]
         self._known: Sequence[Tensor] = ()
-        self._boxes: list[Tensor] = []
+        self._copies = Copies((), ())
         self._notes: list[tuple[MPI.Request, np.ndarray]] = []
         self._over: set[int] = set()  # ranks whose last message is here
         self._running: set[int] = set()
@@ -143,10 +144,10 @@ class Inlet:
     def _unpack(self, blocks: Sequence[Tensor]) -> None:
         if blocks is not self._known:
             self._known = blocks
-            self._boxes = boxes_of(blocks, self._parcels)
-        # of detached blocks: autograd learns that they have changed, and nothing else
-        for box, view in zip(self._boxes, self._load.views):
-            box.copy_(view)
+            self._copies = Copies(boxes_of(blocks, self._parcels), self._load.views)
+        self._copies.run()
+        # not all of the copies are torch's own
+        increment_version(blocks)
 
     def stop(self) -> Callable[[], bool]:
         """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""
