@@ -146,8 +146,8 @@ class Copies:
 
     def run(self) -> None:
         """Copy. Not collective."""
-        for to, of in self._small:
-            to[...] = of
+        for array, values in self._small:
+            array[...] = values
         for to, of in self._rest:
             to.copy_(of)
 

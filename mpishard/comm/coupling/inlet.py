@@ -16,7 +16,6 @@ from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
 _test_all, _start_all = MPI.Request.Testall, MPI.Prequest.Startall
-_PLAIN = (wire.MAGIC, wire.VERSION, wire.STEP)
 
 
 class Inlet:
@@ -41,7 +40,7 @@ class Inlet:
         self._load = Load(parcels, dtypes)
         # what is all of a step, where it comes in one piece
         self._whole = [n if len(parts) == 1 else -1 for n, parts in zip(self._load.sizes, self._load.parts)]
-        self._expected = [(head.data, whole) for head, whole in zip(self._load.heads, self._whole)]
+        self._heads = [(head.data, notice(wire.STEP, 0, n).data) for head, n in zip(self._load.heads, self._whole)]
         comm, tag = channel.comm, channel.tag + wire.DATA
         self._requests = [
             comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
@@ -93,9 +92,10 @@ class Inlet:
                 if not wait.pause():
                     raise self.channel.late(self.waits_for(), "get")
             self._running.clear()
-        step = self._expected[0][0][3]
-        for head, nbytes in self._expected:
-            if head[3] != step or head[4] != nbytes or (head[0], head[1], head[2]) != _PLAIN:
+        step = self._heads[0][0][3]
+        for head, expected in self._heads:
+            expected[3] = step
+            if head != expected:
                 break
         else:
             return wire.STEP, step
