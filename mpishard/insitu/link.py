@@ -268,9 +268,15 @@ class Link:
 
     def _blocks(self, side: int, fields: Mapping[str, Any]) -> tuple[Sequence[Tensor], MpishardError | None]:
         """Return this rank's blocks, the same sequence for the same blocks, and what is wrong. Not collective."""
+        known = self._known[side]
+        for x, block in zip(fields.values(), known):
+            if not isinstance(x, ShardTensor) or x.block is not block:
+                break
+        else:
+            if known:
+                return known, None
         try:
-            blocks = [(x if isinstance(x, ShardTensor) else _tensor(x)).block for x in fields.values()]
-            known = self._known[side]
+            blocks = [_tensor(x).block for x in fields.values()]
             if known and all(map(is_, blocks, known)):
                 return known, None
             for name, block, shape, dtype in zip(fields, blocks, self._shapes[side], self._dtypes[side]):

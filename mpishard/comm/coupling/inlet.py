@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.channel import Channel, Load, Parcel, boxes_of, notice
+from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
 _test_all, _start_all = MPI.Request.Testall, MPI.Prequest.Startall
-_PLAIN = (wire.MAGIC, wire.VERSION, wire.STEP)
 
 
 class Inlet:
@@ -40,13 +40,13 @@ class Inlet:
         self._load = Load(parcels, dtypes)
         # what is all of a step, where it comes in one piece
         self._whole = [n if len(parts) == 1 else -1 for n, parts in zip(self._load.sizes, self._load.parts)]
-        self._expected = [(head.data, whole) for head, whole in zip(self._load.heads, self._whole)]
+        self._heads = [(head.data, notice(wire.STEP, 0, n).data) for head, n in zip(self._load.heads, self._whole)]
         comm, tag = channel.comm, channel.tag + wire.DATA
         self._requests = [
             comm.Recv_init(address(*parts[0]), p.peer, tag) for p, parts in zip(parcels, self._load.parts)
         ]
         self._known: Sequence[Tensor] = ()
-        self._boxes: list[Tensor] = []
+        self._copies = Copies((), ())
         self._notes: list[tuple[MPI.Request, np.ndarray]] = []
         self._over: set[int] = set()  # ranks whose last message is here
         self._running: set[int] = set()
@@ -92,9 +92,10 @@ class Inlet:
                 if not wait.pause():
                     raise self.channel.late(self.waits_for(), "get")
             self._running.clear()
-        step = self._expected[0][0][3]
-        for head, nbytes in self._expected:
-            if head[3] != step or head[4] != nbytes or (head[0], head[1], head[2]) != _PLAIN:
+        step = self._heads[0][0][3]
+        for head, expected in self._heads:
+            expected[3] = step
+            if head != expected:
                 break
         else:
             return wire.STEP, step
@@ -143,10 +144,10 @@ class Inlet:
     def _unpack(self, blocks: Sequence[Tensor]) -> None:
         if blocks is not self._known:
             self._known = blocks
-            self._boxes = boxes_of(blocks, self._parcels)
-        # of detached blocks: autograd learns that they have changed, and nothing else
-        for box, view in zip(self._boxes, self._load.views):
-            box.copy_(view)
+            self._copies = Copies(boxes_of(blocks, self._parcels), self._load.views)
+        self._copies.run()
+        # not all of the copies are torch's own
+        increment_version(blocks)
 
     def stop(self) -> Callable[[], bool]:
         """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""

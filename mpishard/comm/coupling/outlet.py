@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpishard.comm import counter
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.channel import HEAD, Channel, Load, Parcel, boxes_of, notice
+from mpishard.comm.coupling.channel import HEAD, Channel, Copies, Load, Parcel, boxes_of, notice
 from mpishard.comm.coupling.patience import Ballot, keep_going, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
@@ -38,6 +38,9 @@ class _Slot:
 
     def __init__(self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype]) -> None:
         self.load = Load(parcels, dtypes)
+        self._parcels = parcels
+        self._known: Sequence[Tensor] = ()
+        self._copies = Copies((), ())
         self.step = -1
         self.flying = False
         self.peers: list[int] = []
@@ -47,6 +50,12 @@ class _Slot:
             for start, nbytes in parts:
                 self.requests.append(channel.comm.Ssend_init(address(start, nbytes), p.peer, channel.tag + wire.DATA))
                 self.peers.append(p.peer)
+
+    def fill(self, blocks: Sequence[Tensor]) -> None:
+        if blocks is not self._known:
+            self._known = blocks
+            self._copies = Copies(self.load.views, boxes_of(blocks, self._parcels))
+        self._copies.run()
 
     def done(self) -> bool:
         if self.flying and _test_all(self.requests):
@@ -96,8 +105,6 @@ class Outlet:
         self._stopped: set[int] = set()
         self.ended = False
         self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
-        self._known: Sequence[Tensor] = ()
-        self._boxes: list[Tensor] = []
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
         self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
         keep_going(self)
@@ -131,7 +138,7 @@ class Outlet:
             circle = self.channel.circle
             circle.start(error, room, -self._asked)
             if room == FREE and error is None and self._policy != "latest":
-                self._fill(slot, blocks)
+                slot.fill(blocks)
             room, asked, _ = circle.finish(self.channel.timeout_s)
             if room == ENDED:
                 self.ended = True
@@ -142,7 +149,7 @@ class Outlet:
                 self._asked = max(self._asked, -asked)
                 self._serve(-asked)
                 slot = self._emptied()
-                self._fill(slot, blocks)
+                slot.fill(blocks)
                 slot.step = step
                 self._unread.append(slot)
                 self._serve(-asked)
@@ -161,7 +168,7 @@ class Outlet:
         # whatever the others find: a reader that has stopped drops the step, and an error ends the link
         along: Sequence[Any] = ()
         if room == FREE and error is None:
-            self._fill(slot, blocks)
+            slot.fill(blocks)
             along = self._marked(slot, self._next)
         self._next += 1
         self._sent += 1
@@ -210,14 +217,6 @@ class Outlet:
             # one more than the depth, for the step that is being read: the reader asks for the next when it has it
             if len(self._slots) <= self._depth:
                 self._slots.append(self._new_slot())
-
-    def _fill(self, slot: _Slot, blocks: Sequence[Tensor]) -> None:
-        if blocks is not self._known:
-            self._known = blocks
-            self._boxes = boxes_of(blocks, self._parcels)
-        # neither side is known to autograd
-        for view, box in zip(slot.load.views, self._boxes):
-            view.copy_(box)
 
     def _marked(self, slot: _Slot, step: int) -> list[Any]:
         """Return the requests that send a slot, which is filled."""

@@ -64,7 +64,7 @@ class Wait:
     def __init__(self, timeout_s: float, look: Callable[[], None] | None = None) -> None:
         self.timeout_s = timeout_s
         self.look = look
-        self._start = self._looked = time.monotonic()
+        self._start = 0.0
         self._turns = 0
         self._spins = True
 
@@ -76,6 +76,8 @@ class Wait:
             _yield()
             return True
         now = time.monotonic()
+        if not self._start:
+            self._start = self._looked = now
         passed = now - self._start
         for worker in _background:
             worker.progress()
@@ -180,6 +182,7 @@ class Ballot:
         self._rounds = None if later and circle.size > 2 else Dissemination(circle.comm, circle.new_tag())
         self._numbers = np.zeros((2, 4), np.int64)
         self._request: MPI.Request = MPI.REQUEST_NULL
+        self._done: Callable[[], bool] = self._request.Test if self._rounds is None else self._rounds.done
 
     def start(
         self,
@@ -214,16 +217,17 @@ class Ballot:
                 _start_all(list(along))
             self._numbers[0] = failed, a, b, c
             self._request = circle.comm.Iallreduce(self._numbers[0], self._numbers[1], MPI.MIN)
+            self._done = self._request.Test
         self.under_way = True
-
-    def _done(self) -> bool:
-        return self._request.Test() if self._rounds is None else self._rounds.done()
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
         self.under_way = False
         if not self._done():
-            self._circle._complete(self._done, timeout_s)
+            # mostly one turn of whoever shares the core is all that is missing
+            _yield()
+            if not self._done():
+                self._circle._complete(self._done, timeout_s)
         failed, a, b, c = self._numbers[1].tolist() if self._rounds is None else self._rounds.least
         if failed:
             error, self._error = self._error, None
