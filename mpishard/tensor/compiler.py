@@ -138,6 +138,8 @@ class Compiled:
     def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         """Return what Dynamo calls for a graph. Not collective."""
         _check_code()
+        if any(node.meta.get("unbacked_bindings") for node in graph.graph.nodes):
+            raise CannotCompileError("a shape that depends on values")
         programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:
