@@ -6,7 +6,10 @@ call, as one operation of the graph whose result has a shape that layouts tell; 
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,9 +42,10 @@ def linear_by_values(
 
 
 def by_values(name: str, f: Callable[..., Tensor], operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return ``f(*operands)``, of the dtype of the first; a compiled program does it again for backward.
+    """Return ``f(*operands)``, of the dtype of the first. Collective as ``f`` and its backward are.
 
-    Collective as ``f`` and its backward are. All that is differentiated is among the operands, and of one dtype.
+    All that is differentiated is among the operands, and of one dtype. A compiled program keeps the graph that eager
+    autograd makes of ``f`` for as long as it keeps what it saved for backward itself.
     """
     if traced.recording is None:
         return f(*operands)
@@ -54,16 +58,30 @@ class _LinearByValues(Function):
         ctx: Any, name: str, op: Callable[..., LinearOp], shape: tuple[int, ...], x: Tensor, *values: Tensor
     ) -> Tensor:
         assert traced.recording is not None
-        ctx.name, ctx.op, ctx.shape = name, op, x.shape
-        ctx.save_for_backward(*values)
-        return traced.recording.call(name, lambda x, *values: op(*values)(x), [x, *values], shape)
+        made: list[Any] = []
+        needed = ctx.needs_input_grad[3]
+
+        def run(x: Tensor, *values: Tensor) -> Tensor:
+            planned = op(*values)
+            if needed:
+                made[:] = [planned]
+            return planned(x)
+
+        y = traced.recording.call(name, run, [x, *values], shape)
+        if needed:
+            ctx.name, ctx.op, ctx.shape = name, op, x.shape
+            ctx.save_for_backward(_ticket(name, made), *values)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         assert traced.recording is not None
-        op, values = ctx.op, ctx.saved_tensors
-        name, operands = f"adjoint of {ctx.name}", [grads[0], *values]
-        g = traced.recording.call(name, lambda g, *values: op(*values).adjoint(g), operands, ctx.shape)
+        op, (ticket, *values) = ctx.op, ctx.saved_tensors
+
+        def run(g: Tensor, ticket: Tensor, *values: Tensor) -> Tensor:
+            return (_kept.get(int(ticket)) or op(*values)).adjoint(g)  # type: ignore[no-any-return]
+
+        g = traced.recording.call(f"adjoint of {ctx.name}", run, [grads[0], ticket, *values], ctx.shape)
         return None, None, None, g, *[None] * len(values)
 
 
@@ -71,27 +89,87 @@ class _ByValues(Function):
     @staticmethod
     def forward(ctx: Any, name: str, f: Callable[..., Tensor], shape: tuple[int, ...], *operands: Tensor) -> Tensor:
         assert traced.recording is not None
-        ctx.name, ctx.f = name, f
-        ctx.save_for_backward(*operands)
-        return traced.recording.call(name, torch.no_grad()(f), operands, shape)
+        needs = ctx.needs_input_grad[3:]
+        if not any(needs):
+            return traced.recording.call(name, torch.no_grad()(f), operands, shape)
+        made: list[Any] = []
+
+        def run(*operands: Tensor) -> Tensor:
+            made[:] = [_Graph(f, operands, needs)]
+            return made[0].result.detach().clone()  # type: ignore[no-any-return]
+
+        y = traced.recording.call(name, run, operands, shape)
+        ctx.name, ctx.f, ctx.needs = name, f, needs
+        ctx.save_for_backward(_ticket(name, made), *operands)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         assert traced.recording is not None
-        f, operands, needs = ctx.f, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        f, needs, (ticket, *operands) = ctx.f, ctx.needs, ctx.saved_tensors
         wanted = [i for i, needed in enumerate(needs) if needed]
 
-        def run(g: Tensor, *operands: Tensor) -> Tensor:
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_(needed) for x, needed in zip(operands, needs)]
-                y = f(*leaves)
-            found = torch.autograd.grad(y, [leaves[i] for i in wanted], g, materialize_grads=True)
-            return torch.cat([part.reshape(-1) for part in found])
+        def run(g: Tensor, ticket: Tensor, *operands: Tensor) -> Tensor:
+            graph = _kept.get(int(ticket)) or _Graph(f, operands, needs)
+            # the operation has one result
+            return torch.cat([part.reshape(-1) for part in graph.cotangents(g)])
 
-        # the operation has one result
         lengths = [operands[i].numel() for i in wanted]
-        flat = traced.recording.call(f"adjoint of {ctx.name}", run, [grads[0], *operands], (sum(lengths),))
+        read = [grads[0], ticket, *operands]
+        flat = traced.recording.call(f"adjoint of {ctx.name}", run, read, (sum(lengths),))
         out: list[Tensor | None] = [None] * len(needs)
         for i, part in zip(wanted, flat.split(lengths)):
             out[i] = part.view(operands[i].shape)
         return None, None, None, *out
+
+
+class _Graph:
+    """What eager autograd makes of a call in a compiled program."""
+
+    def __init__(self, f: Callable[..., Tensor], operands: Sequence[Tensor], needs: Sequence[bool]) -> None:
+        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(operands, needs)]
+        self._inputs = [x for x in leaves if x.requires_grad]
+        # the program writes other values where operands were, as soon as it has read them
+        memory = {x.untyped_storage().data_ptr() for x in operands}
+
+        def pack(x: Tensor) -> Tensor:
+            return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+        with _above_autograd(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            self.result = f(*leaves)
+
+    def cotangents(self, g: Tensor) -> Sequence[Tensor]:
+        """Return those of the operands that need one. Collective as the backward of the call."""
+        return torch.autograd.grad(self.result, self._inputs, g, retain_graph=True, materialize_grads=True)
+
+
+def _above_autograd() -> AbstractContextManager[Any]:
+    """Have torch record what runs inside: a compiled program runs below autograd. Not collective."""
+    keys, c = torch._C.DispatchKey, torch._C
+    include = c._dispatch_tls_local_include_set().add(keys.ADInplaceOrView)
+    exclude = c._dispatch_tls_local_exclude_set().remove(keys.AutogradFunctionality).remove(keys.ADInplaceOrView)
+    return c._ForceDispatchKeyGuard(include, exclude)  # type: ignore[no-any-return]
+
+
+# -- what a forward pass leaves for its backward
+
+# by numbers, for as long as the tensors live that hold these. What a program saves may be packed, as by a checkpoint:
+# then it is not found, and made anew
+_kept: dict[int, Any] = {}
+_numbers = itertools.count()
+
+
+def _ticket(name: str, made: list[Any]) -> Tensor:
+    """Return what finds in backward the one thing that the operation before this one has made. Not collective."""
+    assert traced.recording is not None
+
+    def keep() -> Tensor:
+        number = next(_numbers)
+        ticket = torch.tensor([number])
+        _kept[number] = made.pop()
+        weakref.finalize(ticket, _kept.pop, number, None).atexit = False
+        return ticket
+
+    cpu = torch.device("cpu")
+    # an operation has one result
+    return traced.recording.call(f"{name}, for backward", keep, [], (1,), dtype=torch.int64, device=cpu)

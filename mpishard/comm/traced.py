@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ def _kept_by_checkpoints() -> Iterator[None]:
     from torch.utils import checkpoint
 
     meta = torch.fx.traceback.current_meta
-    tags = {tag: meta.pop(tag) for tag in ("recompute", "ac_graph_id") if tag in meta}
+    tags: dict[str, Any] = {tag: meta.pop(tag) for tag in ("recompute", "ac_graph_id") if tag in meta}
     # tags everything that it sees
     tagging = isinstance(modes._get_current_dispatch_mode(), checkpoint._CachingTorchDispatchMode)
     try:

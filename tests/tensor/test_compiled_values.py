@@ -9,8 +9,10 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
+from mpishard.autograd.compiled import _kept as kept
 from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
 
@@ -133,6 +135,45 @@ def test_other_values_in_a_program_that_is_there(case):
             if theirs.requires_grad:
                 torch.testing.assert_close(gathered(ours.grad), theirs.grad)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("case", ["asked", "sharded dim", "grid_sample", "max_unpool"])
+def test_what_travels_is_what_does_eagerly(case):
+    f, *drawn = CASES[case]
+    mesh, sent = mesh_of((SIZE,)), []
+    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        for _ in range(2):
+            given = [
+                shard(
+                    draw(1), mesh, None if dim is None else (ms.Shard(dim),), requires_grad=draw(1).is_floating_point()
+                )
+                for draw, dim in drawn
+            ]
+            with ms.comm_counter() as count:
+                g(*given).square().sum().backward()
+        sent.append({op: (c.messages, c.nbytes) for op, c in count.by_op.items()})
+    assert sent[0] == sent[1]
+
+
+def test_what_is_kept_for_backward_is_dropped_with_it():
+    f, (draw, _), (points_of, _) = CASES["grid_sample"]
+    x = shard(draw(1), mesh_of((SIZE,)), (ms.Shard(2),), requires_grad=True)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    points = shard(points_of(1), x.mesh, (ms.Shard(1),))
+    before = len(kept)
+    first, second = compiled(x, points), compiled(x, points)
+    first.sum().backward(retain_graph=True)
+    once = gathered(x.grad).clone()
+    first.sum().backward()
+    torch.testing.assert_close(gathered(x.grad), 2 * once)
+    assert len(kept) == before + 1
+    del second
+    assert len(kept) == before
+    # packed, so that it is made anew
+    x.grad = None
+    checkpoint(compiled, x, points, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(gathered(x.grad), once)
+    assert len(kept) == before
 
 
 BAD = {
