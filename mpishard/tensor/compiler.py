@@ -30,7 +30,8 @@ from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
-_torch_compile = torch.compile
+# where the package was loaded, it put another one in its place
+_torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 
 _READY, _NEW, _EAGERLY = range(3)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
