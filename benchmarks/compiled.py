@@ -1,4 +1,4 @@
-"""A training step of a convolution net and of a pointwise chain on shards: torch.compile beside eager."""
+"""Training steps on shards, torch.compile beside eager: a convolution net, a pointwise chain, fields carried along."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ class Pointwise(nn.Module):
         return y
 
 
+class Advected(nn.Module):
+    """Fields that are carried along a velocity of their own, with a source: values say what the exchange is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.velocity = nn.Conv2d(8, 2, 3, padding=1)
+        self.reaction = Pointwise()
+
+    def forward(self, x):
+        n, _, *extents = x.shape
+        cells = torch.meshgrid(*(torch.arange(m) * 2 / m + (1 / m - 1) for m in extents), indexing="ij")
+        for _ in range(2):
+            steps = 0.1 * torch.tanh(self.velocity(x)).permute(0, 2, 3, 1)
+            x = nn.functional.grid_sample(
+                x, torch.stack(cells[::-1], -1).expand(n, -1, -1, -1) - steps, align_corners=False
+            )
+            x = self.reaction(x)
+        return x
+
+
 def net(channels: int = 8) -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(8, channels, 3, padding=1)]
     for _ in range(3):
@@ -43,7 +63,7 @@ def run(bench: Bench) -> None:
     """Compare over extents; the quick run compiles by tracing alone."""
     mesh = ms.init_mesh((-1,), ("d",))
     backend = "eager" if bench.quick else "inductor"
-    for name, model in {"pointwise": Pointwise(), "convolutions": net()}.items():
+    for name, model in {"pointwise": Pointwise(), "convolutions": net(), "advection": Advected()}.items():
         for extent in (16,) if bench.quick else (64, 256):
             torch.manual_seed(0)
             x = ms.distribute_tensor(torch.randn(1, 8, extent, extent), mesh, (ms.Shard(2),))

@@ -1,6 +1,8 @@
 """Domain parallelism for torch on plain MPI: shard the spatial dims of a sample over a Cartesian mesh."""
 
+import sys as _sys
 from importlib import import_module as _import_module
+from importlib.machinery import PathFinder as _PathFinder
 from threading import RLock as _RLock
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -105,6 +107,43 @@ _MODULES = frozenset(
     "autograd comm errors graph insitu io layout nn ops physicsnemo planning points tensor testing".split()
 )
 _importing = _RLock()
+
+
+def _attend_compile(torch: _Any) -> None:
+    """Have `torch.compile` load what compiles ShardTensors: in a function made without it, Dynamo reads the package."""
+    known = torch.compile
+
+    def compile(*args: _Any, **kwargs: _Any) -> _Any:
+        _import_module("mpishard.tensor")  # which puts its own in place
+        return torch.compile(*args, **kwargs)
+
+    compile.of_torch = known  # type: ignore[attr-defined]
+    torch.compile = compile
+
+
+class _TorchFinder:
+    """Finds torch where it is imported later: where imports are sorted, this package is first."""
+
+    def find_spec(self, name: str, *_: _Any) -> _Any:
+        if name != "torch":
+            return None
+        _sys.meta_path.remove(self)
+        spec = _PathFinder.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: _Any) -> None:
+                execute(module)
+                _attend_compile(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "torch" in _sys.modules:
+    _attend_compile(_sys.modules["torch"])
+else:
+    _sys.meta_path.insert(0, _TorchFinder())
 
 
 def __getattr__(name: str) -> _Any:

@@ -30,7 +30,8 @@ from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
-_torch_compile = torch.compile
+# where the package was loaded, it put another one in its place
+_torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 
 _READY, _NEW, _EAGERLY = range(3)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -81,7 +82,7 @@ class Compiled:
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
         call = self._call = _Call(mesh, self._stand_ins)
-        reason = ""
+        reason, for_good = "", True
         try:
             if self._keeps:
                 call.decide(_EAGERLY)
@@ -96,11 +97,13 @@ class Compiled:
                 if call.decided == _READY:
                     raise  # the program's own
                 reason = _told(e)
+                for_good = not isinstance(e, torch._dynamo.exc.FailOnRecompileLimitHit)
                 if call.decided is None:
                     call.decide(_EAGERLY)
             else:
-                if call.decided is None and call.decide(_READY) == _EAGERLY:
-                    reason = "another rank runs it eagerly"
+                unread = call.decided is None and any(call.is_unknown(y) for y in pytree.tree_leaves(out))
+                if call.decided is None and call.decide(_EAGERLY if unread else _READY) == _EAGERLY:
+                    reason = "Dynamo does not read it" if unread else "another rank runs it eagerly"
             del given, a, k
             if not reason:
                 out = pytree.tree_map(call.real, out)
@@ -110,7 +113,12 @@ class Compiled:
             reason = str(e)
         finally:
             self._call = None
-        return self._eagerly(reason, args, kwargs, for_good=call.decided == _EAGERLY)
+        try:
+            return self._eagerly(reason, args, kwargs, for_good=for_good and call.decided == _EAGERLY)
+        except Exception:
+            # of values, maybe: others may be good
+            call.forget()
+            raise
 
     def _eagerly(self, reason: str, args: Any, kwargs: Any, *, for_good: bool = False) -> Any:
         if self._strict:
@@ -138,6 +146,8 @@ class Compiled:
     def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         """Return what Dynamo calls for a graph. Not collective."""
         _check_code()
+        if any(node.meta.get("unbacked_bindings") for node in graph.graph.nodes):
+            raise CannotCompileError("a shape that depends on values")
         programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:
@@ -157,6 +167,7 @@ class Compiled:
                     program = Program(graph, self._backend, real, call.mesh)
                 except CannotCompileError as e:
                     program = e
+                    call.forget = lambda: programs.pop(key, None)
                 programs[key] = program
             if decided == _EAGERLY or not isinstance(program, Program):
                 raise _RunEagerlyError(reason or str(program or "another rank runs it eagerly"))
@@ -176,6 +187,7 @@ class _Call:
     def __init__(self, mesh: CartMesh, spare: dict[Any, list[Tensor]]) -> None:
         self.mesh, self._spare = mesh, spare
         self.decided: int | None = None
+        self.forget: Callable[[], object] = lambda: None
         self._of: dict[int, Tensor] = {}
         self._real: dict[int, tuple[Any, Tensor, ShardTensor]] = {}
 
@@ -193,6 +205,10 @@ class _Call:
         """Return the ShardTensor for its tensor; anything else as it is. Not collective."""
         known = self._real.get(id(x))
         return x if known is None else known[2]
+
+    def is_unknown(self, x: Any) -> bool:
+        """Tell whether it is a tensor without data that stands for nothing. Not collective."""
+        return isinstance(x, Tensor) and getattr(x, "fake_mode", None) is _fake_mode() and id(x) not in self._real
 
     def decide(self, state: int) -> int:
         """Return the most of what the ranks are ready for. Collective."""
@@ -246,7 +262,11 @@ def _is_off() -> bool:
     import torch._dynamo
 
     return (
-        torch._dynamo.config.disable or in_transform() or traced.recording is not None or torch.compiler.is_compiling()
+        torch._dynamo.config.disable
+        or torch._dynamo.eval_frame._stance.stance not in ("default", "fail_on_recompile")
+        or in_transform()
+        or traced.recording is not None
+        or torch.compiler.is_compiling()
     )
 
 

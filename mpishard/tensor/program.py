@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from mpishard.autograd.bucket import use_together
+from mpishard.autograd.graph import unpacked
 from mpishard.comm import guard, traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded
@@ -109,12 +110,14 @@ class Program:
     # -- rehearsal
 
     def _rehearse(self, recording: Recording, inputs: Sequence[Any]) -> None:
+        grad = torch.is_grad_enabled()
         generator = torch.get_rng_state()
-        copies = [_copy(x) for x in inputs]
-        blocks = [_block(x) for x in copies]
-        versions = [x._version if isinstance(x, Tensor) else 0 for x in blocks]
         try:
-            with recorded(recording):
+            # in inference mode nobody counts versions; what surrounds the call, a checkpoint, is not to see the copies
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), unpacked(), recorded(recording):
+                copies = [_copy(x) for x in inputs]
+                blocks = [_block(x) for x in copies]
+                versions = [x._version if isinstance(x, Tensor) else 0 for x in blocks]
                 recording.restart(blocks)
                 outputs = self._graph(*copies)
                 self._note(copies, blocks, outputs)
@@ -155,7 +158,7 @@ class Program:
         context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
         # torch's cache of whole programs would know this one by its name alone
         no_cache = functorch_config.patch(enable_autograd_cache=False)
-        with warnings.catch_warnings(), no_cache, tracing(context), recorded(self._trace):
+        with warnings.catch_warnings(), no_cache, unpacked(), tracing(context), recorded(self._trace):
             # compilers call what torch has deprecated itself
             warnings.simplefilter("ignore", DeprecationWarning)
             self._compiled = backend(GraphModule({}, graph), blocks)

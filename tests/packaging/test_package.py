@@ -132,6 +132,18 @@ assert float(x.sum().full_tensor()) == 4
     subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
 
 
+@pytest.mark.parametrize("first", ["import mpishard as ms, torch", "import torch, mpishard as ms"])
+def test_what_is_compiled_before_the_first_tensor_knows_them(first: str) -> None:
+    code = f"""
+{first}
+f = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+x = ms.ones(4, mesh=ms.init_mesh(1), placements=(ms.Shard(0),))
+assert type(f(x)) is ms.ShardTensor
+assert type(f(torch.ones(2))) is torch.Tensor
+"""
+    subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
+
+
 def test_import_is_silent(imported: Imported) -> None:
     assert imported["output"] == []
 

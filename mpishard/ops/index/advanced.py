@@ -1,14 +1,14 @@
-"""Tensors as indices: points picked from, and written to, whole and sharded dims.
+"""Tensors as indices: points picked from whole and sharded dims.
 
 A plain index is the same on every rank, so each knows who owns which point. Points of sharded dims travel to a
-balanced cut of the index's first dim, in one exchange; writes stay on the owners. Of an index that is sharded over the
+balanced cut of the index's first dim, in one exchange. Of an index that is sharded over the
 same mesh dims ranks ask the owners for the points that their part names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.autograd.linear import apply
+from mpishard.autograd.compiled import linear_by_values
+from mpishard.autograd.linear import Step, pair
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
-from mpishard.ops.index.basic import fitted_shape, indexed, plan_index, write_at
+from mpishard.ops.index.basic import indexed
 from mpishard.ops.index.masked import picked_where
-from mpishard.ops.rule.agreement import agreed
-from mpishard.ops.rule.dim import into_plain, normal_dim, prepare_write, require_writable, settled, viewed
+from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
+from mpishard.ops.rule.dim import normal_dim, settled
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
-from mpishard.tensor.registry import implements, spellings, tensors_in
+from mpishard.tensor.registry import implements, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _ALL = (None, None, None)
@@ -51,7 +52,7 @@ class Points(NamedTuple):
     at: int
 
 
-def _split(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]:
+def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]:
     """Return the basic part of ``index`` (tensors replaced by full slices), and per dim of its result the tensor.
 
     A mask stands once per dim that it covers, as (mask, k).
@@ -106,7 +107,7 @@ def _as_tensor(item: Any) -> Any:
     return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
 
 
-def _points(layout: Layout, per_dim: Sequence[Any]) -> Points:
+def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
     """Return the integer form of the tensors of an index; masks become the indices of their true cells."""
     dims, indices = [], []
     found: dict[int, tuple[Tensor, ...]] = {}
@@ -135,7 +136,7 @@ def _points(layout: Layout, per_dim: Sequence[Any]) -> Points:
     return Points(tuple(dims), tuple(indices), dims[0] if adjacent else 0)
 
 
-def _result(layout: Layout, points: Points, index: Layout, dims: Sequence[int] = ()) -> Layout:
+def result_of(layout: Layout, points: Points, index: Layout, dims: Sequence[int] = ()) -> Layout:
     """Return the layout of a result: the remaining dims of ``layout``, those of ``index`` in their place."""
     rest = [d for d in range(layout.ndim) if d not in points.dims]
     before = rest[: points.at]
@@ -160,31 +161,33 @@ def _result(layout: Layout, points: Points, index: Layout, dims: Sequence[int] =
     return layout_of(layout.mesh_shape, placements, shape, sizes)
 
 
-def _sole(index: Any) -> Any:
+def sole(index: Any) -> Any:
+    """Return what a tuple of one holds, anything else as it is. Not collective."""
     return index[0] if type(index) is tuple and len(index) == 1 else index
 
 
-def _is_boolean(index: Any) -> bool:
+def is_boolean(index: Any) -> bool:
     """Tell whether an index is one boolean, which picks all or nothing along a new dim."""
     return isinstance(index, (bool, np.bool_)) or (isinstance(index, Tensor) and not index.ndim and _is_mask(index))
 
 
 def picked(x: Any, index: Any) -> ShardTensor:
     """Return ``x[index]`` with tensors in the index. Collective where they index a sharded dim."""
-    if _is_boolean(alone := _sole(index)):
+    if is_boolean(alone := sole(index)):
         return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
     if not isinstance(x, ShardTensor):
         x = on_mesh(x, mesh_of(tensors_in([index])))
     x = settled(x)
     if isinstance(alone, ShardTensor) and _is_mask(alone) and alone.ndim:
         return picked_where(x, alone)
-    basic, per_dim = _split(x, index)
+    basic, per_dim = split_index(x, index)
 
     y = indexed(x, basic)
-    return _pick(y, _points(y.sharding, per_dim))
+    return _pick(y, points_of(y.sharding, per_dim))
 
 
-def _everywhere(index: Any) -> Tensor:
+def everywhere(index: Any) -> Tensor:
+    """Return an index that every rank has whole. Collective where it is sharded."""
     return index.full_tensor() if isinstance(index, ShardTensor) else index
 
 
@@ -195,17 +198,38 @@ def _pick(x: ShardTensor, points: Points) -> ShardTensor:
         _, own = broadcast_of(list(points.indices))
         if not sharded and not set(own.sharded_mesh_dims) & set(layout.sharded_mesh_dims):
             indices = [fitted(i, mesh, own) for i in points.indices]
-            local, out = use(x.block, mesh, own.sharded_mesh_dims), _result(layout, points, own)
-            return wrap(agreed(lambda: local[_at(x.ndim, points.dims, indices)], mesh, (out,)), out, mesh)
+            local, out = use(x.block, mesh, own.sharded_mesh_dims), result_of(layout, points, own)
+            return wrap(_of_whole_dims(local, points.dims, indices, mesh, (out,)), out, mesh)
     asked = _asked(x, points, sharded)
     if asked is not None:
         return asked
     # who owns which point, every rank must know
-    indices = list(torch.broadcast_tensors(*map(_everywhere, points.indices)))
+    indices = list(torch.broadcast_tensors(*map(everywhere, points.indices)))
     if not sharded:
-        out = _result(layout, points, replicated_layout(mesh, indices[0].shape))
-        return wrap(_whole_dims(layout, mesh, lambda: x.block[_at(x.ndim, points.dims, indices)]), out, mesh)
+        out = result_of(layout, points, replicated_layout(mesh, indices[0].shape))
+        return wrap(_of_whole_dims(x.block, points.dims, indices, mesh, with_empty_blocks(layout)), out, mesh)
     return _fetch(x, points, indices)
+
+
+def _of_whole_dims(
+    block: Tensor, dims: Sequence[int], indices: Sequence[Tensor], mesh: CartMesh, layouts: Sequence[Layout]
+) -> Tensor:
+    """Index whole dims of a block. Collective over the mesh dims that shard one of the layouts."""
+    shape, ndim = block.shape, block.ndim
+
+    def check(*indices: Tensor) -> None:
+        if not all(in_range(i, -shape[d], shape[d]) for d, i in zip(dims, indices)):
+            torch.ops.aten.index(blank(shape, indices[0]), at_dims(ndim, dims, indices))
+
+    def pick(*indices: Tensor) -> Tensor:
+        return torch.ops.aten.index(block, at_dims(ndim, dims, indices))  # type: ignore[no-any-return]
+
+    return agreed(pick, mesh, layouts, *indices, check=check)
+
+
+def with_empty_blocks(layout: Layout) -> tuple[Layout, ...]:
+    """Return a layout that has blocks without cells, where torch checks no index; else nothing. Not collective."""
+    return (layout,) if any(cut is not None and 0 in cut for cut in layout.sizes) else ()
 
 
 def _asked(x: ShardTensor, points: Points, sharded: list[int]) -> ShardTensor | None:
@@ -220,30 +244,33 @@ def _asked(x: ShardTensor, points: Points, sharded: list[int]) -> ShardTensor | 
     index = resolved(index)
     if index.sharding.shard_dims.get(0) != layout.shard_dims[d]:
         return None
-    n, numbers = layout.shape[d], index.block.cpu().numpy().astype(np.int64)
+    n, kind, out = layout.shape[d], index.sharding, result_of(layout, points, index.sharding, layout.shard_dims[d])
 
-    def counted() -> np.ndarray[Any, Any]:
-        if numbers.size and not -n <= numbers.min() <= numbers.max() < n:
-            raise IndexError(f"index out of range for dimension {d} with size {n}")
-        return np.where(numbers < 0, numbers + n, numbers)
+    def rows_of(index: Tensor) -> Step:
+        numbers = index.cpu().numpy().astype(np.int64)
 
-    wanted, at = np.unique(agreed(counted, mesh, (layout,)), return_inverse=True)
-    rows = Rows(mesh, layout, d, wanted, "index", (layout, d, index.sharding)).fetch(x.block)
-    local = rows.index_select(d, torch.from_numpy(at).to(x.device))
-    return wrap(local, _result(layout, points, index.sharding, layout.shard_dims[d]), mesh)
+        def counted() -> np.ndarray[Any, Any]:
+            if numbers.size and not -n <= numbers.min() <= numbers.max() < n:
+                raise IndexError(f"index out of range for dimension {d} with size {n}")
+            return np.where(numbers < 0, numbers + n, numbers)
+
+        wanted, place = np.unique(agreed(counted, mesh, (layout,)), return_inverse=True)
+        rows, at = Rows(mesh, layout, d, wanted, "index", (layout, d, kind)), torch.from_numpy(place).to(index.device)
+
+        def back(g: Tensor) -> Tensor:
+            came = g.new_zeros(*g.shape[:d], rows.count, *g.shape[d + 1 :]).index_add_(d, at, g)
+            return rows.add(came, g.new_zeros(layout.local_shape(mesh.coords)))
+
+        return pair(lambda block: rows.fetch(block).index_select(d, at), back)
+
+    shape = out.local_shape(mesh.coords)
+    return wrap(linear_by_values("index", rows_of, x.block, [index.block], shape), out, mesh)
 
 
-def _whole_dims(layout: Layout, mesh: CartMesh, call: Callable[[], Any]) -> Any:
-    """Index whole dims by what every rank has. Collective where a block is empty: torch checks nothing there."""
-    empty = any(cut is not None and 0 in cut for cut in layout.sizes)
-    return agreed(call, mesh, (layout,)) if empty else call()
-
-
-def _at(ndim: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    items: list[Any] = [slice(None)] * ndim
-    for d, i in zip(dims, indices):
-        items[d] = i
-    return tuple(items)
+def at_dims(ndim: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the indices per dim, as torch.ops.aten has them. Not collective."""
+    given = dict(zip(dims, indices))
+    return [given.get(d) for d in range(ndim)]
 
 
 class Owned(NamedTuple):
@@ -251,8 +278,6 @@ class Owned(NamedTuple):
 
     Attributes
     ----------
-    mesh_dims
-        That shard the indexed dims.
     ranks
         Of the mesh, per point; along other mesh dims at this rank's coordinates.
     mine
@@ -261,14 +286,18 @@ class Owned(NamedTuple):
         Their indices in this rank's block, one tensor per indexed dim.
     """
 
-    mesh_dims: tuple[int, ...]
     ranks: np.ndarray
     mine: np.ndarray
     local: tuple[Tensor, ...]
 
 
-def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Owned:
-    layout, mesh = x.sharding, x.mesh
+def mesh_dims_of(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
+    """Return the mesh dims that shard some dims. Not collective."""
+    return tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ())))
+
+
+def owned_cells(layout: Layout, mesh: CartMesh, dims: Sequence[int], indices: Sequence[Tensor]) -> Owned:
+    """Return the owners of the points of a plain index of some dims. Not collective."""
     flat = []
     for d, index in zip(dims, indices):
         n = layout.shape[d]
@@ -279,106 +308,75 @@ def _owned(x: ShardTensor, dims: Sequence[int], indices: Sequence[Tensor]) -> Ow
     ranks = holders(layout, dims, flat, mesh.coords)
     mine = np.flatnonzero(ranks == mesh.rank)
     local = tuple(
-        torch.from_numpy(cells[mine] - layout.interval(d, mesh.coords)[0]).to(x.device) for d, cells in zip(dims, flat)
+        torch.from_numpy(cells[mine] - layout.interval(d, mesh.coords)[0]).to(indices[0].device)
+        for d, cells in zip(dims, flat)
     )
-    return Owned(tuple(sorted(m for d in dims for m in layout.shard_dims.get(d, ()))), ranks, mine, local)
+    return Owned(ranks, mine, local)
 
 
 def _fetch(x: ShardTensor, points: Points, indices: Sequence[Tensor]) -> ShardTensor:
-    layout, mesh = x.sharding, x.mesh
-    owned, shape = _owned(x, points.dims, indices), tuple(indices[0].shape)
-    placements = [Shard(0) if m in owned.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    layout, mesh, at = x.sharding, x.mesh, points.at
+    mesh_dims, shape = mesh_dims_of(layout, points.dims), tuple(indices[0].shape)
+    placements = [Shard(0) if m in mesh_dims else Replicate() for m in range(mesh.ndim)]
     index = layout_of(mesh.shape, placements, shape)
+    out = result_of(layout, points, index, mesh_dims)
     row = math.prod(shape[1:])
     lo, hi = (i * row for i in index.interval(0, mesh.coords))
-    arriving = owned.ranks[lo:hi]
-    order = np.argsort(arriving, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    travel = cells_step(
-        mesh,
-        "index",
-        points.at,
-        spans_of(holders(index, (0,), (owned.mine // max(row, 1),), mesh.coords)),
-        spans_of(arriving[order]),
-        (layout, points.dims, index),
-    )
-    # one dim for all points, where the result has those of the index
-    came = apply(travel, x.block[_at(x.ndim, points.dims, owned.local)])
-    local = came.index_select(points.at, torch.from_numpy(place).to(x.device))
-    local = local.reshape(*local.shape[: points.at], *index.local_shape(mesh.coords), *local.shape[points.at + 1 :])
-    return wrap(local, _result(layout, points, index, owned.mesh_dims), mesh)
+
+    def travel_of(*indices: Tensor) -> Step:
+        owned = owned_cells(layout, mesh, points.dims, indices)
+        arriving = owned.ranks[lo:hi]
+        order = np.argsort(arriving, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        come, go = (torch.from_numpy(i).to(indices[0].device) for i in (place, order))
+        travel = cells_step(
+            mesh,
+            "index",
+            at,
+            spans_of(holders(index, (0,), (owned.mine // max(row, 1),), mesh.coords)),
+            spans_of(arriving[order]),
+            (layout, points.dims, index),
+        )
+        items = at_dims(layout.ndim, points.dims, owned.local)
+
+        def fetch(block: Tensor) -> Tensor:
+            # one dim for all points, where the result has those of the index
+            return (
+                travel(torch.ops.aten.index(block, items)).index_select(at, come).reshape(out.local_shape(mesh.coords))
+            )
+
+        def back(g: Tensor) -> Tensor:
+            g = g.reshape(*g.shape[:at], hi - lo, *g.shape[at + len(shape) :]).index_select(at, go)
+            block = g.new_zeros(layout.local_shape(mesh.coords))
+            return torch.ops.aten.index_put_(block, items, travel.adjoint(g), True)  # type: ignore[no-any-return]
+
+        return pair(fetch, back)
+
+    local = linear_by_values("index", travel_of, x.block, indices, out.local_shape(mesh.coords))
+    return wrap(local, out, mesh)
 
 
-# -- writes
-
-
-def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> None:
-    """Write ``x[index] = value`` (or add), with tensors in the index. Collective where the value must travel."""
-    require_writable(x, "x[index] = value")
-    if _is_boolean(alone := _sole(index)):
-        if bool(alone):
-            write_at(x, (Ellipsis,), value)
-        return
-    prepare_write(x)
-    mesh = x.mesh
-    basic, per_dim = _split(x, index)
-    plan = plan_index(x.sharding, basic, mesh.coords)
-    if plan.drop:  # its owner broadcasts the one cell of a sharded dim
-        y: Any = indexed(x, basic).clone()
-        _put_at(y, per_dim, value, accumulate)
-        write_at(x, basic, y)
-    else:
-        _put_at(viewed(x, x.block[plan.local], plan.out), per_dim, value, accumulate)
-
-
-def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool) -> None:
-    """Write at the tensors of an index. Collective where the value must travel."""
-    mesh = y.mesh
-    masks = [d for d, item in enumerate(per_dim) if isinstance(item, tuple)]
-    if masks and len({id(per_dim[d][0]) for d in masks}) == 1 and len(masks) == sum(i is not None for i in per_dim):
-        mask, after = per_dim[masks[0]][0], y.ndim - 1 - masks[-1]
-        one = not isinstance(value, Tensor) or value.numel() == 1
-        if mask.dtype == torch.uint8 and one and not accumulate:
-            raise RuntimeError("masked_fill_ only supports boolean masks, but got mask with dtype unsigned char")
-        broadcasts = not isinstance(value, Tensor) or value.ndim <= after
-        if broadcasts and not accumulate:
-            mask = mask.bool().reshape(*mask.shape, *(1,) * after)
-            y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
-            return
-    points = _points(y.sharding, per_dim)
-    indices: Sequence[Tensor] = torch.broadcast_tensors(*map(_everywhere, points.indices))
-    shape = indices[0].shape
-    sharded = any(len(y.sharding.sizes[d] or ()) > 1 for d in points.dims)
-    owned = _owned(y, points.dims, indices) if sharded else None
-    if isinstance(value, Tensor):
-        out = _result(y.sharding, points, replicated_layout(mesh, shape), y.sharding.sharded_mesh_dims)
-        value = fitted_shape(resolved(value), out.shape)
-        if owned is not None:
-            value = value.expand(out.shape)
-        value = fitted(value, mesh, out).to(y.dtype)
-        if owned is not None:
-            value = use(value, mesh, owned.mesh_dims)
-            end = points.at + len(shape)
-            value = value.reshape(*value.shape[: points.at], math.prod(shape), *value.shape[end:])
-            value = value.index_select(points.at, torch.from_numpy(owned.mine).to(y.device))
-    else:
-        value = torch.tensor(value, dtype=y.dtype, device=y.device)
-    items: list[Tensor | None] = [None] * y.ndim
-    for d, i in zip(points.dims, indices if owned is None else owned.local):
-        items[d] = i
-    _whole_dims(y.sharding, mesh, lambda: torch.ops.aten.index_put_(y.block, items, value, accumulate))
-
-
-def _along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+def along(name: str, x: Any, dim: int, index: Any) -> tuple[Any, ...]:
     """Return an index of ``dim`` whose numbers may not be negative. Collective where it is sharded."""
     if index.ndim > 1:
         raise IndexError(f"{name}(): Index is supposed to be a vector, but got dim: {index.ndim}")
     if index.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"{name}(): Expected dtype int32 or int64 for index, but got {index.dtype}")
-    if index.numel() and bool((index < 0).any()):
-        raise IndexError("index out of range in self")
+    index = _not_negative(index, mesh_of((x, index)))
     return (*(slice(None),) * normal_dim(dim, x.ndim), index if index.ndim else index.reshape(1))
+
+
+def _not_negative(index: Any, mesh: CartMesh) -> Any:
+    def looked_at(index: Tensor) -> Tensor:
+        if index.numel() and int(index.min()) < 0:
+            raise IndexError("index out of range in self")
+        return index
+
+    if not isinstance(index, ShardTensor):
+        return checked(looked_at, mesh, (), index)
+    index = resolved(index)
+    return wrap(checked(looked_at, mesh, (index.sharding,), index.block), index.sharding, mesh)
 
 
 @implements(torch.index_select, torch.Tensor.index_select, sharded="moves")
@@ -388,84 +386,4 @@ def index_select(input: Any, dim: int, index: Any) -> ShardTensor:
         if index.numel() != 1:
             raise IndexError(f"index_select(): Index to scalar can have only 1 value, got {index.numel()} value(s)")
         return index_select(input.reshape(1), dim, index).reshape(())  # type: ignore[no-any-return]
-    return picked(input, _along("index_select", input, dim, index))
-
-
-def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tuple[ShardTensor, Any]:
-    """Return tensors with at least one dim, slices of the second for the first; or raise, where they do not fit."""
-    shape = [index.numel() if d == normal_dim(dim, x.ndim) else n for d, n in enumerate(x.shape)]
-    if list(source.shape) != shape and (x.ndim or source.numel() != index.numel() or index.numel() != 1):
-        raise RuntimeError(
-            f"{name}: source tensor shape must match self tensor shape, excluding the specified dimension. "
-            f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}"
-        )
-    if source.dtype != x.dtype:
-        raise RuntimeError(f"{name}: self and source expected to have the same dtype, got {x.dtype} and {source.dtype}")
-    if x.ndim:
-        return x, source
-    prepare_write(x)
-    return x.view(1), source.reshape(1)
-
-
-@implements(torch.Tensor.index_add_, sharded="moves")
-@into_plain(torch.Tensor.index_add_)
-def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
-    """Add to cells along a dim, in place. Collective where the source must travel."""
-    cells, source = _slices("index_add_", self, dim, index, source)
-    alpha = alpha if source.is_floating_point() or source.is_complex() else int(alpha)
-    put(cells, _along("index_add_", cells, dim, index), source if alpha == 1 else source * alpha, accumulate=True)
-    return self
-
-
-@implements(torch.Tensor.index_copy_, sharded="moves")
-@into_plain(torch.Tensor.index_copy_)
-def index_copy_(self: ShardTensor, dim: int, index: Any, source: Any) -> ShardTensor:
-    """Write cells along a dim, in place. Collective where the source must travel."""
-    source = source if source.ndim or self.ndim != 1 else source.reshape(1)
-    cells, source = _slices("index_copy_", self, dim, index, source)
-    put(cells, _along("index_copy_", cells, dim, index), source)
-    return self
-
-
-@implements(torch.Tensor.index_fill_, sharded="local")
-@into_plain(torch.Tensor.index_fill_)
-def index_fill_(self: ShardTensor, dim: int, index: Any, value: Any) -> ShardTensor:
-    """Fill cells along a dim, in place. Not collective."""
-    if isinstance(value, Tensor) and value.ndim:
-        raise RuntimeError(
-            f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s)."
-        )
-    if index.dtype != torch.int64:
-        raise IndexError("index_fill_(): Expected dtype int64 for index.")
-    d = normal_dim(dim, self.ndim)
-    # a mask, because a cell that is named twice is filled once: the value's gradient counts it once
-    mask = torch.zeros(self.shape[d] if self.ndim else 1, dtype=torch.bool, device=self.device)
-    mask[_everywhere(index).reshape(-1)] = True
-    self.masked_fill_(mask.reshape(-1, *(1,) * (self.ndim - 1 - d)) if self.ndim else mask[0], value)
-    return self
-
-
-@implements(torch.Tensor.index_put_, torch.index_put_, sharded="moves")
-@into_plain(torch.Tensor.index_put_)
-def index_put_(input: ShardTensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> ShardTensor:
-    """Write at points, in place. Collective where the values must travel."""
-    put(input, tuple(slice(None) if i is None else i for i in indices), values, accumulate)
-    return input
-
-
-def _out_of_place(in_place: Any) -> Any:
-    def rule(input: Any, *args: Any, **kwargs: Any) -> ShardTensor:
-        if not isinstance(input, ShardTensor):
-            input = on_mesh(input, mesh_of(tensors_in([*args, *kwargs.values()])))
-        return in_place(input.clone(), *args, **kwargs)  # type: ignore[no-any-return]
-
-    return rule
-
-
-for _name, _in_place in {
-    "index_add": index_add_,
-    "index_copy": index_copy_,
-    "index_fill": index_fill_,
-    "index_put": index_put_,
-}.items():
-    implements(*spellings(_name), sharded="moves")(_out_of_place(_in_place))
+    return picked(input, along("index_select", input, dim, index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
-from mpishard.ops.rule.agreement import agreed
+from mpishard.layout import Layout
+from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.contraction import contract
 from mpishard.ops.rule.dim import mapped, whole_along
@@ -58,7 +61,7 @@ def _with_options(
 
 def _counted(index: Tensor, rows: int) -> Tensor:
     """Return how often each row is looked up."""
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+    if not in_range(index, 0, rows):
         raise IndexError("index out of range in self")
     return torch.bincount(index.reshape(-1), minlength=rows)
 
@@ -86,17 +89,28 @@ def embedding(
         x = resolved(input)
         layout = mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, weight.shape[1]))
         rows = use(weight, x.mesh, layout.sharded_mesh_dims)
-        found = agreed(lambda: _looked_up(x.block, rows, padding_idx), x.mesh, (layout,))
-        return wrap(found, layout, x.mesh)
+        return wrap(_agreed(x.block, rows, padding_idx, x.mesh, (layout,)), layout, x.mesh)
     labels = tuple(range(input.ndim))
     mesh = mesh_of((input, weight))
     layouts = [t.sharding for t in (input, weight) if isinstance(t, ShardTensor)]
     return contract(
         "embedding",
-        lambda i, w: agreed(lambda: _looked_up(i, w, padding_idx), mesh, layouts),
+        lambda i, w: _agreed(i, w, padding_idx, mesh, layouts),
         (input, weight),
         (labels, ("rows", "columns")),
         (*labels, "columns"),
+    )
+
+
+def _agreed(index: Tensor, rows: Tensor, padding_idx: int | None, mesh: CartMesh, layouts: Sequence[Layout]) -> Tensor:
+    """Look up rows of a block, or raise on every rank. Collective over the mesh dims that shard a layout."""
+    shape = rows.shape
+    return agreed(
+        lambda i: _looked_up(i, rows, padding_idx),
+        mesh,
+        layouts,
+        index,
+        check=lambda i: in_range(i, 0, shape[0]) or F.embedding(i, blank(shape, i)),
     )
 
 
@@ -140,12 +154,19 @@ def embedding_bag(
             padding_idx=padding_idx,
         )  # fmt: skip
 
-    def joined() -> Tensor:
+    def joined(index: Tensor) -> Tensor:
         if input.ndim == 2 and not index.shape[0]:  # keeps a graph, so that all ranks take part in backward
             return (rows.sum(0, keepdim=True) + (0 if factors is None else factors.sum()))[:0]  # type: ignore[no-any-return]
         return look_up(index, factors)  # type: ignore[no-any-return]
 
-    local = agreed(joined, met.mesh, met.plan.operands)
+    count = rows.shape[0]
+
+    def check(index: Tensor, *starts: Tensor) -> None:
+        if starts or not in_range(index, 0, count):
+            F.embedding_bag(index, index.new_zeros((count, 1), dtype=torch.float32), *starts, padding_idx=padding_idx)
+
+    reads = (index,) if starts is None else (index, starts)
+    local = agreed(lambda i, *_: joined(i), met.mesh, met.plan.operands, *reads, check=check)
     return met.result(local, ("bag", None) if input.ndim == 2 else (None, None))
 
 
@@ -155,10 +176,9 @@ def one_hot(input: ShardTensor, num_classes: int = -1) -> ShardTensor:
     x = resolved(input)
     if num_classes == -1:
         num_classes = int(torch.amax(x)) + 1
-    local = x.block
 
-    def encoded() -> Tensor:
+    def encoded(local: Tensor) -> Tensor:
         return F.one_hot(local, num_classes) if local.numel() else local.new_empty((*local.shape, num_classes))
 
-    hot = agreed(encoded, x.mesh, (x.sharding,))
+    hot = agreed(encoded, x.mesh, (x.sharding,), x.block, check=lambda i: in_range(i, 0, num_classes) or encoded(i))
     return wrap(hot, mapped(x.sharding, (*range(x.ndim), -1), (*x.sharding.shape, num_classes)), x.mesh)

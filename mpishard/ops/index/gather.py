@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.bucket import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
-from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.dim import (
     CACHED,
     into_plain,
@@ -109,9 +109,19 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Sh
     x, where = whole_along(on_mesh(input, mesh), (d,)), on_mesh(index, mesh)
     plan = _plan(x.sharding, where.sharding, d)
     local, cells = use(moved(x, plan.source).block, mesh, plan.used), moved(where, plan.index).block
-    layouts = (plan.source, plan.index)
-    y = agreed(lambda: torch.gather(local, d, cells, sparse_grad=sparse_grad), mesh, layouts)
+    y = agreed(
+        lambda cells: torch.gather(local, d, cells, sparse_grad=sparse_grad),
+        mesh,
+        (plan.source, plan.index),
+        cells,
+        check=_names_cells(local.shape, d),
+    )
     return wrap(y, plan.index, mesh)
+
+
+def _names_cells(shape: Sequence[int], dim: int) -> Callable[[Tensor], object]:
+    """Return a check of an index of a dim of a block, which raises torch's own error."""
+    return lambda cells: in_range(cells, 0, shape[dim]) or torch.gather(blank(shape, cells), dim, cells)
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim, sharded="gathers")
@@ -172,7 +182,13 @@ def _scatter_rule(name: str) -> Any:
             return _block(_first(a, index.shape), mesh, target)
 
         own, named = tuple(map(block, args)), {k: block(a) for k, a in kwargs.items()}
-        agreed(lambda: in_place(x.block, d, cells, *own, **named), mesh, (x.sharding, target))
+        agreed(
+            lambda cells: in_place(x.block, d, cells, *own, **named),
+            mesh,
+            (x.sharding, target),
+            cells,
+            check=_names_cells(x.block.shape, d),
+        )
         if x.block is not self.block:
             self.block.copy_(moved(x, self.sharding).block)
         return self

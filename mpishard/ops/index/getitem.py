@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from mpishard.ops.index.advanced import picked, put
+from mpishard.ops.index.advanced import picked
 from mpishard.ops.index.basic import indexed, key_of, write_at
+from mpishard.ops.index.index_put import put
 from mpishard.ops.rule.dim import plain, written_through
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor

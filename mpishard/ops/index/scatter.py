@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
-from mpishard.ops.index.advanced import picked, put
+from mpishard.ops.index.advanced import picked
 from mpishard.ops.index.getitem import setitem
+from mpishard.ops.index.index_put import put
+from mpishard.ops.rule.agreement import checked, in_range
 from mpishard.ops.rule.dim import (
     gathered,
     into_plain,
@@ -143,8 +145,12 @@ def put_(self: ShardTensor, index: Any, source: Any, accumulate: bool = False) -
             f"{source.numel()}, index.numel() = {index.numel()}"
         )
     n = self.numel()
-    if index.numel() and not -n <= int(index.min()) <= int(index.max()) < n:
-        raise IndexError(f"put_(): index out of range for a tensor of {n} elements")
+
+    def check(index: Tensor) -> None:
+        if not in_range(index, -n, n):
+            raise IndexError(f"put_(): index out of range for a tensor of {n} elements")
+
+    index = checked(check, self.mesh, (), index)
     flat = torch.where(index < 0, index + n, index).reshape(-1)
     if self.ndim:
         put(self, torch.unravel_index(flat, tuple(self.shape)), source.reshape(-1), accumulate)
@@ -171,9 +177,13 @@ def masked_scatter_(self: ShardTensor, mask: Any, source: Any) -> ShardTensor:
     require_writable(self, "masked_scatter_")
     prepare_write(self)
     mask, source = plain(mask), plain(source)
-    mask = mask.expand(self.sharding.shape)
-    if int(mask.sum()) > source.numel():
-        raise RuntimeError("Number of elements of source < number of ones in mask")
+    cells = source.numel()
+
+    def check(mask: Tensor) -> None:
+        if int(mask.sum()) > cells:
+            raise RuntimeError("Number of elements of source < number of ones in mask")
+
+    mask = checked(check, self.mesh, (), mask.expand(self.sharding.shape))
     position = mask.reshape(-1).cumsum(0).sub_(1).clamp_(min=0).view(mask.shape)
     block = tuple(slice(lo, hi) for lo, hi in self.sharding.box(self.mesh.coords))
     values = use(source, self.mesh, self.sharding.sharded_mesh_dims).reshape(-1)
@@ -192,10 +202,14 @@ def index_reduce(
     if not x.ndim:
         cells = index_reduce(x.view(1), 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self)
         return cells.reshape(())  # type: ignore[return-value]
-    index = plain(index)
-    # torch does not look where a block has no cells
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
-        raise IndexError("index out of range in self")
+    n = x.shape[d]
+
+    def check(index: Tensor) -> None:
+        # torch does not look where a block has no cells
+        if not in_range(index, 0, n):
+            raise IndexError("index out of range in self")
+
+    index = checked(check, x.mesh, (), plain(index))
     source = resolved(source)
     shape = list(x.sharding.shape)
     shape[d] = index.numel()

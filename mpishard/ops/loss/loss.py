@@ -17,7 +17,7 @@ from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
-from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
@@ -85,7 +85,14 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
 
         def call(how: str) -> Tensor:
             if func is F.binary_cross_entropy:  # which looks whether its cells are probabilities
-                return agreed(lambda: func(**local, reduction=how), mesh, (out,))
+                given = [local[n] for n in names[:2]]
+                return agreed(
+                    lambda *two: func(**{**local, **dict(zip(names, two))}, reduction=how),
+                    mesh,
+                    (out,),
+                    *given,
+                    check=lambda *two: func(*two, reduction="none"),
+                )
             return func(**local, reduction=how)
 
         if reduction == "none":
@@ -212,12 +219,21 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         extra = {"label_smoothing": named["label_smoothing"]} if "label_smoothing" in named else {}
         local = x.block
 
-        def call(how: str) -> Tensor:
-            return func(local, labels, w, ignore_index=ignore, reduction=how, **extra)
+        shape, classes = local.shape, local.shape[dim]
 
+        def loss_of(labels: Tensor) -> Tensor:
+            def call(how: str) -> Tensor:
+                return func(local, labels, w, ignore_index=ignore, reduction=how, **extra)
+
+            return call("none") if reduction == "none" else _local_sum(call, local.dtype)
+
+        def check(labels: Tensor) -> None:
+            if not shares and not in_range(labels[labels != ignore], 0, classes):
+                F.nll_loss(blank(shape, labels), labels, ignore_index=ignore)
+
+        total = agreed(loss_of, mesh, (out,), labels, check=check)
         if reduction == "none":
-            return wrap(agreed(lambda: call("none"), mesh, (out,)), out, mesh)
-        total = agreed(lambda: _local_sum(call, local.dtype), mesh, (out,))
+            return wrap(total, out, mesh)
         dtype = total.dtype
         if local.dtype in HALVES:  # torch's own dtype, also under autocast
             one = labels.new_zeros((1, 1) if shares else (1,))
@@ -231,9 +247,8 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         if weight is None:
             share = live.sum().double()
         else:
-            share = weight.detach()[labels[live]].sum(dtype=torch.float64)
-            if weight.requires_grad:
-                share = w[labels[live]].sum(dtype=torch.float64)  # type: ignore[index]
+            scale = w if weight.requires_grad else weight.detach()
+            share = torch.where(live, scale[torch.where(live, labels, 0)], 0).sum(dtype=torch.float64)
         # sum and count travel together
         both = _total(torch.stack([total.double(), share]), mesh, out)
         return _scalar((both[0] / both[1]).to(dtype), mesh)
@@ -266,14 +281,16 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             return _scalar(func(**named, target=labels, reduction=reduction), mesh)
         empty = not len(x.block)
 
-        def loss_of() -> Tensor:
+        def loss_of(labels: Tensor, input: Tensor) -> Tensor:
             if not empty:
-                return func(**named, target=labels, reduction="none")
+                return func(**{**named, "input": input}, target=labels, reduction="none")
             # torch refuses blocks without samples; one with the graph of none keeps dtype and nodes
             sample = named | {"input": x.block.new_zeros(1, *x.block.shape[1:]) + x.block.sum()}
             return func(**sample, target=labels.new_zeros(1, *labels.shape[1:]), reduction="none")
 
-        loss = agreed(loss_of, mesh, (out,))
+        loss = agreed(
+            loss_of, mesh, (out,), labels, x.block, check=lambda labels, x: empty or func(x, labels, reduction="none")
+        )
         return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
 
     return rule

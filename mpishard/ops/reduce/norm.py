@@ -118,10 +118,10 @@ def matrix_norm(
 def _matrix_norm(x: ShardTensor, ord: Any, dims: tuple[int, int], keepdim: bool, dtype: Any = None) -> Tensor:
     """Return the norms of this rank's whole matrices. Collective where decompositions may not converge on a rank."""
 
-    def norms() -> Tensor:
-        return torch.linalg.matrix_norm(x.block, ord, dims, keepdim, dtype=dtype)
+    def norms(block: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm(block, ord, dims, keepdim, dtype=dtype)
 
-    return agreed(norms, x.mesh, (x.sharding,)) if ord in ("nuc", 2, -2) else norms()
+    return agreed(norms, x.mesh, (x.sharding,), x.block) if ord in ("nuc", 2, -2) else norms(x.block)
 
 
 @implements(torch.nuclear_norm, sharded="gathers")

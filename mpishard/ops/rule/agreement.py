@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.graph import before, own_nodes
-from mpishard.comm import guard
+from mpishard.autograd.linear import apply, pair, same
+from mpishard.comm import guard, traced
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import MpishardError
+from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout
 
 T = TypeVar("T")
@@ -21,8 +22,14 @@ _KINDS = (IndexError, RuntimeError, ValueError, NotImplementedError, torch.linal
 _OF_TORCH: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
-def agreed(call: Callable[[], T], mesh: CartMesh, layouts: Iterable[Layout]) -> T:
-    """Return ``call()``, or raise on every rank what it raises on any.
+def agreed(
+    call: Callable[..., T],
+    mesh: CartMesh,
+    layouts: Iterable[Layout],
+    *operands: Tensor,
+    check: Callable[..., object] | None = None,
+) -> T:
+    """Return ``call(*operands)``, or raise on every rank what it raises on any.
 
     Collective over the mesh dims that shard one of the layouts: one reduction of 24 bytes where all is well.
 
@@ -33,7 +40,65 @@ def agreed(call: Callable[[], T], mesh: CartMesh, layouts: Iterable[Layout]) -> 
         whose cells it names, and blocks without cells stop nobody.
     mesh, layouts
         Of the operands; ranks whose blocks of all of them are the same do not differ.
+    operands
+        Tensors whose values ``call`` may raise for. Where none are named, it is not compiled.
+    check
+        Raises what ``call`` does, of the operands alone: a compiled program calls it beforehand. That is ``call``
+        itself, if not given.
     """
+    if traced.recording is None or not traced.recording.tracing:
+        return _agreed(lambda: call(*operands), mesh, layouts)
+    return call(*_looked_at(check or call, mesh, layouts, operands))
+
+
+def checked(check: Callable[[Tensor], object], mesh: CartMesh, layouts: Iterable[Layout], x: Tensor) -> Tensor:
+    """Return ``x`` after a check, or raise on every rank what it raises on any. Collective as `agreed`."""
+    if traced.recording is None or not traced.recording.tracing:
+        _agreed(lambda: check(x), mesh, layouts)
+        return x
+    return _looked_at(check, mesh, layouts, (x,))[0]
+
+
+def _looked_at(
+    check: Callable[..., object], mesh: CartMesh, layouts: Iterable[Layout], operands: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return the operands of a compiled program, the first of which is there once all ranks have looked at them."""
+    if not operands:
+        raise _unnamed()
+    layouts = tuple(layouts)
+
+    def look(*given: Tensor) -> Tensor:
+        with torch.no_grad():
+            _agreed(lambda: check(*given), mesh, layouts)
+        return given[0]
+
+    def record(x: Tensor) -> Tensor:
+        assert traced.recording is not None
+        return traced.recording.call("agreement", look, [x, *operands[1:]], x.shape)
+
+    return apply(pair(record, same), operands[0]), *operands[1:]
+
+
+def _unnamed() -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        "an operation that raises for some values, in a compiled program",
+        expected="values that all ranks can look at beforehand",
+        got="an operation whose rule does not name them",
+        fix="run it eagerly",
+    )
+
+
+def in_range(index: Tensor, start: int, stop: int) -> bool:
+    """Tell whether all of an index lies in ``[start, stop)``. Not collective."""
+    return not index.numel() or (start <= int(index.min()) and int(index.max()) < stop)
+
+
+def blank(shape: Sequence[int], index: Tensor) -> Tensor:
+    """Return zeros that take no memory: for torch's own error of an index into such a shape. Not collective."""
+    return torch.zeros((), device=index.device).expand(tuple(shape))
+
+
+def _agreed(call: Callable[[], T], mesh: CartMesh, layouts: Iterable[Layout]) -> T:
     over = tuple(sorted({m for layout in layouts for m in layout.sharded_mesh_dims if mesh.shape[m] > 1}))
     if not over:
         return call()
@@ -71,6 +136,8 @@ def agree_in_backward(
     own = [y for y in results if y.requires_grad]
     if not any(y.is_complex() for y in own):
         return
+    if traced.recording is not None and traced.recording.tracing:
+        raise _unnamed()
 
     def try_first(node: Any, gradients: Any) -> None:
         agreed(lambda: node(*gradients), mesh, layouts)

@@ -73,8 +73,14 @@ def whole(
     if not checked:
         found = func(*local)
     else:
+        at = [i for i, x in enumerate(local) if isinstance(x, Tensor)]
+
+        def call(*tensors: Tensor) -> Any:
+            given = dict(zip(at, tensors))
+            return func(*(given.get(i, x) for i, x in enumerate(local)))
+
         with unpacked():
-            found = agreed(lambda: func(*local), met.mesh, met.plan.operands)
+            found = agreed(call, met.mesh, met.plan.operands, *(local[i] for i in at))
         parts = [found] if isinstance(found, Tensor) else list(found)
         agree_in_backward(parts, [x for x in local if isinstance(x, Tensor)], met.mesh, met.plan.operands)
 

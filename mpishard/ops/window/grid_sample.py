@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.bucket import use
+from mpishard.autograd.compiled import by_values
 from mpishard.autograd.window import fetch_box, window_op
+from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
@@ -35,7 +37,7 @@ from mpishard.ops.rule.whole import whole
 from mpishard.ops.window.grid_sample_tap import taps_of, weighted_sum
 from mpishard.tensor.operand import moved, on_mesh, resolved
 from mpishard.tensor.registry import implements, spellings
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _MODES = ("bilinear", "nearest", "bicubic")
 _PADDINGS = ("zeros", "border", "reflection")
@@ -67,15 +69,37 @@ def grid_sample(
         grid = whole_along(_cut_alike(grid, input), (input.ndim - 1,))
         input = _cut_batch(input, grid)
         if any(d > 1 for d in input.sharding.shard_dims) and input.dtype in (torch.float32, torch.float64):
-            found = _from_windows(input, grid, labels, (mode, padding_mode, corners))
-            if found is not None:
-                return found
-    return whole(  # type: ignore[no-any-return]
-        lambda x, points: F.grid_sample(x, points, mode, padding_mode, corners),
-        (input, grid),
-        labels,
-        ("batch", "channel", *spatial),
-    )
+            if traced.recording is None:
+                return _by_reach(input, grid, labels, (mode, padding_mode, corners))
+            return _compiled(input, grid, labels, (mode, padding_mode, corners))
+    return _from_whole(input, grid, labels, (mode, padding_mode, corners))
+
+
+def _from_whole(x: Any, grid: Any, labels: Any, how: tuple[str, str, bool]) -> ShardTensor:
+    """Sample the whole field. Collective where it is sharded: it is gathered."""
+    out = ("batch", "channel", *labels[1][1:-1])
+    return whole(lambda x, points: F.grid_sample(x, points, *how), (x, grid), labels, out)  # type: ignore[no-any-return]
+
+
+def _by_reach(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor:
+    """Sample windows of the field, or all of it where they are wide. Collective."""
+    found = _from_windows(x, grid, labels, how)
+    return _from_whole(x, grid, labels, how) if found is None else found
+
+
+def _compiled(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str, str, bool]) -> ShardTensor:
+    """Sample in a compiled program: how far the points reach, values say. Collective."""
+    layouts, mesh = (x.sharding, grid.sharding), x.mesh
+    plan = plan_meeting((unsharded(x.sharding, tuple(range(2, x.ndim))), grid.sharding), labels)
+    points = plan.operands[1].local_shape(mesh.coords)[1:-1]
+    shape = (plan.operands[0].local_shape(mesh.coords)[0], x.block.shape[1], *points)
+    out = Met(mesh, (), plan).result
+
+    def sample(*blocks: Tensor) -> Tensor:
+        return _by_reach(*(wrap(b, layout, mesh) for b, layout in zip(blocks, layouts)), labels, how).block
+
+    local = by_values("grid_sample", sample, (x.block, grid.block), shape)
+    return out(local, ("batch", "channel", *labels[1][1:-1]))
 
 
 @implements(*spellings("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), sharded="halo")

@@ -16,7 +16,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Each, Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Transposed, per_dim
-from mpishard.ops.rule.agreement import agreed
+from mpishard.ops.rule.agreement import checked, in_range
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import fitted, mesh_of, moved, on_mesh, resolved
@@ -101,7 +101,7 @@ def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
 def _refuse_far_indices(indices: Tensor, plan: UnpoolPlan, name: str) -> None:
     """Raise where an index lies outside the window of its cell. Not collective."""
     ndim, cells = len(plan.extents), math.prod(plan.extents)
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < cells:
+    if not in_range(indices, 0, cells):
         raise RuntimeError(f"Found an invalid max index: output volumes are of size {list(plan.extents)}")
     coordinates = _coordinates(indices, plan.extents)
     far = torch.zeros((), dtype=torch.bool, device=indices.device)
@@ -146,7 +146,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
             return _plan(x, ndim, kernel, step, pads, whole.shape, name)
 
         plan = mesh.plans.get(key) or mesh.plan(key, build)
-        agreed(lambda: _refuse_far_indices(at, plan, name), mesh, (x.sharding,))
+        at = checked(lambda at: _refuse_far_indices(at, plan, name), mesh, (x.sharding,), at)
         return wrap(_scattered(apply(plan.values, x.block), apply(plan.indices, at), plan), plan.out, mesh)
 
     return max_unpool

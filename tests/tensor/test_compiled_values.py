@@ -1,0 +1,219 @@
+"""What compiled programs do where values say what travels, or that a call fails: no plan of one call is kept."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import mpishard as ms
+from mpishard.autograd.compiled import _kept as kept
+from mpishard.tensor import compiler
+from tests.compare import WORLD, gathered, mesh_of, shard, skew
+
+SIZE = WORLD.size
+N = 4 * SIZE
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiler, "_warned", False)
+
+
+def real(*shape):
+    return lambda seed: torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def below(n, *shape):
+    return lambda seed: torch.randint(n, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def different(n, count):
+    return lambda seed: torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+def points(*shape):
+    """Points near the cells of the same index, or anywhere: those of every third seed."""
+
+    def grid(seed):
+        away = real(*shape, 2)(seed)
+        if seed % 3 == 0:
+            return away * 2.4 - 1.2
+        own = F.affine_grid(
+            torch.eye(2, 3, dtype=torch.float64).expand(shape[0], 2, 3), [shape[0], 1, *shape[1:]], False
+        )
+        return own + 0.1 * away
+
+    return grid
+
+
+def written(x, i, v):
+    y = x * 1
+    y[i] = v
+    return y
+
+
+def unpooled(x):
+    y, at = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(y, at, 2)
+
+
+# function, and per argument: how it is drawn, and the dim that is sharded
+CASES = {
+    "whole dim": (lambda x, i: x[:, i], (real(N, 5), 0), (below(5, 7), None)),
+    "whole dim, sharded index": (lambda x, i: x[i], (real(5, 3), None), (below(5, N), 0)),
+    "sharded dim": (lambda x, i: x[i], (real(N, 5), 0), (below(N, 7, 2), None)),
+    "from the end": (lambda x, i: x[-1 - i], (real(N, 5), 0), (below(N, 7), None)),
+    "two dims": (lambda x, i, j: x[:, i, j], (real(2, N, 5), 1), (below(N, 7), None), (below(5, 7), None)),
+    "dims apart": (lambda x, i, j: x[i, :, j], (real(N, 3, 5), 0), (below(N, 7), None), (below(5, 7), None)),
+    "asked": (lambda x, i: x[i], (real(N, 5), 0), (below(N, 3 * SIZE), 0)),
+    "sharded index of two dims": (lambda x, i: x[i], (real(N, 5), 0), (below(N, 3 * SIZE, 2), 0)),
+    "list": (lambda x: x[[0, 2, -1]], (real(N, 5), 0)),
+    "index_select": (lambda x, i: x.index_select(0, i), (real(N, 5), 0), (below(N, 7), None)),
+    "take": (lambda x, i: x.take(i), (real(N, 5), 0), (below(5 * N, 6), None)),
+    "gather": (lambda x, i: x.gather(0, i), (real(N, 5), 0), (below(N, N, 5), 0)),
+    "scatter": (lambda x, i: x.scatter(1, i, 2.0), (real(N, 5), 0), (below(5, N, 3), 0)),
+    "scatter_add": (lambda x, i, s: x.scatter_add(0, i, s), (real(N, 5), 0), (below(N, N, 5), 0), (real(N, 5), 0)),
+    "index_add": (lambda x, i, s: x.index_add(0, i, s), (real(N, 5), 0), (below(N, 7), None), (real(7, 5), None)),
+    "index_add, sharded": (
+        lambda x, i, s: x.index_add(0, i, s),
+        (real(N, 5), 0),
+        (below(N, 3 * SIZE), 0),
+        (real(3 * SIZE, 5), 0),
+    ),
+    "index_copy": (lambda x, i, s: x.index_copy(0, i, s), (real(N, 5), 0), (different(N, 3), None), (real(3, 5), None)),
+    "written": (written, (real(N, 5), 0), (different(N, 3), None), (real(5), None)),
+    "filled": (lambda x, i: written(x, i, 2.0), (real(N, 5), 0), (below(N, 3), None)),
+    "put": (lambda x, i, s: x.put(i, s, True), (real(N, 5), 0), (below(5 * N, 4), None), (real(4), None)),
+    "embedding": (F.embedding, (below(6, N, 2), 0), (real(6, 3), None)),
+    "cross_entropy": (
+        lambda x, t: F.cross_entropy(x, t, torch.arange(5, dtype=x.dtype), ignore_index=1),
+        (real(2, 5, N), 2),
+        (below(5, 2, N), 1),
+    ),
+    "masked_scatter": (lambda x, s: x.masked_scatter(x > 0.5, s), (real(N, 5), 0), (real(N, 5), None)),
+    "max_unpool": (unpooled, (real(1, 2, N, 6), 2)),
+    "grid_sample": (
+        lambda x, g: F.grid_sample(x, g, align_corners=False),
+        (real(2, 3, N, 6), 2),
+        (points(2, N, 6), 1),
+    ),
+    "grid_sample of a whole grid": (
+        lambda x, g: F.grid_sample(x, g, "bicubic", "reflection", True),
+        (real(2, 3, N, 6), 2),
+        (points(2, 5, 4), None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_values_in_a_program_that_is_there(case):
+    f, *drawn = CASES[case]
+    mesh = mesh_of((SIZE,))
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for seed in (1, 2, 3):
+        full = [draw(seed + k) for k, (draw, _) in enumerate(drawn)]
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in full]
+        given = []
+        for x, (_, dim) in zip(full, drawn):
+            # not beside all of a field, which would be gathered
+            cut = {dim: skew(N, SIZE)} if dim is not None and x.shape[dim] == N and "grid" not in case else None
+            placements = None if dim is None else (ms.Shard(dim),)
+            given.append(shard(x, mesh, placements, cut, requires_grad=x.is_floating_point()))
+        y, z = compiled(*given), f(*leaves)
+        torch.testing.assert_close(gathered(y), z)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        for ours, theirs in zip(given, leaves, strict=True):
+            if theirs.requires_grad:
+                torch.testing.assert_close(gathered(ours.grad), theirs.grad)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("case", ["asked", "sharded dim", "grid_sample", "max_unpool"])
+def test_what_travels_is_what_does_eagerly(case):
+    f, *drawn = CASES[case]
+    mesh, sent = mesh_of((SIZE,)), []
+    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        for _ in range(2):
+            given = [
+                shard(
+                    draw(1), mesh, None if dim is None else (ms.Shard(dim),), requires_grad=draw(1).is_floating_point()
+                )
+                for draw, dim in drawn
+            ]
+            with ms.comm_counter() as count:
+                g(*given).square().sum().backward()
+        sent.append({op: (c.messages, c.nbytes) for op, c in count.by_op.items()})
+    assert sent[0] == sent[1]
+
+
+def test_what_is_kept_for_backward_is_dropped_with_it():
+    f, (draw, _), (points_of, _) = CASES["grid_sample"]
+    x = shard(draw(1), mesh_of((SIZE,)), (ms.Shard(2),), requires_grad=True)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    points = shard(points_of(1), x.mesh, (ms.Shard(1),))
+    before = len(kept)
+    first, second = compiled(x, points), compiled(x, points)
+    first.sum().backward(retain_graph=True)
+    once = gathered(x.grad).clone()
+    first.sum().backward()
+    torch.testing.assert_close(gathered(x.grad), 2 * once)
+    assert len(kept) == before + 1
+    del second
+    assert len(kept) == before
+    # packed, so that it is made anew
+    x.grad = None
+    checkpoint(compiled, x, points, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(gathered(x.grad), once)
+    assert len(kept) == before
+
+
+BAD = {
+    "embedding": (lambda x, i: F.embedding(i, x), None, 0, IndexError),
+    "gather": (lambda x, i: x.gather(0, i[:, None]), None, 0, RuntimeError),
+    "asked": (lambda x, i: x[i], 0, 0, IndexError),
+    "sharded dim": (lambda x, i: x[i], 0, None, IndexError),
+    "sharded index": (lambda x, i: x[i], None, 0, IndexError),
+    "index_add": (lambda x, i: x.index_add(0, i, x[: len(i)]), 0, None, IndexError),
+    "cross_entropy": (lambda x, i: F.cross_entropy(x[: len(i)], i), None, 0, IndexError),
+    "scatter": (lambda x, i: x.scatter(0, i[:, None], 1.0), None, 0, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_index_of_one_rank_raises_on_every_rank(case):
+    f, x_dim, i_dim, kind = BAD[case]
+    mesh = mesh_of((SIZE,))
+    x = shard(real(N, N)(1), mesh, None if x_dim is None else (ms.Shard(x_dim),), requires_grad=True)
+    good = torch.arange(N)
+    bad = good.clone()
+    bad[-1] = N
+    compiled = torch.compile(lambda x, i: f(x, i).sum(), backend="aot_eager", fullgraph=True)
+    for index in (good, bad, good):
+        i = shard(index, mesh, None if i_dim is None else (ms.Shard(i_dim),))
+        if index is bad:
+            with pytest.raises(kind, match=r"out of (range|bounds)"):
+                compiled(x, i)
+        else:
+            torch.testing.assert_close(gathered(compiled(x, i)), f(gathered(x), index).sum())
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x[x > 0.5], lambda x: x.masked_select(x > 0.5).mean(), lambda x: (x > 0.5).nonzero()]
+)
+def test_shapes_of_values_run_eagerly(f):
+    x = shard(real(N, 3)(1), mesh_of((SIZE,)), (ms.Shard(0),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = torch.compile(f, backend="aot_eager")(x)
+    (told,) = [str(w.message) for w in caught if "torch.compile" in str(w.message)]
+    assert "depends on values" in told
+    torch.testing.assert_close(gathered(y), f(gathered(x)))
