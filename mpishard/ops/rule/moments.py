@@ -146,7 +146,7 @@ def _any_over(limit: float, mean: Tensor, var: Tensor) -> bool:
     """Tell whether any mean is of more than so many standard deviations."""
     least = 1 / (limit * limit)
     # torch 2.8 has no values of tensors in a transform for Python
-    if mean.is_cpu and mean.ndim == 1 and len(mean) <= _FEW_STATISTICS and not in_transform():
+    if mean.is_cpu and mean.ndim == 1 and mean.shape[0] <= _FEW_STATISTICS and not in_transform():
         return True in [v - m * m * least < 0 for m, v in zip(mean.tolist(), var.tolist())]
     return bool(torch.addcmul(var, mean, mean, value=-least).lt(0).any())
 

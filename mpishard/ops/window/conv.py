@@ -30,10 +30,8 @@ from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-# for blocks of fewer cells, a copy costs less than the strips' own convolutions
-LARGE_CELLS = 1 << 20
-# for blocks of fewer cells, the window in memory until backward costs less than to make it again
-KEPT_CELLS = 1 << 17
+# for blocks of fewer cells, a copy costs less than the strips' own convolutions, or than to make it again for backward
+LARGE_CELLS = 1 << 17
 
 
 class ConvPlan(NamedTuple):
@@ -352,11 +350,11 @@ def _form(
         return None, "empty"
     if x.dtype.is_complex:
         return None, "complex: torch convolves real and imaginary parts"
-    cells = math.prod(x.shape) // x.mesh.size
-    found = "small: a copy costs less" if cells < LARGE_CELLS else overlapped()
+    small = math.prod(x.shape) // x.mesh.size < LARGE_CELLS
+    found = "small: a copy costs less" if small else overlapped()
     if not isinstance(found, str):
         return found, ""
-    return Fetched(window, kernel, local, keeps_window=cells < KEPT_CELLS, is_one_round=rounds == 1), found
+    return Fetched(window, kernel, local, keeps_window=small, is_one_round=rounds == 1), found
 
 
 def _normal(value: Any, ndim: int) -> Any:

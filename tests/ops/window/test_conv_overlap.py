@@ -19,7 +19,6 @@ SHAPES = {1: (2, 4, 24), 2: (2, 4, 12, 13), 3: (2, 4, 12, 8, 7)}
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     monkeypatch.setattr(conv, "LARGE_CELLS", 0)
-    monkeypatch.setattr(conv, "KEPT_CELLS", 0)
 
 
 def reasons(mesh):
