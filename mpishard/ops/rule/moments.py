@@ -17,6 +17,10 @@ _AT_ONCE = 1 << 18  # cells that are read twice from cache; of all rows, one cal
 _FEW = 1 << 14  # cells for which the calls cost more than the arithmetic
 _FEW_STATISTICS = 64  # that Python compares in less time than torch's calls take
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
+_SQUARED = 1 << 12  # cells whose squares are summed in the dtype of the block
+_SMALL = 2.0  # a mean of so many standard deviations at most: the sum of squares rounds no more than theirs
+
+_torch_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 def are_few(v: Tensor) -> bool:
@@ -24,20 +28,45 @@ def are_few(v: Tensor) -> bool:
     return 0 < v.numel() <= _FEW and v.is_cpu and traced.recording is None
 
 
-def row_sums(v: Tensor) -> Tensor:
+def row_sums(v: Tensor) -> Tensor | None:
     """Return the sums of each row and of its squares, in float64, below each other. Not collective.
 
-    Of few cells: large means show in the variance, and `global_moments` sums again.
+    Of few cells: large means show in the variance, and `global_moments` sums again. Of many, None where a mean is not
+    small (or the device's kernels serve better): then `row_moments` has no difference of large numbers.
     """
-    own = v.double()
-    return torch.stack((own.sum(1), torch.linalg.vecdot(own, own)))
+    if are_few(v):
+        own = v.double()
+        return torch.stack((own.sum(1), torch.linalg.vecdot(own, own)))
+    if not is_summed_in_place(v):
+        return None
+    sums = torch.stack((v.sum(1, dtype=v.dtype).double(), _squares(v)))
+    mean, var = sums.div(v.shape[1]).unbind()
+    # of many rows, one look at the worst of them
+    return None if _any_over(_SMALL, mean, var.addcmul(mean, mean, value=-1)) else sums
+
+
+def _squares(v: Tensor) -> Tensor:
+    """Return the sum of squares of each row, in float64: no copy, and half the time of products."""
+    n = v.shape[1]
+    cut = n - n % _SQUARED
+    norms = [torch.linalg.vector_norm(v[:, cut:], dim=1, keepdim=True)] if cut < n else []
+    if cut:
+        norms.append(torch.linalg.vector_norm(v[:, :cut].unflatten(1, (-1, _SQUARED)), dim=2))
+    roots = (torch.cat(norms, 1) if len(norms) > 1 else norms[0]).double()
+    return torch.linalg.vecdot(roots, roots)
+
+
+def is_summed_in_place(v: Tensor) -> bool:
+    """Tell whether sums over a block need no copy of it in another dtype: on a CPU, where it has cells."""
+    return v.is_cpu and v.dtype in (torch.float32, torch.float64) and bool(v.numel()) and traced.recording is None
 
 
 def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and sum of squared deviations of each row, in float64. Not collective.
 
-    Two passes per block, blocks combined by Chan's formula: no difference of large numbers. As many blocks at a time as
-    fit the cache: no temporary of full size, and several times faster than ``torch.var_mean`` on a CPU.
+    By the sums of values and squares, where the means are small. Else two passes per block, blocks combined by Chan's
+    formula: no difference of large numbers. As many blocks at a time as fit the cache: no temporary of full size, and
+    several times faster than ``torch.var_mean`` on a CPU.
     """
     rows, n = v.shape if v.numel() else (v.shape[0], 0)
     if n == 0:
@@ -49,6 +78,10 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         mean = own.mean(1)
         own = own - mean.unsqueeze(1)
         return mean, torch.linalg.vecdot(own, own)
+    if (sums := row_sums(v)) is not None:
+        total, squares = sums.unbind()
+        mean = total / n
+        return mean, squares.addcmul_(mean, total, value=-1)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not v.is_cpu or traced.recording is not None:
         own = v.to(wide)
@@ -106,11 +139,16 @@ def any_large(mean: Tensor, var: Tensor) -> bool:
     """Tell whether any mean `is_large`; of tensors without values, none is known to be."""
     if traced.recording is not None or mean.is_meta:
         return False
+    return _any_over(_OFFSET, mean, var)
+
+
+def _any_over(limit: float, mean: Tensor, var: Tensor) -> bool:
+    """Tell whether any mean is of more than so many standard deviations."""
+    least = 1 / (limit * limit)
     # torch 2.8 has no values of tensors in a transform for Python
-    if mean.is_cpu and mean.ndim == 1 and len(mean) <= _FEW_STATISTICS and not in_transform():
-        least = 1 / (_OFFSET * _OFFSET)
+    if mean.is_cpu and mean.ndim == 1 and mean.shape[0] <= _FEW_STATISTICS and not in_transform():
         return True in [v - m * m * least < 0 for m, v in zip(mean.tolist(), var.tolist())]
-    return bool(is_large(mean, var).any())
+    return bool(torch.addcmul(var, mean, mean, value=-least).lt(0).any())
 
 
 def chan(means: Tensor, squares: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,13 +217,19 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of ``a`` and of ``a * b`` along each row, in float64, below each other. Not collective."""
     if not a.numel():
         return torch.zeros((2, a.shape[0]), dtype=torch.float64, device=a.device)
+    if a.dtype is b.dtype and is_summed_in_place(a):
+        # of a norm by given statistics, 0 and 1, the gradients of weights: row after row both sums, from the cache
+        rows = a.shape[0]
+        zeros, ones = a.new_zeros(rows), a.new_ones(rows)
+        both = _torch_backward(
+            a.unsqueeze(0), b.unsqueeze(0), None, zeros, ones, None, None, False, 0.0, (False, True, True)
+        )
+        return torch.stack((both[2], both[1])).double()
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     sums = torch.sum(a, 1, dtype=wide)
     if a.is_cpu and a.shape[1] >= BLOCK:
-        if a.dtype is b.dtype is wide:
-            products = torch.stack(list(map(torch.dot, a.unbind(), b.unbind())))
-        else:  # row by row: copies of one row at a time
-            products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
+        # row by row: copies of one row at a time
+        products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
     elif a.is_cpu and traced.recording is None:
         per = max(1, _AT_ONCE // a.shape[1])
         products = torch.cat([torch.linalg.vecdot(p.to(wide), q.to(wide)) for p, q in zip(a.split(per), b.split(per))])

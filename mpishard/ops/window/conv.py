@@ -22,7 +22,7 @@ from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
-from mpishard.ops.window.conv_node import BlockConv, Fetched, Form
+from mpishard.ops.window.conv_node import Fetched, Form, block_conv
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
 from mpishard.ops.window.conv_resident import Beside, plan_beside
 from mpishard.ops.window.planes import cropped
@@ -30,7 +30,7 @@ from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-# for blocks of fewer cells, a copy costs less than the strips' own convolutions or another node
+# for blocks of fewer cells, a copy costs less than the strips' own convolutions, or than to make it again for backward
 LARGE_CELLS = 1 << 17
 
 
@@ -169,26 +169,23 @@ def _plan_conv(
         if not _stays(g, layout.sizes[dim] or (n,), borders.get(dim) or (0, shape[dim]), intervals):
             wanted.append(intervals_wanted(n, dim, intervals, reached=reached))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
-    form: Form | None = None
-    reason = _why_torch(x, first, bool(wanted))
 
     def local(padding: Sequence[int]) -> Local:
         strides, dilations = tuple(g.stride for g in slides), tuple(g.dilation for g in slides)
         return strides, tuple(padding), dilations, False, (0,) * ndim, groups
 
-    if not reason:
-        overlapped: Overlapped | str = "padding differs at the two ends"
+    def overlapped() -> Overlapped | str:
         lows = [g.lo for g in slides]
-        if lows == [g.hi for g in slides]:
-            overlapped = plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
-        if isinstance(overlapped, str):
-            form, reason = Fetched(window, local(local_padding)), overlapped
-        else:
-            form = overlapped
+        if lows != [g.hi for g in slides]:
+            return "padding differs at the two ends"
+        return plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
+
+    kernel = kernel_for(x.block, window.out_shape, tuple(weight.shape), local(local_padding))
+    form, reason = _form(x, first, len(wanted), window, kernel, local(local_padding), overlapped)
     return ConvPlan(
         window,
         local(local_padding),
-        kernel_for(x.block, window.out_shape, tuple(weight.shape), local(local_padding)),
+        kernel,
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
@@ -296,18 +293,11 @@ def _plan_transposed(
         if before != cut or after != cut or a == b:
             crops.append((dim, before - cut, b - a))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
-    reason = _why_torch(x, first, bool(wanted))
     local = (strides, tuple(local_padding), dilations, True, tuple(local_extra), groups)
-    return ConvPlan(
-        window,
-        local,
-        kernel_for(x.block, window.out_shape, tuple(weight.shape), local),
-        tuple(crops),
-        _out_layout(x, shape, borders),
-        layout.sharded_mesh_dims,
-        None if reason else Fetched(window, local),
-        reason or "transposed",
-    )
+    kernel = kernel_for(x.block, window.out_shape, tuple(weight.shape), local)
+    form, reason = _form(x, first, len(wanted), window, kernel, local, lambda: "transposed")
+    out, used = _out_layout(x, shape, borders), layout.sharded_mesh_dims
+    return ConvPlan(window, local, kernel, tuple(crops), out, used, form, reason)
 
 
 def _with_block(g: Sliding, window: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -342,19 +332,29 @@ def _stays(g: Sliding, sizes: Sequence[int], borders: Sequence[int], read: Seque
     return True
 
 
-def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
-    """Tell why torch's own operation on the window is used, and not a form; empty where a form is."""
-    if not fetches:
-        return "no halo"
+def _form(
+    x: ShardTensor,
+    first: int,
+    rounds: int,
+    window: WindowOp,
+    kernel: Kernel,
+    local: Local,
+    overlapped: Callable[[], Overlapped | str],
+) -> tuple[Form | None, str]:
+    """Return how autograd sees a convolution, and why its block is copied; empty where it is not. Not collective."""
+    if not rounds:
+        return None, "no halo"
     if first != 2:
-        return "no batch dim"
+        return None, "no batch dim"
     if 0 in x.shape:
-        return "empty"
+        return None, "empty"
     if x.dtype.is_complex:
-        return "complex: torch convolves real and imaginary parts"
-    if math.prod(x.shape) // x.mesh.size < LARGE_CELLS:
-        return "small: a copy costs less"
-    return ""
+        return None, "complex: torch convolves real and imaginary parts"
+    small = math.prod(x.shape) // x.mesh.size < LARGE_CELLS
+    found = "small: a copy costs less" if small else overlapped()
+    if not isinstance(found, str):
+        return found, ""
+    return Fetched(window, kernel, local, keeps_window=small, is_one_round=rounds == 1), found
 
 
 def _normal(value: Any, ndim: int) -> Any:
@@ -376,7 +376,7 @@ def _convolved(
         weight, bias = _autocast(weight, bias)
     if plan.form is None or in_transform() or traced.recording is not None:
         return cropped(windowed(x, weight, bias), plan.crops)
-    return cropped(BlockConv.apply(plan.form, windowed, x, weight, bias), plan.crops)
+    return cropped(block_conv(plan.form, windowed, x, weight, bias), plan.crops)
 
 
 def _autocast(first: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:

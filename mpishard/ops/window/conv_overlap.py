@@ -107,7 +107,6 @@ class Overlapped:
                     g.narrow(edge.dim, side.first, side.count),
                     strip,
                     weight,
-                    None,
                     stride,
                     edge.padding,
                     *rest,
@@ -119,9 +118,7 @@ class Overlapped:
                 g_shares.append(g_share)
         home, last = Frame(self.window, x, g_halos), len(self.edges) - 1
         exchange = home.start_adjoint(last) if needs[0] else None
-        gx, gw, gb = convolution_backward(
-            g, x, weight, [weight.shape[0]] if needs[2] else None, *self.local, list(needs)
-        )
+        gx, gw, gb = convolution_backward(g, x, weight, *self.local, list(needs))
         if needs[1]:
             for share in g_shares:
                 gw.add_(share)
