@@ -182,9 +182,10 @@ def transfer_step(
 ) -> Step:
     """Return block of ``source`` -> block of ``target``; neither has a Partial. Not collective.
 
-    ``inner`` are dims that are to lie innermost in the memory of what arrives, ``inner_back`` those of the cotangent.
+    ``inner`` are dims that are to lie innermost in the memory of what arrives, ``inner_back`` those of the cotangent,
+    and, at best, of what leaves.
     """
-    step = pair(mover(mesh, source, target, inner), mover(mesh, target, source, inner_back))
+    step = pair(mover(mesh, source, target, inner, inner_back), mover(mesh, target, source, inner_back, inner))
     step.cotangent = tuple((m, type(p) is Shard) for m, p in enumerate(source.placements))
     return step
 
@@ -215,10 +216,12 @@ def _scatter_step(mesh: CartMesh, after: Layout, mesh_dim: int, dim: int) -> Ste
     return step
 
 
-def mover(mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...] = ()) -> LocalMap:
+def mover(
+    mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...] = (), sent: tuple[int, ...] = ()
+) -> LocalMap:
     """Return the function block of ``source`` -> block of ``target``; neither has a Partial.
 
-    Not collective; the function is collective. See `transfer_step`; what is gathered has its dims in their order.
+    Not collective; the function is collective. See `run_transfer`; what is gathered has its dims in their order.
     """
     gathers = _gathers(source, target, mesh.coords)
     if gathers is not None:
@@ -233,7 +236,7 @@ def mover(mesh: CartMesh, source: Layout, target: Layout, inner: tuple[int, ...]
     plan = plan_transfer(source, target, mesh.coords)
     shape = target.local_shape(mesh.coords)
     call = (source, target)
-    return lambda x: run_transfer(mesh, plan, x, shape, call=call, inner=inner)
+    return lambda x: run_transfer(mesh, plan, x, shape, call=call, inner=inner, sent=sent)
 
 
 def cells_step(mesh: CartMesh, op: str, dim: int, sends: Spans, recvs: Spans, call: object) -> Step:

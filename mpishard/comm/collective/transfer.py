@@ -36,6 +36,7 @@ def run_transfer(
     accumulate: bool = False,
     call: object = (),
     inner: Sequence[int] = (),
+    sent: Sequence[int] = (),
 ) -> Tensor:
     """Return this rank's block of the target layout.
 
@@ -58,6 +59,8 @@ def run_transfer(
         What all ranks know of the transfer.
     inner
         Dims of the result that are to lie innermost in memory; of what a compiler records, none.
+    sent
+        Dims that are to lie innermost in messages, the same on all ranks; best those of ``x``. Not of what overlaps.
 
     Raises
     ------
@@ -80,15 +83,20 @@ def run_transfer(
         return out
     sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
     into = [*plan.recvs]
-    recvs = [(peer, x.new_empty([hi - lo for lo, hi in box])) for peer, box in into]
+    shapes = [[hi - lo for lo, hi in box] for _, box in into]
+    if sent:
+        order = _order(len(shape), sent)
+        sends = [(peer, block.permute(order)) for peer, block in sends]
+        shapes = [[extents[d] for d in order] for extents in shapes]
+    recvs = [(peer, x.new_empty(extents)) for (peer, _), extents in zip(into, shapes)]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
     posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, _text(op, call), tag, bulk=True)
-    _move(out, x, plan.local, put)
+    _move(out, x, plan.local, put, sent)
     posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, box), (_, block) in zip(into, recvs):
-        put(_narrow(out, box), block)
+        put(_narrow(out, box), block.permute(_back(order)) if sent else block)
     return out
 
 
@@ -108,15 +116,36 @@ def _empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:
 def _strides(shape: Sequence[int], inner: Sequence[int]) -> list[int]:
     """Return the strides of a dense tensor with the dims ``inner`` innermost in memory."""
     strides, step = [0] * len(shape), 1
-    for d in (*reversed(inner), *(d for d in reversed(range(len(shape))) if d not in inner)):
+    for d in reversed(_order(len(shape), inner)):
         strides[d], step = step, step * max(1, shape[d])
     return strides
 
 
-def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any]) -> None:
-    """Put what stays on this rank: the (source, target) boxes, if any."""
-    if local is not None:
-        put(_narrow(out, local[1]), _narrow(x, local[0]))
+@lru_cache(maxsize=4096)
+def _order(ndim: int, inner: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims from the outermost in memory to the innermost, which are ``inner``."""
+    return (*(d for d in range(ndim) if d not in inner), *inner)
+
+
+@lru_cache(maxsize=4096)
+def _back(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that undoes one."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any], inner: Sequence[int] = ()) -> None:
+    """Put what stays on this rank: the (source, target) boxes, if any.
+
+    With dims ``inner`` innermost it is copied as it lies first, and then turned round. In the block itself, cells of a
+    row are as far apart as its columns are long; where that is a power of two they drive each other out of the cache.
+    """
+    if local is None:
+        return
+    block = _narrow(x, local[0])
+    if inner:
+        order = _order(x.ndim, inner)
+        block = block.permute(order).contiguous().permute(_back(order))
+    put(_narrow(out, local[1]), block)
 
 
 def scatter_blocks(

@@ -242,12 +242,13 @@ def _halving(
     before. Torch fills up ``G`` with zeros and transforms all of it, from complex to complex: ten times the work.
     """
     back = _torch(_INVERSE[kind.one], extents, dims, _ADJOINT_NORM.get(norm, norm))
-    doubled = (dims[-1], 1, (extents[-1] - 1) // 2)
+    single = [0] if extents[-1] % 2 else [0, extents[-1] // 2]
 
     def adjoint(g: Tensor) -> Tensor:
-        g = g.clone()
-        g.narrow(*doubled).mul_(0.5)
-        x = back(g)
+        halves = g * 0.5
+        for k in single:
+            halves.select(dims[-1], k).copy_(g.select(dims[-1], k))
+        x = back(halves)
         for dim, own, length in zip(dims, given, extents):
             # what the transform cut off, or filled up with zeros
             x = x.narrow(dim, 0, min(own, length))
