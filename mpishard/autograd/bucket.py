@@ -311,9 +311,13 @@ _shared_node = super(Function, _UseTogether).apply  # type: ignore[misc]
 
 
 class _Used:
-    """What a node of small parameters returned, by their places; None for those that need no gradient."""
+    """What a node of small parameters returned, by their places; None for those that need no gradient.
 
-    __slots__ = ("__weakref__", "_memory", "mesh", "values")
+    ``memory`` says where a parameter was, and of what kind: where ``.data`` is set, or it moves, it is used anew. That
+    is seen without an operation that checkpoints would count.
+    """
+
+    __slots__ = ("__weakref__", "memory", "mesh", "values")
 
     def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
@@ -322,21 +326,15 @@ class _Used:
             replica.on(mesh)
         self.mesh = mesh
         self.values: list[Tensor | None] = [None] * len(together.members)
-        self._memory: list[Any] = [None] * len(together.members)
+        self.memory: list[Any] = [None] * len(together.members)
         values = _shared_node(mesh, mesh_dims, [replica for _, _, replica in found], *[p for _, p, _ in found])
         for (i, _, _), y in zip(found, values):
             self.values[i] = y
-            self._memory[i] = y.data_ptr(), y.shape, y.dtype
-
-    def of(self, param: Tensor, place: int) -> Tensor | None:
-        """Return what is used for a parameter; None where it has other memory: ``.data`` was set, or it moved."""
-        # seen without an operation that checkpoints would count
-        same = self._memory[place] == (param.data_ptr(), param.shape, param.dtype)
-        return self.values[place] if same else None
+            self.memory[i] = y.data_ptr(), y.shape, y.dtype
 
     def retire(self) -> None:
         """Leave all parameters to the node that takes its place: a pass that finds both takes twice as long."""
-        self._memory = [None] * len(self._memory)
+        self.memory = [None] * len(self.memory)
 
 
 # until a backward pass ends, where no model keeps them; held here, as what the parameters hold would hold them,
@@ -349,15 +347,15 @@ def _used_together(
 ) -> Tensor | None:
     known = together.used.get((id(mesh), mesh_dims))
     used = None if known is None else known()
-    if used is None or used.mesh is not mesh or (y := used.of(param, place)) is None:
+    here = param.data_ptr(), param.shape, param.dtype
+    if used is None or used.mesh is not mesh or used.memory[place] != here:
         if used is not None:
             used.retire()
         used = _Used(together, mesh, mesh_dims)
         together.used[id(mesh), mesh_dims] = weakref.ref(used)
         _kept.append(used)
         together.keep(used)
-        y = used.values[place]
-    return y
+    return used.values[place]
 
 
 def used_again(param: Tensor, mesh: CartMesh, beside: Layout) -> Tensor | None:
@@ -378,7 +376,9 @@ def used_again(param: Tensor, mesh: CartMesh, beside: Layout) -> Tensor | None:
         return None
     _, known, place = replica.beside
     used = known()
-    return None if used is None or used.mesh is not mesh else used.of(param, place)
+    if used is None or used.mesh is not mesh or used.memory[place] != (param.data_ptr(), param.shape, param.dtype):
+        return None
+    return used.values[place]
 
 
 def use_beside(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], beside: Layout) -> Tensor:
