@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.layout import Labels
+from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, contract
 from mpishard.ops.rule.dim import into_plain, whole_along
@@ -312,8 +313,10 @@ def einsum(*args: Any) -> ShardTensor:
         dtype = torch.einsum(equation, *cells).dtype
 
     def product(*blocks: Tensor) -> Tensor:
-        y = _summed(equation, *blocks)
-        return y if dtype is None else y.to(dtype)
+        if dtype is not None:
+            return _summed(equation, *blocks).to(dtype)
+        y = summed_products(labels, out, blocks)
+        return _summed(equation, *blocks) if y is None else y
 
     return contract(f"einsum({equation!r})", product, operands, labels, out)
 
