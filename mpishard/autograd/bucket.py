@@ -479,7 +479,6 @@ def use_part(x: Tensor, mesh: CartMesh, source: Layout, target: Layout, mesh_dim
         x = use(x, mesh, tuple(sorted({*mesh_dims, *target.sharded_mesh_dims})))
         for d in target.shard_dims:
             lo, hi = target.interval(d, mesh.coords)
-            if hi - lo < x.shape[d]:  # else a copy in backward
-                x = x.narrow(d, lo, hi - lo)
+            x = x.narrow(d, lo, hi - lo)
         return x
     return use(redistribute(x, mesh, source, target), mesh, mesh_dims)
