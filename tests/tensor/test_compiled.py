@@ -164,12 +164,17 @@ def test_a_ring_drops_anew_as_it_does_eagerly():
     assert not torch.equal(found[0][0], found[1][0])
 
 
-def test_dropout_draws_anew_as_it_does_eagerly():
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: F.dropout(x, 0.5) + x,
+        lambda x: torch.bernoulli(x) + x,
+        lambda x: torch.multinomial(x, 2),
+        lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.5),
+    ],
+)
+def test_what_is_drawn_is_drawn_anew_as_it_is_eagerly(f):
     x = shard(field(3 * SIZE, 8), mesh_of((SIZE,)), (ms.Shard(0),))
-
-    def f(x):
-        return F.dropout(x, 0.5) + x
-
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     torch.manual_seed(5)
     first, second = gathered(compiled(x)), gathered(compiled(x))
