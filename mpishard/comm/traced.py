@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -103,30 +102,12 @@ class Recording:
         _runs[key] = run
         shape = [int(n) for n in shape]
         strides = _strides(shape, channels_last)
-        with _kept_by_checkpoints():
-            return torch.ops.mpishard.communicate(list(operands), key, shape, strides, dtype, device)  # type: ignore[no-any-return]
+        return torch.ops.mpishard.communicate(list(operands), key, shape, strides, dtype, device)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Drop what the program would run. Not collective."""
         for key in self.kept:
             _runs.pop(key, None)
-
-
-@contextmanager
-def _kept_by_checkpoints() -> Iterator[None]:
-    """Trace what a checkpoint keeps: an effect happens once. Not collective."""
-    from torch.utils import _python_dispatch as modes
-    from torch.utils import checkpoint
-
-    meta = torch.fx.traceback.current_meta
-    tags: dict[str, Any] = {tag: meta.pop(tag) for tag in ("recompute", "ac_graph_id") if tag in meta}
-    # tags everything that it sees
-    tagging = isinstance(modes._get_current_dispatch_mode(), checkpoint._CachingTorchDispatchMode)
-    try:
-        with modes._pop_mode_temporarily() if tagging else nullcontext():
-            yield
-    finally:
-        meta.update(tags)
 
 
 def _strides(shape: Sequence[int], channels_last: bool) -> list[int]:

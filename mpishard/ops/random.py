@@ -15,6 +15,7 @@ from torch import Tensor
 from mpishard.autograd.linear import differentiated
 from mpishard.comm import traced
 from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.ops.rule.agreement import checked
 from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import Rule, implements, tensors_in
@@ -245,9 +246,13 @@ def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTensor:
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     x = resolved(input)
-    p = x if p is None else p
-    if p is x and not bool(((x >= 0) & (x <= 1)).all()):
-        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
+    if p is None:
+
+        def check(x: Tensor) -> None:
+            if not bool(((x >= 0) & (x <= 1)).all()):
+                raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
+
+        p = x = _checked(check, x)
     drawn = _probabilities(x, p, x.block.dtype, generator)
     # of probabilities, a zero gradient, as in torch
     return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)
@@ -266,6 +271,11 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
         if differentiated(t):  # a zero gradient, as in torch
             drawn = drawn + torch.masked_fill(t, torch.ones((), dtype=torch.bool, device=t.device), 0)
     return drawn
+
+
+def _checked(check: Callable[[Tensor], None], x: ShardTensor) -> ShardTensor:
+    """Return ``x`` whose blocks are good. Collective over the mesh dims that shard it."""
+    return wrap(checked(check, x.mesh, (x.sharding,), x.block), x.sharding, x.mesh)
 
 
 def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
@@ -297,7 +307,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     With replacement, where that dim is sharded, it is gathered.
     """
     x = resolved(input).detach()
-    _check_weights(x, num_samples, replacement)
+    x = _weights(x, num_samples, replacement)
     last = x.ndim - 1
     if not replacement:  # the first arrivals of processes with these rates
         arrival = wrap(_drawn(x, torch.float64, exponential(1.0), generator), x.sharding, x.mesh)
@@ -313,7 +323,8 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     return wrap(torch.minimum(found, (up_to < up_to[..., -1:]).sum(last, keepdim=True)), layout, x.mesh)
 
 
-def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
+def _weights(x: ShardTensor, num_samples: int, replacement: bool) -> ShardTensor:
+    """Return weights that categories may have. Collective."""
     if x.ndim not in (1, 2):
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     if not x.is_floating_point():
@@ -322,10 +333,18 @@ def _check_weights(x: ShardTensor, num_samples: int, replacement: bool) -> None:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
     if not replacement and num_samples > x.shape[-1]:
         raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    if not bool(((x >= 0) & (x < math.inf)).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not bool((x.sum(-1) > 0).all()):
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+
+    def check(x: Tensor) -> None:
+        if not bool(((x >= 0) & (x < math.inf)).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def check_sums(sums: Tensor) -> None:
+        if not bool((sums > 0).all()):
+            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+
+    x = _checked(check, x)
+    _checked(check_sums, resolved(x.sum(-1)))
+    return x
 
 
 # -- in place

@@ -148,6 +148,9 @@ class Compiled:
         _check_code()
         if any(node.meta.get("unbacked_bindings") for node in graph.graph.nodes):
             raise CannotCompileError("a shape that depends on values")
+        # torch would do again in backward what communicates, and not on all ranks alike
+        if any("checkpoint" in str(node.target) for node in graph.graph.nodes):
+            raise CannotCompileError("a checkpoint inside")
         programs: dict[Any, Program | CannotCompileError] = {}
 
         def run(*inputs: Any) -> Any:

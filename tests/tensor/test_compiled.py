@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.tensor import compiler
@@ -164,12 +165,17 @@ def test_a_ring_drops_anew_as_it_does_eagerly():
     assert not torch.equal(found[0][0], found[1][0])
 
 
-def test_dropout_draws_anew_as_it_does_eagerly():
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: F.dropout(x, 0.5) + x,
+        lambda x: torch.bernoulli(x) + x,
+        lambda x: torch.multinomial(x, 2),
+        lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.5),
+    ],
+)
+def test_what_is_drawn_is_drawn_anew_as_it_is_eagerly(f):
     x = shard(field(3 * SIZE, 8), mesh_of((SIZE,)), (ms.Shard(0),))
-
-    def f(x):
-        return F.dropout(x, 0.5) + x
-
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     torch.manual_seed(5)
     first, second = gathered(compiled(x)), gathered(compiled(x))
@@ -199,6 +205,42 @@ def test_autocast_is_that_of_the_call():
     with torch.autocast("cpu", torch.bfloat16):
         assert compiled(x).dtype is torch.bfloat16
     assert compiled(x).dtype is torch.float32
+
+
+def test_checkpoints_and_inference_mode():
+    def saved(x):
+        return checkpoint(lambda x: (x.sin().cumsum(0)[[0, -1]] * x[:2]).exp(), x, use_reentrant=False) * 2
+
+    compiled = torch.compile(saved, backend="aot_eager")
+    grads = []
+    for g in (compiled, saved):
+        x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),), requires_grad=True)
+        y, told = quietly(lambda: g(x))
+        y.square().sum().backward()
+        grads.append(gathered(x.grad))
+        assert ["checkpoint" in text for text in told] == [True] * (g is compiled)
+    torch.testing.assert_close(*grads)
+
+    def f(x):
+        return x.sin().cumsum(0)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(gathered(compiled(x)), gathered(f(x)))
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(gathered(compiled(x)), gathered(f(x)))
+
+
+def test_after_a_call_that_failed_others_compile():
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    seen = Exchanges()
+    compiled = torch.compile(lambda x, i: x[i] + 1, backend=seen.backend)
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+        compiled(x, torch.tensor([2 * SIZE]))
+    y, told = quietly(lambda: compiled(x, torch.tensor([1])))
+    torch.testing.assert_close(gathered(y), field(2 * SIZE, 3)[[1]] + 1)
+    assert seen.graphs
+    assert not told
 
 
 class Keeps(nn.Module):
