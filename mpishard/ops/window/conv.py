@@ -30,7 +30,7 @@ from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
-# for blocks of fewer cells, a copy costs less than the strips' own convolutions, or than to make it again for backward
+# for blocks of fewer cells, a copy costs less than the strips' own convolutions or another node
 LARGE_CELLS = 1 << 17
 
 
@@ -169,23 +169,26 @@ def _plan_conv(
         if not _stays(g, layout.sizes[dim] or (n,), borders.get(dim) or (0, shape[dim]), intervals):
             wanted.append(intervals_wanted(n, dim, intervals, reached=reached))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    form: Form | None = None
+    reason = _why_torch(x, first, bool(wanted))
 
     def local(padding: Sequence[int]) -> Local:
         strides, dilations = tuple(g.stride for g in slides), tuple(g.dilation for g in slides)
         return strides, tuple(padding), dilations, False, (0,) * ndim, groups
 
-    def overlapped() -> Overlapped | str:
+    if not reason:
+        overlapped: Overlapped | str = "padding differs at the two ends"
         lows = [g.lo for g in slides]
-        if lows != [g.hi for g in slides]:
-            return "padding differs at the two ends"
-        return plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
-
-    kernel = kernel_for(x.block, window.out_shape, tuple(weight.shape), local(local_padding))
-    form, reason = _form(x, first, len(wanted), window, kernel, local(local_padding), overlapped)
+        if lows == [g.hi for g in slides]:
+            overlapped = plan_overlapped(window, layout, mesh.coords, first, sharded, borders, local(lows))
+        if isinstance(overlapped, str):
+            form, reason = Fetched(window, local(local_padding)), overlapped
+        else:
+            form = overlapped
     return ConvPlan(
         window,
         local(local_padding),
-        kernel,
+        kernel_for(x.block, window.out_shape, tuple(weight.shape), local(local_padding)),
         tuple(crops),
         _out_layout(x, shape, borders),
         layout.sharded_mesh_dims,
@@ -293,11 +296,18 @@ def _plan_transposed(
         if before != cut or after != cut or a == b:
             crops.append((dim, before - cut, b - a))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
+    reason = _why_torch(x, first, bool(wanted))
     local = (strides, tuple(local_padding), dilations, True, tuple(local_extra), groups)
-    kernel = kernel_for(x.block, window.out_shape, tuple(weight.shape), local)
-    form, reason = _form(x, first, len(wanted), window, kernel, local, lambda: "transposed")
-    out, used = _out_layout(x, shape, borders), layout.sharded_mesh_dims
-    return ConvPlan(window, local, kernel, tuple(crops), out, used, form, reason)
+    return ConvPlan(
+        window,
+        local,
+        kernel_for(x.block, window.out_shape, tuple(weight.shape), local),
+        tuple(crops),
+        _out_layout(x, shape, borders),
+        layout.sharded_mesh_dims,
+        None if reason else Fetched(window, local),
+        reason or "transposed",
+    )
 
 
 def _with_block(g: Sliding, window: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -332,29 +342,19 @@ def _stays(g: Sliding, sizes: Sequence[int], borders: Sequence[int], read: Seque
     return True
 
 
-def _form(
-    x: ShardTensor,
-    first: int,
-    rounds: int,
-    window: WindowOp,
-    kernel: Kernel,
-    local: Local,
-    overlapped: Callable[[], Overlapped | str],
-) -> tuple[Form | None, str]:
-    """Return how autograd sees a convolution, and why its block is copied; empty where it is not. Not collective."""
-    if not rounds:
-        return None, "no halo"
+def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
+    """Tell why torch's own operation on the window is used, and not a form; empty where a form is."""
+    if not fetches:
+        return "no halo"
     if first != 2:
-        return None, "no batch dim"
+        return "no batch dim"
     if 0 in x.shape:
-        return None, "empty"
+        return "empty"
     if x.dtype.is_complex:
-        return None, "complex: torch convolves real and imaginary parts"
-    small = math.prod(x.shape) // x.mesh.size < LARGE_CELLS
-    found = "small: a copy costs less" if small else overlapped()
-    if not isinstance(found, str):
-        return found, ""
-    return Fetched(window, kernel, local, keeps_window=small, is_one_round=rounds == 1), found
+        return "complex: torch convolves real and imaginary parts"
+    if math.prod(x.shape) // x.mesh.size < LARGE_CELLS:
+        return "small: a copy costs less"
+    return ""
 
 
 def _normal(value: Any, ndim: int) -> Any:

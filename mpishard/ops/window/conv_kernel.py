@@ -143,11 +143,10 @@ def choose(
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *local: Any) -> Tensor:
     """Convolve, as ``torch.ops.aten.convolution``. Not collective."""
-    return forward_by(kernel_of(x, weight, local), x, weight, bias, local)  # type: ignore[arg-type]
+    return _forward(kernel_of(x, weight, local), x, weight, bias, local)  # type: ignore[arg-type]
 
 
-def forward_by(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, local: Local) -> Tensor:
-    """Convolve by the kernel of a plan. Not collective."""
+def _forward(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, local: Local) -> Tensor:
     if kernel.forward == "torch":
         return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
     stride, padding, dilation, _, _, groups = local
@@ -157,7 +156,7 @@ def forward_by(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, l
 def convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Gradients:
     """Return the cotangents, as ``torch.ops.aten.convolution_backward``. Not collective."""
     *local, needs = rest
-    return backward_by(kernel_of(x, weight, tuple(local)), g, x, weight, tuple(local), needs)  # type: ignore[arg-type]
+    return _backward(kernel_of(x, weight, tuple(local)), g, x, weight, tuple(local), needs)  # type: ignore[arg-type]
 
 
 def deferring(
@@ -176,8 +175,7 @@ def deferring(
     return gx, own, gb
 
 
-def backward_by(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local, needs: Sequence[bool]) -> Gradients:
-    """Return the cotangents by the kernel of a plan. Not collective."""
+def _backward(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local, needs: Sequence[bool]) -> Gradients:
     g = g if g.is_contiguous(memory_format=_formats.get(x.ndim, torch.contiguous_format)) else g.contiguous()
     gx = gw = None
     if kernel.is_torch:
@@ -231,7 +229,7 @@ class _Convolved(Function):
     def forward(ctx: Any, kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.kernel, ctx.local = kernel, local
         ctx.save_for_backward(x, weight, bias)
-        return forward_by(kernel, x, weight, bias, local)
+        return _forward(kernel, x, weight, bias, local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -240,7 +238,7 @@ class _Convolved(Function):
         needs = ctx.needs_input_grad[2:]
         if differentiated_again():
             return None, None, *again(lambda *three: _torch_forward(*three, *local), (x, weight, bias), needs, g)
-        backward = partial(backward_by, ctx.kernel, g, x, weight, local)
+        backward = partial(_backward, ctx.kernel, g, x, weight, local)
         return None, None, *deferring(backward, g, weight, needs)
 
 

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import again, differentiated_again, node_of
-from mpishard.comm.exchange.homeward import start_home
 from mpishard.comm.exchange.window import WindowOp
-from mpishard.comm.memory.piece import empty_as
-from mpishard.ops.window.conv_kernel import Gradients, Kernel, Local, backward_by, deferring, forward_by
+from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_backward, deferring
 
 
 class Form(Protocol):
@@ -35,56 +33,32 @@ class Form(Protocol):
 
 
 class Fetched:
-    """A convolution of the fetched window.
+    """A convolution of the fetched window, which is made again in backward, of the block and its halo.
 
     Parameters
     ----------
     window
         Fetch of the input cells.
-    kernel, local
-        What computes the local convolution, and its geometry.
-    keeps_window
-        Whether backward has the window as it was, and not made again of the block and its halo.
-    is_one_round
-        Whether no rank fetches along more than one dim: then the weight's gradient is computed while halo cotangents
-        travel.
+    local
+        ``(stride, padding, dilation, transposed, output_padding, groups)`` of the local convolution.
     """
 
-    def __init__(
-        self, window: WindowOp, kernel: Kernel, local: Local, *, keeps_window: bool, is_one_round: bool
-    ) -> None:
-        self.window, self.kernel, self.local = window, kernel, local
-        self._keeps_window, self._is_one_round = keeps_window, is_one_round
+    def __init__(self, window: WindowOp, local: tuple[Any, ...]) -> None:
+        self.window = window
+        self.local = local
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Convolve; return the result and the window, or the cells beside the block. Neighborwise collective."""
+        """Convolve; return the result and the cells beside the block. Neighborwise collective."""
         window = self.window(x)
-        y = forward_by(self.kernel, window, weight, bias, self.local)
-        if not weight.requires_grad:
-            return y, []
-        return y, [window] if self._keeps_window else self.window.halo_of(window)
+        return convolution(window, weight, bias, *self.local), self.window.halo_of(window)
 
     def backward(
         self, g: Tensor, x: Tensor, weight: Tensor, halos: Sequence[Tensor], needs: Sequence[bool]
     ) -> Gradients:
         """Return the cotangents of block, weight and bias where needed. Neighborwise collective."""
-        gx = gw = gb = None
-        come: Callable[[], Tensor] | None = None
-        if needs[0]:
-            # of the input, torch reads no more than the shape
-            like = halos[0] if halos and self._keeps_window else empty_as(x, self.window.out_shape)
-            gx, _, _ = backward_by(self.kernel, g, like, weight, self.local, (True, False, False))
-            assert gx is not None
-            if self._is_one_round:
-                come = start_home(self.window, gx)
-            else:
-                gx = self.window.adjoint(gx)
-        if needs[1]:
-            window = halos[0] if self._keeps_window else self.window.joined(x, halos)
-            _, gw, gb = backward_by(self.kernel, g, window, weight, self.local, (False, *needs[1:]))
-        elif needs[2]:
-            _, _, gb = backward_by(self.kernel, g, x, weight, self.local, (False, False, True))
-        return come() if come else gx, gw, gb
+        window = self.window.joined(x, halos)
+        g_window, gw, gb = convolution_backward(g, window, weight, *self.local, needs)
+        return self.window.adjoint(g_window) if needs[0] else None, gw, gb
 
 
 class BlockConv(torch.autograd.Function):
@@ -121,4 +95,5 @@ class BlockConv(torch.autograd.Function):
         return None, None, *deferring(partial(ctx.form.backward, g, x, weight, halos), g, weight, needs)
 
 
+# of an input in no transform
 block_conv = node_of(BlockConv)
