@@ -9,6 +9,7 @@ import torch
 import mpishard as ms
 from mpishard.autograd import window
 from mpishard.autograd.linear import apply
+from mpishard.comm.exchange import window as fetch
 from mpishard.layout import bounds, layout_of
 from mpishard.testing import check_gradient, check_jvp, check_second_gradient, dot_test
 from tests.compare import mesh_of, mesh_shapes, skew
@@ -73,6 +74,26 @@ def test_at_once_and_dim_by_dim_are_one_map(mode, widths, monkeypatch):
         torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
         torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-13, atol=1e-13)
         assert calls[1] <= 2 + (calls[0] - 2) * (len(mesh_shape) == 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("widths", [{1: (1, 1)}, {1: (0, 2)}, {2: (3, 1)}, {1: (2, 0), 2: (0, 3)}])
+def test_few_cells_and_many_are_one_map(mode, widths, monkeypatch):
+    full = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    monkeypatch.setattr(window, "SMALL_CELLS", 0)
+    for skewed in (False, True):
+        for mesh_shape, layout in cases(skewed):
+            mesh, found = mesh_of(mesh_shape), []
+            for few in (0, full.nbytes):
+                monkeypatch.setattr(fetch, "FEW_BYTES", few * 100)
+                key = ("few or many", layout, mode, tuple(widths.items()), few)
+                op = mesh.plan(key, lambda: window._halo_op(mesh, layout, full.dtype, widths, mode))
+                x = block(full, layout, mesh)
+                got = op(x)
+                torch.testing.assert_close(op.joined(x, op.halo_of(got)), got, rtol=0, atol=0)
+                found.append(got)
+            np.testing.assert_array_equal(found[0].numpy(), expected_of(full, layout, mesh.coords, widths, mode))
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_periodic_mesh_wraps_whatever_the_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,13 +13,16 @@ from torch import Tensor
 from mpishard.comm import traced
 from mpishard.comm.exchange.at_once import DTYPES, AtOnce
 from mpishard.comm.exchange.round import Round
-from mpishard.comm.memory.piece import empty_as, like_in_memory
+from mpishard.comm.memory.piece import empty_as, like_in_memory, repeats
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label
 from mpishard.comm.transport.choice import Transport, transport_of
 
 if TYPE_CHECKING:
     from mpishard.layout import Stage
+
+# Bytes of a window up to which the calls that make it take longer than its copies.
+FEW_BYTES = 65_536
 
 
 class WindowOp:
@@ -76,6 +80,7 @@ class WindowOp:
         # where the whole own block lies in the window, one array serves all stages
         self.resident = all(s.resident is not None for s in stages)
         self.identity = not stages
+        self._is_few = self.resident and math.prod(now) * dtype.itemsize <= FEW_BYTES
 
     @cached_property
     def _at_once(self) -> Round:
@@ -128,6 +133,8 @@ class WindowOp:
             every.copy(x, out)
             every.finish(exchange, out, self.value)
             return out
+        if self._slabs is not None and x.is_cpu and x.is_contiguous():
+            return self._in_one_call(x, *self._slabs)
         return self._in_one_array(x) if self.resident else self._array_per_stage(x)
 
     def _recorded(self, run: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[int], name: str) -> Tensor:
@@ -153,10 +160,18 @@ class WindowOp:
             return x
         if not self.resident:
             return halo[0]
+        if self._is_few and x.is_contiguous():
+            kept = iter(reversed(halo))
+            for stage in reversed(self.stages):
+                lo, n = stage.resident, stage.n_in
+                assert lo is not None
+                above = [next(kept)] if stage.n_out > lo + n else []
+                x = torch.cat([*([next(kept)] if lo else []), x, *above], stage.dim)
+            return x
         window = empty_as(x, self.out_shape)
         self._own(window).copy_(x)
-        for part, kept in zip(self._beside(window), halo):
-            part.copy_(kept)
+        for part, beside in zip(self._beside(window), halo):
+            part.copy_(beside)
         return window
 
     def _beside(self, window: Tensor) -> Iterator[Tensor]:
@@ -171,6 +186,42 @@ class WindowOp:
     def _own(self, window: Tensor, since: int = 0) -> Tensor:
         for stage in self.stages[since:]:
             window = window.narrow(stage.dim, stage.resident, stage.n_in)  # type: ignore[arg-type]
+        return window
+
+    @cached_property
+    def _slabs(self) -> tuple[list[Tensor], list[int]] | None:
+        """What `_in_one_call` joins along the dim: slabs beyond the domain, and an order.
+
+        That in which these, then the block, then what arrives lie. None where there are many cells, several stages, or
+        others than these.
+        """
+        if not self._is_few or len(self.stages) != 1:
+            return None
+        stage, arriving = self.stages[0], [p for _, parts in self.rounds[0].recvs for (p,) in parts]
+        if stage.local or any(map(repeats, arriving)):
+            return None
+        shape, beyond = list(self.in_shape), []
+        for lo, hi in stage.fill:
+            shape[stage.dim] = hi - lo
+            with torch.inference_mode(False):
+                beyond.append(torch.full(shape, self.value, dtype=self.dtype, device="cpu"))
+        places = [*(lo for lo, _ in stage.fill), stage.resident, *(p.dst for p in arriving)]
+        counts = [*(hi - lo for lo, hi in stage.fill), stage.n_in, *(p.count for p in arriving)]
+        # a block without cells lies where a slab begins, too
+        order = sorted(range(len(places)), key=lambda i: (places[i], counts[i]))
+        return beyond, order
+
+    def _in_one_call(self, x: Tensor, beyond: list[Tensor], order: list[int]) -> Tensor:
+        one = self.rounds[0]
+        exchange = one.start(x)
+        if exchange is None:
+            parts = [*beyond, x]
+        else:
+            exchange.finish()
+            parts = [*beyond, x, *(view for views in exchange.recvs for view in views)]
+        window = torch.cat([parts[i] for i in order], self.stages[0].dim)
+        if exchange is not None:
+            exchange.release()
         return window
 
     def _in_one_array(self, x: Tensor) -> Tensor:
