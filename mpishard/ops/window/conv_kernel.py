@@ -2,9 +2,12 @@
 
 torch hands a convolution to oneDNN by the size of its input: batch x channels x the first two spatial extents above
 20,480. Blocks are smaller than fields, and below that a 3-D convolution goes to a kernel that unfolds the input, 5 to
-20 times slower. oneDNN's own gradients have slow cases of their own, which other calls of it do not have. The rules
-below were measured with one thread; they read shapes only, so that every call of a plan does the same. All results are
-those of torch's kernels but for the order of their sums.
+20 times slower; of small blocks it is slower still where nothing is padded, as in a window: a call of MKL copies each
+row. The kernels of dilated and of transposed convolutions unfold in one loop, whatever the padding. oneDNN's own
+gradients have slow cases of their own, which other calls of it do not have. The rules below were measured with one
+thread, those of small blocks in steps of a model too, where oneDNN's calls take twice as long as one after the other;
+they read shapes only, so that every call of a plan does the same. All results are those of torch's kernels but for the
+order of their sums.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ Local = tuple[Any, Any, Any, bool, Any, int]
 TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
 UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
-UNFOLDED_WEIGHT = 1 << 18  # and for the gradient of the weight, which its calls of oneDNN copy both operands for
+# and of blocks that torch would unfold: from which its other kernels do so faster, with padding and without, and from
+# which oneDNN wins over these
+COLUMNS, COLUMNS_PADDED, COLUMNS_LARGE = 1 << 14, 1 << 16, 1 << 18
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
 # of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
 # which costs more than the sums that it hides
@@ -38,6 +43,8 @@ VECTOR = 16  # channels that fill a vector; with fewer, its gradient of the weig
 _torch_forward = torch.ops.aten.convolution.default
 _torch_backward = torch.ops.aten.convolution_backward.default
 _onednn_forward = torch.ops.aten.mkldnn_convolution.default
+_dilated_forward = torch.ops.aten.slow_conv_dilated3d.default
+_transposed_forward = torch.ops.aten.slow_conv_transpose3d.default
 
 
 class Kernel(NamedTuple):
@@ -46,11 +53,14 @@ class Kernel(NamedTuple):
     Attributes
     ----------
     forward
-        ``"torch"``: what torch chooses. ``"onednn"``: oneDNN, though torch would not.
+        ``"torch"``: what torch chooses. ``"onednn"``: oneDNN, though torch would not. ``"columns"``: torch's kernel
+        for dilated convolutions.
     data
-        Gradient of the input: ``"torch"``; ``"onednn"``; or ``"forward"``, a convolution of the cotangent.
+        Gradient of the input: ``"torch"``; ``"onednn"``; ``"forward"``, a convolution of the cotangent; or
+        ``"columns"``, a transposed one of it.
     weight
-        Gradient of the weight: ``"torch"``; ``"onednn"``; or ``"channels_last"``, oneDNN with the channels together.
+        Gradient of the weight: ``"torch"``; ``"onednn"``; ``"channels_last"``, oneDNN with the channels together; or
+        ``"columns"``, that of the transposed convolution of the cotangent.
     order
         Of the spatial dims for ``"channels_last"``: torch's limit is met by the first two.
     reason
@@ -70,6 +80,7 @@ class Kernel(NamedTuple):
 
 
 _TORCH = Kernel()
+_COLUMNS = Kernel("columns", "columns", "columns", reason="torch unfolds small blocks slowly")
 
 
 def kernel_of(x: Tensor, weight: Tensor, local: Local) -> Kernel:
@@ -110,10 +121,12 @@ def choose(
     dense = max(stride) == 1 and not transposed
     cells = math.prod(space) if transposed else math.prod(n // s for n, s in zip(space, stride))
     unfolded = shape[0] * channels * cells * math.prod(kernel)
-    if unfolded < (UNFOLDED_DENSE if dense and channels >= FEW and math.prod(kernel) >= 27 else UNFOLDED):
-        return _TORCH
     large = shape[0] > 1 or min(kernel[-2:]) > 3
     unfolds = len(space) == 3 and not large and math.prod(shape[:4]) <= TORCH_LIMIT
+    if unfolds and not transposed and (COLUMNS_PADDED if any(padding) else COLUMNS) <= unfolded < COLUMNS_LARGE:
+        return _COLUMNS
+    if unfolded < (UNFOLDED_DENSE if dense and channels >= FEW and math.prod(kernel) >= 27 else UNFOLDED):
+        return _TORCH
     small = "too few cells for torch to ask oneDNN" if unfolds else ""
     if transposed:
         return Kernel(data="forward", reason=small) if unfolds and min(channels, results) >= 4 else _TORCH
@@ -125,8 +138,7 @@ def choose(
     forward = data = weights = "torch"
     order: tuple[int, ...] = ()
     if unfolds:
-        forward = "onednn"
-        weights = "onednn" if unfolded >= UNFOLDED_WEIGHT else "torch"
+        forward = weights = "onednn"
     fits = all(d * (k - 1) >= p for k, d, p in zip(kernel, dilation, padding))
     if fits and (results <= FEW or unfolds) and (channels >= 4 or (unfolds and results <= FEW)):
         data = "forward"
@@ -150,6 +162,8 @@ def _forward(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, loc
     if kernel.forward == "torch":
         return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
     stride, padding, dilation, _, _, groups = local
+    if kernel.forward == "columns":
+        return _dilated_forward(x, weight, weight.shape[2:], bias, stride, padding, dilation)  # type: ignore[no-any-return]
     return _onednn_forward(x, weight, bias, padding, stride, dilation, groups)  # type: ignore[no-any-return]
 
 
@@ -188,11 +202,15 @@ def _backward(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local
     return gx, gw, g.sum([d for d in range(g.ndim) if d != 1]) if needs[2] else None
 
 
+_NONE = (0, 0, 0)
 _formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Tensor:
     stride, padding, dilation, transposed, _, groups = local
+    if how == "columns":
+        extra = _rest(x, g, weight, stride, padding, dilation)
+        return _transposed_forward(g, weight, weight.shape[2:], None, stride, padding, extra, dilation)  # type: ignore[no-any-return]
     if how == "forward" and transposed:
         return _onednn_forward(g, weight, None, padding, stride, dilation, groups)  # type: ignore[no-any-return]
     if how == "forward":
@@ -208,6 +226,10 @@ def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Te
 
 def _of_weight(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Tensor:
     mask = [False, True, False]
+    if kernel.weight == "columns":
+        stride, padding, dilation, *_ = local
+        extra = _rest(x, g, weight, stride, padding, dilation)
+        return _torch_backward(x, g, weight, None, stride, padding, dilation, True, extra, 1, mask)[1]  # type: ignore[no-any-return]
     if kernel.weight == "onednn":
         # a tensor of oneDNN's own goes to oneDNN, whatever its size
         g, x = g.contiguous().to_mkldnn(), x.contiguous().to_mkldnn()
@@ -220,6 +242,16 @@ def _of_weight(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Loca
         gw = _torch_backward(g, x, weight, None, *geometry, *rest, mask)[1]
         return gw.permute(back).contiguous()  # type: ignore[no-any-return]
     return _torch_backward(g, x, weight, None, *local, mask)[1]  # type: ignore[no-any-return]
+
+
+def _rest(
+    x: Tensor, g: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Sequence[int]:
+    """Return how many cells of ``x`` at the far ends no window of a strided convolution reaches. Not collective."""
+    if max(stride) == 1:
+        return _NONE
+    sizes = zip(x.shape[2:], g.shape[2:], weight.shape[2:], stride, padding, dilation)
+    return [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
 
 
 class _Convolved(Function):

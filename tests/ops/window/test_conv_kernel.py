@@ -13,7 +13,12 @@ from tests.compare import WORLD, compare, mesh_of
 # input, weight, stride, padding, dilation, transposed -> forward, gradient of the input, gradient of the weight
 CASES = {
     "unfolds": ((1, 16, 10, 9, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
-    "few": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "torch"),
+    "window": ((1, 16, 6, 6, 7), (8, 16, 3, 3, 3), 1, 0, 1, False, "columns", "columns", "columns"),
+    "padded": ((1, 16, 8, 8, 8), (16, 16, 3, 3, 3), 1, 1, 1, False, "columns", "columns", "columns"),
+    "padded unevenly": ((1, 8, 8, 6, 9), (8, 8, 3, 3, 3), 1, (0, 3, 1), (2, 1, 3), False, *["columns"] * 3),
+    "halves": ((1, 32, 9, 8, 9), (16, 32, 2, 2, 2), 2, 0, 1, False, "columns", "columns", "columns"),
+    "every second": ((1, 8, 16, 15, 14), (4, 8, 3, 3, 3), 2, 1, 1, False, "columns", "columns", "columns"),
+    "strides": ((1, 16, 17, 8, 12), (4, 16, 3, 2, 3), (3, 1, 2), (1, 0, 2), (2, 1, 1), False, *["columns"] * 3),
     "uneven": ((1, 8, 13, 17, 19), (16, 8, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
     "thin": ((1, 8, 6, 64, 48), (8, 8, 3, 3, 3), (1, 1, 1), (1, 0, 2), 1, False, "onednn", "forward", "channels_last"),
     "dilated": ((1, 16, 9, 16, 12), (16, 16, 3, 3, 3), 1, (2, 0, 4), (2, 1, 3), False, "onednn", "forward", "onednn"),
@@ -68,7 +73,7 @@ def test_equals_torch(name):
     close(weight, torch.autograd.grad(torch.convolution(*exact, *local), exact[1], g.double())[0])
 
 
-@pytest.mark.parametrize("name", ["unfolds", "thin", "strided", "transposed"])
+@pytest.mark.parametrize("name", ["unfolds", "window", "every second", "thin", "strided", "transposed"])
 def test_gradients_of_gradients(name):
     tensors, local, _ = operands(name)
     exact = [t.detach().double().requires_grad_() for t in tensors]
