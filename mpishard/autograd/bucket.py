@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -222,10 +222,11 @@ def defer(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     if replica.hides_sums is False:
         return None
     g = torch.zeros_like(weight, requires_grad=False)
-    stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+    # where there is none, torch asks for every kind of device
+    stream = torch.cuda.stream(torch.cuda.current_stream(weight.device)) if weight.is_cuda else nullcontext()
 
     def fill() -> None:
-        with torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[arg-type]
+        with torch.no_grad(), stream:
             g.copy_(compute())
 
     _active[-1].defer(replica, fill)

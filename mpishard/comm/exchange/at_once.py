@@ -93,7 +93,7 @@ class AtOnce:
                 _pack(cells, recvs, exchange.into)
             exchange.start(adjoint=True)
         if self._whole:
-            own = g.new_empty(self._in).copy_(self._place(g))
+            own = self._place(g).clone(memory_format=torch.contiguous_format)
         else:
             own = g.new_zeros(self._in)
         into = own.view(-1)
