@@ -16,6 +16,7 @@ windows of the rounds before it (so they carry the corners) and the block along 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -45,6 +46,7 @@ class Frame:
         self._stages, self._rounds = window.stages, window.rounds
         # where the block begins in the window, along the dim of every round
         self._at: list[int] = [stage.resident for stage in self._stages]  # type: ignore[misc]
+        self._dims = tuple([stage.dim for stage in self._stages])
         self.block, self.halo = block, list(halo)
 
     def start(self, k: int) -> Exchange | None:
@@ -110,18 +112,48 @@ class Frame:
 
     def _shared(self, out: Tensor, origin: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the cells of ``out`` that each part of the window has, and these."""
-        places = [(self.block, self._at)]
-        for i, slab in enumerate(self.halo):
-            k = i // 2
-            first = self._at[k] + self._stages[k].n_in if i % 2 else 0
-            places.append((slab, [0] * k + [first] + self._at[k + 1 :]))
-        for part, starts in places:
-            into = out
-            for stage, start, first in zip(self._stages, starts, origin):
-                d = stage.dim
-                lo, hi = max(start, first), min(start + part.shape[d], first + out.shape[d])
-                if lo >= hi:
-                    break
-                into, part = into.narrow(d, lo - first, hi - lo), part.narrow(d, lo - start, hi - lo)
-            else:
-                yield into, part
+        parts = (self.block, *self.halo)
+        ends = tuple([at + stage.n_in for at, stage in zip(self._at, self._stages)])
+        shapes = tuple([part.shape for part in parts])
+        for i, taken, given in _overlaps(self._dims, tuple(self._at), ends, shapes, out.shape, tuple(origin)):
+            into, part = out, parts[i]
+            for cut in taken:
+                into = into.narrow(*cut)
+            for cut in given:
+                part = part.narrow(*cut)
+            yield into, part
+
+
+_Cuts = tuple[tuple[int, int, int], ...]  # of a tensor's narrow
+
+
+@lru_cache(maxsize=1024)
+def _overlaps(
+    dims: tuple[int, ...],
+    begins: tuple[int, ...],
+    ends: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    out: tuple[int, ...],
+    origin: tuple[int, ...],
+) -> list[tuple[int, _Cuts, _Cuts]]:
+    """Return which parts of a window, the block and its slabs, a box of shape ``out`` at ``origin`` meets, and where.
+
+    Not collective. Per part: its number, what is cut out of the box, and what out of the part.
+    """
+    found = []
+    for i, shape in enumerate(shapes):
+        starts, k = list(begins), (i - 1) // 2
+        if i:
+            starts[: k + 1] = [0] * k + [0 if i % 2 else ends[k]]
+        taken, given = [], []
+        for d, start, first in zip(dims, starts, origin):
+            lo, hi = max(start, first), min(start + shape[d], first + out[d])
+            if lo >= hi:
+                break
+            if hi - lo < out[d]:
+                taken.append((d, lo - first, hi - lo))
+            if hi - lo < shape[d]:
+                given.append((d, lo - start, hi - lo))
+        else:
+            found.append((i, tuple(taken), tuple(given)))
+    return found

@@ -7,6 +7,7 @@ torch's own group_norm keeps: the input, mean and 1/std.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import mul
@@ -31,7 +32,16 @@ from mpishard.ops.norm.channels_last import (
     columns_scaled,
     in_columns,
 )
-from mpishard.ops.rule.moments import are_few, chan, dots, global_moments, row_moments, row_sums
+from mpishard.ops.rule.moments import (
+    are_few,
+    centred_moments,
+    chan,
+    dots,
+    global_moments,
+    is_summed_in_place,
+    row_moments,
+    row_sums,
+)
 from mpishard.ops.rule.reduction import HALVES
 
 _torch_backward = torch.ops.aten.native_batch_norm_backward.default
@@ -90,7 +100,9 @@ class Rows(NamedTuple):
         return stats if alike else self.spread(stats)
 
 
-def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def local_moments(
+    x: Tensor, rows: Rows, of: Callable[[Tensor], tuple[Tensor, Tensor]] = row_moments
+) -> tuple[Tensor, Tensor]:
     """Return float64 mean and sum of squared deviations of this rank's cells per statistic. Not collective."""
     length = math.prod(x.shape[2:])
     if are_columns(x):
@@ -100,8 +112,8 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         cells = mean.new_full((rows.c // rows.groups,), length)
         return chan(mean.view(rows.groups, -1), m2.view(rows.groups, -1), cells)
     if rows.groups:
-        return row_moments(x.reshape(rows.n * rows.groups, rows.c // rows.groups * length))
-    mean, m2 = row_moments(x.reshape(rows.n * rows.c, length))
+        return of(x.reshape(rows.n * rows.groups, rows.c // rows.groups * length))
+    mean, m2 = of(x.reshape(rows.n * rows.c, length))
     mean, m2 = mean.view(rows.n, rows.c), m2.view(rows.n, rows.c)
     if rows.n == 1:
         return mean[0], m2[0]
@@ -113,10 +125,10 @@ def local_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 def _statistics(x: Tensor, rows: Rows, mesh: CartMesh) -> tuple[Tensor, Tensor, bool]:
     """Return what `global_moments` does, of a block. Collective over ``rows.over``."""
-    sums = None
-    if rows.over and are_few(x) and (rows.groups or rows.n == 1) and not are_columns(x):
-        sums = row_sums(x.reshape(rows.n * (rows.groups or rows.c), -1))
-    return global_moments(lambda: local_moments(x, rows), rows.own, rows.count, _group(mesh, rows), sums)
+    sums, of = None, row_moments
+    if rows.over and x.numel() and (rows.groups or rows.n == 1) and not are_columns(x):
+        sums, of = row_sums(x.reshape(rows.n * (rows.groups or rows.c), -1)), centred_moments
+    return global_moments(lambda: local_moments(x, rows, of), rows.own, rows.count, _group(mesh, rows), sums)
 
 
 def _centred(x: Tensor, mean: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -181,8 +193,8 @@ class Normalise(Function):
         if found is not None:
             found += (mean, var)  # not results: autograd would wrap each of them
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
-        ctx.few = not large and _are_few(x, weight, bias, rows)
-        if ctx.few:
+        ctx.by_channel = not large and _is_by_channel(x, weight, bias, rows)
+        if ctx.by_channel:
             ctx.given = mean.to(x.dtype), var.to(x.dtype)
             ctx.save_for_backward(x, weight, bias)
             return _standardised(x, *ctx.given, weight, bias, rows, eps)
@@ -212,8 +224,8 @@ class Normalise(Function):
         if differentiated_again():
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None, None
-        if ctx.few:
-            return *_backward_of_few(ctx, dy, x, weight), None, None, None, None
+        if ctx.by_channel:
+            return *_backward_by_channel(ctx, dy, x, weight), None, None, None, None
         mean, var = moments
         if ctx.large:
             x, mean = _centred(x, mean, rows)
@@ -256,26 +268,27 @@ class Normalise(Function):
         return dx, dw, db, None, None, None, None
 
 
-def _are_few(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
-    """Tell whether `_backward_of_few` serves: a block whose channels are those of a batch norm, with few cells."""
-    if not are_few(x) or x.dtype in HALVES or are_columns(x):
+def _is_by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
+    """Tell whether `_backward_by_channel` serves: a block with cells whose channels are those of a batch norm."""
+    if not is_summed_in_place(x) or are_columns(x):
         return False
     by_channel = not rows.groups or (rows.n == 1 and rows.groups == rows.c)
     return by_channel and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
 
 
-def _backward_of_few(
+def _backward_by_channel(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the cotangents of a block with few cells, in few calls of torch. Collective over ``rows.over``."""
+    """Return the cotangents of such a block, in few calls of torch. Collective over ``rows.over``."""
     rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
     mean, var = ctx.given
+    few = are_few(x)
     dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
     # with given statistics, the gradients of weights are the sums of cotangents, and of those times x-hat
-    dx, dw, db = _torch_backward(dy, x, weight, mean, var, None, None, False, eps, (True, True, True))
+    dx, dw, db = _torch_backward(dy, x, weight, mean, var, None, None, False, eps, (few, True, True))
     sums = pending = None
     if needs[0]:
-        # as blocks with many cells have them
+        # as other ranks' blocks have them
         sums = torch.stack((db, dw)).double()
         if weight is not None:
             sums.mul_(weight)
@@ -283,8 +296,17 @@ def _backward_of_few(
     run_deferred(hides_sums=pending is not None)
     if sums is not None:
         rstd = (var + eps).rsqrt_()
-        offset, slope = (sums if pending is None else pending.wait()).mul_(rstd).to(x.dtype).unbind()
-        dx.add_(torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)[0], alpha=-1 / rows.count)
+        sums = sums if pending is None else pending.wait()
+        if few:
+            offset, slope = sums.mul_(rstd).to(x.dtype).unbind()
+            dx.add_(torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)[0], alpha=-1 / rows.count)
+        else:
+            # one array less to write and to read
+            offset, slope = sums.mul_(rstd * (-1 / rows.count)).unbind()
+            offset.addcmul_(slope.mul_(rstd), mean, value=-1)
+            offset, slope = sums.to(x.dtype).unbind()
+            dx = torch.native_batch_norm(dy, weight, offset, torch.zeros_like(mean), var, False, 0.0, eps)[0]
+            dx.addcmul_(x, slope.view(-1, *[1] * (x.ndim - 2)))
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 

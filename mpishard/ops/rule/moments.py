@@ -64,9 +64,20 @@ def is_summed_in_place(v: Tensor) -> bool:
 def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and sum of squared deviations of each row, in float64. Not collective.
 
-    By the sums of values and squares, where the means are small. Else two passes per block, blocks combined by Chan's
-    formula: no difference of large numbers. As many blocks at a time as fit the cache: no temporary of full size, and
-    several times faster than ``torch.var_mean`` on a CPU.
+    By the sums of values and squares, where the means are small and there are many cells, else `centred_moments`.
+    """
+    if not v.numel() or are_few(v) or (sums := row_sums(v)) is None:
+        return centred_moments(v)
+    total, squares = sums.unbind()
+    mean = total / v.shape[1]
+    return mean, squares.addcmul_(mean, total, value=-1)
+
+
+def centred_moments(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `row_moments` does, without differences of large numbers. Not collective.
+
+    Two passes per block, blocks combined by Chan's formula. As many blocks at a time as fit the cache: no temporary of
+    full size, and several times faster than ``torch.var_mean`` on a CPU.
     """
     rows, n = v.shape if v.numel() else (v.shape[0], 0)
     if n == 0:
@@ -78,10 +89,6 @@ def row_moments(v: Tensor) -> tuple[Tensor, Tensor]:
         mean = own.mean(1)
         own = own - mean.unsqueeze(1)
         return mean, torch.linalg.vecdot(own, own)
-    if (sums := row_sums(v)) is not None:
-        total, squares = sums.unbind()
-        mean = total / n
-        return mean, squares.addcmul_(mean, total, value=-1)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not v.is_cpu or traced.recording is not None:
         own = v.to(wide)
