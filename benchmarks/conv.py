@@ -49,12 +49,12 @@ def exchanged(first, last):
     return lo, hi
 
 
-def steps(dims: int, extent: int) -> dict[str, Callable[[], None]]:
+def steps(dims: int, extent: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     """Return everybody's step on a cube (or square) of ``extent`` cells, sharded along its first dim."""
     torch.manual_seed(0)
-    full = torch.randn(1, CHANNELS, *[extent] * dims)
+    full = torch.randn(1, CHANNELS, *[extent] * dims, dtype=dtype)
     kind, function = ((torch.nn.Conv2d, F.conv2d), (torch.nn.Conv3d, F.conv3d))[dims - 2]
-    theirs, ours = (kind(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+    theirs, ours = (kind(CHANNELS, CHANNELS, 3, padding=1, dtype=dtype) for _ in range(2))
     ours.load_state_dict(theirs.state_dict())
     ms.distribute_module(ours, ms.init_mesh((-1,), ("d",)))
     block = full.tensor_split(WORLD.size, 2)[WORLD.rank].clone().requires_grad_()
@@ -92,14 +92,17 @@ def steps(dims: int, extent: int) -> dict[str, Callable[[], None]]:
 
 def run(bench: Bench) -> None:
     """Compare at several extents."""
-    for dims, extents in (
-        (2, ((32, 2),) if bench.quick else ((128, 40), (512, 8), (1024, 3))),
-        (3, ((8, 2),) if bench.quick else ((32, 5), (64, 1))),
+    for dims, dtype, extents in (
+        (2, torch.float32, ((32, 2),) if bench.quick else ((128, 40), (512, 8), (1024, 3))),
+        (2, torch.float64, () if bench.quick else ((512, 1),)),
+        (3, torch.float32, ((8, 2),) if bench.quick else ((32, 5), (64, 1))),
+        (3, torch.float64, () if bench.quick else ((32, 2), (64, 1))),
     ):
+        name = "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
         for extent, count in extents:
             bench.compare(
-                f"conv{dims}d 3, {CHANNELS} channels, {extent}^{dims}",
-                steps(dims, extent),
+                f"conv{dims}d 3, {CHANNELS} channels, {extent}^{dims}{name}",
+                steps(dims, extent, dtype),
                 floor="local",
                 count=count,
                 dims=dims,

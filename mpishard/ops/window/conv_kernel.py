@@ -23,10 +23,10 @@ from torch.autograd import Function
 
 from mpishard.autograd.bucket import defer
 from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
+from mpishard.ops.window import conv_tiles
+from mpishard.ops.window.conv_tiles import Local
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-# stride, padding, dilation, transposed, output padding, groups
-Local = tuple[Any, Any, Any, bool, Any, int]
 
 TORCH_LIMIT = 20480  # torch's own
 # cells of the unfolded input from which oneDNN wins whatever the geometry, and where it fits dense kernels best
@@ -34,6 +34,8 @@ UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
 # and of blocks that torch would unfold: from which its other kernels do so faster, with padding and without, and from
 # which oneDNN wins over these
 COLUMNS, COLUMNS_PADDED, COLUMNS_LARGE = 1 << 14, 1 << 16, 1 << 18
+# and of float64, which oneDNN has no kernels for, from which it does so tile after tile
+UNFOLDED_TILED = 1 << 20
 FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
 # of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
 # which costs more than the sums that it hides
@@ -61,6 +63,8 @@ class Kernel(NamedTuple):
     weight
         Gradient of the weight: ``"torch"``; ``"onednn"``; ``"channels_last"``, oneDNN with the channels together; or
         ``"columns"``, that of the transposed convolution of the cotangent.
+    tiled
+        Whether all of it is done tile after tile.
     order
         Of the spatial dims for ``"channels_last"``: torch's limit is met by the first two.
     reason
@@ -70,6 +74,7 @@ class Kernel(NamedTuple):
     forward: str = "torch"
     data: str = "torch"
     weight: str = "torch"
+    tiled: bool = False
     order: tuple[int, ...] = ()
     reason: str = ""
 
@@ -95,7 +100,11 @@ def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], lo
 
     Not collective.
     """
-    if not like.is_cpu or like.dtype is not torch.float32 or len(shape) != len(weight):
+    if not like.is_cpu or len(shape) != len(weight):
+        return _TORCH
+    if like.dtype is torch.float64:
+        return choose_wide(shape, weight, local)
+    if like.dtype is not torch.float32:
         return _TORCH
     if not torch._C._get_mkldnn_enabled() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return _TORCH
@@ -150,7 +159,20 @@ def choose(
         if not unfolds or math.prod(shape[:2]) * space[order[0]] * space[order[1]] > TORCH_LIMIT:
             weights = "channels_last"
             reasons.append(f"{channels} channels fill no vector")
-    return Kernel(forward, data, weights, order, "; ".join(reasons))
+    return Kernel(forward, data, weights, order=order, reason="; ".join(reasons))
+
+
+@lru_cache(maxsize=4096)
+def choose_wide(shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -> Kernel:
+    """Return the kernels for float64 blocks of ``shape`` on a CPU. Not collective."""
+    _, padding, _, transposed, _, groups = local
+    if transposed or groups > 1 or len(shape) not in (3, 4, 5) or 0 in shape or 0 in weight or max(weight[2:]) == 1:
+        return _TORCH
+    unfolded = math.prod(weight[1:]) * math.prod(conv_tiles.extents(shape[2:], weight[2:], local))
+    tiled = unfolded > UNFOLDED_TILED
+    if len(shape) == 5 and unfolded >= (COLUMNS_PADDED if any(padding) else COLUMNS):
+        return _COLUMNS._replace(tiled=tiled)
+    return Kernel(tiled=True, reason="torch unfolds the whole block at once") if tiled else _TORCH
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *local: Any) -> Tensor:
@@ -159,6 +181,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *local: Any) -> 
 
 
 def _forward(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, local: Local) -> Tensor:
+    if kernel.tiled:
+        kernel = kernel._replace(tiled=False)
+        return conv_tiles.forward(lambda x, local: _forward(kernel, x, weight, bias, local), x, weight, local)
     if kernel.forward == "torch":
         return _torch_forward(x, weight, bias, *local)  # type: ignore[no-any-return]
     stride, padding, dilation, _, _, groups = local
@@ -196,8 +221,14 @@ def _backward(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local
         if needs[0] or needs[1]:
             gx, gw, _ = _torch_backward(g, x, weight, None, *local, (needs[0], needs[1], False))
     else:
-        gx = _of_data(kernel.data, g, x, weight, local) if needs[0] else None
-        gw = _of_weight(kernel, g, x, weight, local) if needs[1] else None
+        of_data = partial(_of_data, kernel.data, weight)
+        of_weight = partial(_of_weight, kernel, weight)
+        if kernel.tiled:
+            gx = conv_tiles.of_data(of_data, g, x, weight, local) if needs[0] else None
+            gw = conv_tiles.of_weight(of_weight, g, x, weight, local) if needs[1] else None
+        else:
+            gx = of_data(g, x, local) if needs[0] else None
+            gw = of_weight(g, x, local) if needs[1] else None
     # oneDNN would sum for the bias beside the gradient of the weight, which then takes a fifth longer
     return gx, gw, g.sum([d for d in range(g.ndim) if d != 1]) if needs[2] else None
 
@@ -206,7 +237,7 @@ _NONE = (0, 0, 0)
 _formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Tensor:
+def _of_data(how: str, weight: Tensor, g: Tensor, x: Tensor, local: Local) -> Tensor:
     stride, padding, dilation, transposed, _, groups = local
     if how == "columns":
         extra = _rest(x, g, weight, stride, padding, dilation)
@@ -224,7 +255,7 @@ def _of_data(how: str, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Te
     return _torch_backward(g, x, weight, None, *local, mask)[0]  # type: ignore[no-any-return]
 
 
-def _of_weight(kernel: Kernel, g: Tensor, x: Tensor, weight: Tensor, local: Local) -> Tensor:
+def _of_weight(kernel: Kernel, weight: Tensor, g: Tensor, x: Tensor, local: Local) -> Tensor:
     mask = [False, True, False]
     if kernel.weight == "columns":
         stride, padding, dilation, *_ = local

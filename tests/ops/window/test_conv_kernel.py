@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
+from mpishard.ops.window import conv_tiles
 from mpishard.ops.window.conv_kernel import Kernel, convolved, kernel_of
 from tests.compare import WORLD, compare, mesh_of
 
@@ -28,6 +29,21 @@ CASES = {
     "large": ((1, 8, 64, 64, 5), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
     "batch": ((2, 8, 12, 16, 12), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
     "plane": ((1, 8, 96, 90), (8, 8, 3, 3), 1, 1, 1, False, "torch", "forward", "torch"),
+}
+
+
+# of float64: input, weight, stride, padding, dilation -> kernel, whether tile after tile
+WIDE = {
+    "small window": ((1, 8, 6, 6, 6), (8, 8, 3, 3, 3), 1, 0, 1, "torch", False),
+    "window": ((1, 16, 6, 6, 7), (8, 16, 3, 3, 3), 1, 0, 1, "columns", False),
+    "small and padded": ((1, 16, 4, 4, 5), (8, 16, 3, 3, 3), 1, 1, 1, "torch", False),
+    "cube": ((1, 8, 18, 16, 19), (6, 8, 3, 3, 3), 1, 1, 1, "columns", True),
+    "wide rows": ((2, 16, 5, 33, 31), (4, 16, 3, 5, 3), 1, (1, 0, 1), 1, "columns", True),
+    "strides": ((1, 16, 34, 33, 17), (4, 16, 3, 3, 2), (2, 1, 2), (2, 1, 0), (1, 2, 3), "columns", True),
+    "plane": ((2, 8, 128, 125), (8, 8, 3, 3), 1, 1, 1, "torch", True),
+    "line": ((2, 16, 12000), (8, 16, 7), 1, 3, 1, "torch", True),
+    "thin plane": ((1, 8, 3, 9000), (4, 8, 3, 3), 1, (0, 1), 1, "torch", False),
+    "strided plane": ((1, 16, 128, 129), (8, 16, 5, 4), (3, 1), (2, 3), (2, 1), "torch", True),
 }
 
 
@@ -87,6 +103,40 @@ def test_gradients_of_gradients(name):
         close(a, b)
 
 
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("small", [False, True], ids=["tiles", "small tiles"])
+def test_float64_equals_torch(name, small, monkeypatch):
+    shape, size, stride, padding, dilation, how, tiled = WIDE[name]
+    if small:  # all dims are cut, unevenly
+        monkeypatch.setattr(conv_tiles, "TILE", 1 << 13)
+    generator = torch.Generator().manual_seed(3)
+    shapes = (shape, size, size[:1])
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    ndim = len(shape) - 2
+    local = (each(stride, ndim), each(padding, ndim), each(dilation, ndim), False, (0,) * ndim, 1)
+    kernel = kernel_of(*tensors[:2], local)
+    assert (kernel.forward, kernel.data, kernel.weight, kernel.tiled) == (how, how, how, tiled)
+    y, z = convolved(kernel, local, *tensors), torch.convolution(*tensors, *local)
+    torch.testing.assert_close(y, z)
+    g = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    for found, expected in zip(torch.autograd.grad(y, tensors, g), torch.autograd.grad(z, tensors, g), strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["cube", "plane"])
+def test_tiles_are_in_the_memory_format_of_torch(name):
+    shape, size, stride, padding, dilation, *_ = WIDE[name]
+    ndim = len(shape) - 2
+    local = (each(stride, ndim), each(padding, ndim), each(dilation, ndim), False, (0,) * ndim, 1)
+    memory_format = torch.channels_last if ndim == 2 else torch.channels_last_3d
+    x = torch.randn(shape, dtype=torch.float64).contiguous(memory_format=memory_format)
+    weight = torch.randn(size, dtype=torch.float64)
+    y, z = convolved(kernel_of(x, weight, local), local, x, weight, None), torch.convolution(x, weight, None, *local)
+    torch.testing.assert_close(y, z)
+    assert y.stride() == z.stride()
+
+
 def test_channels_last_stays():
     tensors, local, _ = operands("unfolds")
     x = tensors[0].detach().contiguous(memory_format=torch.channels_last_3d)
@@ -97,7 +147,7 @@ def test_channels_last_stays():
 
 def test_torch_where_it_is_better_or_asked_for(monkeypatch):
     tensors, local, _ = operands("unfolds")
-    assert kernel_of(tensors[0].double(), tensors[1].double(), local) == Kernel()
+    assert kernel_of(tensors[0].cfloat(), tensors[1].cfloat(), local) == Kernel()
     assert kernel_of(tensors[0][:, :, :4, :4, :4], tensors[1], local) == Kernel()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert kernel_of(*tensors[:2], local) == Kernel()
