@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +41,49 @@ class _Bucket:
         self.parts: list[Tensor] = []
         self.nbytes = 0
 
-    def put(self, params: Sequence[Tensor], sizes: Sequence[int], part: Tensor) -> None:
-        """Take some, together."""
+    def put(self, params: Sequence[Tensor], sizes: Sequence[int], part: Tensor) -> int:
+        """Take some, together; return the number of their part."""
         self.params += params
         self.sizes += sizes
         self.parts.append(part)
         self.nbytes += part.nbytes
+        return len(self.parts) - 1
+
+
+class _Deferred:
+    """A gradient of a weight that is computed later in the pass, in the place of the zeros that autograd got for it.
+
+    Those reach the weight's node alone, or in a sum with gradients of other uses.
+    """
+
+    __slots__ = ("compute", "node", "value", "where", "zeros")
+
+    def __init__(self, node: Any, zeros: Tensor, compute: Callable[[], Tensor]) -> None:
+        self.node, self.zeros, self.compute = node, zeros, compute
+        self.value: Tensor | None = None
+        # in which bucket the gradient lies, and as which part, once the weight's node has had it
+        self.where: tuple[_Bucket, int] | None = None
+
+    def run(self) -> None:
+        """Compute it, and add it to what the node had."""
+        self.value = self.compute()
+        if self.where is not None:
+            bucket, i = self.where
+            bucket.parts[i] = self.added_to(bucket.parts[i])
+
+    def added_to(self, g: Tensor) -> Tensor:
+        """Return what the weight's node would have had."""
+        assert self.value is not None
+        return self.value if g is self.zeros else g + self.value
+
+
+class _Place(NamedTuple):
+    """Where a gradient goes that shares its node with others; as `_UseParameter`'s own node."""
+
+    param: Tensor
+    replica: Replica
+    mesh: CartMesh
+    mesh_dims: tuple[int, ...]
 
 
 class _Buckets:
@@ -57,7 +94,9 @@ class _Buckets:
         self._travelling: list[tuple[PendingReduction, _Bucket]] = []
         self._suspect: dict[Replica, Tensor] = {}
         self._postponed: deque[Callable[[], None]] = deque()
-        self._deferred: tuple[Replica, Callable[[], None]] | None = None
+        self._deferred: _Deferred | None = None
+        # computed before the weight's node had its share
+        self._early: dict[Any, _Deferred] = {}
 
     def postpone(self, finish: Callable[[], None]) -> None:
         """Have what is under way finished later in the pass; few at a time, as each holds memory."""
@@ -65,23 +104,34 @@ class _Buckets:
             self._postponed.popleft()()
         self._postponed.append(finish)
 
-    def defer(self, replica: Replica, compute: Callable[[], None]) -> None:
-        """Have a gradient of `add`, which is zeros now, computed later in the pass; one at a time holds memory."""
+    def defer(self, deferred: _Deferred) -> None:
+        """Have a gradient computed later in the pass; one at a time holds memory."""
         self.run_deferred()
-        self._deferred = replica, compute
+        self._deferred = deferred
 
     def run_deferred(self, *, hides_sums: bool = False) -> None:
         """Compute what was deferred."""
-        if self._deferred is not None:
-            (replica, compute), self._deferred = self._deferred, None
-            replica.hides_sums = hides_sums
-            compute()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.node.replica.hides_sums = hides_sums
+            deferred.run()
+            if deferred.where is None:
+                self._early[deferred.node] = deferred
 
-    def add(self, param: Tensor, replica: Replica, g: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
-        """Take a gradient that is this rank's share of the sum over ``mesh_dims``."""
-        key = mesh, mesh_dims, g.dtype
-        if held or is_withholding():
+    def whole(self, node: Any, g: Tensor) -> Tensor:
+        """Return the gradient that reaches a weight's node, with what was deferred of it."""
+        if self._deferred is not None and self._deferred.node is node:
             self.run_deferred()
+        early = self._early.pop(node, None)
+        return g if early is None else early.added_to(g)
+
+    def add(self, node: Any, g: Tensor) -> None:
+        """Take a gradient that reaches a weight's node: this rank's share of the sum over its ``mesh_dims``."""
+        param, replica = node.param, node.replica
+        key = node.mesh, node.mesh_dims, g.dtype
+        deferred = self._deferred
+        if deferred is None or deferred.node is not node or held or is_withholding():
+            deferred, g = None, self.whole(node, g)
         if is_withholding():
             withhold(param, key, g)
             replica.postpone(param)
@@ -90,7 +140,7 @@ class _Buckets:
             g = taken_share(param, key, g)
         if replica.postpone(param):
             self._suspect[replica] = param
-        self._put(key, (param,), (g.numel(),), g)
+        self._put(key, (param,), (g.numel(),), g, deferred)
 
     def add_all(
         self,
@@ -104,7 +154,7 @@ class _Buckets:
         """Do what `add` does, for small gradients of one dtype."""
         if held or is_withholding():
             for param, replica, g in zip(params, replicas, grads):
-                self.add(param, replica, g, mesh, mesh_dims)
+                self.add(_Place(param, replica, mesh, mesh_dims), g)
             return
         for param, replica in zip(params, replicas):
             if replica.postpone(param):
@@ -113,11 +163,21 @@ class _Buckets:
         part = torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads])
         self._put((mesh, mesh_dims, part.dtype), params, sizes, part)
 
-    def _put(self, key: _Key, params: Sequence[Tensor], sizes: Sequence[int], part: Tensor) -> None:
+    def _put(
+        self,
+        key: _Key,
+        params: Sequence[Tensor],
+        sizes: Sequence[int],
+        part: Tensor,
+        deferred: _Deferred | None = None,
+    ) -> None:
+        # in the order in which the nodes run, the same on every rank, whatever is deferred
         bucket = self._open.get(key)
         if bucket is None:
             bucket = self._open[key] = _Bucket()
-        bucket.put(params, sizes, part)
+        i = bucket.put(params, sizes, part)
+        if deferred is not None:
+            deferred.where = bucket, i
         if bucket.nbytes >= BUCKET_NBYTES:
             self._start(key)
 
@@ -211,26 +271,25 @@ def postpone(finish: Callable[[], None]) -> bool:
 
 
 def defer(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """Return zeros for the gradient of a weight, which are filled later in the backward pass, if that is allowed.
+    """Return zeros for the gradient of a weight, whose share is computed later in the backward pass, if it is allowed.
 
-    Not collective, nor is ``compute``. Allowed is it where nothing but the buckets reads the gradient: of what `use`
-    has returned. Not where it hid nothing before: at once, the cotangent is still in the cache.
+    Not collective, nor is ``compute``. Allowed is it where the gradient goes to the buckets alone: of what `use` has
+    returned. Not where it hid nothing before: at once, the cotangent is still in the cache.
     """
-    if not _active or not isinstance(weight.grad_fn, _UseParameter._backward_cls):  # type: ignore[attr-defined]
+    node: Any = weight.grad_fn
+    if not _active or not isinstance(node, _UseParameter._backward_cls) or node.replica.hides_sums is False:  # type: ignore[attr-defined]
         return None
-    replica: Replica = weight.grad_fn.replica  # type: ignore[attr-defined]
-    if replica.hides_sums is False:
-        return None
-    g = torch.zeros_like(weight, requires_grad=False)
+    # no memory: they are a sign, and what autograd may add others to
+    zeros = weight.new_zeros(()).expand(weight.shape)
     # where there is none, torch asks for every kind of device
     stream = torch.cuda.stream(torch.cuda.current_stream(weight.device)) if weight.is_cuda else nullcontext()
 
-    def fill() -> None:
+    def later() -> Tensor:
         with torch.no_grad(), stream:
-            g.copy_(compute())
+            return compute()
 
-    _active[-1].defer(replica, fill)
-    return g
+    _active[-1].defer(_Deferred(node, zeros, later))
+    return zeros
 
 
 def run_deferred(*, hides_sums: bool = False) -> None:
@@ -255,12 +314,14 @@ class _UseParameter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        param, replica = ctx.param, ctx.replica
-        if _active and not _is_awaited(param, replica):
-            _active[-1].add(param, replica, grads[0], ctx.mesh, ctx.mesh_dims)
-            return None, None, None, None
-        run_deferred()
-        return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, grads[0]), None, None, None
+        (g,) = grads
+        if _active:
+            if not _is_awaited(ctx.param, ctx.replica):
+                _active[-1].add(ctx, g)
+                return None, None, None, None
+            g = _active[-1].whole(ctx, g)
+            run_deferred()
+        return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, g), None, None, None
 
 
 _node = super(Function, _UseParameter).apply  # type: ignore[misc]

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import mpishard as ms
+from mpishard.ops.window import conv as rules
+from mpishard.ops.window.conv_kernel import choose_wide
 from tests.models.twin import close, data, meshes, same_state, seeded, twins
 
 
@@ -109,19 +111,38 @@ def test_siren_on_a_grid():
 
 
 class GradientPenalty(nn.Module):
-    """A network whose output contains its own input's gradient: through convolutions and a norm."""
+    """A network whose output contains its own input's gradient: through convolutions and norms."""
 
-    def __init__(self):
+    def __init__(self, conv, width, norm):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Softplus(), nn.Conv2d(4, 1, 3, stride=2, padding=1)
+            *(conv(2, width, 3, padding=1), norm(width), nn.Softplus()),
+            *(conv(width, width, 3, padding=1), norm(width), nn.Softplus()),
+            conv(width, 1, 3, stride=2, padding=1),
         )
 
     def forward(self, x):
         y = self.net(x)
         (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (g.square().sum((1, 2, 3)) + 1e-9).sqrt() + y.mean((1, 2, 3))
+        g, y = g.flatten(1), y.flatten(1)
+        # the weights in a third place
+        decay = sum(p.square().sum() for p in self.parameters())
+        return (g.square().sum(1) + 1e-9).sqrt() + y.mean(1) + 1e-3 * decay
 
 
-def test_gradient_penalty():
-    twins(GradientPenalty, data(2, 2, 11, 9), (2, 3))
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("norm", [lambda c: nn.GroupNorm(2, c), nn.Identity], ids=["norms", "no norms"])
+@pytest.mark.parametrize(
+    ("conv", "width", "shape", "kernel"),
+    [(nn.Conv2d, 4, (2, 2, 11, 9), "torch"), (nn.Conv3d, 8, (1, 2, 12, 10, 14), "columns")],
+    ids=["2-D", "3-D"],
+)
+def test_gradient_penalty(conv, width, shape, kernel, norm, large, monkeypatch):
+    """The gradient of a weight comes from several places; where sums of a norm travel, one of them is computed last."""
+    if large:
+        monkeypatch.setattr(rules, "LARGE_CELLS", 0)
+    local = ((1,) * len(shape[2:]),) * 3
+    assert (
+        choose_wide((1, width, *shape[2:]), (width, width, 3, 3, 3)[: len(shape)], (*local, False, (), 1))[0] == kernel
+    )
+    twins(lambda: GradientPenalty(conv, width, norm), data(*shape), (2, 3))
