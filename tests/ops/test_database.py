@@ -1,8 +1,8 @@
 """Every entry of torch's own database of operators, on shards: right, or refused for a reason that is listed here.
 
-Each entry runs on a few of torch's own samples, with all operands sharded along their first or last dim, with one
-alone, and with all cells on the last rank: values, shapes, dtypes and first gradients are those of torch on the whole
-tensors. All ranks come to the same end. An entry that is listed and works is an error, too.
+Each entry runs on a few of torch's own samples, with all operands sharded along their first or last dim, each along
+another, with one alone, and with all cells on the last rank: values, shapes, dtypes and first gradients are those of
+torch on the whole tensors. All ranks come to the same end. An entry that is listed and works is an error, too.
 """
 
 from __future__ import annotations
@@ -145,6 +145,10 @@ def forms(tensors: list[Tensor]) -> Iterator[tuple[str, list[Placed]]]:
         for i, t in enumerate(tensors):
             if t.ndim:
                 yield f"only {i}", [(0, None) if j == i else None for j in range(len(tensors))]
+        yield (
+            "mixed",
+            [(zlib.crc32(f"{i} {t.shape}".encode()) % t.ndim, None) if t.ndim else None for i, t in enumerate(tensors)],
+        )
     nothing = (0,) * (WORLD.size - 1)
     yield "empty", [(0, (*nothing, t.shape[0])) if t.ndim else None for t in tensors]
 

@@ -66,7 +66,8 @@ def grid_sample(
     labels = (("batch", "channel", *(None,) * len(spatial)), ("batch", *spatial, None))
     if isinstance(input, ShardTensor):
         input = resolved(input)
-        grid = whole_along(_cut_alike(grid, input), (input.ndim - 1,))
+        # whole coordinates first: what is cut along them alone is on every rank then, and is cut as the field
+        grid = _cut_alike(whole_along(on_mesh(grid, input.mesh), (input.ndim - 1,)), input)
         input = _cut_batch(input, grid)
         if any(d > 1 for d in input.sharding.shard_dims) and input.dtype in (torch.float32, torch.float64):
             if traced.recording is None:
@@ -214,22 +215,21 @@ def _fits(input: Any, grid: Any, mode: str, padding_mode: str) -> bool:
     )
 
 
-def _cut_alike(grid: Any, input: ShardTensor) -> ShardTensor:
+def _cut_alike(grid: ShardTensor, input: ShardTensor) -> ShardTensor:
     """Return a grid that is cut along its points also where the field is cut along its cells."""
-    mesh, layout = input.mesh, input.sharding
-    grid = on_mesh(grid, mesh)
+    layout = input.sharding
     placements: list[Placement] = [
         Shard(p.dim - 1) if type(q) is Replicate and type(p) is Shard and p.dim > 1 else q
         for p, q in zip(layout.placements, grid.sharding.placements)
     ]
-    probe = layout_of(mesh.shape, placements, grid.sharding.shape)
+    probe = layout_of(layout.mesh_shape, placements, grid.sharding.shape)
     sizes = list(probe.sizes)
     for d, mesh_dims in probe.shard_dims.items():
         if grid.sharding.shard_dims.get(d) == mesh_dims:
             sizes[d] = grid.sharding.sizes[d]
         elif layout.shard_dims.get(d + 1) == mesh_dims and layout.shape[d + 1] == grid.sharding.shape[d]:
             sizes[d] = layout.sizes[d + 1]
-    return moved(grid, layout_of(mesh.shape, placements, grid.sharding.shape, sizes))
+    return moved(grid, layout_of(layout.mesh_shape, placements, grid.sharding.shape, sizes))
 
 
 def _cut_batch(input: ShardTensor, grid: ShardTensor) -> ShardTensor:

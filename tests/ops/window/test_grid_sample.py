@@ -121,6 +121,19 @@ def test_windows_of_a_volume(case):
         )
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["windows", "the field"])
+def test_field_and_points_cut_along_any_dims(whole):
+    x, g = field(2, 3, 12, 9), points(2, 5, 4, 2) * (1.0 if whole else 0.3)
+    mesh = mesh_of((WORLD.size,))
+    kinds = [*(ms.Shard(d) for d in range(4)), ms.Replicate()]
+    for p, q in itertools.product(kinds, repeat=2):
+        compare(
+            lambda a, b: F.grid_sample(a, b, align_corners=False),
+            [(x, mesh, (p,), None), (g, mesh, (q,), None)],
+            what=f"{p} {q}",
+        )
+
+
 def test_overlapping_windows_add_up():
     mesh = mesh_of((WORLD.size,))
     grid = F.affine_grid(torch.eye(2, 3, dtype=torch.float64)[None] * 0.9, [1, 1, 20, 2], False)
