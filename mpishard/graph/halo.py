@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.rows import Rows
+from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, two_meshes

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require
-from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows, spans_among, told_counts
+from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, two_meshes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from mpishard.autograd.bucket import use_together
 from mpishard.autograd.graph import unpacked
+from mpishard.autograd.use import use_together
 from mpishard.comm import guard, traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded

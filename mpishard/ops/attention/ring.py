@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import again, differentiated_again, in_transform
 from mpishard.autograd.redistribute import redistribute
+from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.point_to_point import ring

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.compiled import linear_by_values
 from mpishard.autograd.linear import Step, pair
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows
+from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.use import use
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError

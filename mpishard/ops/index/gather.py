@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.use import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.dim import (

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.compiled import linear_by_values
 from mpishard.autograd.linear import Step, pair
+from mpishard.autograd.use import use
 from mpishard.comm import traced
 from mpishard.ops.index.advanced import (
     along,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.use import use
 from mpishard.ops.index.advanced import picked
 from mpishard.ops.index.getitem import setitem
 from mpishard.ops.index.index_put import put

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
 from mpishard.ops.rule.agreement import agreed, blank, in_range

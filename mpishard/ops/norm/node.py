@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import run_deferred, use
+from mpishard.autograd.bucket import run_deferred
 from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.use import use
 from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import redistribute, sum_partial
+from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp

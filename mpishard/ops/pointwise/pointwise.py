@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mpishard.autograd.bucket import used_again
+from mpishard.autograd.use import used_again
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     ints,

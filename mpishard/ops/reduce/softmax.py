@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import in_transform
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.autograd.use import use
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.reduce.logsumexp import log_of_sum

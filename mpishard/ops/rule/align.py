@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpishard.autograd.bucket import use_part
+from mpishard.autograd.use import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Alignment, Labels, Layout, align, extents_of
 from mpishard.ops.rule.dim import CACHED, whole_along

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use_part
+from mpishard.autograd.use import use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
 from mpishard.layout import Alignment, Labels, Layout, Partial, align, extents_of

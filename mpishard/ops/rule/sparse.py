@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import differentiated
+from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Shard

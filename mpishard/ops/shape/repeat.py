@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
+from mpishard.autograd.use import use
 from mpishard.layout import Placement, Replicate, Shard, bounds, layout_of
 from mpishard.ops.rule.dim import ints, normal_dim, plain, resized, settled, whole_along
 from mpishard.ops.shape.cat import cat

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply, in_transform
+from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import traced
 from mpishard.comm.exchange.window import WindowOp

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import defer
 from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
+from mpishard.autograd.use import put_off
 from mpishard.ops.window import conv_tiles
 from mpishard.ops.window.conv_tiles import Local
 
@@ -207,7 +207,7 @@ def deferring(
     """
     own = None
     if needs[0] and needs[1] and g.nbytes <= DEFERRED_NBYTES:
-        own = defer(weight, lambda: backward((False, True, False))[1])
+        own = put_off(weight, lambda: backward((False, True, False))[1])
     if own is None:
         return backward(needs)
     gx, _, gb = backward((True, False, needs[2]))

@@ -21,8 +21,20 @@ TILE = 1 << 18  # unfolded values of a tile, for each thread
 
 # stride, padding, dilation, transposed, output padding, groups
 Local = tuple[Any, Any, Any, bool, Any, int]
-# per dim that is cut, the first output cell, how many, the first input cell and how many, of the input with padding
-Box = tuple[tuple[int, int, int, int], ...]
+
+
+class Side(NamedTuple):
+    """A tile along one dim: the output cells that it makes, the input cells that it reads, zeros before and behind."""
+
+    first: int
+    made: int
+    start: int
+    read: int
+    before: int
+    behind: int
+
+
+Box = tuple[Side, ...]
 
 
 class Tiling(NamedTuple):
@@ -31,35 +43,36 @@ class Tiling(NamedTuple):
     Attributes
     ----------
     cut
-        Spatial dims that are cut, each with its padding.
+        Dims that are cut.
     boxes
         One a tile.
     local
         Of a tile: nothing is padded along the dims that are cut.
     """
 
-    cut: tuple[tuple[int, int], ...]
+    cut: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Local
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Return the input with its padding along the dims that are cut. Not collective."""
-        pads = dict(self.cut)
-        if not any(pads.values()):
-            return x
-        both = [p for dim in reversed(range(2, x.ndim)) for p in (pads.get(dim, 0),) * 2]
-        return torch.constant_pad_nd(x, both)
-
     def read(self, x: Tensor, box: Box) -> Tensor:
-        """Return the cells of the padded input that a tile reads. Not collective."""
-        for (dim, _), (_, _, start, length) in zip(self.cut, box):
-            x = x.narrow(dim, start, length)
-        return x
+        """Return the input cells that a tile reads, with the padding at its ends. Not collective."""
+        pads = [0, 0] * (x.ndim - 2)
+        for dim, side in zip(self.cut, box):
+            x = x.narrow(dim, side.start, side.read)
+            at = 2 * (x.ndim - 1 - dim)
+            pads[at : at + 2] = side.before, side.behind
+        return torch.constant_pad_nd(x, pads) if any(pads) else x
+
+    def add(self, gx: Tensor, share: Tensor, box: Box) -> None:
+        """Add a tile's share to a cotangent of the input: the adjoint of `read`. Not collective."""
+        for dim, side in zip(self.cut, box):
+            gx, share = gx.narrow(dim, side.start, side.read), share.narrow(dim, side.before, side.read)
+        gx.add_(share)
 
     def made(self, y: Tensor, box: Box) -> Tensor:
-        """Return the cells of the output that a tile makes. Not collective."""
-        for (dim, _), (first, count, _, _) in zip(self.cut, box):
-            y = y.narrow(dim, first, count)
+        """Return the output cells that a tile makes. Not collective."""
+        for dim, side in zip(self.cut, box):
+            y = y.narrow(dim, side.first, side.made)
         return y
 
 
@@ -78,12 +91,18 @@ def tiling(shape: tuple[int, ...], weight: tuple[int, ...], local: Local, most: 
     for i in range(len(out)):
         row = math.prod(weight[1:]) * math.prod(out[i + 1 :])
         count = max(1, min(out[i], most // row))
-        cut.append((2 + i, padding[i]))
+        cut.append(2 + i)
         inner[i] = 0
-        reach = dilation[i] * (weight[2 + i] - 1) + 1
-        firsts = range(0, out[i], count)
-        counts = [min(count, out[i] - first) for first in firsts]
-        sides.append([(a, n, a * stride[i], (n - 1) * stride[i] + reach) for a, n in zip(firsts, counts)])
+        reach, n = dilation[i] * (weight[2 + i] - 1) + 1, shape[2 + i]
+        along = []
+        for first in range(0, out[i], count):
+            made = min(count, out[i] - first)
+            lo = first * stride[i] - padding[i]
+            hi = lo + (made - 1) * stride[i] + reach
+            # a whole tile may lie in the padding
+            start, end, before = min(max(lo, 0), n), max(min(hi, n), 0), min(max(-lo, 0), hi - lo)
+            along.append(Side(first, made, start, end - start, before, hi - lo - before - (end - start)))
+        sides.append(along)
         if row <= most:
             break
     boxes: list[Box] = [()]
@@ -100,9 +119,8 @@ def forward(run: Callable[[Tensor, Local], Tensor], x: Tensor, weight: Tensor, l
     """Convolve; ``run`` does a tile. Not collective."""
     tiles, y = _of(x, weight, local), None
     shape = (x.shape[0], weight.shape[0], *extents(x.shape[2:], weight.shape[2:], local))
-    padded = tiles.padded(x)
     for box in tiles.boxes:
-        own = run(tiles.read(padded, box), tiles.local)
+        own = run(tiles.read(x, box), tiles.local)
         if y is None:
             y = empty_as(own, shape)
         tiles.made(y, box).copy_(own)
@@ -114,16 +132,10 @@ def of_data(
     run: Callable[[Tensor, Tensor, Local], Tensor], g: Tensor, x: Tensor, weight: Tensor, local: Local
 ) -> Tensor:
     """Return the cotangent of the input; ``run`` returns that of a tile, for that of its output. Not collective."""
-    tiles = _of(x, weight, local)
-    padded = tiles.padded(x)
-    gx = torch.zeros_like(padded)
+    tiles, gx = _of(x, weight, local), torch.zeros_like(x)
     for box in tiles.boxes:
-        tiles.read(gx, box).add_(run(tiles.made(g, box), tiles.read(padded, box), tiles.local))
-    if padded is x:
-        return gx
-    for dim, pad in tiles.cut:
-        gx = gx.narrow(dim, pad, x.shape[dim])
-    return empty_as(x, x.shape).copy_(gx)
+        tiles.add(gx, run(tiles.made(g, box), tiles.read(x, box), tiles.local), box)
+    return gx
 
 
 def of_weight(
@@ -131,9 +143,8 @@ def of_weight(
 ) -> Tensor:
     """Return the cotangent of the weight; ``run`` returns a tile's share of it. Not collective."""
     tiles, total = _of(x, weight, local), None
-    padded = tiles.padded(x)
     for box in tiles.boxes:
-        share = run(tiles.made(g, box), tiles.read(padded, box), tiles.local)
+        share = run(tiles.made(g, box), tiles.read(x, box), tiles.local)
         total = share if total is None else total.add_(share)
     assert total is not None
     return total

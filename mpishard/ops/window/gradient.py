@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.linear import apply
+from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Each, bounds

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpishard.autograd.bucket import use
 from mpishard.autograd.compiled import by_values
+from mpishard.autograd.use import use
 from mpishard.autograd.window import fetch_box, window_op
 from mpishard.comm import traced
 from mpishard.comm.collective import blocking
