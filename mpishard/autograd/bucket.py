@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,15 +70,6 @@ class _Deferred:
         return self.value if g is self.zeros else g + self.value
 
 
-class _Place(NamedTuple):
-    """Where a gradient goes that shares its node with others; as `_UseParameter`'s own node."""
-
-    param: Tensor
-    replica: Replica
-    mesh: CartMesh
-    mesh_dims: tuple[int, ...]
-
-
 class Buckets:
     """The gradients of one backward pass: filled by its nodes, all in the same order on every rank."""
 
@@ -97,10 +88,23 @@ class Buckets:
             self._postponed.popleft()()
         self._postponed.append(finish)
 
-    def defer(self, deferred: _Deferred) -> None:
-        """Have a gradient computed later in the pass; one at a time holds memory."""
+    def defer(self, node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return zeros for the gradient of a weight that goes to its ``node``, whose share is computed later.
+
+        Not collective, nor is ``compute``. One at a time holds memory.
+        """
         self.run_deferred()
-        self._deferred = deferred
+        # no memory: they are a sign, and what autograd may add others to
+        zeros = weight.new_zeros(()).expand(weight.shape)
+        # where there is none, torch asks for every kind of device
+        stream = torch.cuda.stream(torch.cuda.current_stream(weight.device)) if weight.is_cuda else nullcontext()
+
+        def later() -> Tensor:
+            with torch.no_grad(), stream:
+                return compute()
+
+        self._deferred = _Deferred(node, zeros, later)
+        return zeros
 
     def run_deferred(self, *, hides_sums: bool = False) -> None:
         """Compute what was deferred."""
@@ -120,11 +124,12 @@ class Buckets:
 
     def add(self, node: Any, g: Tensor) -> None:
         """Take a gradient that reaches a weight's node: this rank's share of the sum over its ``mesh_dims``."""
-        param, replica = node.param, node.replica
-        key = node.mesh, node.mesh_dims, g.dtype
         deferred = self._deferred
         if deferred is None or deferred.node is not node or held or is_withholding():
             deferred, g = None, self.whole(node, g)
+        self._take(node.param, node.replica, g, (node.mesh, node.mesh_dims, g.dtype), deferred)
+
+    def _take(self, param: Tensor, replica: Replica, g: Tensor, key: _Key, deferred: _Deferred | None = None) -> None:
         if is_withholding():
             withhold(param, key, g)
             replica.postpone(param)
@@ -147,7 +152,7 @@ class Buckets:
         """Do what `add` does, for small gradients of one dtype."""
         if held or is_withholding():
             for param, replica, g in zip(params, replicas, grads):
-                self.add(_Place(param, replica, mesh, mesh_dims), g)
+                self._take(param, replica, g, (mesh, mesh_dims, g.dtype))
             return
         for param, replica in zip(params, replicas):
             if replica.postpone(param):
@@ -263,24 +268,6 @@ def postpone(finish: Callable[[], None]) -> bool:
     if _active:
         _active[-1].postpone(finish)
     return bool(_active)
-
-
-def defer(node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Return zeros for the gradient of a weight that goes to its ``node``, whose share is computed later in the pass.
-
-    Not collective, nor is ``compute``. Only where a pass goes on whose buckets take what reaches the node.
-    """
-    # no memory: they are a sign, and what autograd may add others to
-    zeros = weight.new_zeros(()).expand(weight.shape)
-    # where there is none, torch asks for every kind of device
-    stream = torch.cuda.stream(torch.cuda.current_stream(weight.device)) if weight.is_cuda else nullcontext()
-
-    def later() -> Tensor:
-        with torch.no_grad(), stream:
-            return compute()
-
-    _active[-1].defer(_Deferred(node, zeros, later))
-    return zeros
 
 
 def run_deferred(*, hides_sums: bool = False) -> None:

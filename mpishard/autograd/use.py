@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
-from mpishard.autograd.bucket import BUCKET_NBYTES, current, defer, is_postponing, kept, run_deferred
+from mpishard.autograd.bucket import BUCKET_NBYTES, current, kept, run_deferred
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import redistribute, use_step
 from mpishard.autograd.replica import Replica, Together, note_ddp, note_use, replica_of
@@ -51,10 +51,10 @@ def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     Not collective, nor is ``compute``. Allowed is it where the gradient goes to the buckets alone: of what `use` has
     returned. Not where it hid nothing before: at once, the cotangent is still in the cache.
     """
-    node: Any = weight.grad_fn
-    if not is_postponing() or not isinstance(node, _UseParameter._backward_cls) or node.replica.hides_sums is False:  # type: ignore[attr-defined]
+    node, buckets = weight.grad_fn, current()
+    if buckets is None or not isinstance(node, _UseParameter._backward_cls) or node.replica.hides_sums is False:  # type: ignore[attr-defined]
         return None
-    return defer(node, weight, compute)
+    return buckets.defer(node, weight, compute)
 
 
 def _is_awaited(param: Tensor, replica: Replica) -> bool:

@@ -47,6 +47,7 @@ class Frame:
         # where the block begins in the window, along the dim of every round
         self._at: list[int] = [stage.resident for stage in self._stages]  # type: ignore[misc]
         self._dims = tuple([stage.dim for stage in self._stages])
+        self._ends = tuple([at + stage.n_in for at, stage in zip(self._at, self._stages)])
         self.block, self.halo = block, list(halo)
 
     def start(self, k: int) -> Exchange | None:
@@ -106,16 +107,15 @@ class Frame:
 
     def _slab(self, k: int, p: Piece) -> Tensor:
         """Return the cells of a slab that a piece brings."""
-        stage, end = self._stages[k], self._at[k] + self._stages[k].n_in
+        stage, end = self._stages[k], self._ends[k]
         slab, first = (self.halo[2 * k], 0) if p.dst < self._at[k] else (self.halo[2 * k + 1], end)
         return slab.narrow(stage.dim, p.dst - first, p.count)
 
     def _shared(self, out: Tensor, origin: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the cells of ``out`` that each part of the window has, and these."""
         parts = (self.block, *self.halo)
-        ends = tuple([at + stage.n_in for at, stage in zip(self._at, self._stages)])
         shapes = tuple([part.shape for part in parts])
-        for i, taken, given in _overlaps(self._dims, tuple(self._at), ends, shapes, out.shape, tuple(origin)):
+        for i, taken, given in _overlaps(self._dims, tuple(self._at), self._ends, shapes, out.shape, tuple(origin)):
             into, part = out, parts[i]
             for cut in taken:
                 into = into.narrow(*cut)

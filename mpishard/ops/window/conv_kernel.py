@@ -168,7 +168,8 @@ def choose_wide(shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -
     _, padding, _, transposed, _, groups = local
     if transposed or groups > 1 or len(shape) not in (3, 4, 5) or 0 in shape or 0 in weight or max(weight[2:]) == 1:
         return _TORCH
-    unfolded = math.prod(weight[1:]) * math.prod(conv_tiles.extents(shape[2:], weight[2:], local))
+    out = [g.n_out(n) for g, n in zip(conv_tiles.slides(weight[2:], local), shape[2:])]
+    unfolded = math.prod(weight[1:]) * math.prod(out)
     tiled = unfolded > UNFOLDED_TILED
     if len(shape) == 5 and unfolded >= (COLUMNS_PADDED if any(padding) else COLUMNS):
         return _COLUMNS._replace(tiled=tiled)
@@ -240,7 +241,7 @@ _formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 def _of_data(how: str, weight: Tensor, g: Tensor, x: Tensor, local: Local) -> Tensor:
     stride, padding, dilation, transposed, _, groups = local
     if how == "columns":
-        extra = _rest(x, g, weight, stride, padding, dilation)
+        extra = _rest(x, g, weight, local)
         return _transposed_forward(g, weight, weight.shape[2:], None, stride, padding, extra, dilation)  # type: ignore[no-any-return]
     if how == "forward" and transposed:
         return _onednn_forward(g, weight, None, padding, stride, dilation, groups)  # type: ignore[no-any-return]
@@ -259,7 +260,7 @@ def _of_weight(kernel: Kernel, weight: Tensor, g: Tensor, x: Tensor, local: Loca
     mask = [False, True, False]
     if kernel.weight == "columns":
         stride, padding, dilation, *_ = local
-        extra = _rest(x, g, weight, stride, padding, dilation)
+        extra = _rest(x, g, weight, local)
         return _torch_backward(x, g, weight, None, stride, padding, dilation, True, extra, 1, mask)[1]  # type: ignore[no-any-return]
     if kernel.weight == "onednn":
         # a tensor of oneDNN's own goes to oneDNN, whatever its size
@@ -275,14 +276,12 @@ def _of_weight(kernel: Kernel, weight: Tensor, g: Tensor, x: Tensor, local: Loca
     return _torch_backward(g, x, weight, None, *local, mask)[1]  # type: ignore[no-any-return]
 
 
-def _rest(
-    x: Tensor, g: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Sequence[int]:
+def _rest(x: Tensor, g: Tensor, weight: Tensor, local: Local) -> Sequence[int]:
     """Return how many cells of ``x`` at the far ends no window of a strided convolution reaches. Not collective."""
-    if max(stride) == 1:
+    if max(local[0]) == 1:
         return _NONE
-    sizes = zip(x.shape[2:], g.shape[2:], weight.shape[2:], stride, padding, dilation)
-    return [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
+    sizes = zip(conv_tiles.slides(weight.shape[2:], local), x.shape[2:], g.shape[2:])
+    return [n + a.hi - a.window(0, m)[1] for a, n, m in sizes]
 
 
 class _Convolved(Function):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.memory.piece import empty_as
+from mpishard.layout.stencil import Sliding
 
 TILE = 1 << 18  # unfolded values of a tile, for each thread
 
@@ -42,6 +43,8 @@ class Tiling(NamedTuple):
 
     Attributes
     ----------
+    out
+        Extents of the output, of all spatial dims.
     cut
         Dims that are cut.
     boxes
@@ -50,6 +53,7 @@ class Tiling(NamedTuple):
         Of a tile: nothing is padded along the dims that are cut.
     """
 
+    out: tuple[int, ...]
     cut: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Local
@@ -76,29 +80,27 @@ class Tiling(NamedTuple):
         return y
 
 
-def extents(space: Sequence[int], kernel: Sequence[int], local: Local) -> list[int]:
-    """Return the output extents of a convolution that is not transposed. Not collective."""
-    sizes = zip(space, kernel, *local[:3])
-    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
+def slides(kernel: Sequence[int], local: Local) -> list[Sliding]:
+    """Return the geometry of each spatial dim of a convolution that is not transposed. Not collective."""
+    return [Sliding(k, s, d, p, p) for k, s, p, d in zip(kernel, *local[:3])]
 
 
 @lru_cache(maxsize=1024)
 def tiling(shape: tuple[int, ...], weight: tuple[int, ...], local: Local, most: int) -> Tiling:
     """Cut a convolution into tiles of ``most`` unfolded values, or of one cell. Not collective."""
     stride, padding, dilation, *rest = local
-    out = extents(shape[2:], weight[2:], local)
+    geometry = slides(weight[2:], local)
+    out = [g.n_out(n) for g, n in zip(geometry, shape[2:])]
     inner, cut, sides = list(padding), [], []
-    for i in range(len(out)):
+    for i, g in enumerate(geometry):
         row = math.prod(weight[1:]) * math.prod(out[i + 1 :])
         count = max(1, min(out[i], most // row))
         cut.append(2 + i)
         inner[i] = 0
-        reach, n = dilation[i] * (weight[2 + i] - 1) + 1, shape[2 + i]
-        along = []
+        n, along = shape[2 + i], []
         for first in range(0, out[i], count):
             made = min(count, out[i] - first)
-            lo = first * stride[i] - padding[i]
-            hi = lo + (made - 1) * stride[i] + reach
+            lo, hi = g.window(first, first + made)
             # a whole tile may lie in the padding
             start, end, before = min(max(lo, 0), n), max(min(hi, n), 0), min(max(-lo, 0), hi - lo)
             along.append(Side(first, made, start, end - start, before, hi - lo - before - (end - start)))
@@ -108,7 +110,7 @@ def tiling(shape: tuple[int, ...], weight: tuple[int, ...], local: Local, most: 
     boxes: list[Box] = [()]
     for side in sides:
         boxes = [(*box, one) for box in boxes for one in side]
-    return Tiling(tuple(cut), tuple(boxes), (stride, tuple(inner), dilation, *rest))  # type: ignore[arg-type]
+    return Tiling(tuple(out), tuple(cut), tuple(boxes), (stride, tuple(inner), dilation, *rest))  # type: ignore[arg-type]
 
 
 def _of(x: Tensor, weight: Tensor, local: Local) -> Tiling:
@@ -118,7 +120,7 @@ def _of(x: Tensor, weight: Tensor, local: Local) -> Tiling:
 def forward(run: Callable[[Tensor, Local], Tensor], x: Tensor, weight: Tensor, local: Local) -> Tensor:
     """Convolve; ``run`` does a tile. Not collective."""
     tiles, y = _of(x, weight, local), None
-    shape = (x.shape[0], weight.shape[0], *extents(x.shape[2:], weight.shape[2:], local))
+    shape = (x.shape[0], weight.shape[0], *tiles.out)
     for box in tiles.boxes:
         own = run(tiles.read(x, box), tiles.local)
         if y is None:
