@@ -6,14 +6,17 @@ block is seen as a matrix with one column per channel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.moments import BLOCK, chan, is_large
+from mpishard.ops.rule.moments import BLOCK, are_few, chan, if_small, is_large
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # columns that fill vector registers; fewer are summed several rows at a time
 _WIDTH = 64
+_AT_ONCE = 1 << 18  # cells that are read twice from cache
 
 
 def are_columns(x: Tensor) -> bool:
@@ -72,19 +75,31 @@ def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return chan(every[0].t(), every[1].t(), torch.tensor(cells, dtype=torch.float64))
 
 
-def column_dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of ``a`` and of ``a * b`` of each channel, in float64. Not collective."""
+def column_sums(x: Tensor) -> Tensor | None:
+    """Return the sums of each channel and of its squares, in float64, as `row_sums`. Not collective."""
+    if are_few(x):
+        own = x.double()
+        return column_dots(own, own)
+    return if_small(column_dots(x, x), x[0, 0].numel())
+
+
+def column_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sums of ``a`` and of ``a * b`` of each channel, in float64, below each other. Not collective."""
     (wide, rest, k), (other, left, _) = _matrix(a), _matrix(b)
-    c, width = a.shape[1], wide.shape[1]
-    starts, step = _starts(wide)
-    sums, products = (wide.new_empty((len(starts), width)) for _ in range(2))
-    buffer = wide.new_empty((min(step, wide.shape[0]), width))
-    for i, at in enumerate(starts):
-        block = wide[at : at + step]
-        torch.sum(block, 0, out=sums[i])
-        torch.sum(torch.mul(block, other[at : at + step], out=buffer[: len(block)]), 0, out=products[i])
-    by_one, by_b = (t.double().sum(0).view(k, c).sum(0) for t in (sums, products))
-    return by_one + rest.double().sum(0), by_b + (rest.double() * left.double()).sum(0)
+    pieces = wide.split(max(1, _AT_ONCE // wide.shape[1]))
+    buffer, products = torch.empty_like(pieces[0]), wide.new_empty((len(pieces), wide.shape[1]))
+    for out, p, q in zip(products, pieces, other.split(len(pieces[0]))):
+        torch.sum(torch.mul(p, q, out=buffer[: len(p)]), 0, out=out)
+    sums = torch.stack((wide.sum(0).double(), products.double().sum(0))).view(2, k, -1).sum(1)
+    if len(rest):
+        own = rest.double()
+        sums += torch.stack((own.sum(0), own.mul(left).sum(0)))
+    return sums
+
+
+def column_pieces(x: Tensor) -> Sequence[Tensor]:
+    """Return a block in pieces of `_AT_ONCE` cells, whose channels a kernel can sum one cell after the other."""
+    return x.split(max(1, _AT_ONCE // x[:, :, :1].numel()), 2)
 
 
 def columns_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -93,9 +108,15 @@ def columns_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.native_batch_norm(x, scale.reshape(-1), shift.reshape(-1), zeros, ones, False, 0.0, 0.0)[0]
 
 
-def add_columns_scaled(out: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Add x * scale per channel to ``out``. Not collective."""
-    (wide, rest, k), (other, left, _) = _matrix(out), _matrix(x)
-    scale = scale.reshape(-1)
-    wide.addcmul_(other, scale.repeat(k))
-    rest.addcmul_(left, scale)
+def columns_combined(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, shift: Tensor) -> Tensor:
+    """Return a * scale + b * slope + shift per channel. Not collective."""
+    out = torch.empty_like(a)
+    (wide, rest, k), (of_a, last_a, _), (of_b, last_b, _) = (_matrix(t) for t in (out, a, b))
+    scale, slope, shift = (t.reshape(-1) for t in (scale, slope, shift))
+    torch.addcmul(shift, last_b, slope, out=rest).addcmul_(last_a, scale)
+    scale, slope, shift = (t.repeat(k) for t in (scale, slope, shift))
+    step = max(1, _AT_ONCE // wide.shape[1])
+    for o, p, q in zip(wide.split(step), of_a.split(step), of_b.split(step)):
+        # what is read again is in the cache
+        torch.addcmul(shift, q, slope, out=o).addcmul_(p, scale)
+    return out

@@ -26,10 +26,12 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.ops.norm.channels_last import (
-    add_columns_scaled,
     are_columns,
     column_dots,
     column_moments,
+    column_pieces,
+    column_sums,
+    columns_combined,
     columns_scaled,
     in_columns,
 )
@@ -127,7 +129,9 @@ def local_moments(
 def _statistics(x: Tensor, rows: Rows, mesh: CartMesh) -> tuple[Tensor, Tensor, bool]:
     """Return what `global_moments` does, of a block. Collective over ``rows.over``."""
     sums, of = None, row_moments
-    if rows.over and x.numel() and (rows.groups or rows.n == 1) and not are_columns(x):
+    if are_columns(x):
+        sums = column_sums(x) if rows.over and rows.is_per_channel else None
+    elif rows.over and x.numel() and (rows.groups or rows.n == 1):
         sums, of = row_sums(x.reshape(rows.n * (rows.groups or rows.c), -1)), centred_moments
     return global_moments(lambda: local_moments(x, rows, of), rows.own, rows.count, _group(mesh, rows), sums)
 
@@ -233,7 +237,7 @@ class Normalise(Function):
         columns = are_columns(x)
         if columns:
             dy = in_columns(dy)
-            both = torch.stack(column_dots(dy, x)).view(2, rows.n, rows.c)
+            both = column_dots(dy, x).view(2, rows.n, rows.c)
         else:
             dy = dy.contiguous()
             each = (rows.n * rows.c, math.prod(x.shape[2:]))
@@ -260,9 +264,9 @@ class Normalise(Function):
             offset, slope = means.unbind()
             offset.addcmul_(slope.mul_(rstd), mean, value=-1)
             offset, slope = means.to(wide).unbind()
-            if rows.is_per_channel and x.dtype is wide and x.numel():
+            if rows.is_per_channel and x.dtype is wide and x.numel() and not columns:
                 dx = _standardised(dy, torch.zeros_like(offset), var, weight, offset, rows, ctx.eps)
-                _add_scaled(dx, x, rows.spread(slope), columns)
+                _add_scaled(dx, x, rows.spread(slope))
             else:
                 scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
                 dx = _combined(dy, x, scale.to(wide), rows.spread(slope), rows.spread(offset))
@@ -271,7 +275,7 @@ class Normalise(Function):
 
 def _is_by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
     """Tell whether `_backward_by_channel` serves: a block with cells whose channels are those of a batch norm."""
-    if not is_summed_in_place(x) or are_columns(x):
+    if not is_summed_in_place(x):
         return False
     by_channel = not rows.groups or (rows.n == 1 and rows.groups == rows.c)
     return by_channel and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
@@ -283,10 +287,15 @@ def _backward_by_channel(
     """Return the cotangents of such a block, in few calls of torch. Collective over ``rows.over``."""
     rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
     mean, var = ctx.given
-    few = are_few(x)
-    dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
+    few, columns = are_few(x), are_columns(x)
+    if columns:
+        dy = in_columns(dy)
+    else:
+        dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
+    pieces = zip(column_pieces(dy), column_pieces(x)) if columns and not few else ((dy, x),)
     # with given statistics, the gradients of weights are the sums of cotangents, and of those times x-hat
-    dx, dw, db = _torch_backward(dy, x, weight, mean, var, None, None, False, eps, (few, True, True))
+    found = [_torch_backward(*both, weight, mean, var, None, None, False, eps, (few, True, True)) for both in pieces]
+    dx, dw, db = found[0] if len(found) == 1 else (None, *(torch.stack(t).sum(0) for t in list(zip(*found))[1:]))
     sums = pending = None
     if needs[0]:
         # as other ranks' blocks have them
@@ -337,16 +346,15 @@ def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tenso
         for o, g, v, a, b, c in rows:  # row by row: float32 copies of one row at a time
             o.copy_(torch.addcmul(c, g.float(), a).addcmul_(v.float(), b))
         return out
+    if are_columns(x):
+        return columns_combined(dy, x, scale, slope, offset)
     out = _scaled(dy, scale, offset)
-    _add_scaled(out, x, slope, are_columns(x))
+    _add_scaled(out, x, slope)
     return out
 
 
-def _add_scaled(out: Tensor, x: Tensor, scale: Tensor, columns: bool) -> None:
+def _add_scaled(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Add x * scale per row to ``out``."""
-    if columns:
-        add_columns_scaled(out, x, scale)
-        return
     out.addcmul_(x, scale.reshape(*x.shape[:2], *[1] * (x.ndim - 2)))
 
 

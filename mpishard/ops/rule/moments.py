@@ -39,8 +39,12 @@ def row_sums(v: Tensor) -> Tensor | None:
         return torch.stack((own.sum(1), torch.linalg.vecdot(own, own)))
     if not is_summed_in_place(v):
         return None
-    sums = torch.stack((v.sum(1, dtype=v.dtype).double(), _squares(v)))
-    mean, var = sums.div(v.shape[1]).unbind()
+    return if_small(torch.stack((v.sum(1, dtype=v.dtype).double(), _squares(v))), v.shape[1])
+
+
+def if_small(sums: Tensor, count: int) -> Tensor | None:
+    """Return such sums of ``count`` cells each; None where a mean is not small. Not collective."""
+    mean, var = sums.div(count).unbind()
     # of many rows, one look at the worst of them
     return None if _any_over(_SMALL, mean, var.addcmul(mean, mean, value=-1)) else sums
 
