@@ -174,9 +174,11 @@ class Flight:
     exact
         Whether the requests take their own tags alone, which say all that both ends must have in common: nothing is
         left to look at, and a wait costs less.
+    at_most
+        Whether fewer bytes may come.
     """
 
-    __slots__ = ("_comm", "_exact", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
+    __slots__ = ("_at_most", "_comm", "_exact", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
 
     def __init__(
         self,
@@ -186,8 +188,9 @@ class Flight:
         sends: Sequence[tuple[int, Any]],
         *,
         exact: bool = False,
+        at_most: bool = False,
     ) -> None:
-        self._comm, self._op, self._exact = comm, op, exact
+        self._comm, self._op, self._exact, self._at_most = comm, op, exact, at_most
         self.requests: list[Any] = [request for _, request, _, _ in recvs] + [request for _, request in sends]
         self._peers = [peer for peer, *_ in (*recvs, *sends)]
         self._statuses = [MPI.Status() for _ in self.requests]
@@ -242,7 +245,7 @@ class Flight:
                 for status, k in zip(some, through):
                     if k < len(self._expected):
                         _, tag, nbytes = self._expected[k]
-                        if status.tag != tag or status.Get_count() != nbytes:
+                        if self._is_other(status, tag, nbytes):
                             raise self._crossed([(status, tag, nbytes)])
                     yield k
 
@@ -259,8 +262,12 @@ class Flight:
     def _check(self) -> None:
         for status, tag, nbytes in self._expected:
             # what `test` has seen through comes again without a tag
-            if (status.tag != tag or status.Get_count() != nbytes) and status.tag != MPI.ANY_TAG:
+            if self._is_other(status, tag, nbytes) and status.tag != MPI.ANY_TAG:
                 raise self._crossed(self._expected)
+
+    def _is_other(self, status: MPI.Status, tag: int, nbytes: int) -> bool:
+        """Tell whether a message is not the one that must come; MPI refuses one that is too long."""
+        return status.tag != tag or (status.Get_count() != nbytes and not self._at_most)
 
     def _crossed(self, expected: Sequence[tuple[MPI.Status, int, int]], error: object = None) -> MpishardError:
         found, broken = [], []
@@ -268,7 +275,7 @@ class Flight:
             if status.tag == MPI.ANY_TAG:
                 continue
             count = status.Get_count()
-            if status.tag != tag or count != n or MPI.Get_error_class(status.error) == MPI.ERR_TRUNCATE:
+            if self._is_other(status, tag, n) or MPI.Get_error_class(status.error) == MPI.ERR_TRUNCATE:
                 found.append((status.source, status.tag, count, n))
             elif status.error not in (MPI.SUCCESS, MPI.ERR_PENDING):
                 broken.append(status.source)

@@ -72,42 +72,42 @@ def run_transfer(
             op, lambda t: run_transfer(mesh, plan, t, shape, op, accumulate=accumulate, call=call), [x], shape
         )
     if guard.DEBUG:
-        guard.check(mesh.comm, _text(op, call), None, x.dtype)
+        guard.check(mesh.comm, text_of(op, call), None, x.dtype)
     tag = hashed(op, call, x.dtype)
-    out = x.new_zeros(tuple(shape)) if accumulate else _empty(x, tuple(shape), inner)
+    out = x.new_zeros(tuple(shape)) if accumulate else empty(x, tuple(shape), inner)
     put = Tensor.add_ if accumulate else Tensor.copy_
     if x.is_cuda:
         nccl.connect(mesh.group(tuple(range(mesh.ndim))), x.device)
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
-    sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
+    sends = [(peer, narrow(x, box)) for peer, box in plan.sends]
     into = [*plan.recvs]
     shapes = [[hi - lo for lo, hi in box] for _, box in into]
     if sent:
-        order = _order(len(shape), sent)
+        order = order_of(len(shape), sent)
         sends = [(peer, block.permute(order)) for peer, block in sends]
         shapes = [[extents[d] for d in order] for extents in shapes]
     recvs = [(peer, x.new_empty(extents)) for (peer, _), extents in zip(into, shapes)]
     if counter.active:
         counter.record(op, len(sends), sum(block.nbytes for _, block in sends))
-    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, _text(op, call), tag, bulk=True)
+    posted = transport_of(mesh.group(tuple(range(mesh.ndim))), x).post(sends, recvs, text_of(op, call), tag, bulk=True)
     _move(out, x, plan.local, put, sent)
     posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, box), (_, block) in zip(into, recvs):
-        put(_narrow(out, box), block.permute(_back(order)) if sent else block)
+        put(narrow(out, box), block.permute(back_of(order)) if sent else block)
     return out
 
 
 @lru_cache(maxsize=4096)
-def _text(op: str, call: object) -> str:
-    """Return what errors and the watchdog say; layouts take microseconds to write out."""
+def text_of(op: str, call: object) -> str:
+    """Return what errors and the watchdog say; layouts take microseconds to write out. Not collective."""
     return f"{op} {call}"
 
 
-def _empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:
-    """Return an empty tensor with the dims ``inner`` innermost in memory."""
+def empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:
+    """Return an empty tensor with the dims ``inner`` innermost in memory. Not collective."""
     if not inner:
         return x.new_empty(shape)
     return x.new_empty_strided(shape, _strides(shape, inner))
@@ -116,20 +116,20 @@ def _empty(x: Tensor, shape: tuple[int, ...], inner: Sequence[int]) -> Tensor:
 def _strides(shape: Sequence[int], inner: Sequence[int]) -> list[int]:
     """Return the strides of a dense tensor with the dims ``inner`` innermost in memory."""
     strides, step = [0] * len(shape), 1
-    for d in reversed(_order(len(shape), inner)):
+    for d in reversed(order_of(len(shape), inner)):
         strides[d], step = step, step * max(1, shape[d])
     return strides
 
 
 @lru_cache(maxsize=4096)
-def _order(ndim: int, inner: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims from the outermost in memory to the innermost, which are ``inner``."""
+def order_of(ndim: int, inner: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims from the outermost in memory to the innermost, which are ``inner``. Not collective."""
     return (*(d for d in range(ndim) if d not in inner), *inner)
 
 
 @lru_cache(maxsize=4096)
-def _back(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the permutation that undoes one."""
+def back_of(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that undoes one. Not collective."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
@@ -141,11 +141,11 @@ def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any], inner: Se
     """
     if local is None:
         return
-    block = _narrow(x, local[0])
+    block = narrow(x, local[0])
     if inner:
-        order = _order(x.ndim, inner)
-        block = block.permute(order).contiguous().permute(_back(order))
-    put(_narrow(out, local[1]), block)
+        order = order_of(x.ndim, inner)
+        block = block.permute(order).contiguous().permute(back_of(order))
+    put(narrow(out, local[1]), block)
 
 
 def scatter_blocks(
@@ -186,7 +186,7 @@ def scatter_blocks(
         return block.to(mesh.device)
     sent, nbytes, flying = 0, 0, deque[tuple[int, Tensor, list[MPI.Request]]]()
     for rank in [r for r in range(mesh.size) if r != src]:
-        block = _narrow(x, box_of(rank))
+        block = narrow(x, box_of(rank))
         block = block.contiguous().cpu().resolve_conj().resolve_neg()
         flying.append((rank, block, [comm.Isend(part, rank, tag) for part in byte_parts(block)]))
         sent, nbytes = sent + block.nbytes, nbytes + block.nbytes
@@ -196,7 +196,7 @@ def scatter_blocks(
         _arrived(flying.popleft(), op, comm)
     if counter.active:
         counter.record(op, mesh.size - 1, sent)
-    return _narrow(x, box_of(src)).to(mesh.device).clone(memory_format=torch.contiguous_format)
+    return narrow(x, box_of(src)).to(mesh.device).clone(memory_format=torch.contiguous_format)
 
 
 def _arrived(parcel: tuple[int, Tensor, list[MPI.Request]], op: str, comm: MPI.Intracomm) -> int:
@@ -213,7 +213,8 @@ def byte_parts(block: Tensor) -> list[MPI.buffer]:
     return [address(start + at, n) for at, n in pieces(block.nbytes) if n]
 
 
-def _narrow(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
+def narrow(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a view of the cells of a box. Not collective."""
     for dim, (lo, hi) in enumerate(box):
         if hi - lo != x.shape[dim]:
             x = x.narrow(dim, lo, hi - lo)

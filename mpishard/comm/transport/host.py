@@ -264,12 +264,13 @@ class Host:
         tag: int,
         *,
         in_order: bool = True,
+        at_most: bool = False,
         bulk: bool = False,  # noqa: ARG002
     ) -> Posted:
         """Start to send tensors to other ranks and to fill contiguous others, once. Neighborwise collective.
 
-        ``in_order`` as for a `device_message.Relay`; ``bulk`` as on a device, where it may be faster. The caller
-        counts.
+        ``in_order`` as for a `device_message.Relay`; ``bulk`` as on a device, where it may be faster; ``at_most`` says
+        that less may come, in one message. The caller counts.
         """
         comm, kept = self.comm, [(r, dense(x)) for r, x in sends]
         coming, going = (
@@ -282,6 +283,7 @@ class Host:
             op,
             [(r, comm.Irecv(b, r, any_tag), tag, len(b)) for r, b in coming],
             [(r, comm.Isend(b, r, tag)) for r, b in going],
+            at_most=at_most,
         )
         return Posted(flight, kept)
 

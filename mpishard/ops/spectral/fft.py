@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from torch import Tensor
 
 from mpishard.autograd.linear import LocalMap, Step, apply, in_transform, pair
 from mpishard.autograd.redistribute import transfer_step
+from mpishard.comm import traced
+from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Trip, layout_of, plan_route
 from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
+from mpishard.ops.spectral.pencils import Turn, joined
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -58,7 +62,7 @@ _FAMILIES = {
     "irfft": Family(_FFT.irfft, _FFT.irfftn, _BACK, doubles=True),
     "hfft": Family(_FFT.hfft, _FFT.hfftn, _FORTH, doubles=True),
 }
-_INVERSE = {_FFT.rfft: _FAMILIES["irfft"], _FFT.ihfft: _FAMILIES["hfft"]}
+_INVERSE = {_FFT.fft: _BACK, _FFT.ifft: _FORTH, _FFT.rfft: _FAMILIES["irfft"], _FFT.ihfft: _FAMILIES["hfft"]}
 # the adjoint has the factor of the transform, which torch puts into the other direction of the same name
 _ADJOINT_NORM = {None: "forward", "backward": "forward", "forward": "backward"}
 
@@ -78,11 +82,16 @@ class Pass(NamedTuple):
 
 
 class FourierPlan(NamedTuple):
-    """The passes one after the other, how the last block becomes that of the result, and the layout of this."""
+    """The passes one after the other, how the last block becomes that of the result, and the layout of this.
+
+    ``joined`` is the same in fewer nodes, which leave out zeros: see `mpishard.ops.spectral.pencils`. None where there
+    is no such way.
+    """
 
     passes: tuple[Pass, ...]
     leave: Step | None
     out: Layout
+    joined: tuple[Pass | Step, ...] | None
 
 
 def _dims(ndim: int, extents: Any, dims: Any) -> tuple[int, ...]:
@@ -104,16 +113,24 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
     if plan is None:
         plan = mesh.plan(key, lambda: _plan(name, func, x, (extents, dims, norm), wanted, order))
     local, layout = x.block, x.sharding
+    if plan.joined is not None and traced.recording is None and not in_transform():
+        for part in plan.joined:
+            local = apply(part, local) if isinstance(part, Step) else _run(part, local, mesh)
+        return wrap(local, plan.out, mesh)
     for step in plan.passes:
         if step.gathers:
             notice_gather(mesh, layout, step.before, local.itemsize)
         if step.arrive is not None:
             local = apply(step.arrive, local)
-        layout = step.after
-        shape = layout.local_shape(mesh.coords)
-        # torch conjugates some lazily, and refuses to view such a one as real: on ranks with cells alone
-        local = _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local).resolve_conj()
+        local, layout = _run(step, local, mesh), step.after
     return wrap(local if plan.leave is None else apply(plan.leave, local), plan.out, mesh)
+
+
+def _run(step: Pass, local: Tensor, mesh: CartMesh) -> Tensor:
+    """Return the transform of a block that has arrived."""
+    shape = step.after.local_shape(mesh.coords)
+    # torch conjugates some lazily, and refuses to view such a one as real: on ranks with cells alone
+    return _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local).resolve_conj()
 
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -169,13 +186,14 @@ def _plan(
         order[-1] if family.doubles else None,
         returns=False,
     )
-    passes = []
+    passes, ways, turns = [], [], []
     legs = plan_route(trip)
     # torch transforms what is innermost in memory, and copies what is not: blocks arrive so, and cotangents too
-    now, inner = layout, ()
+    now, inner, is_complex = layout, (), x.is_complex()
 
     def way(to: Layout, dims: tuple[int, ...]) -> Step | None:
-        return None if now == to else transfer_step(x.mesh, now, to, _inner(dims, x.ndim), _inner(inner, x.ndim))
+        ways.append((now, to, _inner(dims, x.ndim), _inner(inner, x.ndim)))
+        return None if now == to else transfer_step(x.mesh, *ways[-1])
 
     for leg in legs:
         if order and not leg.dims:
@@ -185,8 +203,15 @@ def _plan(
         kind = family if last else family.others or family
         extents, norm = tuple(lengths[d] for d in leg.dims), given[2]
         run = _torch(kind, extents, leg.dims, norm)
+        lengths_before = tuple(layout.shape[d] for d in leg.dims)
         if kind.halves:
-            run = _halving(run, kind, tuple(layout.shape[d] for d in leg.dims), extents, leg.dims, norm)
+            run = _halving(run, kind, lengths_before, extents, leg.dims, norm)
+        turn = None
+        if is_complex and not kind.halves and not kind.doubles:
+            adjoint = _adjoint(kind, lengths_before, extents, leg.dims, norm)
+            turn = Turn(run, adjoint, *(t.local_shape(x.mesh.coords) for t in (leg.before, leg.after)))
+        turns.append(turn)
+        is_complex = True
         passes.append(
             Pass(
                 way(leg.before, leg.dims),
@@ -198,7 +223,44 @@ def _plan(
             )
         )
         now, inner = leg.after, leg.dims
-    return FourierPlan(tuple(passes), way(legs[-1].after, ()), legs[-1].after)
+    leave = way(legs[-1].after, ())
+    return FourierPlan(tuple(passes), leave, legs[-1].after, _joined(x.mesh, tuple(passes), ways, turns, family.halves))
+
+
+def _joined(
+    mesh: CartMesh,
+    passes: tuple[Pass, ...],
+    ways: Sequence[tuple[Any, ...]],
+    turns: Sequence[Turn | None],
+    halves: bool,
+) -> tuple[Pass | Step, ...] | None:
+    """Return transforms and transfers in fewer nodes; None where a transfer cannot leave out zeros.
+
+    A transfer is joined by the transform before it, whose zeros are in what is given, and the last by that after it
+    too; in a transform to half a result by those after, whose zeros are in cotangents.
+    """
+    parts: list[Pass | Step] = []
+    used = [False] * len(passes)
+    moves = [i for i, (now, to, *_) in enumerate(ways) if now != to]
+    if not moves or any(step.gathers for step in passes):
+        return None
+    for i in range(len(ways)):
+        if i in moves:
+            before = i - 1 if i and not halves and turns[i - 1] and not used[i - 1] else None
+            after = i if i < len(passes) and turns[i] and (halves or i == moves[-1]) else None
+            for k in (before, after):
+                if k is not None:
+                    used[k] = True
+            if before is not None:
+                parts.pop()
+            own = [None if k is None else turns[k] for k in (before, after)]
+            step = joined(mesh, *ways[i], passes[i - 1 if i else 0].dtype, (own[0], own[1]))
+            if step is None:
+                return None
+            parts.append(step)
+        if i < len(passes) and not used[i]:
+            parts.append(passes[i])
+    return tuple(parts)
 
 
 def _inner(dims: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -243,21 +305,39 @@ def _halving(
     """
     back = _torch(_INVERSE[kind.one], extents, dims, _ADJOINT_NORM.get(norm, norm))
     single = [0] if extents[-1] % 2 else [0, extents[-1] // 2]
+    count = extents[-1] // 2 + 1
+
+    @lru_cache(maxsize=1)
+    def weights(dtype: torch.dtype, device: torch.device, after: int) -> Tensor:
+        """Return them for the real and the imaginary parts, which one pass multiplies."""
+        found = torch.full((count, *[1] * after, 2), 0.5, dtype=dtype, device=device)
+        found[single] = 1
+        return found
 
     def adjoint(g: Tensor) -> Tensor:
-        halves = g * 0.5
-        for k in single:
-            halves.select(dims[-1], k).copy_(g.select(dims[-1], k))
-        x = back(halves)
-        for dim, own, length in zip(dims, given, extents):
-            # what the transform cut off, or filled up with zeros
-            x = x.narrow(dim, 0, min(own, length))
-            if own > length:
-                x = torch.cat([x, x.new_zeros([*x.shape[:dim], own - length, *x.shape[dim + 1 :]])], dim)
-        return x
+        parts = torch.view_as_real(g.resolve_conj())
+        halves = torch.view_as_complex(parts * weights(parts.dtype, parts.device, g.ndim - 1 - dims[-1]))
+        return _cut_back(back(halves), dims, given, extents)
 
     op = pair(forward, adjoint)
     return lambda x: forward(x) if in_transform() else apply(op, x)
+
+
+def _adjoint(
+    kind: Family, given: tuple[int, ...], extents: tuple[int, ...], dims: tuple[int, ...], norm: str | None
+) -> LocalMap:
+    """Return the adjoint of a transform from complex cells to complex ones."""
+    back = _torch(_INVERSE[kind.one], extents, dims, _ADJOINT_NORM.get(norm, norm))
+    return lambda g: _cut_back(back(g), dims, given, extents)
+
+
+def _cut_back(x: Tensor, dims: tuple[int, ...], given: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
+    """Return the cotangent of what a transform cut off, or filled up with zeros, to its extents."""
+    for dim, own, length in zip(dims, given, extents):
+        x = x.narrow(dim, 0, min(own, length))
+        if own > length:
+            x = torch.cat([x, x.new_zeros([*x.shape[:dim], own - length, *x.shape[dim + 1 :]])], dim)
+    return x
 
 
 def _rule_1d(name: str) -> Any:
