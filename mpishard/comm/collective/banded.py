@@ -79,7 +79,7 @@ def run_banded(
     for peer, box in plan.sends:
         cells = transfer.narrow(x, band(box)).permute(order)
         message = x.new_empty(_ENDS.size + cells.nbytes, dtype=torch.uint8)
-        ctypes.memmove(message.data_ptr(), _ENDS.pack(lo, lo + count), _ENDS.size)
+        _write_ends(message, lo, lo + count)
         message[_ENDS.size :].view(x.dtype).view(cells.shape).copy_(cells)
         sends.append((peer, message))
     recvs = []
@@ -102,7 +102,7 @@ def run_banded(
     posted.wait()
     for (peer, box), (_, message) in zip(plan.recvs, recvs):
         into = transfer.narrow(out, box)
-        a, b = _ENDS.unpack(ctypes.string_at(message.data_ptr(), _ENDS.size))
+        a, b = _ends(message, into.shape[dim])
         if not 0 <= a <= b <= into.shape[dim]:
             raise DesyncError(
                 f"ranks made different calls: {transfer.text_of(_OP, call)}",
@@ -114,6 +114,16 @@ def run_banded(
         cells = message[_ENDS.size :].view(x.dtype)[: math.prod(extents)].view(extents).permute(back)
         _put(into, cells, dim, a)
     return out
+
+
+def _write_ends(message: Tensor, lo: int, hi: int) -> None:
+    if not message.is_meta:
+        ctypes.memmove(message.data_ptr(), _ENDS.pack(lo, hi), _ENDS.size)
+
+
+def _ends(message: Tensor, n: int) -> tuple[int, ...]:
+    """Return the ends of the band that has come; of a mesh without values, those of all ``n`` cells."""
+    return (0, n) if message.is_meta else _ENDS.unpack(ctypes.string_at(message.data_ptr(), _ENDS.size))
 
 
 def _put(into: Tensor, cells: Tensor, dim: int, lo: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -305,18 +304,14 @@ def _halving(
     """
     back = _torch(_INVERSE[kind.one], extents, dims, _ADJOINT_NORM.get(norm, norm))
     single = [0] if extents[-1] % 2 else [0, extents[-1] // 2]
-    count = extents[-1] // 2 + 1
-
-    @lru_cache(maxsize=1)
-    def weights(dtype: torch.dtype, device: torch.device, after: int) -> Tensor:
-        """Return them for the real and the imaginary parts, which one pass multiplies."""
-        found = torch.full((count, *[1] * after, 2), 0.5, dtype=dtype, device=device)
-        found[single] = 1
-        return found
 
     def adjoint(g: Tensor) -> Tensor:
+        # one pass over real and imaginary parts; a compiler's tensors are of its own kind, so nothing is kept
         parts = torch.view_as_real(g.resolve_conj())
-        halves = torch.view_as_complex(parts * weights(parts.dtype, parts.device, g.ndim - 1 - dims[-1]))
+        weights = parts.new_full((extents[-1] // 2 + 1, *[1] * (g.ndim - 1 - dims[-1]), 2), 0.5)
+        for k in single:
+            weights[k] = 1
+        halves = torch.view_as_complex(parts * weights)
         return _cut_back(back(halves), dims, given, extents)
 
     op = pair(forward, adjoint)

@@ -9,6 +9,7 @@ import torch
 
 import mpishard as ms
 from mpishard.ops.spectral.pencils import _band
+from mpishard.planning.mesh import mesh_on
 from tests.compare import WORLD, mesh_of, shard
 from tests.ops.windows import check, field
 
@@ -103,3 +104,16 @@ def test_the_band_of_a_block():
         guess = draw.choice([None, (lo, hi), tuple(sorted((draw.randint(0, n), draw.randint(0, n))))])
         found = _band(x, dim, guess)
         assert found == ((lo, hi) if lo < hi else (0, 0))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_planning_mesh(device):
+    mesh = mesh_on(device, (4,))
+    x = ms.ones(2, 8, 12, mesh=mesh, placements=(ms.Shard(1),)).requires_grad_()
+    with ms.comm_counter() as count:
+        y = FFT.irfft2(FFT.rfft2(x), x.shape[1:])
+        y.sum().backward()
+    assert y.sharding == x.sharding
+    assert x.grad.sharding == x.sharding
+    assert count.messages >= 4 * 3
