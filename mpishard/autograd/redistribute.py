@@ -88,11 +88,11 @@ class _StartedSum:
 
 def start_sum_partial(
     x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], then: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Callable[[], Tensor] | None]:
+) -> tuple[Tensor, Callable[[bool], Tensor] | None]:
     """Start `sum_partial`; return its result, and what waits for it and returns ``then`` of it.
 
-    Collective over ``mesh_dims``; what waits is not. Where a sum cannot be waited for by a rank alone, all is done, and
-    nothing is to be called.
+    Collective over ``mesh_dims``; what waits is not, and waits only if asked to: without, its result has no value yet,
+    but the graph of one. Where a sum cannot be waited for by a rank alone, all is done, and nothing is to be called.
     """
     if in_transform() or torch.is_inference_mode_enabled() or traced.recording is not None:
         return then(sum_partial(x, mesh, mesh_dims)), None
@@ -103,9 +103,10 @@ def start_sum_partial(
         return then(y), None
     recording = torch.is_grad_enabled()
 
-    def settle() -> Tensor:
-        with torch.no_grad():
-            pending.wait()
+    def settle(wait: bool) -> Tensor:
+        if wait:
+            with torch.no_grad():
+                pending.wait()
         with torch.set_grad_enabled(recording):
             return then(y)
 

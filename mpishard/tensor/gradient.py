@@ -21,22 +21,22 @@ from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.resident import notice_writes
-from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of, wrap
 
 
 def _output(x: Any) -> Any:
     """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on."""
-    return x.block if isinstance(x, ShardTensor) else x
+    return end_of_graph(x) if isinstance(x, ShardTensor) else x
 
 
-def _output_gradient(x: Any, g: Any) -> Any:
-    """Return the local gradient of an output; implicit ones where torch would create them."""
+def _output_gradient(x: Any, local: Any, g: Any) -> Any:
+    """Return the local gradient of an output, which is ``local`` here; implicit ones where torch would create them."""
     if not isinstance(x, ShardTensor):
         return g
     if g is None:
         if x.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return torch.ones_like(x.block)
+        return torch.ones_like(local)
     return local_cotangent(g, x.sharding, x.mesh)
 
 
@@ -81,14 +81,17 @@ def autograd_backward(
     grads = [None] * len(roots) if given is None else _as_list(given)
     if create_graph and not is_withholding():
         finish_withheld()
+    # first: of a root among them all of autograd must see one tensor
+    leaves = None if inputs is None else [_input(i) for i in _as_list(inputs)]
+    ends = [_output(t) for t in roots]
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
     with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(
-            [_output(t) for t in roots],
-            [_output_gradient(t, g) for t, g in zip(roots, grads)],
+            ends,
+            [_output_gradient(*each) for each in zip(roots, ends, grads)],
             retain_graph,
             create_graph,
-            inputs=None if inputs is None else [_input(i) for i in _as_list(inputs)],
+            inputs=leaves,
         )
 
 
@@ -98,10 +101,13 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     roots, leaves = _as_list(outputs), _as_list(inputs)
     _notice_writes(roots)
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
+    # first: of a root among them all of autograd must see one tensor
+    into = [_input(i) for i in leaves]
+    ends = [_output(t) for t in roots]
     out = torch.autograd.grad(
-        [_output(t) for t in roots],
-        [_input(i) for i in leaves],
-        [_output_gradient(t, g) for t, g in zip(roots, grads)],
+        ends,
+        into,
+        [_output_gradient(*each) for each in zip(roots, ends, grads)],
         *args,
         **kwargs,
     )

@@ -322,24 +322,30 @@ class _Pending(ShardTensor):
         settle = self.__dict__.pop("_settle", None) if name == "block" else None
         if settle is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        block = settle()
+        block = settle(True)
         self.__class__ = ShardTensor  # type: ignore[assignment]
         self.block = block
         return block
 
 
 def wrap_pending(
-    settle: Callable[[], Tensor], like: Tensor, dtype: torch.dtype, layout: Layout, mesh: CartMesh
+    settle: Callable[[bool], Tensor], like: Tensor, dtype: torch.dtype, layout: Layout, mesh: CartMesh
 ) -> ShardTensor:
     """Return a ShardTensor whose block, on the device of ``like``, ``settle`` returns when it is first used.
 
-    Not collective; nor may ``settle`` be.
+    Not collective; nor may ``settle`` be. It is told whether to wait for the value: backward needs the graph alone.
     """
     self: ShardTensor = _subclass(_Pending, layout.shape, None, None, None, dtype, _strided, like.device)
     self.__dict__["_settle"] = settle
     self.sharding = layout
     self.mesh = mesh
     return self
+
+
+def end_of_graph(x: ShardTensor) -> Tensor:
+    """Return what backward starts from: the block, or one like it whose value is still under way. Not collective."""
+    settle = x.__dict__.get("_settle")
+    return x.block if settle is None else settle(False)
 
 
 def root_of(x: ShardTensor) -> tuple[Tensor, Layout]:
