@@ -29,6 +29,7 @@ from mpishard.io.checkpoint.background import below
 from mpishard.io.file.parts import Parts, Plan, place, writes
 from mpishard.layout import balanced, layout_of
 from mpishard.ops.attention import scaled_dot_product
+from mpishard.ops.spectral import pencils
 from mpishard.planning.mesh import mesh_on
 from mpishard.planning.step import Program, step_on
 from mpishard.tensor import convert
@@ -210,8 +211,14 @@ def transformed(mesh):
     def came(_mesh, _plan, block, shape, *_, **__):
         return block.new_empty(shape)
 
+    def band_came(_mesh, _plan, block, _dims, _lo, shape, **_):
+        return block.new_empty(shape)
+
     def call():
-        with mock.patch.object(redistribute, "run_transfer", came):
+        with (
+            mock.patch.object(redistribute, "run_transfer", came),
+            mock.patch.object(pencils, "run_banded", band_came),
+        ):
             return torch.fft.fftn(x, dim=(2, 3, 4))
 
     return call

@@ -25,7 +25,7 @@ from mpishard.comm.transport.device import Device
 from mpishard.errors import DesyncError
 
 if TYPE_CHECKING:
-    from mpishard.layout import Box, Transfer
+    from mpishard.layout import Transfer
 
 _OP = "redistribute"  # for counters and the watchdog
 _ENDS = struct.Struct("=2q")  # of a band, before its cells
@@ -40,7 +40,7 @@ def run_banded(
     mesh: CartMesh,
     plan: Transfer,
     x: Tensor,
-    dim: int,
+    dims: tuple[int, int],
     lo: int,
     shape: Sequence[int],
     *,
@@ -55,11 +55,15 @@ def run_banded(
     Parameters
     ----------
     mesh, plan, shape, call, inner, sent
-        As of `run_transfer`. All boxes that leave a block have all of its cells along ``dim``.
+        As of `run_transfer`.
     x
-        The cells from ``lo`` on, along ``dim``, of this rank's block of the source layout; zeros are beside them.
-    dim, lo
-        The dim of the band, and where it begins.
+        The cells from ``lo`` on, along the first of ``dims``, of this rank's block of the source layout; zeros are
+        beside them.
+    dims
+        The dim that becomes whole, along which a block has a band, and the one that is cut in its place. Nothing else
+        changes.
+    lo
+        Where the band begins.
 
     Raises
     ------
@@ -69,68 +73,67 @@ def run_banded(
     if guard.DEBUG:
         guard.check(mesh.comm, transfer.text_of(_OP, call), None, x.dtype)
     order = transfer.order_of(len(shape), sent)
-    back = transfer.back_of(order)
-    count = x.shape[dim]
-
-    def band(box: Box) -> Box:
-        return tuple((0, count) if d == dim else ends for d, ends in enumerate(box))
-
-    sends = []
+    (whole, cut), count = dims, x.shape[dims[0]]
+    # as they lie in messages
+    along, across, turned = order.index(whole), order.index(cut), x.permute(order)
+    extents = [shape[d] for d in order]
+    plane = math.prod(n for d, n in enumerate(shape) if d != whole) * x.itemsize
+    ends, nothing = _ENDS.pack(lo, lo + count), None
+    sends, recvs = [], []
     for peer, box in plan.sends:
-        cells = transfer.narrow(x, band(box)).permute(order)
-        message = x.new_empty(_ENDS.size + cells.nbytes, dtype=torch.uint8)
-        _write_ends(message, lo, lo + count)
-        message[_ENDS.size :].view(x.dtype).view(cells.shape).copy_(cells)
+        a, b = box[cut]
+        cells = turned.narrow(across, a, b - a)
+        message = nothing
+        if message is None:
+            message = x.new_empty(_ENDS.size + cells.nbytes, dtype=torch.uint8)
+            if not x.is_meta:
+                ctypes.memmove(message.data_ptr(), ends, len(ends))
+            if count:
+                message[_ENDS.size :].view(x.dtype).view(cells.shape).copy_(cells)
+            else:
+                nothing = message
         sends.append((peer, message))
-    recvs = []
     for peer, box in plan.recvs:
-        message = x.new_empty(_ENDS.size + math.prod(b - a for a, b in box) * x.itemsize, dtype=torch.uint8)
-        recvs.append((peer, message))
+        a, b = box[whole]
+        recvs.append((peer, x.new_empty(_ENDS.size + (b - a) * plane, dtype=torch.uint8)))
     if counter.active:
         counter.record(_OP, len(sends), sum(message.nbytes - _ENDS.size for _, message in sends))
-    tag = hashed("banded", call, x.dtype)
     transport = transport_of(mesh.group(tuple(range(mesh.ndim))), x)
     assert not isinstance(transport, Device), "a rank on a device does not know its band"
-    posted = transport.post(sends, recvs, transfer.text_of(_OP, call), tag, at_most=True, bulk=True)
+    tag, text = hashed("banded", call, x.dtype), transfer.text_of(_OP, call)
+    posted = transport.post(sends, recvs, text, tag, at_most=True, bulk=True)
     out = transfer.empty(x, tuple(shape), inner)
+    into, filled = out.permute(order), []
     if plan.local is not None:
-        cells = transfer.narrow(x, band(plan.local[0]))
-        if sent:
-            # as in `run_transfer`: turned round where the cells of a row are not far apart
-            cells = cells.permute(order).contiguous().permute(back)
-        _put(transfer.narrow(out, plan.local[1]), cells, dim, lo)
+        (a, b), at = plan.local[0][cut], plan.local[1][whole][0] + lo
+        cells = turned.narrow(across, a, b - a)
+        # as in `run_transfer`: turned round where the cells of a row are not far apart
+        into.narrow(along, at, count).copy_(cells.contiguous() if sent else cells)
+        filled.append((at, at + count))
     posted.wait()
     for (peer, box), (_, message) in zip(plan.recvs, recvs):
-        into = transfer.narrow(out, box)
-        a, b = _ends(message, into.shape[dim])
-        if not 0 <= a <= b <= into.shape[dim]:
+        first, n = box[whole][0], box[whole][1] - box[whole][0]
+        a, b = (0, n) if x.is_meta else _ENDS.unpack(ctypes.string_at(message.data_ptr(), len(ends)))
+        if not 0 <= a <= b <= n:
             raise DesyncError(
-                f"ranks made different calls: {transfer.text_of(_OP, call)}",
-                expected=f"cells between 0 and {into.shape[dim]} from rank {peer} of the mesh",
+                f"ranks made different calls: {text}",
+                expected=f"cells between 0 and {n} from rank {peer} of the mesh",
                 got=f"{a} to {b}",
                 fix="look for code that depends on the rank; MPISHARD_DEBUG=1 finds the first such call",
             )
-        extents = [b - a if d == dim else into.shape[d] for d in order]
-        cells = message[_ENDS.size :].view(x.dtype)[: math.prod(extents)].view(extents).permute(back)
-        _put(into, cells, dim, a)
+        if a < b:
+            extents[along] = b - a
+            cells = message[_ENDS.size : _ENDS.size + (b - a) * plane].view(x.dtype).view(extents)
+            into.narrow(along, first + a, b - a).copy_(cells)
+            filled.append((first + a, first + b))
+    _fill_rest(out, whole, filled)
     return out
 
 
-def _write_ends(message: Tensor, lo: int, hi: int) -> None:
-    if not message.is_meta:
-        ctypes.memmove(message.data_ptr(), _ENDS.pack(lo, hi), _ENDS.size)
-
-
-def _ends(message: Tensor, n: int) -> tuple[int, ...]:
-    """Return the ends of the band that has come; of a mesh without values, those of all ``n`` cells."""
-    return (0, n) if message.is_meta else _ENDS.unpack(ctypes.string_at(message.data_ptr(), _ENDS.size))
-
-
-def _put(into: Tensor, cells: Tensor, dim: int, lo: int) -> None:
-    """Write ``cells`` from ``lo`` on, along ``dim``, and zeros beside them."""
-    hi, n = lo + cells.shape[dim], into.shape[dim]
-    if hi > lo:
-        into.narrow(dim, lo, hi - lo).copy_(cells)
-    for a, b in ((0, lo), (hi, n)):
-        if b > a:
-            into.narrow(dim, a, b - a).zero_()
+def _fill_rest(out: Tensor, dim: int, filled: list[tuple[int, int]]) -> None:
+    """Write zeros beside what came."""
+    at = 0
+    for a, b in (*sorted(filled), (out.shape[dim],) * 2):
+        if a > at:
+            out.narrow(dim, at, a - at).zero_()
+        at = max(at, b)

@@ -72,9 +72,11 @@ def joined(
     most = math.prod(n if sizes is None else largest(sizes) for sizes, n in zip(source.sizes, source.shape))
     if dims is None or transport.driver is not None or not fits(most * dtype.itemsize):
         return None
-    whole, cut = dims
     first, last = turns
-    ways = (_Way(mesh, source, target, whole, inner, inner_back), _Way(mesh, target, source, cut, inner_back, inner))
+    ways = (
+        _Way(mesh, source, target, dims, inner, inner_back),
+        _Way(mesh, target, source, dims[::-1], inner_back, inner),
+    )
 
     def forward(x: Tensor) -> Tensor:
         y = ways[0](x, first and first.run)
@@ -95,18 +97,18 @@ def _ran(run: LocalMap, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Way:
-    """A transform along other dims than ``dim``, and the transfer from the layout where that is cut."""
+    """A transform along other dims than the first of ``dims``, and the transfer from the layout where that is cut."""
 
     def __init__(
         self,
         mesh: CartMesh,
         source: Layout,
         target: Layout,
-        dim: int,
+        dims: tuple[int, int],
         inner: tuple[int, ...],
         sent: tuple[int, ...],
     ) -> None:
-        self._mesh, self._layouts, self._dim = mesh, (source, target), dim
+        self._mesh, self._layouts, self._dims = mesh, (source, target), dims
         self._inner, self._sent = inner, sent
         self._leaves, self._comes = (layout.local_shape(mesh.coords) for layout in self._layouts)
         self._ends: tuple[int, int] | None = None  # of the last band
@@ -117,14 +119,14 @@ class _Way:
 
     def __call__(self, x: Tensor, run: LocalMap | None) -> Tensor:
         """Transform, if that is to be, and transfer. Collective as the transfer is."""
-        dim, x = self._dim, x.resolve_conj()
+        dim, x = self._dims[0], x.resolve_conj()
         lo, hi = self._ends = _band(x, dim, self._ends)
         x = x.narrow(dim, lo, hi - lo)
         if run is not None:
             shape = [hi - lo if d == dim else n for d, n in enumerate(self._leaves)]
             x = _ran(run, x, tuple(shape))
         ways = {"call": self._layouts, "inner": self._inner, "sent": self._sent}
-        return run_banded(self._mesh, self._plan, x, dim, lo, self._comes, **ways)
+        return run_banded(self._mesh, self._plan, x, self._dims, lo, self._comes, **ways)
 
 
 def _band(x: Tensor, dim: int, guess: tuple[int, int] | None) -> tuple[int, int]:
