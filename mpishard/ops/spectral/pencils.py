@@ -148,12 +148,10 @@ def _band(x: Tensor, dim: int, guess: tuple[int, int] | None) -> tuple[int, int]
         # half the time, of long rows; both are NaN where a cell is
         return float(part.amax()) == 0 == float(part.amin())
 
-    if not are_zero(n - 1, n):
-        hi = n
-    elif guess and are_zero(guess[1], n) and (guess[1] == 0 or not are_zero(guess[1] - 1, guess[1])):
-        hi = guess[1]
+    if guess and guess[1] < n and are_zero(guess[1], n):
+        hi = guess[1] if guess[1] == 0 or not are_zero(guess[1] - 1, guess[1]) else _first(guess[1] - 1, are_zero)
     else:
-        hi = _first(n - 1, are_zero)
+        hi = _first(n - 1, are_zero) if are_zero(n - 1, n) else n
     if hi == 0 or not are_zero(0, 1):
         return 0, hi
     if guess and guess[0] < hi and are_zero(0, guess[0]) and not are_zero(guess[0], guess[0] + 1):
