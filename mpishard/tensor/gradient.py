@@ -24,9 +24,16 @@ from mpishard.tensor.resident import notice_writes
 from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of, wrap
 
 
-def _output(x: Any) -> Any:
-    """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on."""
+def _root(x: Any) -> Any:
+    """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on.
+
+    It may have no value yet.
+    """
     return end_of_graph(x) if isinstance(x, ShardTensor) else x
+
+
+def _block(x: Any) -> Any:
+    return x.block if isinstance(x, ShardTensor) else x
 
 
 def _output_gradient(x: Any, local: Any, g: Any) -> Any:
@@ -83,7 +90,7 @@ def autograd_backward(
         finish_withheld()
     # first: of a root among them all of autograd must see one tensor
     leaves = None if inputs is None else [_input(i) for i in _as_list(inputs)]
-    ends = [_output(t) for t in roots]
+    ends = [_root(t) for t in roots]
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
     with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(
@@ -103,7 +110,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
     # first: of a root among them all of autograd must see one tensor
     into = [_input(i) for i in leaves]
-    ends = [_output(t) for t in roots]
+    ends = [_root(t) for t in roots]
     out = torch.autograd.grad(
         ends,
         into,
@@ -161,7 +168,7 @@ _SAVING = "torch.utils.checkpoint._NoopSaveInputs"
 
 def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
     """Keep blocks, and give them back as the ShardTensors that they were. Not collective."""
-    saver = apply(*(_output(x) for x in args))
+    saver = apply(*map(_block, args))
     node, kinds = saver.grad_fn, [(x.sharding, x.mesh) if isinstance(x, ShardTensor) else None for x in args[1:]]
     if node is not None:
         kept = node.get_args
@@ -183,10 +190,10 @@ def _checkpointed(apply: Any, function: Callable[..., Any], keeps_random_state: 
         parts = results if isinstance(results, tuple) else (results,)
         _refuse_nested(parts)
         found[:] = [(y.sharding, y.mesh) if isinstance(y, ShardTensor) else None for y in parts]
-        blocks = tuple(map(_output, parts))
+        blocks = tuple(map(_block, parts))
         return blocks if isinstance(results, tuple) else blocks[0]
 
-    results = apply(on_blocks, keeps_random_state, *map(_output, args))
+    results = apply(on_blocks, keeps_random_state, *map(_block, args))
     parts = results if isinstance(results, tuple) else (results,)
     out = tuple(y if k is None else wrap(y, *k) for y, k in zip(parts, found))
     return out if isinstance(results, tuple) else out[0]
