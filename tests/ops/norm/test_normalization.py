@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.ops.norm import channels_last
 from mpishard.ops.rule import moments
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import field
@@ -78,8 +79,13 @@ def test_sharded_channels(name):
         compare(NORMS[name], [(x, mesh, placements, sizes)], [W, B], what=f"{name} {placements} {sizes}")
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("shape", [(1, 9, 5, 6), (1, 4, 9, 5, 6), (1, 4, 5, 70), (1, 60, 150, 6)], ids=str)
-def test_channels_last(shape):
+def test_channels_last(shape, in_pieces, monkeypatch):
+    if in_pieces:
+        # also where there are few cells
+        monkeypatch.setattr(moments, "_FEW", 0)
+        monkeypatch.setattr(channels_last, "_AT_ONCE", math.prod(shape) // 5)
     scale, shift = leaf(shape[-1]), leaf(shape[-1])
     for norm in (
         lambda x: F.group_norm(x, 2, scale, shift),
