@@ -175,7 +175,7 @@ class Flight:
         Whether the requests take their own tags alone, which say all that both ends must have in common: nothing is
         left to look at, and a wait costs less.
     at_most
-        Whether fewer bytes may come.
+        Whether fewer bytes may come: the caller looks at `lengths`.
     """
 
     __slots__ = ("_at_most", "_comm", "_exact", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
@@ -264,6 +264,10 @@ class Flight:
             # what `test` has seen through comes again without a tag
             if self._is_other(status, tag, nbytes) and status.tag != MPI.ANY_TAG:
                 raise self._crossed(self._expected)
+
+    def lengths(self) -> list[int]:
+        """Return how many bytes each message had that came, after `wait`. Not collective."""
+        return [status.Get_count() for status, _, _ in self._expected]
 
     def _is_other(self, status: MPI.Status, tag: int, nbytes: int) -> bool:
         """Tell whether a message is not the one that must come; MPI refuses one that is too long."""

@@ -24,7 +24,7 @@ from mpishard.tensor.resident import notice_writes
 from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of, wrap
 
 
-def _root(x: Any) -> Any:
+def _end(x: Any) -> Any:
     """Return the local tensor that autograd starts from; of a Partial too, as a sum hands its cotangent on.
 
     It may have no value yet.
@@ -90,7 +90,7 @@ def autograd_backward(
         finish_withheld()
     # first: of a root among them all of autograd must see one tensor
     leaves = None if inputs is None else [_input(i) for i in _as_list(inputs)]
-    ends = [_root(t) for t in roots]
+    ends = [_end(t) for t in roots]
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
     with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(
@@ -110,7 +110,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
     # first: of a root among them all of autograd must see one tensor
     into = [_input(i) for i in leaves]
-    ends = [_root(t) for t in roots]
+    ends = [_end(t) for t in roots]
     out = torch.autograd.grad(
         ends,
         into,

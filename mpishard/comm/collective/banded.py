@@ -19,10 +19,9 @@ from mpishard.comm import counter, guard
 from mpishard.comm.collective import transfer
 from mpishard.comm.memory import buffer
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.tag import hashed
+from mpishard.comm.tag import crossed, hashed
 from mpishard.comm.transport.choice import transport_of
 from mpishard.comm.transport.device import Device
-from mpishard.errors import DesyncError
 
 if TYPE_CHECKING:
     from mpishard.layout import Transfer
@@ -111,19 +110,17 @@ def run_banded(
         into.narrow(along, at, count).copy_(cells.contiguous() if sent else cells)
         filled.append((at, at + count))
     posted.wait()
-    for (peer, box), (_, message) in zip(plan.recvs, recvs):
+    lengths = posted.lengths()
+    for i, ((peer, box), (_, message)) in enumerate(zip(plan.recvs, recvs)):
         first, n = box[whole][0], box[whole][1] - box[whole][0]
         a, b = (0, n) if x.is_meta else _ENDS.unpack(ctypes.string_at(message.data_ptr(), len(ends)))
-        if not 0 <= a <= b <= n:
-            raise DesyncError(
-                f"ranks made different calls: {text}",
-                expected=f"cells between 0 and {n} from rank {peer} of the mesh",
-                got=f"{a} to {b}",
-                fix="look for code that depends on the rank; MPISHARD_DEBUG=1 finds the first such call",
-            )
+        right = _ENDS.size + (b - a) * plane
+        if not 0 <= a <= b <= n or (lengths is not None and lengths[i] != right):
+            found = (peer, tag, message.nbytes if lengths is None else lengths[i], right)
+            raise crossed(text, mesh.comm, [peer], [found])
         if a < b:
             extents[along] = b - a
-            cells = message[_ENDS.size : _ENDS.size + (b - a) * plane].view(x.dtype).view(extents)
+            cells = message[_ENDS.size : right].view(x.dtype).view(extents)
             into.narrow(along, first + a, b - a).copy_(cells)
             filled.append((first + a, first + b))
     _fill_rest(out, whole, filled)

@@ -81,7 +81,7 @@ def run_transfer(
     if not plan.sends and not plan.recvs:
         _move(out, x, plan.local, put)
         return out
-    sends = [(peer, narrow(x, box)) for peer, box in plan.sends]
+    sends = [(peer, _narrow(x, box)) for peer, box in plan.sends]
     into = [*plan.recvs]
     shapes = [[hi - lo for lo, hi in box] for _, box in into]
     if sent:
@@ -96,7 +96,7 @@ def run_transfer(
     posted.wait()
     # in the order of the plan: sums are the same in every run
     for (_, box), (_, block) in zip(into, recvs):
-        put(narrow(out, box), block.permute(back_of(order)) if sent else block)
+        put(_narrow(out, box), block.permute(_back(order)) if sent else block)
     return out
 
 
@@ -128,8 +128,8 @@ def order_of(ndim: int, inner: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def back_of(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the permutation that undoes one. Not collective."""
+def _back(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that undoes one."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
@@ -141,11 +141,11 @@ def _move(out: Tensor, x: Tensor, local: Any, put: Callable[..., Any], inner: Se
     """
     if local is None:
         return
-    block = narrow(x, local[0])
+    block = _narrow(x, local[0])
     if inner:
         order = order_of(x.ndim, inner)
-        block = block.permute(order).contiguous().permute(back_of(order))
-    put(narrow(out, local[1]), block)
+        block = block.permute(order).contiguous().permute(_back(order))
+    put(_narrow(out, local[1]), block)
 
 
 def scatter_blocks(
@@ -186,7 +186,7 @@ def scatter_blocks(
         return block.to(mesh.device)
     sent, nbytes, flying = 0, 0, deque[tuple[int, Tensor, list[MPI.Request]]]()
     for rank in [r for r in range(mesh.size) if r != src]:
-        block = narrow(x, box_of(rank))
+        block = _narrow(x, box_of(rank))
         block = block.contiguous().cpu().resolve_conj().resolve_neg()
         flying.append((rank, block, [comm.Isend(part, rank, tag) for part in byte_parts(block)]))
         sent, nbytes = sent + block.nbytes, nbytes + block.nbytes
@@ -196,7 +196,7 @@ def scatter_blocks(
         _arrived(flying.popleft(), op, comm)
     if counter.active:
         counter.record(op, mesh.size - 1, sent)
-    return narrow(x, box_of(src)).to(mesh.device).clone(memory_format=torch.contiguous_format)
+    return _narrow(x, box_of(src)).to(mesh.device).clone(memory_format=torch.contiguous_format)
 
 
 def _arrived(parcel: tuple[int, Tensor, list[MPI.Request]], op: str, comm: MPI.Intracomm) -> int:
@@ -213,8 +213,7 @@ def byte_parts(block: Tensor) -> list[MPI.buffer]:
     return [address(start + at, n) for at, n in pieces(block.nbytes) if n]
 
 
-def narrow(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a view of the cells of a box. Not collective."""
+def _narrow(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
     for dim, (lo, hi) in enumerate(box):
         if hi - lo != x.shape[dim]:
             x = x.narrow(dim, lo, hi - lo)

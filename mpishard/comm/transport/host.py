@@ -350,6 +350,10 @@ class Posted:
         """Wait for the messages: what comes is there. Neighborwise collective."""
         self._flight.wait()
 
+    def lengths(self) -> list[int] | None:
+        """Return how many bytes came of each tensor, after `wait`, where that may be less. Not collective."""
+        return self._flight.lengths()
+
 
 def start_messages(
     x: Tensor,

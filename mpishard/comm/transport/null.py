@@ -144,6 +144,10 @@ class NullPosted:
         """Say that they are waited for. Not collective."""
         self._note("finish", self._op, self._key)
 
+    def lengths(self) -> list[int] | None:
+        """Return None: nothing comes. Not collective."""
+        return None
+
 
 class NullMessages(Buffers):
     """Persistent messages to nobody, in buffers of their own; as `host.Messages`."""

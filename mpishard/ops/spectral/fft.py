@@ -239,25 +239,21 @@ def _joined(
     too; in a transform to half a result by those after, whose zeros are in cotangents.
     """
     parts: list[Pass | Step] = []
-    used = [False] * len(passes)
     moves = [i for i, (now, to, *_) in enumerate(ways) if now != to]
     if not moves or any(step.gathers for step in passes):
         return None
-    for i in range(len(ways)):
+    for i, way in enumerate(ways):
+        before = after = None
         if i in moves:
-            before = i - 1 if i and not halves and turns[i - 1] and not used[i - 1] else None
-            after = i if i < len(passes) and turns[i] and (halves or i == moves[-1]) else None
-            for k in (before, after):
-                if k is not None:
-                    used[k] = True
+            before = turns[i - 1] if i and not halves else None
+            after = turns[i] if i < len(passes) and (halves or i == moves[-1]) else None
             if before is not None:
                 parts.pop()
-            own = [None if k is None else turns[k] for k in (before, after)]
-            step = joined(mesh, *ways[i], passes[i - 1 if i else 0].dtype, (own[0], own[1]))
+            step = joined(mesh, *way, passes[i - 1 if i else 0].dtype, (before, after))
             if step is None:
                 return None
             parts.append(step)
-        if i < len(passes) and not used[i]:
+        if i < len(passes) and after is None:
             parts.append(passes[i])
     return tuple(parts)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import struct
 
 import pytest
 import torch
@@ -117,3 +119,28 @@ def test_a_planning_mesh(device):
     assert y.sharding == x.sharding
     assert x.grad.sharding == x.sharding
     assert count.messages >= 4 * 3
+
+
+@pytest.mark.ranks(2)
+def test_a_message_of_another_length_is_refused(monkeypatch):
+    move, ends = ctypes.memmove, struct.Struct("=2q")
+
+    def lie(to, head, nbytes):
+        lo, hi = ends.unpack(head)
+        return move(to, ends.pack(lo, hi - 1), nbytes)
+
+    x = shard(cells(8, 6), mesh_of((2,)), (ms.Shard(1),))
+    monkeypatch.setattr(ctypes, "memmove", lie)
+    with pytest.raises(ms.DesyncError, match="ranks made different calls"):
+        FFT.ifft2(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("warm", [False, True])
+def test_another_call_is_refused(warm):
+    x = shard(cells(8, 6), mesh_of((2,)), (ms.Shard(1),))
+    calls = (lambda: FFT.ifft2(x), lambda: x.redistribute(placements=(ms.Shard(0),)))
+    for call in calls if warm else ():
+        call()
+    with pytest.raises(ms.DesyncError, match="ranks made different calls"):
+        calls[WORLD.rank]()
