@@ -81,6 +81,11 @@ class Rows(NamedTuple):
         """Whether no statistic is shared by channels."""
         return self.groups in (0, self.c)
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether several samples have statistics of their own."""
+        return self.n > 1 and self.groups > 0
+
     def shared(self, rows: Tensor) -> Tensor:
         """Sum per-row numbers (..., n, c) over the rows that share a statistic."""
         if not self.groups:
@@ -91,11 +96,13 @@ class Rows(NamedTuple):
 
     def spread(self, stats: Tensor) -> Tensor:
         """Give every row (n, c) the number of its statistic."""
-        if self.groups == self.c:
-            return stats.view(self.n, self.c)
-        if self.groups:
-            return stats.view(self.n, self.groups, 1).expand(-1, -1, self.c // self.groups).reshape(self.n, self.c)
-        return stats.view(1, self.c).expand(self.n, -1)
+        return self.apart(stats).view(self.n if self.groups else 1, self.c).expand(self.n, -1)
+
+    def apart(self, stats: Tensor) -> Tensor:
+        """Give every row the number of its statistic: (..., statistics) to (..., rows). Samples have their own."""
+        if self.is_per_channel:
+            return stats
+        return stats.repeat_interleave(self.c // self.groups, -1)
 
     def beside(self, stats: Tensor) -> Tensor:
         """Give every row the number of its statistic, in operations with numbers of rows, which broadcast."""
@@ -163,14 +170,15 @@ def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def _standardised(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows, eps: float
 ) -> Tensor:
-    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass, where `Rows.is_per_channel`; x has cells.
+    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass; x has cells.
 
-    Weight and bias are one per channel, or one per statistic.
+    Mean and variance are one per row, or per channel where samples share them; weight and bias likewise, or one per
+    channel.
     """
     wide = torch.float32 if x.dtype in HALVES else x.dtype
     weight, bias = [t if t is None or t.dtype is wide else t.to(wide) for t in (weight, bias)]
     v, count = x, mean.numel()
-    if rows.groups and rows.n > 1:
+    if rows.has_samples:
         v = x.view(1, count, -1)
         weight, bias = (t if t is None or t.numel() == count else t.repeat(rows.n) for t in (weight, bias))
     y = torch.native_batch_norm(v, weight, bias, mean.to(wide), var.to(wide), False, 0.0, eps)[0]
@@ -198,9 +206,12 @@ class Normalise(Function):
         if found is not None:
             found += (mean, var)  # not results: autograd would wrap each of them
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
-        ctx.by_channel = not large and _is_by_channel(x, weight, bias, rows)
-        if ctx.by_channel:
-            ctx.given = mean.to(x.dtype), var.to(x.dtype)
+        ctx.by_row = not large and _is_by_row(x, weight, bias)
+        if ctx.by_row:
+            if rows.is_per_channel:
+                ctx.given = mean.to(x.dtype), var.to(x.dtype)
+            else:
+                ctx.given = rows.apart(torch.stack((mean, var)).to(x.dtype)).unbind()
             ctx.save_for_backward(x, weight, bias)
             return _standardised(x, *ctx.given, weight, bias, rows, eps)
         if rows.is_per_channel and not large and x.numel():
@@ -229,8 +240,8 @@ class Normalise(Function):
         if differentiated_again():
             composed = partial(recorded, rows=rows, mesh=mesh, eps=ctx.eps)
             return *again(composed, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None, None, None
-        if ctx.by_channel:
-            return *_backward_by_channel(ctx, dy, x, weight), None, None, None, None
+        if ctx.by_row:
+            return *_backward_by_row(ctx, dy, x, weight), None, None, None, None
         mean, var = moments
         if ctx.large:
             x, mean = _centred(x, mean, rows)
@@ -273,23 +284,25 @@ class Normalise(Function):
         return dx, dw, db, None, None, None, None
 
 
-def _is_by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows) -> bool:
-    """Tell whether `_backward_by_channel` serves: a block with cells whose channels are those of a batch norm."""
+def _is_by_row(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Tell whether `_backward_by_row` serves: a block with cells whose rows can be the channels of a batch norm."""
     if not is_summed_in_place(x):
         return False
-    by_channel = not rows.groups or (rows.n == 1 and rows.groups == rows.c)
-    return by_channel and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
+    return (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
 
 
-def _backward_by_channel(
+def _backward_by_row(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the cotangents of such a block, in few calls of torch. Collective over ``rows.over``."""
-    rows, eps, needs = ctx.rows, ctx.eps, ctx.needs_input_grad
+    rows, eps, needs, shape = ctx.rows, ctx.eps, ctx.needs_input_grad, x.shape
     mean, var = ctx.given
     few, columns = are_few(x), are_columns(x)
     if columns:
         dy = in_columns(dy)
+    elif rows.has_samples:
+        dy, x = (t.reshape(1, mean.numel(), -1) for t in (dy, x))
+        weight = None if weight is None else weight.repeat(rows.n)
     else:
         dy, x = _with_own_strides(dy.contiguous()), _with_own_strides(x)
     pieces = zip(column_pieces(dy), column_pieces(x)) if columns and not few else ((dy, x),)
@@ -302,11 +315,13 @@ def _backward_by_channel(
         sums = torch.stack((db, dw)).double()
         if weight is not None:
             sums.mul_(weight)
+        if not rows.is_per_channel:
+            sums = sums.view(2, rows.n * rows.groups, -1).sum(2)
         pending = iall_reduce(sums, ctx.mesh.group(rows.over)) if rows.over else None
     run_deferred(hides_sums=pending is not None)
     if sums is not None:
         rstd = (var + eps).rsqrt_()
-        sums = sums if pending is None else pending.wait()
+        sums = rows.apart(sums if pending is None else pending.wait())
         if few:
             offset, slope = sums.mul_(rstd).to(x.dtype).unbind()
             dx.add_(torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)[0], alpha=-1 / rows.count)
@@ -317,6 +332,9 @@ def _backward_by_channel(
             offset, slope = sums.to(x.dtype).unbind()
             dx = torch.native_batch_norm(dy, weight, offset, torch.zeros_like(mean), var, False, 0.0, eps)[0]
             dx.addcmul_(x, slope.view(-1, *[1] * (x.ndim - 2)))
+        dx = dx.view(shape)
+    if rows.has_samples and (needs[1] or needs[2]):
+        dw, db = (_over_samples(t.view(rows.n, rows.c).double(), x.dtype) for t in (dw, db))
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 

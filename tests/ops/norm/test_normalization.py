@@ -63,7 +63,7 @@ def test_norms(name):
 
 
 @pytest.mark.parametrize("few", [0, 130])
-@pytest.mark.parametrize("name", ["group all", "instance", "batch", "batch plain"])
+@pytest.mark.parametrize("name", ["group", "group 1", "group all", "instance", "batch", "batch plain"])
 def test_ways_of_blocks_with_few_and_many_cells_meet(name, few, monkeypatch):
     monkeypatch.setattr(moments, "_FEW", few)
     for samples in (1, 3):
@@ -89,6 +89,7 @@ def test_channels_last(shape, in_pieces, monkeypatch):
     scale, shift = leaf(shape[-1]), leaf(shape[-1])
     for norm in (
         lambda x: F.group_norm(x, 2, scale, shift),
+        lambda x: F.group_norm(x, 1, scale, shift),
         lambda x: F.batch_norm(x, None, None, scale, shift, True),
     ):
         for mesh, placements, sizes in layouts(shape, (1, 2), 2):
