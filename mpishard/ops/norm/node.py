@@ -245,8 +245,7 @@ class Normalise(Function):
         mean, var = moments
         if ctx.large:
             x, mean = _centred(x, mean, rows)
-        columns = are_columns(x)
-        if columns:
+        if are_columns(x):
             dy = in_columns(dy)
             both = column_dots(dy, x).view(2, rows.n, rows.c)
         else:
@@ -275,20 +274,14 @@ class Normalise(Function):
             offset, slope = means.unbind()
             offset.addcmul_(slope.mul_(rstd), mean, value=-1)
             offset, slope = means.to(wide).unbind()
-            if rows.is_per_channel and x.dtype is wide and x.numel() and not columns:
-                dx = _standardised(dy, torch.zeros_like(offset), var, weight, offset, rows, ctx.eps)
-                _add_scaled(dx, x, rows.spread(slope))
-            else:
-                scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
-                dx = _combined(dy, x, scale.to(wide), rows.spread(slope), rows.spread(offset))
+            scale = rows.spread(rstd) if weight is None else rows.spread(rstd) * weight
+            dx = _combined(dy, x, scale.to(wide), rows.spread(slope), rows.spread(offset))
         return dx, dw, db, None, None, None, None
 
 
 def _is_by_row(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Tell whether `_backward_by_row` serves: a block with cells whose rows can be the channels of a batch norm."""
-    if not is_summed_in_place(x):
-        return False
-    return (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype)
+    return is_summed_in_place(x) and all(t is None or t.dtype is x.dtype for t in (weight, bias))
 
 
 def _backward_by_row(
@@ -366,14 +359,7 @@ def _combined(dy: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tenso
         return out
     if are_columns(x):
         return columns_combined(dy, x, scale, slope, offset)
-    out = _scaled(dy, scale, offset)
-    _add_scaled(out, x, slope)
-    return out
-
-
-def _add_scaled(out: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Add x * scale per row to ``out``."""
-    out.addcmul_(x, scale.reshape(*x.shape[:2], *[1] * (x.ndim - 2)))
+    return _scaled(dy, scale, offset).addcmul_(x, slope.reshape(*x.shape[:2], *[1] * (x.ndim - 2)))
 
 
 def _group(mesh: CartMesh, rows: Rows) -> Group | None:
