@@ -128,6 +128,7 @@ class Gathered:
         self._interval = layout.interval(self._dim, mesh.coords)
         self._pending: PendingReduction | None = None
         self._whole: Tensor | None = None
+        self._sent_block: Tensor | None = None
         self._version = -1
         self._nbytes = 0
         self._shares: dict[tuple[int, ...], Tensor] = {}
@@ -138,14 +139,18 @@ class Gathered:
     def start(self) -> None:
         """Send for the blocks of the others, if that was not done. Collective."""
         block = self._block()
-        if self._version == block._version and (self._pending or self._whole is not None):
+        if self.is_of(block) and (self._pending or self._whole is not None):
             return
         if self._pending is not None:
             self._pending.wait()  # of values that were written over meanwhile
         self.free()
-        self._version = block._version
+        self._sent_block, self._version = block, block._version
         self._pending = self._sent(block.detach())
         self._count(math.prod(self._shape) * (self._dtype or block.dtype).itemsize)
+
+    def is_of(self, block: Tensor) -> bool:
+        """Tell whether what was sent for last is of a block, as it is now. Not collective."""
+        return self._sent_block is block and self._version == block._version
 
     def whole(self) -> Tensor:
         """Return the parameter. Collective where it is not there."""
@@ -298,14 +303,14 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
             if found is None or found._whole is None or x.dtype != found._whole.dtype:
                 return None, keep(x)
             found.is_saved = True
-            return found, (found._version, x.size(), x.stride(), x.storage_offset())
+            return found, (found._sent_block, found._version, x.size(), x.stride(), x.storage_offset())
 
         def unpack(saved: Any) -> Tensor:
             found, what = saved
             if found is None:
                 return give(what)  # type: ignore[no-any-return]
-            version, *place = what
-            if version != found._block()._version:
+            block, version, *place = what
+            if block is not found._block() or version != block._version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a sharded parameter of shape {tuple(found._shape)}"

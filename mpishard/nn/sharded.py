@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Replicate, Shard
+from mpishard.errors import LayoutError, UnsupportedOperationError
+from mpishard.layout import Layout, Replicate, Shard
 from mpishard.tensor.convert import distribute_tensor
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -85,6 +87,14 @@ class _Layer:
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedOperationError(
+            "a copy of a model with shard_parameters",
+            expected="a model whose parameters are whole",
+            got="one that gathers them layer by layer, from the ranks of a mesh",
+            fix="copy the model before distribute_module, which takes the copy too, and load the state_dict into it",
+        )
+
     def _before(self, called: nn.Module, _inputs: Any) -> None:
         self.unit.start()
         for module, name, gathered in self.places:
@@ -148,12 +158,27 @@ def shard_parameters(
                 owner._parameters[name] = shard  # type: ignore[assignment]
                 layer = layer or _Layer(part, schedule)
                 dtype = gather_dtype if shard.dtype.is_floating_point else None
-                gathered = Gathered(lambda s=shard: s.block, shard.sharding, mesh, layer.unit, dtype)  # type: ignore[misc]
+                block = partial(_block_of, owner, name, shard.sharding, mesh)
+                gathered = Gathered(block, shard.sharding, mesh, layer.unit, dtype)
                 layer.unit.members.append(gathered)
                 layer.places.append((owner, name, gathered))
         _list_anew(part)
     module.register_forward_pre_hook(lambda *_: schedule.begin(), prepend=True)
     _schedules[module] = schedule
+
+
+def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Tensor:
+    """Return this rank's block of the parameter that a module has by now: it may have been replaced. Not collective."""
+    found = owner._parameters.get(name)
+    if isinstance(found, ShardTensor) and found.sharding == layout and found.mesh is mesh:
+        return found.block
+    raise LayoutError(
+        f"shard_parameters: the parameter {name!r} of a {type(owner).__name__} was replaced",
+        expected=f"a ShardTensor of {layout}",
+        got=f"a ShardTensor of {found.sharding}" if isinstance(found, ShardTensor) else type(found).__name__,
+        fix="copy the values into the parameter (under torch.no_grad(), or load_state_dict without assign=True), or "
+        "put a ShardTensor with the placements of the old one in its place",
+    )
 
 
 def _shard(param: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], count: int, offload: bool) -> ShardTensor | None:

@@ -262,3 +262,31 @@ def test_what_cannot_be():
             turned.Free()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.ranks(3, 4)
+def test_groups_of_ranks_that_belong_to_different_numbers_of_them(world):
+    for ranks in ([0, 2], [0, 1, 2], [1, 2], [0, 2]):
+        dist.new_group(ranks)
+    own = WORLD.Split(0 if RANK != 1 else MPI.UNDEFINED)
+    if RANK != 1:
+        x = torch.tensor([RANK])
+        dist.all_reduce(x, group=ms.process_group(own))
+        assert x.item() == sum(range(SIZE)) - 1
+        own.Free()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: dist.all_gather([torch.zeros(2) for _ in range(SIZE + 1)], x),
+        lambda x: dist.reduce_scatter(torch.zeros(2), [x] * (SIZE + 1)),
+        lambda x: all_gather_single(torch.zeros(2 * SIZE, dtype=torch.int32), x),
+        lambda x: all_gather_single(torch.zeros(2 * SIZE + 1), x),
+        lambda x: reduce_scatter_single(torch.zeros(2, dtype=torch.float64), torch.ones(2 * SIZE)),
+        lambda x: reduce_scatter_single(torch.zeros(2), torch.ones(2 * SIZE + 1)),
+    ],
+)
+def test_results_that_do_not_fit(world, call):
+    with pytest.raises((ms.LayoutError, ValueError, RuntimeError)):
+        call(torch.ones(2))

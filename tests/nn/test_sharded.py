@@ -353,3 +353,46 @@ def test_writing_into_a_parameter_that_backward_needs(mesh):
 def test_what_is_refused(mesh, build, options, error, text):
     with pytest.raises(error, match=text):
         ms.distribute_module(build(), mesh, **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("how", ["assign", "set", "plain", "removed"])
+def test_replaced_parameters_are_read_or_refused(mesh, how):
+    model = sharded(lambda: nn.Linear(8, 8), mesh)
+    x = ms.ones(4, 8, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()], dtype=torch.float64)
+    model(x)
+    state = {name: p.detach() * 10 for name, p in model.state_dict().items()}
+    if how == "assign":
+        model.load_state_dict(state, assign=True)
+    elif how == "set":
+        model.weight, model.bias = (nn.Parameter(state[name]) for name in ("weight", "bias"))
+    else:
+        model.weight = nn.Parameter(whole(state["weight"])) if how == "plain" else None
+        with pytest.raises(ms.LayoutError, match="the parameter 'weight' of a Linear was replaced"):
+            model(x)
+        return
+    y = model(x).square().mean()
+    y.backward()
+    reference = nn.Linear(8, 8).double()
+    reference.load_state_dict({name: whole(value) for name, value in state.items()})
+    expected = reference(torch.ones(4, 8).double()).square().mean()
+    expected.backward()
+    close(whole(y.detach()), expected.detach(), how)
+    same(model, reference, how)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_parameters_replaced_before_backward_are_refused(mesh):
+    model = sharded(lambda: nn.Linear(8, 8), mesh)
+    x = ms.ones(4, 8, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()], dtype=torch.float64).requires_grad_()
+    y = model(x).square().mean()
+    model.load_state_dict({name: p.detach() * 10 for name, p in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_copy_is_refused(mesh):
+    model = sharded(lambda: nn.Linear(8, 8), mesh)
+    with pytest.raises(ms.UnsupportedOperationError, match="a copy of a model with shard_parameters"):
+        copy.deepcopy(model)

@@ -35,6 +35,20 @@ _BITWISE = {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 TAGS = 1 << 15
 
 
+def _require(op: str, what: str, expected: object, got: object) -> None:
+    if expected != got:
+        raise LayoutError(
+            f"{op}: {what} of another size or dtype",
+            expected=f"{what}: {expected}",
+            got=got,
+            fix="give every rank's tensor its place, in the dtype that travels",
+        )
+
+
+def _kind(x: Tensor) -> tuple[int, torch.dtype]:
+    return x.numel(), x.dtype
+
+
 class MPIProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed: its own communicator, by the collectives of this package.
 
@@ -43,6 +57,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     comm : mpi4py.MPI.Intracomm
     parts : dict
         Of the default group: what `process_group` made, by ranks.
+    made : dict
+        Of the default group: how many groups were made, by ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -54,6 +70,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._messages = comm.Dup()
         self._name, self._description = "", "undefined"
         self.parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.made: dict[tuple[int, ...], int] = {}
 
     def shutdown(self) -> None:
         """Give the communicators back, as `torch.distributed.destroy_process_group` asks. Collective."""
@@ -144,6 +161,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
         for parts, x in zip(outputs, inputs):
+            _require("all_gather", "tensors, one for each rank", self.size(), len(parts))
             counts = [p.numel() for p in parts]
             flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, counts)
             for part, got in zip(parts, flat.split(counts)):
@@ -154,6 +172,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
+        _require("all_gather_into_tensor", "an output", (input.numel() * self.size(), input.dtype), _kind(output))
         flat = blocking.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
         output.detach().copy_(flat.view(output.shape))
         return Work([output])
@@ -173,6 +192,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
         op, n = _name_of(opts), output.numel()
+        _require("reduce_scatter_tensor", "an input", (n * self.size(), output.dtype), _kind(input))
         flat = input.detach().reshape(-1)
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
             got = blocking.reduce_scatter(flat, self._group, 0, (n,) * self.size())
@@ -199,6 +219,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Reduce lists of tensors and keep one of them each. Collective."""
         for output, parts in zip(outputs, inputs):
+            _require("reduce_scatter", "tensors, one for each rank", self.size(), len(parts))
             alike = all(p.numel() == output.numel() for p in parts)
             if alike:
                 self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)

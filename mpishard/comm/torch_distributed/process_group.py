@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from mpi4py import MPI
 
+from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
-from mpishard.errors import MeshError
+from mpishard.errors import MeshError, ranges_of, ranks_text
 
 
 def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.ProcessGroup:
@@ -146,11 +147,16 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
                 fix="start it with mpishard.process_group(mesh or communicator)",
             )
         return MPIProcessGroup(comm)
-    whole = _ours(dist.group.WORLD).comm
+    world = _ours(dist.group.WORLD)
+    whole = world.comm
     every = whole.Get_group()
     members = every.Incl(ranks)
-    # groups that are made at the same time by threads or by overlapping members are told apart by their names
-    comm = whole.Create_group(members, zlib.crc32(str(options.group_id).encode()) % TAGS)
+    # groups of overlapping members may be made at the same time. Not by torch's name: it counts the groups that a rank
+    # belongs to, which may differ between members; how often these have made a group of just these ranks does not
+    number = world.made[tuple(ranks)] = world.made.get(tuple(ranks), 0) + 1
+    tag = zlib.crc32(str((ranks, number)).encode()) % TAGS
+    with guard.waiting(f"a process group of {ranks_text(ranges_of(ranks))}", (), whole):
+        comm = whole.Create_group(members, tag)
     members.Free()
     every.Free()
     return MPIProcessGroup(comm)
