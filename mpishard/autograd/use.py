@@ -59,7 +59,12 @@ def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
 
 def _is_awaited(param: Tensor, replica: Replica) -> bool:
     """Tell whether hooks, or what waits for autograd's own accumulation, need the sum of a gradient at once."""
-    return replica.direct or bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
+    return replica.direct or _has_hooks(param)
+
+
+def _has_hooks(param: Tensor) -> bool:
+    """Tell whether a user's hooks see a gradient. A shared node would have them called where none arrives."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
 class _UseTogether(Function):
@@ -113,7 +118,7 @@ class _Used:
 
     def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
-        found = [(i, p, replica) for i, p in alive if (replica := replica_of(p)) is not None]
+        found = [(i, p, r) for i, p in alive if (r := replica_of(p)) is not None and not _has_hooks(p)]
         for _, _, replica in found:
             replica.on(mesh)
         self.mesh = mesh
@@ -230,7 +235,7 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
         if (replica := replica_of(x)) is not None:
             if not torch.is_grad_enabled():
                 return x
-            if replica.together is not None and traced.recording is None:
+            if replica.together is not None and traced.recording is None and not _has_hooks(x):
                 if DistributedDataParallel._active_ddp_module is not None:
                     note_ddp()
                 y = _used_together(x, *replica.together, mesh, mesh_dims)

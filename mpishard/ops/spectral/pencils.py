@@ -93,7 +93,7 @@ def joined(
 
 def _ran(run: LocalMap, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a transform of a block, which torch refuses where there are no cells (docs/upstream.md)."""
-    return run(x).resolve_conj() if x.numel() else x.new_empty(shape)
+    return run(x).resolve_conj() if x.numel() else x.new_zeros(shape)
 
 
 class _Way:
