@@ -139,7 +139,8 @@ class Gathered:
     def start(self) -> None:
         """Send for the blocks of the others, if that was not done. Collective."""
         block = self._block()
-        if self.is_of(block) and (self._pending or self._whole is not None):
+        known = self._sent_block is block and self._version == block._version
+        if known and (self._pending or self._whole is not None):
             return
         if self._pending is not None:
             self._pending.wait()  # of values that were written over meanwhile
@@ -147,10 +148,6 @@ class Gathered:
         self._sent_block, self._version = block, block._version
         self._pending = self._sent(block.detach())
         self._count(math.prod(self._shape) * (self._dtype or block.dtype).itemsize)
-
-    def is_of(self, block: Tensor) -> bool:
-        """Tell whether what was sent for last is of a block, as it is now. Not collective."""
-        return self._sent_block is block and self._version == block._version
 
     def whole(self) -> Tensor:
         """Return the parameter. Collective where it is not there."""

@@ -111,10 +111,11 @@ class _Used:
     """What a node of small parameters returned, by their places; None for those that need no gradient.
 
     ``memory`` says where a parameter was, and of what kind: where ``.data`` is set, or it moves, it is used anew. That
-    is seen without an operation that checkpoints would count.
+    is seen without an operation that checkpoints would count. ``members`` are those of the node, ``taken`` the places
+    that were taken since these were last looked at for hooks.
     """
 
-    __slots__ = ("__weakref__", "memory", "mesh", "values")
+    __slots__ = ("__weakref__", "members", "memory", "mesh", "taken", "values")
 
     def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
@@ -122,12 +123,29 @@ class _Used:
         for _, _, replica in found:
             replica.on(mesh)
         self.mesh = mesh
+        self.members = [together.members[i] for i, _, _ in found]
+        self.taken: set[int] = set()
         self.values: list[Tensor | None] = [None] * len(together.members)
         self.memory: list[Any] = [None] * len(together.members)
         values = _shared_node(mesh, mesh_dims, [replica for _, _, replica in found], *[p for _, p, _ in found])
         for (i, _, _), y in zip(found, values):
             self.values[i] = y
             self.memory[i] = y.data_ptr(), y.shape, y.dtype
+
+    def serves(self, param: Tensor, place: int, mesh: CartMesh) -> bool:
+        """Tell whether the node stands for a parameter as it is now, which is then taken.
+
+        It does not where one of its members has come to have hooks. They are looked for when a place is taken again, as
+        another pass begins then.
+        """
+        if self.mesh is not mesh or self.memory[place] != (param.data_ptr(), param.shape, param.dtype):
+            return False
+        if place in self.taken:
+            if any((p := known()) is not None and _has_hooks(p) for known in self.members):
+                return False
+            self.taken.clear()
+        self.taken.add(place)
+        return True
 
     def retire(self) -> None:
         """Leave all parameters to the node that takes its place: a pass that finds both takes twice as long."""
@@ -139,11 +157,11 @@ def _used_together(
 ) -> Tensor | None:
     known = together.used.get((id(mesh), mesh_dims))
     used = None if known is None else known()
-    here = param.data_ptr(), param.shape, param.dtype
-    if used is None or used.mesh is not mesh or used.memory[place] != here:
+    if used is None or not used.serves(param, place, mesh):
         if used is not None:
             used.retire()
         used = _Used(together, mesh, mesh_dims)
+        used.taken.add(place)
         together.used[id(mesh), mesh_dims] = weakref.ref(used)
         kept.append(used)
         together.keep(used)
@@ -168,9 +186,7 @@ def used_again(param: Tensor, mesh: CartMesh, beside: Layout) -> Tensor | None:
         return None
     _, known, place = replica.beside
     used = known()
-    if used is None or used.mesh is not mesh or used.memory[place] != (param.data_ptr(), param.shape, param.dtype):
-        return None
-    return used.values[place]
+    return used.values[place] if used is not None and used.serves(param, place, mesh) else None
 
 
 def use_beside(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...], beside: Layout) -> Tensor:

@@ -274,13 +274,18 @@ def test_two_meshes():
     alike(ours, plain)
 
 
-def test_hooks_of_parameters_that_a_pass_does_not_reach():
+@pytest.mark.parametrize("before", ["nothing", "forward", "pass"])
+def test_hooks_of_parameters_that_a_pass_does_not_reach(before):
     net = ms.distribute_module(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), mesh_of((-1,)))
     x = ms.distribute_tensor(torch.randn(8, 4), mesh_of((-1,)), (ms.Shard(0),))
+    if before != "nothing":
+        loss = net[1](net[0](x)).square().mean()
+        if before == "pass":
+            loss.backward()
     called = []
     net[1].bias.register_hook(lambda _: called.append("tensor"))
     net[1].bias.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
-    for reached in (1, 0, 1, 0):
+    for reached in (0, 1, 0, 1, 0):
         net[reached](x).square().mean().backward()
         assert called == ["tensor", "accumulated"] * reached
         called.clear()

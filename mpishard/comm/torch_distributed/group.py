@@ -38,15 +38,15 @@ TAGS = 1 << 15
 def _require(op: str, what: str, expected: object, got: object) -> None:
     if expected != got:
         raise LayoutError(
-            f"{op}: {what} of another size or dtype",
-            expected=f"{what}: {expected}",
+            f"{op}: {what} do not fit",
+            expected=expected,
             got=got,
             fix="give every rank's tensor its place, in the dtype that travels",
         )
 
 
-def _kind(x: Tensor) -> tuple[int, torch.dtype]:
-    return x.numel(), x.dtype
+def _kind(x: Tensor) -> str:
+    return f"{x.numel()} of {x.dtype}"
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -161,7 +161,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
         for parts, x in zip(outputs, inputs):
-            _require("all_gather", "tensors, one for each rank", self.size(), len(parts))
+            _require("all_gather", "tensors to fill, one for each rank,", self.size(), len(parts))
             counts = [p.numel() for p in parts]
             flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, counts)
             for part, got in zip(parts, flat.split(counts)):
@@ -172,7 +172,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
-        _require("all_gather_into_tensor", "an output", (input.numel() * self.size(), input.dtype), _kind(output))
+        expected = f"{input.numel() * self.size()} of {input.dtype}"
+        _require("all_gather_into_tensor", "the numbers to fill", expected, _kind(output))
         flat = blocking.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
         output.detach().copy_(flat.view(output.shape))
         return Work([output])
@@ -192,7 +193,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
         op, n = _name_of(opts), output.numel()
-        _require("reduce_scatter_tensor", "an input", (n * self.size(), output.dtype), _kind(input))
+        _require("reduce_scatter_tensor", "the numbers given", f"{n * self.size()} of {output.dtype}", _kind(input))
         flat = input.detach().reshape(-1)
         if op in ("sum", "avg") and (op == "sum" or flat.is_floating_point() or flat.is_complex()):
             got = blocking.reduce_scatter(flat, self._group, 0, (n,) * self.size())
@@ -219,7 +220,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Reduce lists of tensors and keep one of them each. Collective."""
         for output, parts in zip(outputs, inputs):
-            _require("reduce_scatter", "tensors, one for each rank", self.size(), len(parts))
+            _require("reduce_scatter", "the tensors given, one for each rank,", self.size(), len(parts))
             alike = all(p.numel() == output.numel() for p in parts)
             if alike:
                 self.reduce_scatter_single(output, torch.cat([p.detach().reshape(-1) for p in parts]), opts)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
-from mpishard.errors import MeshError, ranges_of, ranks_text
+from mpishard.errors import MeshError
 
 
 def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.ProcessGroup:
@@ -155,7 +155,7 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
     # belongs to, which may differ between members; how often these have made a group of just these ranks does not
     number = world.made[tuple(ranks)] = world.made.get(tuple(ranks), 0) + 1
     tag = zlib.crc32(str((ranks, number)).encode()) % TAGS
-    with guard.waiting(f"a process group of {ranks_text(ranges_of(ranks))}", (), whole):
+    with guard.waiting("a new process group", ranks, whole):
         comm = whole.Create_group(members, tag)
     members.Free()
     every.Free()

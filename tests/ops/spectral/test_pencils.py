@@ -133,3 +133,15 @@ def test_a_message_of_another_length_is_refused(monkeypatch):
     monkeypatch.setattr(ctypes, "memmove", lie)
     with pytest.raises(ms.DesyncError, match="ranks made different calls"):
         FFT.ifft2(x)
+
+
+@pytest.mark.parametrize("call", [FFT.fftn, FFT.ifftn])
+def test_nothing_is_padded_with_zeros(call):
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to holds NaN
+    try:
+        for dim in range(3):
+            x = shard(torch.zeros(0, 4, 5, dtype=torch.complex128), mesh_of((WORLD.size,)), (ms.Shard(dim),))
+            y = call(x, s=(10, 3), dim=(0, 1)).full_tensor()
+            assert torch.equal(y, torch.zeros(10, 3, 5, dtype=torch.complex128))
+    finally:
+        torch.use_deterministic_algorithms(False)
