@@ -201,17 +201,13 @@ class Normalise(Function):
         found: list[Tensor] | None,
     ) -> Tensor:
         """Return y; mean and biased variance in ``found``, if given. Collective over ``rows.over``."""
-        x = x if are_columns(x) else x.contiguous()
         mean, var, large = _statistics(x, rows, mesh)
         if found is not None:
             found += (mean, var)  # not results: autograd would wrap each of them
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
         ctx.by_row = not large and _is_by_row(x, weight, bias)
         if ctx.by_row:
-            if rows.is_per_channel:
-                ctx.given = mean.to(x.dtype), var.to(x.dtype)
-            else:
-                ctx.given = rows.apart(torch.stack((mean, var)).to(x.dtype)).unbind()
+            ctx.given = rows.apart(mean.to(x.dtype)), rows.apart(var.to(x.dtype))
             ctx.save_for_backward(x, weight, bias)
             return _standardised(x, *ctx.given, weight, bias, rows, eps)
         if rows.is_per_channel and not large and x.numel():
@@ -325,8 +321,8 @@ def _backward_by_row(
             offset, slope = sums.to(x.dtype).unbind()
             dx = torch.native_batch_norm(dy, weight, offset, torch.zeros_like(mean), var, False, 0.0, eps)[0]
             dx.addcmul_(x, slope.view(-1, *[1] * (x.ndim - 2)))
-        dx = dx.view(shape)
-    if rows.has_samples and (needs[1] or needs[2]):
+    if rows.has_samples:
+        dx = None if dx is None else dx.view(shape)
         dw, db = (_over_samples(t.view(rows.n, rows.c).double(), x.dtype) for t in (dw, db))
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
@@ -412,6 +408,8 @@ def normalised(
         if found is not None:
             found += _statistics(x.detach(), rows, mesh)[:2]
         return recorded(x, weight, bias, rows, mesh, eps)
+    # here, as what a node keeps must be what it was given: derivatives of gradients go on from there
+    x = x if are_columns(x) else x.contiguous()
     return _node(x, weight, bias, rows, mesh, eps, found)  # type: ignore[no-any-return]
 
 

@@ -198,7 +198,7 @@ def batch_norm(
     block = filled(x.block)
     y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
     if y.requires_grad:
-        y.register_hook(_in_format_of(block))
+        y.register_hook(_in_format_of(y))
     return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
 
 
@@ -222,14 +222,16 @@ def _spread(block: Tensor) -> Tensor:
     return y if y is block else y + torch.arange(y.numel(), device=y.device).to(y.dtype).view(y.shape)
 
 
-def _in_format_of(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a hook that gives a cotangent the memory format of ``x``.
+def _in_format_of(y: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a hook that gives a cotangent the memory format of the result ``y``.
 
-    Of one sample, torch's batch_norm backward (docs/upstream.md) misreads a cotangent that came through
-    ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
+    Of one sample, torch's backward of batch_norm and instance_norm (docs/upstream.md) misreads a cotangent that came
+    through ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another
+    order.
     """
-    row_major = torch.contiguous_format
-    memory_format = row_major if x.is_contiguous() else FORMATS.get(x.ndim, row_major)
+    last = FORMATS.get(y.ndim)
+    is_last = last is not None and not y.is_contiguous() and y.is_contiguous(memory_format=last)
+    memory_format = last if is_last else torch.contiguous_format
     return lambda g: g.contiguous(memory_format=memory_format)
 
 
@@ -273,6 +275,8 @@ def instance_norm(
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
         y = torch.instance_norm(_spread(x.block), weight, bias, None, None, True, 0.0, eps, False)
+        if y.requires_grad:
+            y.register_hook(_in_format_of(y))
         return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     found: list[Tensor] | None = None if running_mean is None and running_var is None else []
