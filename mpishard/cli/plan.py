@@ -101,15 +101,16 @@ def plan(
         plans = [planned(make, extents, mesh=_numbers("--mesh", mesh), **given)]
     else:
         plans = [planned(make, extents, ranks=p, **given) for p in _numbers("--ranks", ranks or "")]
-    drawn = [planned(make, extents, ranks=p, **given) for p in powers(max(p.ranks for p in plans))] if plot else []
-    if world().rank:
-        return
-    if plot:
-        draw(drawn, plot)
-    if as_json:
+    first = world().rank == 0
+    if first and as_json:
         click.echo(json.dumps([p.as_dict() for p in plans], indent=1))
-    else:
+    elif first:
         _show(plans)
+    if plot:
+        sizes = powers(max(p.ranks for p in plans), extents, given["dims"])
+        drawn = [planned(make, extents, ranks=p, **given) for p in sizes]
+        if first:
+            draw(drawn, plot)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

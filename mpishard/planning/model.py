@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.errors import JobError
+from mpishard.planning.step import told
 
 
 def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
@@ -33,13 +34,14 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
     place, _, name = spec.rpartition(":")
     try:
         found = getattr(_module(place), name)
-    except (ImportError, AttributeError, OSError, ValueError) as error:
+    except Exception as error:
+        # whatever the module raises as it is imported
         raise JobError(
             "plan: the model",
             expected="module:factory or file.py:factory",
-            got=f"{spec!r}: {error}",
+            got=f"{spec!r}: {told(error)}",
             fix="name what returns the model, such as examples/unet.py:UNet",
-        ) from None
+        ) from error
     return partial(found, **dict(map(_option, options)))
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,12 @@ from mpishard.comm import counter
 from mpishard.comm.null import Event
 from mpishard.errors import JobError, MpishardError, UnsupportedOperationError
 from mpishard.layout.partition import balanced
-from mpishard.planning.machine import Machine, machine_named
+from mpishard.planning.arguments import candidates, checked_machine, checked_mesh, checked_program, checked_ranks
+from mpishard.planning.machine import Machine
 from mpishard.planning.mesh import mesh_on
-from mpishard.planning.step import Program, checked, default_dims, step_on
+from mpishard.planning.step import Program, default_dims, step_failed, step_on
 from mpishard.planning.timeline import Parts, host_seconds, run
 from mpishard.planning.trace import Operation, Trace
-
-_TRIES = 4  # meshes of the smallest surface that are planned, of all that there are
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def plan(
     shape
         Of its input, global: ``(batch, channels, *space)``.
     ranks, mesh
-        Number of ranks, for which the best mesh is looked for; or its extents.
+        Number of ranks, for which the best mesh is looked for: among those of the smallest surface, and the best that
+        cuts one dim, two, and so on; or its extents.
     dims
         Tensor dims that the mesh shards, in order; all of space if not given.
     coords
@@ -140,7 +140,7 @@ def plan(
         A name of `machine_names`, a file of one (see `machine_named`), ``"local"``, or a `Machine`. ``"local"`` does
         the rank's work here, on blocks of that shape, and adds what messages take by measured latency and bandwidth.
     dtype
-        Of the input and the parameters.
+        Of the input and the parameters; complex ones have the complex dtype of it.
     optimizer
         ``"sgd"``, ``"adam"``, ``"adamw"``; None: forward alone.
     loss
@@ -153,17 +153,17 @@ def plan(
     Raises
     ------
     JobError
-        Shape, dims, mesh and ranks do not fit each other, or the machine is not known.
+        Shape, dims, mesh and ranks do not fit each other, the machine is not known, or the model or the loss fails:
+        the cause is what they raised.
     UnsupportedOperationError
-        The model asks for values.
+        The model asks for values, or has an operation without a rule.
 
     Examples
     --------
     >>> best = ms.plan(UNet, (1, 1, 4096, 4096, 4096), ranks=65536, machine="perlmutter")
     >>> best.mesh, best.seconds, best.efficiency, best.limit
     """
-    asked = tuple(default_dims(shape) if dims is None else dims)
-    program = checked(Program(model, tuple(shape), asked, dtype, optimizer, loss))
+    program = checked_program(model, shape, dims, dtype, optimizer, loss)
     if (ranks is None) == (mesh is None) or (mesh is None and coords is not None):
         raise JobError(
             "plan",
@@ -171,8 +171,9 @@ def plan(
             got=f"ranks={ranks}, mesh={mesh}, coords={coords}",
             fix="give one of them",
         )
-    meshes = [_checked_mesh(program, mesh)] if mesh is not None else candidates(program, ranks or 0)
-    found = [_planned(program, extents, machine, coords) for extents in meshes]
+    meshes = [checked_mesh(program, mesh)] if mesh is not None else checked_ranks(program, ranks)
+    known = checked_machine(machine)
+    found = [_planned(program, extents, known, coords) for extents in meshes]
     return min(found, key=lambda p: (not p.fits, p.seconds))
 
 
@@ -180,47 +181,6 @@ def sweep(model: Callable[[], nn.Module], shape: Sequence[int], ranks: Sequence[
     """Yield the `plan` of every number of ranks; options as of `plan`. Not collective."""
     for size in ranks:
         yield plan(model, shape, ranks=size, **options)
-
-
-def _checked_mesh(program: Program, mesh: Sequence[int]) -> tuple[int, ...]:
-    extents = tuple(mesh)
-    fits = 0 < len(extents) <= len(program.dims) and min(extents) >= 1
-    if not fits or any(n > program.shape[d] for n, d in zip(extents, program.dims)):
-        raise JobError(
-            "plan: mesh",
-            expected=f"up to {len(program.dims)} extents, none above those of dims {program.dims}",
-            got=f"{extents} for shape {program.shape}",
-            fix="give an extent for every dim that is to be sharded",
-        )
-    return extents
-
-
-def candidates(program: Program, ranks: int) -> list[tuple[int, ...]]:
-    """Return the meshes of so many ranks whose blocks have the smallest surface. Not collective."""
-    lengths = [program.shape[d] for d in program.dims]
-
-    def surface(extents: tuple[int, ...]) -> tuple[float, float]:
-        block = [n / p for n, p in zip(lengths, extents)]
-        cells = math.prod(-(-n // p) for n, p in zip(lengths, extents))
-        return cells * sum(1 / b for b, p in zip(block, extents) if p > 1), -extents[0]
-
-    every = [e for e in _factors(ranks, len(lengths)) if all(p <= n for p, n in zip(e, lengths))]
-    if not every:
-        raise JobError(
-            "plan: ranks",
-            expected=f"a number that is a product of extents of at most {lengths}",
-            got=ranks,
-            fix="take fewer ranks, or shard more dims",
-        )
-    return sorted(every, key=surface)[:_TRIES]
-
-
-def _factors(n: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (n,)
-        return
-    for p in (p for p in range(1, n + 1) if n % p == 0):
-        yield from ((p, *rest) for rest in _factors(n // p, count - 1))
 
 
 def _middle(program: Program, extents: Sequence[int]) -> tuple[int, ...]:
@@ -233,7 +193,9 @@ def _middle(program: Program, extents: Sequence[int]) -> tuple[int, ...]:
     return tuple(coords)
 
 
-def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine, coords: Sequence[int] | None) -> Plan:
+def _planned(
+    program: Program, extents: tuple[int, ...], machine: Machine | Literal["local"], coords: Sequence[int] | None
+) -> Plan:
     coords = _middle(program, extents) if coords is None else coords
     traced = trace(program, extents, coords)
     lengths = [program.shape[d] for d in program.dims[: len(extents)]]
@@ -251,7 +213,7 @@ def _planned(program: Program, extents: tuple[int, ...], machine: str | Machine,
         # the whole on one rank may not fit here
         ideal = parts.compute / imbalance
     else:
-        known = machine_named(machine) if isinstance(machine, str) else machine
+        known = machine
         parts = run(known, traced.events)
         ideal = run(known, _alone(program)).compute / math.prod(extents)
     ops = [e for e in traced.events if isinstance(e, Operation)]
@@ -329,15 +291,16 @@ def trace(program: Program, extents: Sequence[int], coords: Sequence[int], devic
                 later = _timed(step)
     except MpishardError:
         raise
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error):
-            raise
-        raise UnsupportedOperationError(
-            "plan: the model asks for values",
-            expected="a step whose course does not depend on the values of tensors",
-            got=f"{type(error).__name__}: {error}",
-            fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
-        ) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and "meta" in str(error):
+            raise UnsupportedOperationError(
+                "plan: the model asks for values",
+                expected="a step whose course does not depend on the values of tensors",
+                got=text,
+                fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
+            ) from error
+        raise step_failed(error, program) from error
     by_op = {op: (c.calls, c.messages, c.nbytes) for op, c in sorted(count.by_op.items())}
     mesh.free()
     return Traced(traced.events, traced.peak, by_op, max(0.0, first - later), tuple(shape))
@@ -349,6 +312,16 @@ def _timed(step: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def powers(largest: int) -> list[int]:
-    """Return 1, 2, 4, ... and the largest, for `sweep`. Not collective."""
-    return sorted({*itertools.takewhile(lambda p: p < largest, (2**i for i in range(32))), largest})
+def powers(largest: int, shape: Sequence[int] | None = None, dims: Sequence[int] | None = None) -> list[int]:
+    """Return 1, 2, 4, ... and the largest, for `sweep`. Not collective.
+
+    Parameters
+    ----------
+    shape, dims
+        As of `plan`: numbers of ranks for which these have no mesh are left out.
+    """
+    found = sorted({*itertools.takewhile(lambda p: p < largest, (2**i for i in range(32))), largest})
+    if shape is None:
+        return found
+    cut = default_dims(shape) if dims is None else dims
+    return [p for p in found if candidates(shape, cut, p)]

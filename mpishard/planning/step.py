@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-9),
 }
+
+
+# whose lines are not the user's
+_PACKAGES = ("<frozen", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,14 @@ def squares(output: Any) -> Tensor:
 
 
 def step_on(mesh: CartMesh, program: Program) -> Callable[[], None]:
-    """Return a function that does one step of a program on a mesh. Collective, as it is."""
-    try:
-        with torch.device(mesh.device):
-            model = program.model()
-    except (RuntimeError, NotImplementedError):
-        # what reads values while it is made
-        model = program.model()
-    model = distribute_module(model.to(program.dtype), mesh)
+    """Return a function that does one step of a program on a mesh. Collective, as it is.
+
+    Raises
+    ------
+    JobError
+        The model is none that a step of this program can be done with.
+    """
+    model = distribute_module(_made(program, mesh.device), mesh)
     placements = [Shard(d) for d in program.dims[: mesh.ndim]]
     x = empty(*program.shape, mesh=mesh, placements=placements, dtype=program.dtype)
     x.block.uniform_()
@@ -80,6 +86,13 @@ def step_on(mesh: CartMesh, program: Program) -> Callable[[], None]:
 
     def step() -> None:
         loss = loss_of(model(x))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise JobError(
+                "plan: the loss",
+                expected="a tensor of one number",
+                got=f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
+                fix="give loss, a function of the model's output that returns one, or optimizer=None",
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -87,21 +100,63 @@ def step_on(mesh: CartMesh, program: Program) -> Callable[[], None]:
     return step
 
 
-def checked(program: Program) -> Program:
-    """Return a program that may run, or raise. Not collective."""
-    shape, dims = program.shape, program.dims
-    if not shape or min(shape) < 1 or not dims or len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))):
+def _made(program: Program, device: torch.device) -> nn.Module:
+    """Return the model, its numbers in the program's dtype, or for complex ones in the complex one of it."""
+    try:
+        try:
+            with torch.device(device):
+                model = program.model()
+        except RuntimeError:
+            # what reads values while it is made
+            model = program.model()
+    except Exception as error:
         raise JobError(
-            "plan: shape and dims",
-            expected="extents of 1 or more, and different dims of that shape to shard",
-            got=f"shape {shape}, dims {dims}",
-            fix="give the global shape of the input, and the dims that the mesh shards",
-        )
-    if program.optimizer is not None and program.optimizer not in OPTIMIZERS:
+            "plan: the model cannot be made",
+            expected="a function or class that can be called with these arguments",
+            got=told(error),
+            fix="give its arguments: --option NAME=VALUE, or lambda: UNet(base=8)",
+        ) from error
+    if not isinstance(model, nn.Module):
         raise JobError(
-            "plan: optimizer", expected=f"one of {', '.join(OPTIMIZERS)}", got=program.optimizer, fix="name one"
+            "plan: the model",
+            expected="a function or class that returns a torch.nn.Module",
+            got=type(model).__name__,
+            fix="return the model",
         )
-    return program
+    if program.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+        raise JobError(
+            "plan: the model",
+            expected="parameters to train",
+            got="none that requires a gradient",
+            fix="plan the forward pass alone: optimizer=None, --optimizer none",
+        )
+    # torch has no complex numbers of bfloat16
+    of_complex = torch.promote_types(program.dtype, torch.complex32)
+
+    def cast(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(of_complex)
+        return t.to(program.dtype) if t.is_floating_point() else t
+
+    return model._apply(cast)
+
+
+def step_failed(error: Exception, program: Program) -> JobError:
+    """Return what to raise where a step of a program raises. Not collective."""
+    return JobError(
+        "plan: the step fails",
+        expected=f"a model that takes an input of shape {program.shape} and dtype {program.dtype}",
+        got=told(error),
+        fix="do the same step in one process of plain torch, on a smaller input",
+    )
+
+
+def told(error: Exception) -> str:
+    """Return what an error says, and the line of the user's program that met it. Not collective."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
+    # the rest may be long, and repeat the program
+    text = f"{type(error).__name__}: {str(error)[:1000]}"
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else text
 
 
 def default_dims(shape: Sequence[int]) -> tuple[int, ...]:

@@ -69,6 +69,9 @@ class Trace(LiveMemory):
         """Forget the events; what lives goes on to be counted. Not collective."""
         self.events.clear()
 
+    def _holds(self, _x: torch.Tensor) -> bool:
+        return True  # on the rank that is planned
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

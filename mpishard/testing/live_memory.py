@@ -42,7 +42,7 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if type(x) is not torch.Tensor:
+            if type(x) is not torch.Tensor or not self._holds(x):
                 continue
             if x.layout is torch.strided:
                 storage = x.untyped_storage()
@@ -53,6 +53,10 @@ class LiveMemory(TorchDispatchMode):
                 # a copy in memory of its own, which has no storage
                 self._came(x, x.numel() * x.itemsize)
         return out
+
+    def _holds(self, _x: torch.Tensor) -> bool:
+        """Tell whether a tensor takes memory."""
+        return _x.device.type != "meta"
 
     def _came(self, owner: object, nbytes: int) -> None:
         self.nbytes += nbytes

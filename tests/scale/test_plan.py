@@ -14,6 +14,7 @@ import mpishard as ms
 from mpishard.cli import main
 from mpishard.comm.null import Event
 from mpishard.errors import JobError, MissingPackageError
+from mpishard.planning.arguments import candidates
 from mpishard.planning.machine import Machine
 from mpishard.planning.timeline import Parts, collective_seconds, run
 from mpishard.planning.trace import Operation
@@ -134,11 +135,68 @@ def test_uneven_cells():
 @pytest.mark.parametrize(
     "given",
     [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)},
-     {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"}],
+     {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"},
+     {"ranks": 4.0}, {"ranks": "4"}, {"ranks": (2, 2)}, {"ranks": 0}, {"mesh": (2.5,)}, {"mesh": "4"},
+     {"ranks": 2, "dims": 2.0}, {"ranks": 2, "machine": 3}, {"ranks": 2, "dtype": "float32"},
+     {"ranks": 2, "dtype": torch.int32}, {"ranks": 2, "loss": 1}, {"ranks": 2, "loss": lambda y: y},
+     {"ranks": 2, "loss": lambda y: None}],
 )  # fmt: skip
 def test_wrong_plans(given):
     with pytest.raises(JobError, match="expected"):
         ms.plan(conv, (1, 1, 16, 16, 16), **given)
+
+
+@pytest.mark.parametrize("shape", [16, "16", (1, 1, 16.0), (1, 3, 16, 16, 16), (1, 1, 10**30, 16, 16), (16, 16)])
+def test_wrong_shapes(shape):
+    with pytest.raises(ms.MpishardError, match="expected"):
+        ms.plan(conv, shape, mesh=(1,), dims=(0,) if shape == (16, 16) else None)
+
+
+def refuses() -> torch.nn.Module:
+    raise KeyError("a reason of its own")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(conv(), "lambda"), (None, "function or class"), (lambda: None, "NoneType"), (torch.nn.ReLU, "optimizer=None"),
+     (torch.nn.Linear, "cannot be made"), (refuses, r"a reason of its own.*test_plan.py, line")],
+)  # fmt: skip
+def test_wrong_models(model, said):
+    with pytest.raises(JobError, match=said):
+        ms.plan(model, (1, 1, 16, 16, 16), ranks=2)
+
+
+def test_arguments_as_others_take_them():
+    """A number for a mesh of one dim, dims counted from the end, a model without parameters that only goes forward."""
+    assert ms.plan(conv, (1, 1, 16, 16, 16), mesh=4).mesh == (4,)
+    assert ms.plan(conv, (1, 1, 16, 16, 16), mesh=(2, 2), dims=(-1, -3)).dims == (4, 2)
+    assert ms.plan(torch.nn.ReLU, (1, 1, 16), mesh=2, optimizer=None).messages == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_complex_parameters_stay_complex(dtype):
+    class Phase(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            spectrum = torch.fft.rfft(x.float() if x.dtype == torch.bfloat16 else x, dim=2)
+            assert self.weight.dtype == spectrum.dtype
+            return torch.fft.irfft(spectrum * self.weight[:, None], dim=2)
+
+    assert ms.plan(Phase, (1, 3, 64), mesh=(4,), dtype=dtype).messages > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64, 64, 64), (1, 1, 640, 64, 65), (1, 1, 128, 100, 1)])
+def test_fewer_cuts_are_planned_too(shape):
+    """Small blocks may feel the cost of messages more than that of their surface: on one dim, on two, on three."""
+    found = candidates(shape, (2, 3, 4), 64)
+    cut = [sum(n > 1 for n in extents) for extents in found]
+    assert {*cut} == ({1, 2, 3} if shape[-1] > 1 else {1, 2})
+    assert len(found) <= 7
+    best = ms.plan(conv, shape, ranks=64)
+    assert best.seconds == min(ms.plan(conv, shape, mesh=mesh).seconds for mesh in found)
 
 
 def test_a_model_that_asks_for_values():
@@ -177,6 +235,33 @@ def test_command(capsys, tmp_path):
     assert "reductions" in figure.read_text()
     assert main(["plan", UNET, *SMALL, "--mesh", "2x2"]) == 0
     assert "efficiency" in capsys.readouterr().out
+
+
+def test_a_figure_of_ranks_that_have_a_mesh(capsys, tmp_path):
+    """Powers of two that this field has no mesh of are left out; the table comes whatever becomes of the figure."""
+    figure = tmp_path / "plan.svg"
+    small = ["--shape", "1x1x9x9x6", "--ranks", "54"]
+    assert ms.planning.powers(54, (1, 1, 9, 9, 6)) == [1, 2, 4, 8, 16, 32, 54]
+    assert ms.planning.powers(162, (1, 1, 9, 9, 2)) == [1, 2, 4, 8, 16, 32, 64, 128, 162]
+    assert ms.planning.powers(9, (1, 1, 3, 3)) == [1, 2, 4, 9]
+    model = f"{__file__}:conv"
+    assert main(["plan", model, *small, "--plot", str(figure)]) == 0
+    assert figure.exists()
+    assert main(["plan", model, *small, "--plot", str(tmp_path / "none" / "plan.svg")]) == 2
+    assert "efficiency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--option", "nothing=3"], ["--loss", "torch:none"], ["--shape", "1x5x4x4x4"]])
+def test_command_refused_without_a_traceback(options, capsys):
+    assert main(["plan", UNET, *SMALL, "--ranks", "2", *options]) == 2
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_command_of_a_file_that_does_not_compile(capsys, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    assert main(["plan", f"{broken}:f", *SMALL, "--ranks", "2"]) == 2
+    assert "SyntaxError" in capsys.readouterr().err
 
 
 def test_command_without_matplotlib(monkeypatch, tmp_path):

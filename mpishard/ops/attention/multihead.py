@@ -64,15 +64,17 @@ def multi_head_attention_forward(
     )  # fmt: skip
     call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
     if mesh.plans.get(call) is None:
-        meta = [None if x is None else on_domain(x.shape, x) for x in tensors]
-        if autocast_enabled(query.device.type):
-            # which knows nothing of tensors without data
-            meta = [x.float() if x is not None and x.is_floating_point() else x for x in meta]
-        # torch's own errors
-        F.multi_head_attention_forward(
-            *meta[:3], embed_dim_to_check, num_heads, *meta[3:7], add_zero_attn, dropout_p, *meta[7:9], training,
-            meta[9], need_weights, meta[10], use_separate_proj_weight, *meta[11:], average_attn_weights, is_causal,
-        )  # fmt: skip
+
+        def torchs(*meta: Tensor | None) -> None:
+            if autocast_enabled(query.device.type):
+                # which knows nothing of tensors without data
+                meta = tuple(x.float() if x is not None and x.is_floating_point() else x for x in meta)
+            F.multi_head_attention_forward(
+                *meta[:3], embed_dim_to_check, num_heads, *meta[3:7], add_zero_attn, dropout_p, *meta[7:9], training,
+                meta[9], need_weights, meta[10], use_separate_proj_weight, *meta[11:], average_attn_weights, is_causal,
+            )  # fmt: skip
+
+        on_domain(torchs, *tensors)  # its errors
         mesh.plan(call, lambda: True)
 
     # also where a parameter alone is sharded

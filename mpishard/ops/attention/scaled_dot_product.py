@@ -162,12 +162,11 @@ def attend(
     key_ = ("attention", layouts, dtypes, is_causal, scale, enable_gqa, dropout_p, method)
     plan: AttentionPlan | None = mesh.plans.get(key_)
     if plan is None:
-        meta = [on_domain(o.shape, x) for o, x in zip(layouts, locals_)]
         options = {"scale": scale, "enable_gqa": enable_gqa}
         # torch's own shape, and its own errors
-        tried: Sequence[Any] = meta[3:] or (None,)
-        for mask in tried:
-            shape = tuple(F.scaled_dot_product_attention(*meta[:3], mask, dropout_p, is_causal, **options).shape)
+        for mask in operands[3:] or (None,):
+            given = (*operands[:3], mask, dropout_p, is_causal)
+            shape = tuple(on_domain(F.scaled_dot_product_attention, *given, **options).shape)
         plan = mesh.plan(
             key_, lambda: _plan(mesh, layouts, shape, dtypes[0], is_causal, scale, enable_gqa, dropped, method)
         )

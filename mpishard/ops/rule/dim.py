@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache, wraps
 from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -243,12 +245,22 @@ def frozen(value: Any, ndim: int) -> Any:
     return (value,) * ndim if isinstance(value, (int, float, Integral)) else value
 
 
-def on_domain(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor of ``shape`` without data: torch's own function on it gives its result shape, or its error.
+def on_domain(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Return what a function of torch gives of whole tensors without data: its shape and dtype, or its error.
 
-    Not collective.
+    Not collective. It is no part of a rank's work: modes that count operations and memory do not see it.
+
+    Parameters
+    ----------
+    function, args, named
+        What is called. Each tensor, sharded or not, is replaced by one of its global shape on the ``meta`` device.
     """
-    return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+    with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+        return function(*map(_without_data, args), **named)
+
+
+def _without_data(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def require_dtype(x: Tensor, function: Callable[[Tensor], Any]) -> None:

@@ -169,7 +169,7 @@ def _plan(
         torch.fft.ifft(x.block.new_zeros(2))
     # errors, shape and dtype are torch's own
     family = _FAMILIES[name.rstrip("2n")]
-    result = func(on_domain(layout.shape, x.block), *_in_order(family, given, wanted, order))
+    result = on_domain(func, x, *_in_order(family, given, wanted, order))
     shape = tuple(result.shape)
     lengths = {d: shape[d] for d in order}
     if family.halves:

@@ -54,12 +54,13 @@ def stft(
             fix="pad the signal and the window yourself",
         )
     # errors and dtype are torch's own
-    result = torch.stft(
-        on_domain(x.shape, x.block),
+    result = on_domain(
+        torch.stft,
+        x,
         n_fft,
         hop_length,
         win_length,
-        None if window is None else on_domain(window.shape, window),
+        window,
         center,
         pad_mode,
         normalized,

@@ -327,7 +327,7 @@ def _planned(x: ShardTensor, func: Callable[..., Any], name: str, ndim: int, out
     key = (name, x.sharding, x.dtype, _extents(x, ndim, output_size))
 
     def build() -> AdaptivePlan:
-        shape = func(on_domain(x.sharding.shape, x.block), output_size).shape
+        shape = on_domain(func, x, output_size).shape
         if 0 in shape[-ndim:] or 0 in x.sharding.shape[-ndim:]:
             raise LayoutError(
                 f"{name}: no cells to pool",

@@ -216,13 +216,16 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
     return _plan_tapped(x, request, shape, sharded, scales)
 
 
+def _interpolated(whole: Tensor, request: _Request) -> Tensor:
+    # torch's check of no samples fails on tensors without data
+    return F.interpolate(whole if len(whole) else whole.new_empty((1, *whole.shape[1:])), *request)
+
+
 def _refused_or_extents(x: ShardTensor, request: _Request) -> tuple[int, ...]:
     """Return the spatial extents of an unusual request's result, or raise torch's own error."""
     layout = x.sharding
     try:
-        # torch's check of no samples fails on tensors without data
-        shape = (layout.shape[0] or 1, *layout.shape[1:])
-        return tuple(F.interpolate(on_domain(shape, x.block), *request).shape[2:])
+        return tuple(on_domain(_interpolated, x, request).shape[2:])
     except Exception:
         # what is refused without data is refused with data before any work, and in other words
         F.interpolate(x.block.new_zeros(()).expand(1, 1, *layout.shape[2:]), *request)

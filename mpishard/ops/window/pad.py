@@ -65,7 +65,7 @@ def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> 
 
 def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any, func: Any) -> PadPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(func(on_domain(layout.shape, x.block), widths, mode, value).shape)
+    shape = tuple(on_domain(func, x, widths, mode, value).shape)
     wanted, sizes = [], list(layout.sizes)
     for i in range(len(widths) // 2):
         dim, (lo, hi) = x.ndim - 1 - i, widths[2 * i : 2 * i + 2]

@@ -164,8 +164,7 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         key = (name, x.sharding, x.dtype, kernel, step, pads, spread, ceil_mode)
 
         def build() -> PoolPlan:
-            whole = on_domain(x.sharding.shape, x.block)
-            shape = func(whole, kernel_size, stride, padding, dilation, ceil_mode).shape
+            shape = on_domain(func, x, kernel_size, stride, padding, dilation, ceil_mode).shape
             if ndim == 1:  # which has a kernel of its own, that is looked for where there are cells, and no modes
                 with _disable_current_modes():
                     func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
@@ -207,8 +206,7 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
         key = (name, x.sharding, x.dtype, kernel, step, pads, *rest)
 
         def build() -> PoolPlan:
-            whole = on_domain(x.sharding.shape, x.block)
-            shape = func(whole, kernel_size, () if stride is None else stride, padding, *rest).shape
+            shape = on_domain(func, x, kernel_size, () if stride is None else stride, padding, *rest).shape
             return _plan(x, ndim, kernel, step, pads, 1, shape, name)
 
         plan = mesh.plans.get(key) or mesh.plan(key, build)

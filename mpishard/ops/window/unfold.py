@@ -78,7 +78,7 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
 
 def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> UnfoldPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(on_domain(layout.shape, x.block).unfold(dim, size, step).shape)
+    shape = tuple(on_domain(torch.Tensor.unfold, x, dim, size, step).shape)
     wanted, crops, sizes = [], [], [*layout.sizes, None]
     own = layout.sizes[dim]
     if own is not None:
@@ -128,7 +128,7 @@ def unfold(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any
 
 def _plan_columns(x: ShardTensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> UnfoldPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(F.unfold(on_domain(layout.shape, x.block), kernel, dilation, padding, stride).shape)
+    shape = tuple(on_domain(F.unfold, x, kernel, dilation, padding, stride).shape)
     channel, row, column = x.ndim - 3, x.ndim - 2, x.ndim - 1
     kernels, spreads, pads, steps = (per_dim(v, 2) for v in (kernel, dilation, padding, stride))
     wanted, crops, local_padding = [], [], list(pads)
@@ -189,7 +189,7 @@ def fold(
 
 def _plan_fold(x: ShardTensor, output_size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> FoldPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(F.fold(on_domain(layout.shape, x.block), output_size, kernel, dilation, padding, stride).shape)
+    shape = tuple(on_domain(F.fold, x, output_size, kernel, dilation, padding, stride).shape)
     entry, column = x.ndim - 2, x.ndim - 1
     extents, kernels, spreads, pads, steps = (per_dim(v, 2) for v in (output_size, kernel, dilation, padding, stride))
     down = Sliding(kernels[0], steps[0], spreads[0], pads[0], pads[0])

@@ -141,9 +141,8 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, step, pads, size)
 
         def build() -> UnpoolPlan:
-            places = torch.empty(tuple(indices.shape), dtype=indices.dtype, device="meta")
-            whole = func(on_domain(x.sharding.shape, x.block), places, kernel_size, stride, padding, output_size)
-            return _plan(x, ndim, kernel, step, pads, whole.shape, name)
+            shape = on_domain(func, x, indices, kernel_size, stride, padding, output_size).shape
+            return _plan(x, ndim, kernel, step, pads, shape, name)
 
         plan = mesh.plans.get(key) or mesh.plan(key, build)
         at = checked(lambda at: _refuse_far_indices(at, plan, name), mesh, (x.sharding,), at)
