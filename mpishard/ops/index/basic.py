@@ -179,7 +179,17 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
     plan = plan_index(self.sharding, key, self.mesh.coords)
     if isinstance(value, Tensor):
         value = fitted(_value(value, plan), self.mesh, plan.kept)
-    self.block[plan.local] = value
+    if plan.kept.shape == self.sharding.shape:
+        self.block[plan.local] = value
+        return
+    # Into a view, which it is also where a rank's whole block is selected, or none of an empty one. Torch writes that
+    # into the tensor itself, whose cotangent is then a constant: other ranks' second derivatives would have a graph
+    # that goes on, and wait for this rank.
+    view = self.block[plan.local]
+    if isinstance(value, Tensor):
+        view.copy_(value)
+    else:
+        view.fill_(value)
 
 
 def _value(value: Any, plan: Basic) -> Any:

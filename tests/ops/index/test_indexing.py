@@ -107,6 +107,48 @@ def test_a_sharded_value_is_assigned():
         compare(written, [x, (field(3, 4, 6), mesh, (placement,), None)])
 
 
+def changed(write):
+    """Return a function that writes into a copy."""
+
+    def f(x):
+        y = x.clone()
+        write(y)
+        return y
+
+    return f
+
+
+CONSTANTS = {
+    "number": changed(lambda y: y.__setitem__((Ellipsis, slice(2, None)), 0)),
+    "first": changed(lambda y: y.__setitem__((Ellipsis, slice(2)), 0)),
+    "row": changed(lambda y: y.__setitem__((Ellipsis, slice(2, None)), torch.zeros(5).double())),
+    "none": changed(lambda y: y.__setitem__((Ellipsis, slice(7, None)), 0)),
+    "cell": changed(lambda y: y.__setitem__((Ellipsis, -1), 0)),
+    "scaled": changed(lambda y: y[..., 2:].mul_(0)),
+    "scaled and set": changed(lambda y: y.__setitem__((Ellipsis, slice(2, None)), y[..., 2:].mul_(0))),
+    "filled": changed(lambda y: y[..., 2:].fill_(1)),
+    "shifted": changed(lambda y: y.__setitem__((Ellipsis, slice(2, None)), y[..., :-2].clone())),
+    "scattered": lambda x: torch.slice_scatter(x, torch.zeros(5, 6, 5).double(), 2, 2),
+    "selected": lambda x: torch.select_scatter(x, torch.zeros(5, 6).double(), 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_second_derivatives_where_a_block_is_overwritten(name):
+    """A rank whose whole block is set, or which has none, waits for the others as they for it."""
+
+    def penalty(x):
+        y = CONSTANTS[name](x).cumsum(2)
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    full = field(5, 6, 7)
+    expected = penalty(full.clone().requires_grad_())
+    for mesh, placements, sizes in layouts(full.shape, (1, 2)):
+        found = penalty(shard(full, mesh, placements, sizes, True))
+        torch.testing.assert_close(gathered(found), expected)
+
+
 def test_a_plain_tensor_is_scattered_into_where_the_index_lies():
     mesh = mesh_of((WORLD.size,))
     index = torch.arange(24).reshape(6, 4) * 7 % 5
