@@ -32,14 +32,11 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor], *, were_unpacked: bool = False) -> Iterator[Any]:
-    """Give torch's own nodes between operands and results, which communicate nothing and may be run twice.
+def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:
+    """Give torch's own nodes between operands and results, which communicate nothing.
 
-    Not collective. None where what they keep is packed, as in a checkpoint: it may be asked for once. Those that were
-    made in `unpacked` may.
+    Not collective. What they keep may be packed, as in a checkpoint, where it may be asked for once.
     """
-    if packs() and not were_unpacked:
-        return
     seen = {x.grad_fn for x in operands}
     waiting = [y.grad_fn for y in results]
     while waiting:

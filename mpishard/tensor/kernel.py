@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpishard.autograd.graph import before, own_nodes, packs
+from mpishard.autograd.graph import before, own_nodes
 from mpishard.autograd.linear import transforms_active
 from mpishard.layout import watch_empty_blocks
 from mpishard.tensor.registry import RULES, Rule, tensors_in
@@ -162,11 +162,11 @@ def _asked(function: Any, rule: Rule) -> Rule:
     return call
 
 
-def _asking_torch(run: Callable[[], Any], asking: _Asking = _asking) -> Any:
+def _asking_torch(run: Callable[[], Any]) -> Any:
     global _is_asking  # noqa: PLW0603
     _is_asking = True
     try:
-        with asking:
+        with _asking:
             return run()
     finally:
         _is_asking = False
@@ -190,20 +190,15 @@ def _kind(a: Any) -> Any:
 def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
     """Have torch asked after the kernels of the backward of a call, when it comes to it."""
     results = found if isinstance(found, (list, tuple)) else [found]
-    once = packs()
     asking = _Asking(key)
 
-    def ask(node: Any, gradients: Any) -> None:
+    def ask(_node: Any, _gradients: Any) -> None:
         _backwards.add(key)
-        if _is_asking:
-            return
-        if once:
-            # what a checkpoint keeps may be taken once: the node itself runs so, and torch forgets the mode after it
+        if not _is_asking:
+            # the node itself runs so, once, as a checkpoint wants it; torch forgets the mode after it
             torch._C._push_on_torch_dispatch_stack(asking)
-        else:
-            _asking_torch(lambda: node(*gradients), asking)
 
-    for node in own_nodes(_blocks(results), _blocks(operands), were_unpacked=once):
+    for node in own_nodes(_blocks(results), _blocks(operands)):
         before(node, ask)
 
 

@@ -142,6 +142,6 @@ def agree_in_backward(
     def try_first(node: Any, gradients: Any) -> None:
         agreed(lambda: node(*gradients), mesh, layouts)
 
-    for node in own_nodes(own, operands, were_unpacked=True):
+    for node in own_nodes(own, operands):
         if node.name() in _OF_PHASES:
             before(node, try_first)

@@ -117,6 +117,26 @@ def test_a_checkpoint_beside_an_empty_block(name):
             torch.testing.assert_close(gathered(got), e)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("name", ["product", "gelu", "conv"])
+def test_a_penalty_of_a_gradient_beside_an_empty_block(name, kept):
+    """What a checkpoint drops is made again for each pass, of which the second goes through the nodes of the first."""
+    w = field(4, 4, 3).requires_grad_()
+    f = {"product": lambda x: x * x, "gelu": F.gelu, "conv": lambda x: F.conv1d(x[None], w, padding=1)[0]}[name]
+
+    def penalty(x):
+        y = f(x) if kept else checkpoint(f, x, use_reentrant=False)
+        loss = y.square().mean()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(g.square().sum() + loss, [x, *[w][: name == "conv"]])
+
+    expected = penalty(field(4, 4).requires_grad_())
+    for x in beside_nothing(field(4, 4), True):
+        for _ in range(2):
+            for got, e in zip(penalty(x), expected, strict=True):
+                torch.testing.assert_close(gathered(got), e)
+
+
 def test_torch_is_asked_once_and_where_a_block_is_empty(monkeypatch):
     asked = []
     ask = kernel._asking_torch
