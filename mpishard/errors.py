@@ -81,9 +81,21 @@ def described(what: str, *, expected: object, got: object, fix: str) -> str:
     Returns
     -------
     str
-        One text, the same on every rank for the same arguments.
+        One text, the same on every rank for the same arguments. Of a part that is very long, such as a path that
+        nobody meant, the middle is left out: every rank says it, and a job's output holds them all.
     """
-    return f"{what}\n  expected: {expected}\n  got:      {got}\n  fix:      {fix}"
+    parts = (_shown(str(part)) for part in (what, expected, got, fix))
+    return "{}\n  expected: {}\n  got:      {}\n  fix:      {}".format(*parts)
+
+
+_SHOWN = 2000  # characters of each part: with all four, a text is below 10 kB
+
+
+def _shown(text: str) -> str:
+    if len(text) <= _SHOWN:
+        return text
+    half = _SHOWN // 2 - 16
+    return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
 def ranges_of(ranks: Iterable[int]) -> list[tuple[int, int]]:

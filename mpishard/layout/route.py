@@ -6,7 +6,7 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -80,6 +80,8 @@ def plan_route(trip: Trip) -> tuple[Leg, ...]:
         if path is not None:
             break
     assert path is not None
+    for searched in (_largest_block, _whole, _blocks):
+        searched.cache_clear()
     legs, done = [], frozenset[int]()
     for cut, dims in path:
         before = _layout(trip, done, cut)
@@ -138,7 +140,7 @@ def _may_stay(trip: Trip, start: Cut, cut: Cut) -> bool:
     return cut.count(WHOLE) == start.count(WHOLE) and here <= _UNEVEN * there
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _largest_block(mesh_shape: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> int:
     return math.prod(-(-n // _blocks(mesh_shape, cut, d)) for d, n in enumerate(shape))
 
@@ -153,12 +155,12 @@ def _ready(trip: Trip, done: frozenset[int], cut: Cut) -> tuple[int, ...]:
     return tuple(whole)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _whole(mesh_shape: tuple[int, ...], cut: Cut, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(d for d in dims if _blocks(mesh_shape, cut, d) == 1)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _blocks(mesh_shape: tuple[int, ...], cut: Cut, dim: int) -> int:
     return math.prod(n for n, d in zip(mesh_shape, cut) if d == dim)
 

@@ -48,6 +48,15 @@ def test_an_error_makes_its_text(kind):
         assert error.args == (text,)
 
 
+def test_a_long_part_of_a_text_is_cut():
+    """As a path of a megabyte: every rank of a job says it."""
+    text = str(errors.FileError("cannot open " + "n" * 10**6, expected="e" * 10**6, got="first" + "g" * 10**6, fix="f"))
+    assert len(text) < 10_000
+    assert "1000012 characters" in text
+    assert "got:      first" in text
+    assert text.endswith("fix:      f")
+
+
 def test_agreement(comm):
     guard.agree(comm, None)
     guard.agree(comm, None, "signature")
