@@ -55,8 +55,8 @@ def _operator(function: Any, *, in_place: bool) -> Any:
 
 
 _NOT_BINARY = (
-    "__abs__ __bool__ __complex__ __contains__ __float__ __getitem__ __index__ __int__ __invert__ __long__ __neg__ "
-    "__nonzero__ __pos__ __reversed__ __setitem__"
+    "__abs__ __bool__ __complex__ __contains__ __dir__ __float__ __getitem__ __index__ __int__ __invert__ __long__ "
+    "__neg__ __nonzero__ __pos__ __reversed__ __setitem__"
 ).split()
 
 

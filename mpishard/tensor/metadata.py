@@ -33,6 +33,12 @@ for _name in _METHODS_OF_LOCAL:
         )
 
 
+@implements(torch.Tensor.__dir__, sharded="local")
+def names_of(self: ShardTensor) -> list[str]:
+    """Return the names of its attributes and methods. Not collective."""
+    return sorted({*dir(type(self)), *vars(self)})
+
+
 @implements(torch.Tensor.numel, torch.numel, torch.Tensor.nelement, sharded="local")
 def numel(self: ShardTensor) -> int:
     """Return the number of cells of the global tensor. Not collective."""

@@ -12,7 +12,7 @@ from torch import nn
 import mpishard as ms
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.tensor.registry import no_rule
-from tests.compare import mesh_of, shard
+from tests.compare import WORLD, mesh_of, shard
 
 SHAPE = (3, 7, 4)
 
@@ -267,3 +267,8 @@ def test_an_operator_lets_our_own_errors_through(x):
 def test_a_miss_names_the_layouts_in_lists(x):
     text = str(no_rule(torch.block_diag, ([x, (torch.ones(2), 1)],), {}))
     assert "block_diag(ShardTensor(3, 7, 4) [Shard(dim=1)], Tensor(2,))" in text
+
+
+def test_names_for_a_shell():
+    x = ms.zeros(4, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)])
+    assert {"full_tensor", "placements", "sum", "grad"} <= {*dir(x)}

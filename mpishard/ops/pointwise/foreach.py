@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError
 from mpishard.ops.rule.dim import kept
 from mpishard.ops.rule.reduction import HALVES, combined, reduced
 from mpishard.tensor.operand import resolved
@@ -112,6 +114,25 @@ for _name in dir(torch):
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
         _func = getattr(torch, _name)
         implements(_func, sharded="local")(_one_by_one(_func, _single, _name.endswith("_")))
+
+
+@implements(torch._amp_foreach_non_finite_check_and_unscale_, sharded="local")
+def non_finite_check_and_unscale(tensors: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients by ``inv_scale``, and note whether any cell on any rank is not finite, as GradScaler asks.
+
+    Collective: one number over the ranks of each mesh.
+    """
+    meshes = dict.fromkeys(t.mesh for t in tensors if isinstance(t, ShardTensor))
+    if any(t.sharding.partial_dims for t in tensors if isinstance(t, ShardTensor)):
+        raise UnsupportedOperationError(
+            "GradScaler: a gradient that is a sum under way",
+            expected="gradients that are sharded or replicated",
+            got="Partial",
+            fix="redistribute them first",
+        )
+    torch._amp_foreach_non_finite_check_and_unscale_([_blocks(t) for t in tensors], found_inf, inv_scale)
+    for mesh in meshes:
+        found_inf.copy_(blocking.all_reduce(found_inf, mesh.group(tuple(range(mesh.ndim))), "max"))
 
 
 # -- whole steps of an optimizer, cell by cell

@@ -51,3 +51,30 @@ def test_norms_of_every_order(order, last):
     sizes = {0: (0,) * (WORLD.size - 1) + (n,)} if last else None
     got = torch._foreach_norm([shard(x, mesh, ms.Shard(0), sizes) for x in whole], order)
     torch.testing.assert_close([gathered(x) for x in got], [*torch._foreach_norm(whole, order)])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_gradient_scaler_sees_what_any_rank_sees(last):
+    """A step is left out on all ranks where one has a cell that is not finite, and gradients are scaled back."""
+    n, mesh = 3 * WORLD.size, mesh_of((WORLD.size,))
+    sizes = {0: (0,) * (WORLD.size - 1) + (n,)} if last else None
+    whole = field(n, 4)[..., 0]
+    for bad in (None, 0, n - 1):
+        p, plain = shard(whole, mesh, ms.Shard(0), sizes, True), torch.nn.Parameter(whole.sum(0))
+        optimizer = torch.optim.SGD([p, plain], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        weight = torch.ones_like(whole)
+        if bad is not None:
+            weight[bad] = torch.inf
+        scaler.scale((p * weight).sum() + (plain**2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2048 if bad is None else 512)
+        torch.testing.assert_close(gathered(p.detach()), whole if bad is not None else whole - 0.5)
+        torch.testing.assert_close(plain.detach(), whole.sum(0) * (bad is not None))
+
+
+def test_a_gradient_scaler_of_parts_of_a_sum():
+    part = ms.ShardTensor.from_local(torch.ones(3), mesh_of((WORLD.size,)), [ms.Partial()])
+    with pytest.raises(ms.UnsupportedOperationError, match="Partial"):
+        torch._amp_foreach_non_finite_check_and_unscale_([part], torch.zeros(1), torch.ones(1))
