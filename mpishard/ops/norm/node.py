@@ -186,6 +186,9 @@ def _standardised(
     return y if v is x else torch.ops.aten._unsafe_view(y, x.shape)
 
 
+Told = Callable[[Tensor, Tensor], None]
+
+
 class Normalise(Function):
     """y = (x - mean) / std * weight + bias with statistics over ranks; weight and bias per channel."""
 
@@ -198,12 +201,13 @@ class Normalise(Function):
         rows: Rows,
         mesh: CartMesh,
         eps: float,
-        found: list[Tensor] | None,
+        told: Told | None,
     ) -> Tensor:
-        """Return y; mean and biased variance in ``found``, if given. Collective over ``rows.over``."""
+        """Return y; tell mean and biased variance. Collective over ``rows.over``, and as ``told`` is."""
         mean, var, large = _statistics(x, rows, mesh)
-        if found is not None:
-            found += (mean, var)  # not results: autograd would wrap each of them
+        if told is not None:
+            # not as results, each of which autograd would wrap; and before a checkpoint has made again what it needs
+            told(mean, var)
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
         ctx.by_row = not large and _is_by_row(x, weight, bias)
         if ctx.by_row:
@@ -393,24 +397,24 @@ def normalised(
     rows: Rows,
     mesh: CartMesh,
     eps: float,
-    found: list[Tensor] | None = None,
+    told: Told | None = None,
 ) -> Tensor:
-    """Return a normalised block; mean and biased variance, in float64, are added to ``found``, if given.
+    """Return a normalised block; mean and biased variance, in float64, are told, if wanted.
 
-    Collective over ``rows.over``.
+    Collective over ``rows.over``, and as ``told`` is.
     """
     if traced.recording is not None:
-        y, *moments = fusible(x, weight, bias, rows, mesh, eps)
-        if found is not None:
-            found += moments
+        y, mean, var = fusible(x, weight, bias, rows, mesh, eps)
+        if told is not None:
+            told(mean, var)
         return y
     if in_transform():
-        if found is not None:
-            found += _statistics(x.detach(), rows, mesh)[:2]
+        if told is not None:
+            told(*_statistics(x.detach(), rows, mesh)[:2])
         return recorded(x, weight, bias, rows, mesh, eps)
     # here, as what a node keeps must be what it was given: derivatives of gradients go on from there
     x = x if are_columns(x) else x.contiguous()
-    return _node(x, weight, bias, rows, mesh, eps, found)  # type: ignore[no-any-return]
+    return _node(x, weight, bias, rows, mesh, eps, told)  # type: ignore[no-any-return]
 
 
 class _Fusible(Function):

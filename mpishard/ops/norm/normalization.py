@@ -186,13 +186,13 @@ def batch_norm(
         if rows.count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
-        found: list[Tensor] | None = None if running_mean is None and running_var is None else []
-        y = normalised(x.block, weight, bias, rows, mesh, eps, found)
-        if found is not None:
-            mean, var = found
+
+        def told(mean: Tensor, var: Tensor) -> None:
             _update(running_mean, mean, momentum, x)
             _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
-        return wrap(y, x.sharding, mesh)
+
+        kept = running_mean is not None or running_var is not None
+        return wrap(normalised(x.block, weight, bias, rows, mesh, eps, told if kept else None), x.sharding, mesh)
     lo, hi = x.sharding.interval(1, mesh.coords)
     weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
     block = filled(x.block)
@@ -279,14 +279,15 @@ def instance_norm(
             y.register_hook(_in_format_of(y))
         return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
-    found: list[Tensor] | None = None if running_mean is None and running_var is None else []
-    y = normalised(x.block, weight, bias, rows, mesh, eps, found)
-    if found is not None:
-        mean, var = found
-        if running_mean is not None:
-            _update(running_mean, _over_samples(mean, x, rows), momentum, x)
-        if running_var is not None:
-            _update(running_var, _over_samples(var, x, rows) * (rows.count / max(1, rows.count - 1)), momentum, x)
+    found: list[Tensor] = []
+    kept = running_mean is not None or running_var is not None
+    y = normalised(x.block, weight, bias, rows, mesh, eps, (lambda *both: found.extend(both)) if kept else None)
+    # only now, as in torch: where a checkpoint makes again what it needs, this is no longer done
+    if running_mean is not None:
+        _update(running_mean, _over_samples(found[0], x, rows), momentum, x)
+    if running_var is not None:
+        var = _over_samples(found[1], x, rows)
+        _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
     return wrap(y, x.sharding, mesh)
 
 

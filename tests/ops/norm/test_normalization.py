@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.ops.norm import channels_last
@@ -183,6 +184,25 @@ def test_running_statistics_where_a_rank_has_no_samples():
 def as_tokens(x):
     """One sample with channels last, and the batch stride that flatten(2).transpose(1, 2) leaves."""
     return x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("norm", [
+    lambda: nn.BatchNorm2d(3, dtype=torch.float64), lambda: nn.BatchNorm2d(3, momentum=None, dtype=torch.float64),
+    lambda: nn.InstanceNorm2d(3, track_running_stats=True, dtype=torch.float64),
+])  # fmt: skip
+@pytest.mark.parametrize("last", [True, False])
+def test_running_statistics_in_a_checkpoint(norm, last, again):
+    """What is made again moves them again, or not, as in torch."""
+    conv = nn.Conv2d(3, 3, 3, padding=1, dtype=torch.float64)
+    plain = nn.Sequential(conv, norm()) if last else nn.Sequential(norm(), conv)
+    mesh = mesh_of((WORLD.size,))
+    ours = ms.distribute_module(copy.deepcopy(plain), mesh)
+    for _ in range(2):
+        checkpoint(plain, values(2, 3, 6, 5).requires_grad_(), use_reentrant=again).sum().backward()
+        x = shard(values(2, 3, 6, 5), mesh, (ms.Shard(2),), None, True)
+        checkpoint(ours, x, use_reentrant=again).sum().backward()
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize("training", [False, True])
