@@ -14,6 +14,7 @@ from mpishard.autograd.use import used_again
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     ints,
+    on_domain,
     other_device,
     plain,
     prepare_write,
@@ -218,7 +219,7 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     if x._gathered_view:
         return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
     if memory_format is torch.contiguous_format and 1 in local.shape:
-        dense = torch.empty(local.shape, device="meta").stride()
+        dense = on_domain(Tensor.stride, local)
         if any(n > 1 and here != there for n, here, there in zip(x.shape, local.stride(), dense)):
             # contiguous only as a dim has one cell here: on other ranks this is a copy
             return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)

@@ -29,6 +29,7 @@ from mpishard.ops.rule.dim import (
     ints,
     local_shape,
     normal_dim,
+    on_domain,
     resized,
     settled,
     trivially_sharded,
@@ -187,7 +188,7 @@ def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
         for layout in (x.sharding, out)
     )
     try:
-        torch.empty_strided(before, x.block.stride(), device="meta").view(after)
+        on_domain(lambda: torch.empty_strided(before, x.block.stride(), device="meta").view(after))
     except (RuntimeError, ValueError):  # the latter in the hands of a compiler
         return True
     return False
