@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.grad_mode import _force_original_view_tracking
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -30,6 +31,15 @@ def unpacked() -> contextlib.AbstractContextManager[Any]:
 
 def _itself(x: Tensor) -> Tensor:
     return x
+
+
+def replayed_views() -> contextlib.AbstractContextManager[Any]:
+    """Have views that are taken in the body, and written into later, followed as they were taken. Not collective.
+
+    Torch follows them by their strides, which ends the graph of one that has no cells: on this rank alone, where others
+    have some. It is not for views whose base changes its shape in place, which a block does not.
+    """
+    return _force_original_view_tracking(True)
 
 
 def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:

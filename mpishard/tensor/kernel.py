@@ -5,6 +5,8 @@ block would go on, and meet nobody. So an operation of which this rank's block i
 dtypes and layouts, with torch asked after each kernel by a tensor of a cell; forward, and backward when it comes. None
 of this is in the way of a program before a layout with an empty block is made; then, blocks with cells cost a look at
 their number.
+
+Views of an empty block are taken so that their graph goes on where they are written into, as it does on other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpishard.autograd.graph import before, own_nodes
+from mpishard.autograd.graph import before, own_nodes, replayed_views
 from mpishard.autograd.linear import transforms_active
 from mpishard.layout import watch_empty_blocks
 from mpishard.tensor.registry import RULES, Rule, tensors_in
@@ -137,10 +139,7 @@ def _shards(values: Iterable[Any]) -> Iterator[ShardTensor]:
 def _asked(function: Any, rule: Rule) -> Rule:
     """Return the rule that asks torch where this rank's block is empty."""
 
-    @wraps(rule)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_asking or not _is_idle((args, (*kwargs.values(),)) if kwargs else args):
-            return rule(*args, **kwargs)
+    def idle(*args: Any, **kwargs: Any) -> Any:
         # autocast does not reach through the mode, and casts to dtypes that have kernels
         if transforms_active() or torch._C._is_any_autocast_enabled():
             return rule(*args, **kwargs)
@@ -155,6 +154,13 @@ def _asked(function: Any, rule: Rule) -> Rule:
         if key[1]:
             _ask_in_backward(key, found, tensors_in([*args, *kwargs.values()]))
         return found
+
+    @wraps(rule)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_asking or not _is_idle((args, (*kwargs.values(),)) if kwargs else args):
+            return rule(*args, **kwargs)
+        with replayed_views():
+            return idle(*args, **kwargs)
 
     into = getattr(rule, "into", None)
     if into is not None:

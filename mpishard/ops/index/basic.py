@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import replayed_views
 from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import (
@@ -161,6 +162,9 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         out = wrap(redistribute(local, x.mesh, plan.kept, plan.whole).squeeze(plan.drop), plan.out, x.mesh)
         out._gathered_view = True
     else:
+        if not local.numel():
+            with replayed_views():
+                local = x.block[plan.local]
         out = viewed(x, local, plan.out, steps=True)
         if plan.gapped:
             out._gapped = None if x._turned else True

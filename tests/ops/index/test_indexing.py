@@ -149,6 +149,48 @@ def test_second_derivatives_where_a_block_is_overwritten(name):
         torch.testing.assert_close(gathered(found), expected)
 
 
+def written(write, take):
+    """Return a function that takes a view, writes into it, and goes on with the view."""
+
+    def f(y):
+        v = take(y)
+        write(v, y)
+        return v
+
+    return f
+
+
+VIEWS = {
+    "scaled": written(lambda v, _: v.mul_(3), lambda y: y[..., :2]),
+    "added": written(lambda v, _: v.add_(1), lambda y: y[..., 5:]),
+    "set": written(lambda v, _: v.__setitem__(slice(None), 2 * v), lambda y: y[..., :2]),
+    "clamped": written(lambda v, _: v.clamp_(min=0), lambda y: y.narrow(2, 0, 2)),
+    "filled": written(lambda v, _: v.fill_(2) + v.sum(), lambda y: y[..., :2]),
+    "deep": written(lambda v, _: v.unsqueeze_(0).mul_(3), lambda y: y[..., :2].transpose(0, 1)),
+    "of the base": lambda y: (v := y[..., :2], y.mul_(3), v)[-1],
+    "from beside": written(lambda v, y: v.copy_(3 * y[..., -2:]), lambda y: y[..., :2]),
+    "turned": lambda y: y.clone().transpose_(0, 2)[:2].mul_(2),
+    "all": lambda y: (y.__setitem__(slice(None), y[:].add_(1)), y)[-1],
+    "summed": written(lambda v, _: v.cumsum_(2), lambda y: y[..., 5:]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_second_derivatives_of_views_that_are_written_into(name):
+    """Also where the view has no cells on a rank: torch, left to itself, ends its graph there."""
+
+    def penalty(x):
+        y = VIEWS[name]((x * x).roll(1, 2))
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    full = field(4, 6, 7)
+    expected = penalty(full.clone().requires_grad_())
+    for mesh, placements, sizes in layouts(full.shape, (1, 2)):
+        found = penalty(shard(full, mesh, placements, sizes, True))
+        torch.testing.assert_close(gathered(found), expected)
+
+
 def test_a_plain_tensor_is_scattered_into_where_the_index_lies():
     mesh = mesh_of((WORLD.size,))
     index = torch.arange(24).reshape(6, 4) * 7 % 5
