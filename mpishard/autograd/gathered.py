@@ -7,6 +7,7 @@ of the whole parameters a rank holds those of the layer that computes, and of th
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +132,8 @@ class Gathered:
         self._sent_block: Tensor | None = None
         self._version = -1
         self._nbytes = 0
-        self._shares: dict[tuple[int, ...], Tensor] = {}
+        # of another block that autograd saved, and that block
+        self._other: tuple[weakref.ref[Tensor], Tensor] | None = None
         self.slice = pair(self._cut, self._joined)
 
     # -- the whole
@@ -159,8 +161,18 @@ class Gathered:
             self.unit.schedule.lent[self._whole.untyped_storage()._cdata] = self
         return self._whole
 
+    def whole_of(self, block: Tensor) -> Tensor:
+        """Return the parameter of a block that autograd saved. Collective where it is not there."""
+        if block is self._block():
+            return self.whole()
+        # as `functional_call` puts one in the place of the module's own, until the layer has computed
+        if self._other is None or self._other[0]() is not block:
+            self._other = weakref.ref(block), self._joined(block.detach())
+        return self._other[1]
+
     def free(self) -> None:
         """Drop the whole parameter; what is on its way stays. Not collective."""
+        self._other = None
         if self._whole is not None:
             self.unit.schedule.lent.pop(self._whole.untyped_storage()._cdata, None)
             self._whole = None
@@ -199,34 +211,14 @@ class Gathered:
         whole, block = self.whole(), self._block()
         if not (block.requires_grad and torch.is_grad_enabled()):
             return whole
-        y: Tensor = _Gather.apply(block, self)
-        y._gathered = self  # type: ignore[attr-defined]
+        loan = Loan(self, block)
+        y: Tensor = _Gather.apply(block, loan)
+        y._gathered = loan  # type: ignore[attr-defined]
         return y
 
-    def used(self, x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
-        """Return ``x``, the whole parameter, for data that are sharded over ``mesh_dims``. Not collective."""
-        if mesh is not self.mesh:
-            return apply(use_step(mesh, mesh_dims), x)
-        return _Use.apply(x, self, mesh_dims)  # type: ignore[no-any-return]
-
-    def add(self, g: Tensor, mesh_dims: tuple[int, ...]) -> None:
-        """Take this rank's share of a gradient that is a sum over ``mesh_dims``. Not collective."""
-        share = self._shares.get(mesh_dims)
-        self._shares[mesh_dims] = g if share is None else share + g
-
-    def reduced(self) -> Tensor | None:
-        """Sum what was added, into ``.grad`` of the block later in the pass; or return it. Collective."""
-        shares, self._shares = self._shares, {}
-        block, total = self._block(), None
-        hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        for mesh_dims in list(shares):
-            finish = self._started(shares.pop(mesh_dims), mesh_dims)
-            if hooked or not postpone(lambda finish=finish: _accumulate(block, finish())):  # type: ignore[misc]
-                total = finish() if total is None else total + finish()
-        return total
-
-    def _started(self, share: Tensor, mesh_dims: tuple[int, ...]) -> Callable[[], Tensor]:
-        block, mesh = self._block(), self.mesh
+    def started(self, share: Tensor, mesh_dims: tuple[int, ...], block: Tensor) -> Callable[[], Tensor]:
+        """Send a share of a sum over ``mesh_dims``; return what waits for this rank's block of it. Collective."""
+        mesh = self.mesh
         if not set(self._mesh_dims) <= set(mesh_dims):
             return lambda: self._cut(blocking.all_reduce(share, mesh.group(mesh_dims)))
         parts = [share] if not self._dim else share.split(list(self._sizes), self._dim)
@@ -243,6 +235,39 @@ class Gathered:
         return finish
 
 
+class Loan:
+    """A parameter as one forward of its layer has it: of which block, and what its uses find of the gradient."""
+
+    __slots__ = ("_shares", "block", "gathered")
+
+    def __init__(self, gathered: Gathered, block: Tensor) -> None:
+        self.gathered, self.block = gathered, block
+        self._shares: dict[tuple[int, ...], Tensor] = {}
+
+    def used(self, x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
+        """Return ``x``, the whole parameter, for data that are sharded over ``mesh_dims``. Not collective."""
+        if mesh is not self.gathered.mesh:
+            return apply(use_step(mesh, mesh_dims), x)
+        return _Use.apply(x, self, mesh_dims)  # type: ignore[no-any-return]
+
+    def add(self, g: Tensor, mesh_dims: tuple[int, ...]) -> None:
+        """Take this rank's share of a gradient that is a sum over ``mesh_dims``. Not collective."""
+        share = self._shares.get(mesh_dims)
+        self._shares[mesh_dims] = g if share is None else share + g
+
+    def reduced(self) -> Tensor | None:
+        """Sum what was added, into ``.grad`` of the block later in the pass; or return it. Collective."""
+        shares, self._shares = self._shares, {}
+        block, total = self.block, None
+        hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for mesh_dims in list(shares):
+            finish = self.gathered.started(shares.pop(mesh_dims), mesh_dims, block)
+            at_once = hooked or not block.is_leaf
+            if at_once or not postpone(lambda finish=finish: _accumulate(block, finish())):  # type: ignore[misc]
+                total = finish() if total is None else total + finish()
+        return total
+
+
 def _accumulate(block: Tensor, g: Tensor) -> None:
     if block.grad is None:
         block.grad = g
@@ -254,18 +279,18 @@ class _Gather(Function):
     """The whole parameter of a block."""
 
     @staticmethod
-    def forward(ctx: Any, block: Tensor, gathered: Gathered) -> Tensor:  # noqa: ARG004
-        ctx.gathered = gathered
+    def forward(ctx: Any, block: Tensor, loan: Loan) -> Tensor:  # noqa: ARG004
+        ctx.loan = loan
         ctx.set_materialize_grads(False)
-        return gathered.whole().detach()
+        return loan.gathered.whole().detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (g,), gathered = grads, ctx.gathered
+        (g,), loan = grads, ctx.loan
         # all that computed with it is through
-        gathered.free()
-        own = None if g is None else apply(gathered.slice, g)
-        total = gathered.reduced()
+        loan.gathered.free()
+        own = None if g is None else apply(loan.gathered.slice, g)
+        total = loan.reduced()
         if total is not None:
             own = total if own is None else own + total
         return own, None
@@ -275,17 +300,17 @@ class _Use(Function):
     """`use` of a gathered parameter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: Gathered, mesh_dims: tuple[int, ...]) -> Tensor:
-        ctx.gathered, ctx.mesh_dims = gathered, mesh_dims
+    def forward(ctx: Any, x: Tensor, loan: Loan, mesh_dims: tuple[int, ...]) -> Tensor:
+        ctx.loan, ctx.mesh_dims = loan, mesh_dims
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gathered, mesh_dims = ctx.gathered, ctx.mesh_dims
+        loan, mesh_dims = ctx.loan, ctx.mesh_dims
         if is_postponing():
-            gathered.add(grads[0], mesh_dims)
+            loan.add(grads[0], mesh_dims)
             return None, None, None
-        return apply(use_step(gathered.mesh, mesh_dims).adjoint, grads[0]), None, None
+        return apply(use_step(loan.gathered.mesh, mesh_dims).adjoint, grads[0]), None, None
 
 
 class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as a verb: `with saving(schedule)`)
@@ -307,13 +332,13 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
             if found is None:
                 return give(what)  # type: ignore[no-any-return]
             block, version, *place = what
-            if block is not found._block() or version != block._version:
+            if version != block._version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a sharded parameter of shape {tuple(found._shape)}"
                 )
             found.unit.schedule.backward(found.unit)
-            return found.whole().as_strided(*place)  # type: ignore[no-any-return]
+            return found.whole_of(block).as_strided(*place)  # type: ignore[no-any-return]
 
         super().__init__(pack, unpack)
 

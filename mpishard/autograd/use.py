@@ -211,7 +211,9 @@ class _UseAtOnce(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         flat = torch.cat([g.reshape(-1) for g in grads])
         flat = all_reduce(flat, ctx.mesh.group(ctx.mesh_dims))
-        parts = flat.split_with_sizes([g.numel() for g in grads])
+        # not views of one another, whose versions would be one: `no_sync` tells by them who wrote into a gradient
+        split: Any = torch.split_with_sizes_copy
+        parts = split(flat, [g.numel() for g in grads])
         return None, None, *(part.view(g.shape) for part, g in zip(parts, grads))
 
 

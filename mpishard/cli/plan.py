@@ -84,7 +84,7 @@ def plan(
 
     from mpishard.comm.collective.blocking import world
     from mpishard.planning import plan as planned
-    from mpishard.planning import powers
+    from mpishard.planning import powers, sweep
     from mpishard.planning.figure import draw
     from mpishard.planning.model import named
 
@@ -100,7 +100,7 @@ def plan(
     if mesh is not None:
         plans = [planned(make, extents, mesh=_numbers("--mesh", mesh), **given)]
     else:
-        plans = [planned(make, extents, ranks=p, **given) for p in _numbers("--ranks", ranks or "")]
+        plans = [*sweep(make, extents, _numbers("--ranks", ranks or ""), **given)]
     first = world().rank == 0
     if first and as_json:
         click.echo(json.dumps([p.as_dict() for p in plans], indent=1))
@@ -108,13 +108,13 @@ def plan(
         _show(plans)
     if plot:
         sizes = powers(max(p.ranks for p in plans), extents, given["dims"])
-        drawn = [planned(make, extents, ranks=p, **given) for p in sizes]
+        drawn = [*sweep(make, extents, sizes, **given)]
         if first:
             draw(drawn, plot)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+([x,]\d+)*", text):
+    if not re.fullmatch(r"\d{1,18}([x,]\d{1,18})*", text):
         raise JobError(option, expected="numbers such as 4x2 or 4,2", got=repr(text), fix="write numbers")
     return tuple(map(int, re.split("[x,]", text)))
 

@@ -83,7 +83,7 @@ def distribute_module(
     ------
     LayoutError
         Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes; or a module's
-        parameters cannot be sharded (those of recurrent ones).
+        parameters cannot be sharded.
     MeshError
         ``shard_parameters`` names no dim of the mesh.
     DesyncError

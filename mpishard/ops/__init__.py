@@ -4,6 +4,7 @@ from mpishard.ops import (
     attention,
     autocast,
     index,
+    init,
     linear,
     loss,
     native,

@@ -98,9 +98,10 @@ _TRIES = 4  # meshes of the smallest surface that are planned, of all that there
 
 
 def candidates(shape: Sequence[int], dims: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Return the meshes whose blocks have the smallest surface, and the best of each number of dims that are cut.
+    """Return the meshes whose blocks have the smallest surface, and the best of each choice of dims that are cut.
 
-    Not collective. Fewer cuts are fewer messages, whose cost small blocks feel more than that of their surface.
+    Not collective. Fewer cuts are fewer messages, whose cost small blocks feel more than that of their surface; and
+    what a surface costs depends on the dim, by the windows of the model.
     """
     lengths = [shape[d] for d in dims]
 
@@ -109,20 +110,22 @@ def candidates(shape: Sequence[int], dims: Sequence[int], ranks: int) -> list[tu
         cells = math.prod(-(-n // p) for n, p in zip(lengths, extents))
         return cells * sum(1 / b for b, p in zip(block, extents) if p > 1), -extents[0]
 
-    every = [e for e in _factors(ranks, len(lengths)) if all(p <= n for p, n in zip(e, lengths))]
-    every.sort(key=surface)
-    best: dict[int, tuple[int, ...]] = {}
+    every = sorted(_factors(ranks, lengths), key=surface)
+    best: dict[tuple[bool, ...], tuple[int, ...]] = {}
     for extents in every:
-        best.setdefault(sum(p > 1 for p in extents), extents)
+        best.setdefault(tuple(p > 1 for p in extents), extents)
     return list(dict.fromkeys([*every[:_TRIES], *best.values()]))
 
 
-def _factors(n: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (n,)
+def _factors(n: int, largest: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Give all ways to write a number as a product of factors that are not above the largest."""
+    if n > math.prod(largest):
         return
-    for p in (p for p in range(1, n + 1) if n % p == 0):
-        yield from ((p, *rest) for rest in _factors(n // p, count - 1))
+    if not largest:
+        yield ()
+        return
+    for p in (p for p in range(1, min(n, largest[0]) + 1) if n % p == 0):
+        yield from ((p, *rest) for rest in _factors(n // p, largest[1:]))
 
 
 def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:

@@ -66,12 +66,24 @@ class Machine(NamedTuple):
 def _tables(text: str) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(text)
     assumed = tables.pop("assumed", {})
+    if not all(isinstance(table, dict) for table in (assumed, *tables.values())):
+        raise ValueError("a value outside the tables: a line [name] begins each")
     return {name: {**assumed, **table} for name, table in tables.items()}
 
 
 @lru_cache(1)
 def _published() -> dict[str, dict[str, Any]]:
     return _tables(files("mpishard.planning").joinpath("machines.toml").read_text(encoding="utf-8"))
+
+
+def _is_entry(key: str, entry: Any) -> bool:
+    """Tell whether an entry is a number, or for ``gpu`` a flag, with its source."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("source", ""), str):
+        return False
+    value: Any = entry.get("value")
+    if key == "gpu":
+        return isinstance(value, bool)
+    return type(value) in (int, float) and 1e-15 <= value <= 1e25
 
 
 def machine_names() -> list[str]:
@@ -100,10 +112,13 @@ def machine_named(name: str) -> Machine:
             assumed = _published()[machine_names()[0]]
             common = {key: assumed[key] for key in ("arithmetic", "bandwidth", "latency", *_HOST)}
             found = {n: {**common, **t} for n, t in _tables(Path(path).read_text(encoding="utf-8")).items()}
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            text = described("a machine's file", expected="a TOML file", got=error, fix="see machines.toml")
+            table = table or next(iter(found), "")
+            if not found:
+                raise ValueError("no table")
+        except (OSError, ValueError) as error:
+            # what is no TOML, and no text in UTF-8, are ValueErrors
+            text = described("a machine's file", expected="a TOML file of tables", got=error, fix="see machines.toml")
             raise JobError(text) from None
-        table = table or next(iter(found), "")
     else:
         found, table = _published(), name.lower().replace(" ", "-").replace("_", "-")
     if table not in found:
@@ -120,24 +135,25 @@ _HOST = ("operation", "exchange", "collective")
 
 
 def _machine(name: str, table: dict[str, Any]) -> Machine:
-    lacking = [key for key in _NEEDED if key not in table]
-    values = {key: entry["value"] for key, entry in table.items() if isinstance(entry, dict) and "value" in entry}
-    bad = [key for key in values if key != "gpu" and not 0 < float(values[key]) < math.inf]
-    if lacking or bad:
+    table = {key: entry for key, entry in table.items() if key != "title"}
+    bad = [f"without {key}" for key in _NEEDED if key not in table]
+    bad += [f"{key} = {entry!r}" for key, entry in table.items() if not _is_entry(key, entry)]
+    if bad:
         raise JobError(
             f"machine {name}",
-            expected="numbers above 0 for " + ", ".join(_NEEDED),
-            got=f"without {', '.join(lacking)}" if lacking else f"{bad[0]} = {values[bad[0]]}",
-            fix='write them as key = {value = 1e9, source = "where it is from"}',
+            expected="numbers from 1e-15 to 1e25 for " + ", ".join(_NEEDED),
+            got=bad[0],
+            fix='write them as key = {value = 1e9, source = "where it is from"}, and gpu = {value = true}',
         )
+    values = {key: entry["value"] for key, entry in table.items()}
     return Machine(
         name=name,
-        gpu=bool(values.get("gpu", False)),
+        gpu=values.get("gpu", False),
         flops={d: values[d] * values["arithmetic"] for d in _DTYPES if d in values},
         memory=values.get("memory", math.inf),
         memory_bandwidth=values["memory_bandwidth"] * values["bandwidth"],
         network_bandwidth=values["network_bandwidth"],
         latency=values["latency"],
         **{key: values[key] for key in _HOST},
-        sources={key: entry.get("source", "") for key, entry in table.items() if isinstance(entry, dict)},
+        sources={key: entry.get("source", "") for key, entry in table.items()},
     )

@@ -63,8 +63,8 @@ def mesh_on(
 ) -> CartMesh:
     """Return `mesh` with blocks on a device: on the CPU their values mean nothing, but take their time."""
     extents = checked_extents(mesh_shape)
-    at = tuple(n // 2 for n in extents) if coords is None else tuple(coords)
-    if min(extents) < 1 or len(at) != len(extents) or not all(0 <= c < n for c, n in zip(at, extents)):
+    at = tuple(n // 2 for n in extents) if coords is None else checked_extents(coords)
+    if not extents or min(extents) < 1 or len(at) != len(extents) or not all(0 <= c < n for c, n in zip(at, extents)):
         raise MeshError(
             "planning.mesh",
             expected="extents of 1 or more, and coordinates within them",

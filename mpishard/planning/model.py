@@ -34,6 +34,8 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
     place, _, name = spec.rpartition(":")
     try:
         found = getattr(_module(place), name)
+        if not callable(found):
+            raise TypeError(f"a {type(found).__name__}, which cannot be called")
     except Exception as error:
         # whatever the module raises as it is imported
         raise JobError(

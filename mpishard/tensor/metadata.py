@@ -33,6 +33,13 @@ for _name in _METHODS_OF_LOCAL:
         )
 
 
+@implements(torch._has_compatible_shallow_copy_type, sharded="local")
+def fits_in_place(input: Any, from_: Any) -> bool:
+    """Tell whether ``.data`` of one can be the other, as ``nn.Module.to`` asks; else it makes a new parameter."""
+    both = isinstance(input, ShardTensor) and isinstance(from_, ShardTensor)
+    return both and (input.dtype, input.device, input.sharding) == (from_.dtype, from_.device, from_.sharding)
+
+
 @implements(torch.Tensor.__dir__, sharded="local")
 def names_of(self: ShardTensor) -> list[str]:
     """Return the names of its attributes and methods. Not collective."""

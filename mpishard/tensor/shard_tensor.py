@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.plain import given_layout, note_wrapped, taken
-from mpishard.autograd.redistribute import keep_step
+from mpishard.autograd.redistribute import keep_step, redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
@@ -156,18 +156,27 @@ class ShardTensor(Tensor):
 
     @property  # type: ignore[override]
     def data(self) -> ShardTensor:  # type: ignore[override]
-        """The same cells outside autograd."""
+        """The same cells outside autograd.
+
+        What is assigned is brought to where this tensor lies, if it has the same shape: collective then.
+        """
         return self._twin(self.block.data)
 
     @data.setter
     def data(self, value: ShardTensor) -> None:
-        if not isinstance(value, ShardTensor):
+        if not isinstance(value, ShardTensor) or value.dtype != self.dtype:
             raise UnsupportedOperationError(
-                "ShardTensor.data: assignment of what is no ShardTensor",
-                expected="a ShardTensor",
-                got=type(value).__name__,
-                fix="shard it first, with distribute_tensor or ShardTensor.from_local",
+                "ShardTensor.data: assignment of another kind of tensor",
+                expected=f"a ShardTensor of {self.dtype}",
+                got=f"{type(value).__name__} of {getattr(value, 'dtype', 'no dtype')}",
+                fix="shard it first, with distribute_tensor or ShardTensor.from_local; or convert it, with .to",
             )
+        if value.sharding != self.sharding and value.mesh is self.mesh and value.sharding.shape == self.sharding.shape:
+            # a parameter stays where its gradient and an optimizer's state are
+            with torch.no_grad():
+                self.block.data = redistribute(value.block, self.mesh, value.sharding, self.sharding)
+            self._halo = None
+            return
         self.block.data = value.block
         self.sharding, self.mesh, self._halo = value.sharding, value.mesh, value._halo
 

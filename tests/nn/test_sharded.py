@@ -382,13 +382,39 @@ def test_replaced_parameters_are_read_or_refused(mesh, how):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_parameters_replaced_before_backward_are_refused(mesh):
-    model = sharded(lambda: nn.Linear(8, 8), mesh)
+def test_parameters_replaced_before_backward(mesh):
+    """Backward goes through those that the forward pass computed with, and gives theirs the gradient."""
+    model, reference = sharded(lambda: nn.Linear(8, 8), mesh), nn.Linear(8, 8).double()
+    reference.load_state_dict({name: whole(p.detach()) for name, p in model.state_dict().items()})
     x = ms.ones(4, 8, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()], dtype=torch.float64).requires_grad_()
-    y = model(x).square().mean()
-    model.load_state_dict({name: p.detach() * 10 for name, p in model.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    plain, before, expected = torch.ones(4, 8).double().requires_grad_(), model.weight, reference.weight
+    for net, given in ((model, x), (reference, plain)):
+        y = net(given).square().mean()
+        net.load_state_dict({name: p.detach() * 10 for name, p in net.state_dict().items()}, assign=True)
         y.backward()
+        assert net.weight.grad is None
+    close(whole(x.grad), plain.grad, "input")
+    close(whole(before.grad), expected.grad, "weight")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_parameters_for_one_call(mesh, leaves):
+    """`functional_call` puts others in the place of the module's, as meta-learning does, twice before a backward."""
+    model, reference = sharded(lambda: nn.Linear(8, 8), mesh), nn.Linear(8, 8).double()
+    reference.load_state_dict({name: whole(p.detach()) for name, p in model.state_dict().items()})
+    found = []
+    for net, x in (
+        (model, ms.ones(4, 8, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()], dtype=torch.float64)),
+        (reference, torch.ones(4, 8).double()),
+    ):
+        first = {name: (p.detach() * 1.5).requires_grad_() if leaves else p * 1.5 for name, p in net.named_parameters()}
+        second = {name: p * 0.5 for name, p in first.items()}
+        y = torch.func.functional_call(net, first, (x,)).sin() + torch.func.functional_call(net, second, (x,))
+        (y + net(x)).square().mean().backward()
+        found.append([p.grad for p in (*net.parameters(), *(first.values() if leaves else ()))])
+    for got, expected in zip(*found, strict=True):
+        close(whole(got), expected, "gradient")
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -136,6 +136,7 @@ def test_uneven_cells():
     "given",
     [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)},
      {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"},
+     {"ranks": 10**15}, {"ranks": 10**9 + 7},
      {"ranks": 4.0}, {"ranks": "4"}, {"ranks": (2, 2)}, {"ranks": 0}, {"mesh": (2.5,)}, {"mesh": "4"},
      {"ranks": 2, "dims": 2.0}, {"ranks": 2, "machine": 3}, {"ranks": 2, "dtype": "float32"},
      {"ranks": 2, "dtype": torch.int32}, {"ranks": 2, "loss": 1}, {"ranks": 2, "loss": lambda y: y},
@@ -190,11 +191,11 @@ def test_complex_parameters_stay_complex(dtype):
 
 @pytest.mark.parametrize("shape", [(1, 1, 64, 64, 64), (1, 1, 640, 64, 65), (1, 1, 128, 100, 1)])
 def test_fewer_cuts_are_planned_too(shape):
-    """Small blocks may feel the cost of messages more than that of their surface: on one dim, on two, on three."""
+    """Small blocks may feel the cost of messages more than that of their surface, and windows differ by the dim."""
     found = candidates(shape, (2, 3, 4), 64)
     cut = [sum(n > 1 for n in extents) for extents in found]
     assert {*cut} == ({1, 2, 3} if shape[-1] > 1 else {1, 2})
-    assert len(found) <= 7
+    assert len(found) <= 4 + 7
     best = ms.plan(conv, shape, ranks=64)
     assert best.seconds == min(ms.plan(conv, shape, mesh=mesh).seconds for mesh in found)
 
@@ -219,6 +220,44 @@ def test_machines_say_where_numbers_are_from(tmp_path):
     own.write_text(f"[own]\n{rates}")
     with pytest.raises(JobError, match="network_bandwidth"):
         ms.planning.machine_named(str(own))
+
+
+NUMBERS = "float32 = {value = 1e12}\nmemory_bandwidth = {value = 1e11}\nnetwork_bandwidth = {value = 1e10}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x = 3", "assumed = 3\n[m]\n" + NUMBERS, "[m", "[m]\nfloat32 = 1e9", b"\xff\xfe",
+     *("[m]\n" + NUMBERS + more for more in (
+         "latency = 5", "latency = {value = 'fast'}", "latency = {value = [1]}", "latency = {value = 1e-300}",
+         "latency = {source = 'x'}", "latency = {value = 2020-01-01}", "memory = {value = '1e9'}",
+         "gpu = {value = 'false'}", "gpu = {value = 1}", "latency = {value = true}",
+         "latency = {value = 1e-6, source = 3}", f"latency = {{value = {10**400}}}"))],
+)  # fmt: skip
+def test_files_that_describe_no_machine(text, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(JobError, match="expected"):
+        ms.planning.machine_named(str(own))
+
+
+@pytest.mark.parametrize("given", [{"shape": ()}, {"coords": 5}, {"coords": ("a", 1)}, {"coords": (0.5, 0)}])
+def test_meshes_that_are_none(given):
+    with pytest.raises(ms.MeshError, match="expected"):
+        ms.planning.mesh(given.get("shape", (4, 4)), coords=given.get("coords"))
+
+
+def test_a_model_that_has_changed():
+    """What one rank alone computes is that of the model as it is."""
+    width = [4]
+
+    def layer() -> torch.nn.Module:
+        return torch.nn.Conv3d(1, width[0], 3, padding=1)
+
+    first = ms.plan(layer, (1, 1, 32, 32, 32), mesh=(2,))
+    width[0] = 32
+    second = ms.plan(layer, (1, 1, 32, 32, 32), mesh=(2,))
+    assert second.ideal > 4 * first.ideal
 
 
 # -- the command
@@ -279,7 +318,7 @@ def test_command_without_matplotlib(monkeypatch, tmp_path):
         draw([], str(tmp_path / "plan.png"))
 
 
-@pytest.mark.parametrize("wrong", [["no.module:none"], [UNET + "x"], ["noname"]])
+@pytest.mark.parametrize("wrong", [["no.module:none"], [UNET + "x"], ["noname"], ["torch:pi"]])
 def test_command_without_a_model(wrong, capsys):
     assert main(["plan", *wrong, *SMALL, "--ranks", "2"]) == 2
     assert "module:factory" in capsys.readouterr().err

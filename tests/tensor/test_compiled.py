@@ -184,6 +184,20 @@ def test_what_is_drawn_is_drawn_anew_as_it_is_eagerly(f):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_wait_where_compiled_and_eager_passes_alternate(backend):
+    """Of each parameter `no_sync` sees by its version who wrote into its gradient: they share none."""
+    model = ms.distribute_module(nn.Conv2d(2, 4, 1), mesh_of((SIZE,)))
+    compiled = torch.compile(model, backend=backend)
+    x = shard(torch.ones(1, 2, 4 * SIZE, 6), mesh_of((SIZE,)), (ms.Shard(2),))
+    compiled(x).sum().backward()
+    with ms.no_sync():
+        model(x).sum().backward()
+    compiled(x).sum().backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad, torch.full_like(p, 3.0 * 24 * SIZE))
+
+
 def test_what_is_written_into_is_the_callers():
     def f(x, y):
         x.mul_(2)
