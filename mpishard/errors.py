@@ -84,14 +84,15 @@ def described(what: str, *, expected: object, got: object, fix: str) -> str:
         One text, the same on every rank for the same arguments. Of a part that is very long, such as a path that
         nobody meant, the middle is left out: every rank says it, and a job's output holds them all.
     """
-    parts = (_shown(str(part)) for part in (what, expected, got, fix))
+    parts = (shown(str(part)) for part in (what, expected, got, fix))
     return "{}\n  expected: {}\n  got:      {}\n  fix:      {}".format(*parts)
 
 
 _SHOWN = 2000  # characters of each part: with all four, a text is below 10 kB
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """Return a text, or of a very long one its ends. Not collective."""
     if len(text) <= _SHOWN:
         return text
     half = _SHOWN // 2 - 16

@@ -26,7 +26,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, start_local_sum
 from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import Box, Layout, Partial, Replicate, Shard, Spans, Transfer, layout_of, plan_transfer
+from mpishard.layout import Box, Layout, Partial, Replicate, Shard, Spans, Transfer, joined, layout_of, plan_transfer
 
 
 def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
@@ -281,12 +281,12 @@ def _gathers(source: Layout, target: Layout, coords: tuple[int, ...]) -> list[tu
         sizes = now.sizes[p.dim]
         assert sizes is not None
         # row-major: the blocks along the innermost mesh dim lie next to each other
-        merged = [sum(sizes[i : i + count]) for i in range(0, len(sizes), count)]
+        merged = joined(sizes, count)
         first = now.index(p.dim, coords) // count * count
         out.append((m, p.dim, sizes[first : first + count]))
         placements = list(now.placements)
         placements[m] = Replicate()
         rest = list(now.sizes)
-        rest[p.dim] = tuple(merged) if len(merged) > 1 else None
+        rest[p.dim] = merged if len(merged) > 1 else None
         now = layout_of(now.mesh_shape, placements, now.shape, rest)
     return out if now == target and out else None

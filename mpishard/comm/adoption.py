@@ -15,6 +15,7 @@ from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names
+from mpishard.comm.mesh_device import as_device
 from mpishard.errors import MeshError, MpishardError
 
 Periodic = bool | Sequence[bool] | None
@@ -69,7 +70,7 @@ def adopted_mesh(
     try:
         if error is not None:
             raise error
-        on = None if device is None else torch.device(device)
+        on = as_device(device)
         if is_cart:
             dims, cyclic, own_coords = MPI.Cartcomm(own).Get_topo()
             extents, periods = tuple(dims), _periods(periodic, len(names), [bool(p) for p in cyclic])

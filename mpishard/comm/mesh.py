@@ -160,8 +160,8 @@ class CartMesh(DeviceMeshNames):
                 fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
             )
         cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
-        names = _agreed_names(cart, mesh_dim_names, cart.Get_dim(), "from_comm")
-        return made("from_comm", cart, lambda: cls(cart, names, as_device(device)))
+        names, on = _agreed_arguments(cart, mesh_dim_names, device)
+        return made("from_comm", cart, lambda: cls(cart, names, on))
 
     @property
     def freed(self) -> bool:
@@ -442,28 +442,31 @@ def init_mesh(
         names = checked_names(mesh_dim_names, len(extents), "init_mesh")
         periods = checked_periods(periodic, len(extents))
         full = inferred(extents, comm.Get_size())
+        wanted = as_device(device)
     except MpishardError as e:
         error = e
     guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
-    wanted = as_device(device)
     return made(
         "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
 
 
-def _agreed_names(comm: MPI.Intracomm, given: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
+def _agreed_arguments(
+    cart: MPI.Cartcomm, given: Sequence[str] | None, device: torch.device | str | None
+) -> tuple[tuple[str, ...], torch.device | None]:
     error: MpishardError | None = None
     names: tuple[str, ...] = ()
+    on: torch.device | None = None
     try:
-        names = checked_names(given, ndim, what)
+        names, on = checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
     except MpishardError as e:
         error = e
     try:
-        guard.agree(comm, error, f"{what}{names}")
+        guard.agree(cart, error, f"from_comm{names}")
     except MpishardError:
-        comm.Free()
+        cart.Free()
         raise
-    return names
+    return names, on
 
 
 def two_meshes(one: CartMesh, other: CartMesh) -> MeshError:

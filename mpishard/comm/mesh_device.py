@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
+from mpishard.errors import MeshError
+
 
 def as_device(device: torch.device | str | None) -> torch.device | None:
     """Return a device that a user names. Not collective."""
-    return None if device is None else torch.device(device)
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MeshError(
+            "device of a mesh", expected="a device that torch knows", got=repr(device), fix="such as cpu or cuda:0"
+        ) from None
 
 
 def local_rank(comm: MPI.Intracomm) -> int:

@@ -8,6 +8,7 @@ from mpishard.layout.block_sizes import (
     are_equal,
     as_block_sizes,
     bounds,
+    joined,
     key_of,
     largest,
     moved_borders,
@@ -15,6 +16,7 @@ from mpishard.layout.block_sizes import (
     runs_of,
     scaled,
     sizes_of,
+    sole,
     total,
 )
 from mpishard.layout.cells import Spans, blocks_of, holders, spans_of
@@ -64,6 +66,7 @@ __all__ = [
     "in_full",
     "interval_runs",
     "is_idle",
+    "joined",
     "key_of",
     "largest",
     "layout_of",
@@ -81,6 +84,7 @@ __all__ = [
     "runs_of",
     "scaled",
     "sizes_of",
+    "sole",
     "spans_of",
     "total",
     "watch_empty_blocks",

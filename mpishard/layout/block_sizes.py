@@ -85,7 +85,11 @@ class BlockSizes(_Computed):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
-            return tuple(self[k] for k in range(len(self))[i])
+            at = range(len(self))[i]
+            if at.step != 1:
+                return tuple(self[k] for k in at)
+            runs = zip(self.runs, self._firsts)
+            return repeated((s, min(at.stop, block + k) - max(at.start, block)) for (s, k), block in runs)
         if not -len(self) <= i < len(self):
             raise IndexError("no such block")
         return self.runs[bisect_right(self._firsts, i % len(self)) - 1][0]
@@ -189,7 +193,7 @@ def as_block_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 def repeated(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """Return the block sizes of runs, as they are kept; runs may be empty, and neighbours alike."""
     joined = []
-    for size, some in groupby((run for run in runs if run[1]), key=lambda run: run[0]):
+    for size, some in groupby((run for run in runs if run[1] > 0), key=lambda run: run[0]):
         joined.append((size, sum(k for _, k in some)))
     count = sum(k for _, k in joined)
     if count > FEW and len(joined) * _WORTH <= count:
@@ -207,6 +211,59 @@ def runs_of(sizes: Sequence[int]) -> Repeats:
     firsts = np.flatnonzero(np.diff(each, prepend=each[0] - 1))
     counts = np.diff(firsts, append=len(each))
     return tuple(zip(each[firsts].tolist(), counts.tolist()))
+
+
+def sole(sizes: Sequence[int]) -> int | None:
+    """Return the one block that has cells, where the others have none; else None."""
+    if type(sizes) is not BlockSizes:
+        # of long ones that are not runs, several have
+        return next(i for i, s in enumerate(sizes) if s) if len(sizes) <= FEW and sum(map(bool, sizes)) == 1 else None
+    with_cells = [i for i, (s, _) in enumerate(sizes.runs) if s]
+    single = len(with_cells) == 1 and sizes.runs[with_cells[0]][1] == 1
+    return sizes._firsts[with_cells[0]] if single else None
+
+
+def stretches(sizes: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, range]]:
+    """Give the blocks from ``first`` to before ``stop`` that have cells: the number of each, and its cells."""
+    if type(sizes) is not BlockSizes:
+        for i, (p, q) in enumerate(pairwise(bounds(sizes)[first : stop + 1]), first):
+            if p < q:
+                yield i, range(p, q)
+        return
+    for (size, count), block, cell in zip(sizes.runs, sizes._firsts, sizes._starts):
+        for i in range(max(first, block), min(stop, block + count)) if size else ():
+            start = cell + (i - block) * size
+            yield i, range(start, start + size)
+
+
+def count_with_cells(sizes: Sequence[int], first: int, stop: int) -> int:
+    """Return how many blocks from ``first`` to before ``stop`` have cells."""
+    if type(sizes) is not BlockSizes:
+        return sum(map(bool, sizes[first:stop]))
+    runs = zip(sizes.runs, sizes._firsts)
+    return sum(max(0, min(stop, block + count) - max(first, block)) for (size, count), block in runs if size)
+
+
+def joined(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the sizes of groups of ``count`` neighbours each.
+
+    Examples
+    --------
+    >>> joined((3, 0, 2, 2), 2)
+    (3, 4)
+    """
+    if type(sizes) is not BlockSizes:
+        return tuple(sum(sizes[i : i + count]) for i in range(0, len(sizes), count))
+    found, block = [], 0
+    for (size, _), stop in zip(sizes.runs, sizes._firsts[1:]):
+        if stop - block >= count:
+            found.append((size * count, (stop - block) // count))
+            block += (stop - block) // count * count
+        if block < stop:
+            # a group that several runs share
+            found.append((sizes.start(block + count) - sizes.start(block), 1))
+            block += count
+    return repeated(found)
 
 
 def total(sizes: Sequence[int]) -> int:

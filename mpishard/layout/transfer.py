@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
-from mpishard.layout.block_sizes import FEW, bounds
+from mpishard.layout.block_sizes import FEW, bounds, count_with_cells, stretches
 from mpishard.layout.layout import Layout
 from mpishard.layout.partition import coords_of, rank_of
 from mpishard.layout.placement import Shard
@@ -84,8 +84,12 @@ class Peers:
         self.most = int(all(lo < hi for lo, hi in box))
         for (lo, hi), sizes in zip(box, layout.sizes):
             borders = bounds(sizes) if sizes is not None and self.most else (lo, hi)
-            self._ranges.append((bisect_right(borders, lo) - 1, bisect_left(borders, hi)))
-            self.most *= self._ranges[-1][1] - self._ranges[-1][0]
+            first, stop = bisect_right(borders, lo) - 1, bisect_left(borders, hi)
+            self._ranges.append((first, stop))
+            if sizes is not None:
+                mesh_dims = layout.shard_dims[len(self._ranges) - 1]
+                meant = math.prod(layout.mesh_shape[m] for m in mesh_dims if m not in fixed)
+                self.most *= min(meant, count_with_cells(sizes, first, stop))
         for m, n in enumerate(layout.mesh_shape):
             if m not in layout.sharded_mesh_dims and m not in fixed:
                 self.most *= n
@@ -110,15 +114,27 @@ class Peers:
         sizes, mesh_dims, found = layout.sizes[dim], layout.shard_dims.get(dim, ()), []
         if sizes is None:
             return [(0, (0, hi - lo))]
-        for i, (p, q) in enumerate(pairwise(bounds(sizes)[first : stop + 1]), first):
-            left, rank, meant = i, 0, p < q
+        for i, cells in self._meant(sizes, mesh_dims, first, stop):
+            left, rank = i, 0
             for m in reversed(mesh_dims):
                 left, c = divmod(left, layout.mesh_shape[m])
                 rank += c * strides[m]
-                meant = meant and self._fixed.get(m, c) == c
-            if meant:
-                found.append((rank, (max(lo, p) - lo, min(hi, q) - lo)))
+            found.append((rank, (max(lo, cells.start) - lo, min(hi, cells.stop) - lo)))
         return found
+
+    def _meant(
+        self, sizes: Sequence[int], mesh_dims: Sequence[int], first: int, stop: int
+    ) -> Iterator[tuple[int, range]]:
+        """Give the blocks that have cells, of the ranks that are meant: their numbers, and their cells."""
+        shape, fixed = self._layout.mesh_shape, self._fixed
+        if not any(m in fixed for m in mesh_dims):
+            yield from stretches(sizes, first, stop)
+            return
+        borders = bounds(sizes)
+        for coords in product(*((fixed[m],) if m in fixed else range(shape[m]) for m in mesh_dims)):
+            i = rank_of(coords, [shape[m] for m in mesh_dims])
+            if first <= i < stop and borders[i] < borders[i + 1]:
+                yield i, range(borders[i], borders[i + 1])
 
 
 def _few(peers: Peers) -> tuple[tuple[int, Box], ...] | Peers:

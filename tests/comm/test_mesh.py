@@ -469,3 +469,15 @@ def test_a_mesh_that_compares_calls_can_be_freed(monkeypatch):
     assert mesh.plan("a plan", lambda: [1]) == mesh.plan("a plan", lambda: [2]) == [1]
     mesh.free()
     assert mesh.freed
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:x", 1.5, "n" * 10**5])
+def test_a_device_that_one_rank_gets_wrong(wrong):
+    """All raise the same before any makes a communicator."""
+    given = wrong if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1 else "cpu"
+    with pytest.raises(MeshError, match="device of a mesh"):
+        ms.init_mesh((-1,), device=given)
+    cart = MPI.COMM_WORLD.Create_cart([MPI.COMM_WORLD.size])
+    with pytest.raises(MeshError, match="device of a mesh"):
+        ms.CartMesh.from_comm(cart, device=given)
+    cart.Free()

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.layout import (
+    FEW,
     BlockSizes,
     Each,
     Shard,
     are_equal,
     balanced,
     bounds,
+    joined,
     layout_of,
     moved_borders,
     owner,
@@ -23,8 +25,10 @@ from mpishard.layout import (
     runs_of,
     scaled,
     sizes_of,
+    sole,
     total,
 )
+from mpishard.layout.block_sizes import count_with_cells, stretches
 from mpishard.layout.stage import MODES, interval_runs, near
 from mpishard.layout.stencil import Adaptive, Sliding, Transposed, of_every_kind, pairs, windows
 
@@ -63,6 +67,24 @@ def test_they_stand_for_a_tuple(found):
         assert eval(repr(sizes)) == one_by_one
         assert sizes != (*one_by_one, 0)
         assert (sizes.smallest, sizes.largest) == (min(one_by_one), max(one_by_one))
+
+
+@given(runs, st.data())
+def test_what_is_asked_of_runs_is_that_of_the_tuple(found, data):
+    sizes, one_by_one = repeated(found), plain(found)
+    count = data.draw(st.sampled_from([c for c in range(1, len(one_by_one) + 1) if len(one_by_one) % c == 0]))
+    groups = [one_by_one[i : i + count] for i in range(0, len(one_by_one), count)]
+    assert joined(sizes, count) == joined(one_by_one, count) == tuple(map(sum, groups))
+    first = data.draw(st.integers(0, len(one_by_one)))
+    stop = data.draw(st.integers(first, len(one_by_one)))
+    assert sizes[first:stop] == one_by_one[first:stop]
+    borders = bounds(one_by_one)
+    blocks = [(i, range(borders[i], borders[i + 1])) for i in range(first, stop) if one_by_one[i]]
+    assert [*stretches(sizes, first, stop)] == [*stretches(one_by_one, first, stop)] == blocks
+    assert count_with_cells(sizes, first, stop) == count_with_cells(one_by_one, first, stop) == len(blocks)
+    full = [i for i, size in enumerate(one_by_one) if size]
+    if isinstance(sizes, BlockSizes) or len(one_by_one) <= FEW:
+        assert sole(sizes) == (full[0] if len(full) == 1 else None)
 
 
 @given(runs)

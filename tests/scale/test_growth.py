@@ -130,6 +130,16 @@ def weight(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
+def on_rows(call):
+    """Return a case of some rows, which are cut by all ranks."""
+
+    def case(mesh):
+        x = ms.empty(8, 8 * mesh.size, mesh=mesh, placements=[ms.Shard(1)] * mesh.ndim)
+        return lambda: call(x)
+
+    return case
+
+
 def sequence(mesh, cells):
     """Return queries, sharded over all ranks."""
     shape = (1, 2, cells * mesh.size, 16)
@@ -314,6 +324,14 @@ CASES = {
     "norms of a list": on_field(lambda x: torch._foreach_norm([x, x])),
     "flatten, of two dims": on_field(lambda x: x.flatten(2, 3)),
     "unflatten": on_field(lambda x: x.unflatten(2, (-1, x.shape[2] // 32))),
+    "select": on_field(lambda x: x.select(2, 7)),
+    "select, of another dim": on_field(lambda x: x[:, :, 1:].select(2, -1)),
+    "topk": on_rows(lambda x: x.topk(3, 1)),
+    "sort": on_rows(lambda x: x.sort(1)),
+    "median": on_rows(lambda x: x.median(1)),
+    "linear, over cells that are cut": on_rows(lambda x: F.linear(x, weight(4, x.shape[1]))),
+    "uneven blocks, whole": on_rows(lambda x: x[:, 3:].redistribute(placements=[ms.Replicate()] * x.mesh.ndim)),
+    "to few ranks": on_rows(lambda x: x.redistribute(placements=[ms.Shard(0)] * x.mesh.ndim)),
     "index": on_field(lambda x: x[:, :, torch.arange(0, x.shape[2], 2)]),
     "index, of points": on_field(lambda x: x[0, :, torch.arange(2048), torch.arange(2048) % 182]),
     "group_norm": on_field(lambda x: F.group_norm(x, 4)),

@@ -26,7 +26,7 @@ from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_o
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.transport.choice import transport_of
-from mpishard.layout import are_equal, scaled, total
+from mpishard.layout import runs_of, scaled, sole, total
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
@@ -152,6 +152,10 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     x = dense(x)
     if group.size == 1:
         return x.clone()
+    owner = sole(sizes)
+    if owner is not None:
+        # MPI's all-gather may take a step for every rank
+        return broadcast(x if group.rank == owner else x.new_empty(full), group, owner)
     whole = x.new_empty(*full)  # one by one: a tuple is read in half as much time again
     if not whole.numel():
         return whole
@@ -163,12 +167,24 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     transport_of(group, x).all_gather(x, flat, scaled(sizes, row * x.itemsize))
     if direct:
         return whole
-    if are_equal(sizes):
-        blocks = flat.view(group.size, *shape).movedim(0, dim)
-        whole.view(blocks.shape).copy_(blocks)
-        return whole
-    shapes = ((*shape[:dim], s, *shape[dim + 1 :]) for s in sizes)
-    return torch.cat([b.view(s) for b, s in zip(flat.split([s * row for s in sizes]), shapes)], dim, out=whole)
+    at = 0
+    for blocks in _by_runs(whole, dim, sizes):
+        blocks.copy_(flat[at : at + blocks.numel()].view(blocks.shape))
+        at += blocks.numel()
+    return whole
+
+
+def _by_runs(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the blocks of ``x`` along ``dim``, one after the other in a leading dim, of each run of equal ones.
+
+    Views; empty blocks are left out. Not collective.
+    """
+    found, at = [], 0
+    for size, count in runs_of(sizes):
+        if size:
+            found.append(x.narrow(dim, at, size * count).unflatten(dim, (count, size)).movedim(dim, 0))
+        at += size * count
+    return found
 
 
 def reduce_scatter(
@@ -192,10 +208,14 @@ def reduce_scatter(
         return dense(x).clone(memory_format=torch.contiguous_format)
     if not x.numel():
         return x.new_empty(own)
+    owner = sole(sizes)
+    if owner is not None:
+        result = reduce(x, group, owner, deterministic=deterministic)
+        return result if group.rank == owner else x.new_empty(own)
     if rule.ordered and in_order(deterministic):
         return ordered(all_to_all(x.split(list(sizes), dim), [own] * group.size, group, x.nbytes), "sum")
     dtype = rule.carrier or x.dtype
-    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(x.split(list(sizes), dim), dtype)
+    flat = dense(x) if dim == 0 and dtype == x.dtype else pack(_by_runs(x, dim, sizes), dtype)
     result = flat.new_empty(*own)
     if counter.active:
         counter.record("reduce_scatter", 1, flat.nbytes)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.errors import shown
 from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
@@ -264,7 +265,7 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
     left, arrow, right = equation.replace(" ", "").partition("->")
     wrong = [c for c in left + right if not (c.isascii() and c.isalpha()) and c not in ",."]
     if wrong:
-        raise RuntimeError(f"einsum(): invalid subscript {wrong[0]!r} in {equation!r}, must be in [a-zA-Z]")
+        raise RuntimeError(f"einsum(): invalid subscript {wrong[0]!r} in {shown(equation)!r}, must be in [a-zA-Z]")
     terms = left.split(",")
     if len(terms) != len(ndims):
         raise RuntimeError(f"einsum(): {len(terms)} subscripts for {len(ndims)} operands")
@@ -273,7 +274,7 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
         before, dots, after = term.partition("...")
         n = ndim - len(before) - len(after)
         if n < 0 or (n and not dots):
-            raise RuntimeError(f"einsum(): subscript {term!r} does not fit an operand of {ndim} dims")
+            raise RuntimeError(f"einsum(): subscript {shown(term)!r} does not fit an operand of {ndim} dims")
         rest = max(rest, n)
         # letters above the numbers of the dims that an ellipsis stands for, which count from the last
         labels.append((*map(ord, before), *range(n - 1, -1, -1), *map(ord, after)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.layout import Layout, layout_of
+from mpishard.layout import Layout, layout_of, repeated, runs_of, total
 from mpishard.ops.rule.dim import normal_dim, whole_along
 from mpishard.ops.rule.reduction import reduced
 from mpishard.ops.rule.whole import one_cell, whole
@@ -84,11 +84,11 @@ def topk(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted
     sizes = x.sharding.sizes[d] or ()
     lo, hi = x.sharding.interval(d, x.mesh.coords)
     values, index = x.block.topk(min(max(k, 0), hi - lo), d, largest, False)
-    counts = tuple(min(max(k, 0), n) for n in sizes)
+    counts = repeated((min(max(k, 0), n), blocks) for n, blocks in runs_of(sizes))
     layout = layout_of(
         x.sharding.mesh_shape,
         x.sharding.placements,
-        [sum(counts) if e == d else n for e, n in enumerate(x.sharding.shape)],
+        [total(counts) if e == d else n for e, n in enumerate(x.sharding.shape)],
         [counts if e == d else own for e, own in enumerate(x.sharding.sizes)],
     )
     candidates = whole_along(wrap(values, layout, x.mesh), (d,))

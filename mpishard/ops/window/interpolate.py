@@ -300,7 +300,8 @@ def _plan_tapped(
             sizes[dim] = sizes_of(borders)
         else:
             lo = 0
-        weight = None if every.weight is None else every.weight[:, a:b].to(x.device)
+        # a copy: a view would keep the table of the whole dim
+        weight = None if every.weight is None else every.weight[:, a:b].to(x.device, copy=True)
         taps.append((dim, Taps((every.index[:, a:b] - lo).to(x.device), weight)))
         local_size[dim - 2] = b - a
         if scales:
