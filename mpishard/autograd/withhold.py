@@ -35,9 +35,13 @@ class Withheld:
         self.version = -1
 
     def taken(self) -> list[tuple[Key, tuple[Tensor, Tensor]]]:
-        """Return the shares, and forget them. Not collective."""
+        """Return the shares, and forget them. Not collective.
+
+        None of a gradient that was written into: its own next pass refuses that, or an optimizer's step, and a pass of
+        another model does not.
+        """
         param = self._param()
-        if param is None or withheld_of(param) is not self:
+        if param is None or _is_written_into(param) or withheld_of(param) is not self:
             return []
         shares, self.shares = self.shares, {}
         del param.grad._withheld  # type: ignore[union-attr]
@@ -103,7 +107,7 @@ def withheld_of(param: Tensor) -> Withheld | None:
     found: Withheld | None = getattr(grad, "_withheld", None)
     if found is None or grad is None or grad._version == found.version:
         return found
-    if grad.any():
+    if _is_written_into(param):
         raise UnsupportedOperationError(
             "a gradient was written into, parts of which wait for their sum over the ranks",
             expected="no write between a backward pass inside no_sync and the first one outside",
@@ -112,6 +116,12 @@ def withheld_of(param: Tensor) -> Withheld | None:
         )
     del grad._withheld  # type: ignore[attr-defined]
     return None
+
+
+def _is_written_into(param: Tensor) -> bool:
+    """Tell whether ``.grad``, of which more waits, has other values, and not only zeros."""
+    found, grad = getattr(param.grad, "_withheld", None), param.grad
+    return found is not None and grad is not None and grad._version != found.version and bool(grad.any())
 
 
 def withhold(param: Tensor, key: Key, g: Tensor) -> None:

@@ -84,7 +84,8 @@ class _Layer:
         self.unit = Unit(schedule)
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
-        module.register_forward_pre_hook(self._before)
+        # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
+        module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._behind, always_call=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -290,3 +290,17 @@ def test_groups_of_ranks_that_belong_to_different_numbers_of_them(world):
 def test_results_that_do_not_fit(world, call):
     with pytest.raises(ms.LayoutError, match="do not fit"):
         call(torch.ones(2))
+
+
+def test_no_rank_waits_for_an_entry_of_another(world):
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"mine {RANK}", "value")
+    assert store.get(f"mine {RANK}") == b"value"
+    assert store.add("count", 2) + store.add("count", 3) == 7
+    assert store.compare_set("once", "", "a") == store.compare_set("once", "b", "c") == b"a"
+    assert store.check(["count", "once"])
+    assert store.delete_key("once")
+    with pytest.raises(ms.UnsupportedOperationError, match="store"):
+        store.get(f"mine {RANK + 1}")
+    with pytest.raises(ms.UnsupportedOperationError, match="store"):
+        store.wait([f"mine {RANK + 1}"])

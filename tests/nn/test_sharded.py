@@ -102,9 +102,15 @@ MODELS = {
         (4, 1, 9, 8),
     ),
     "tied": (Tied, (4, 1, 9, 8)),
+    # a hook makes the weight of other parameters
+    "weight norm, of old": (
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(1, 4, 3)), nn.Conv2d(4, 4, 1)),
+        (4, 1, 9, 8),
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_equal_one_process(mesh, name):
     build, shape = MODELS[name]

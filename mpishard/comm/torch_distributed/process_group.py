@@ -15,6 +15,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
+from mpishard.comm.torch_distributed.store import OwnStore
 from mpishard.errors import MeshError
 
 
@@ -63,8 +64,7 @@ def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.Process
         return _ours(dist.group.WORLD)
     comm, whole = _comms_of(where)
     if not dist.is_initialized():
-        # torch wants a store; nothing of this backend looks into it, and no rank may wait for another's entry
-        store, rank, size = dist.HashStore(), whole.Get_rank(), whole.Get_size()
+        store, rank, size = OwnStore(), whole.Get_rank(), whole.Get_size()
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, pg_options=_Over(whole))
     world = _ours(dist.group.WORLD)
     ranks = _ranks_in(comm, world.comm)
