@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mpishard.comm import guard
+from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.gather_sizes import digest
 from mpishard.comm.mesh import CartMesh, two_meshes
 from mpishard.comm.wait_meter import WaitMeter
@@ -132,8 +133,8 @@ class Balancer:
     """Measures this rank's own work in each step, and cuts tensors so that all ranks take as long.
 
     What `balance` returns. What a rank waits for others does not count as its work. After every ``every`` steps the
-    ranks compare: each slab of the mesh between two cuts has a cost, the sum of its ranks' times; along each mesh dim
-    the cuts move to where the costs are equal, if that saves enough.
+    ranks compare: each slab of the mesh between two cuts has a cost, the time of its slowest rank; along one mesh dim
+    the cuts move to where the costs are equal, if that saves enough. Where that did not, they go back to the best ones.
 
     Attributes
     ----------
@@ -163,6 +164,8 @@ class Balancer:
         self._targets: dict[Layout, dict[int, tuple[int, ...]]] = {}
         self._before: float | None = None  # imbalance that the last change was to mend
         self._doubt = 1.0
+        # the least imbalance that was measured, and the cuts that had it
+        self._best: tuple[float, dict[_Line, tuple[int, ...]]] | None = None
 
     # cuts
 
@@ -303,7 +306,7 @@ class Balancer:
         guard.agree(comm, error, f"balance: load_state_dict {digest((state, sorted(lines)))}")
         self._lines = lines
         self.changes, self.imbalance, self._before, self._doubt = numbers.values()
-        self._seconds, self._fresh = [], True
+        self._seconds, self._fresh, self._best = [], True, None
         self._targets.clear()
 
     def _loaded(self, dims: tuple[int, ...], told: Mapping[str, Any]) -> _Line:
@@ -426,40 +429,47 @@ class Balancer:
         cuts = {self._names(dims): line.borders for dims, line in self._lines.items()}
         _, slowest = guard.agree(comm, error, f"balance after {self.changes} changes of the cuts, {cuts}", (0, own))
         # whole numbers, whose sums are the same on every rank in whatever order, and do not overflow
-        costs = self._costs(comm, (own << 40) // max(1, slowest))
-        total = sum(costs[0]) if costs else 0
-        if not total:
+        total, costs = self._costs((own << 40) // max(1, slowest))
+        if not total or not costs:
             return
-        self.imbalance = (mesh.size << 40) / total
+        imbalance = self.imbalance = (mesh.size << 40) / total
+        here = {line: line.borders for line in self._lines.values()}
+        if self._best is None or imbalance < self._best[0] or here == self._best[1]:
+            self._best = imbalance, here
         if self._before is not None:
             # who was promised a gain and got none, asks for more next time
-            self._doubt = 1.0 if self.imbalance < self._before else 2 * self._doubt
+            self._doubt = 1.0 if imbalance < self._before else 2 * self._doubt
             self._before = None
-        kept, moved = 1.0, {}
-        for line, cost in zip(self._lines.values(), costs):
+        kept, moved = 1.0, here
+        for line, cost in zip(here, costs):
             line.density.learn(line.borders, cost)
             borders = moved_borders(line.borders, line.density.equal(len(cost)), **self._how)
-            part = float(line.density.costs(borders).max()) * total / max(cost)
-            if part < 1:
-                kept *= part
-                moved[line] = borders
+            part = float(line.density.costs(borders).max()) * sum(cost) / max(cost)
+            if part < kept:
+                # of one line: what the slowest rank costs along another changes with it
+                kept, moved = part, {line: borders}
         if 1 - kept > self._threshold * self._doubt:
-            for line, borders in moved.items():
-                line.borders = borders
-            self._targets.clear()
-            self.changes += 1
-            self._before, self._fresh = self.imbalance, True
+            self._before = imbalance
+        elif 1 - self._best[0] / imbalance > self._threshold:
+            moved = self._best[1]
+        else:
+            return
+        for line, borders in moved.items():
+            line.borders = borders
+        self._targets.clear()
+        self.changes += 1
+        self._fresh = True
 
-    def _costs(self, comm: Any, own: int) -> list[list[int]]:
-        """Return per line the cost of each slab: the sum of its ranks' times. Collective."""
+    def _costs(self, own: int) -> tuple[int, list[list[int]]]:
+        """Return the sum of all ranks' times, and per line that of the slowest rank of each slab. Collective."""
         counts = [len(line.borders) - 1 for line in self._lines.values()]
-        mine, everyone = np.zeros(sum(counts), np.int64), np.zeros(sum(counts), np.int64)
+        mine = torch.zeros(sum(counts), dtype=torch.int64)
         ends = [0, *np.cumsum(counts).tolist()]
         for dims, first in zip(self._lines, ends):
             at = 0
             for m in dims:
                 at = at * self._mesh.shape[m] + self._mesh.coords[m]
             mine[first + at] = own
-        with guard.waiting("balance", (), comm):
-            comm.Allreduce(mine, everyone)
-        return [everyone[a:b].tolist() for a, b in zip(ends, ends[1:])]
+        group = self._mesh.group(tuple(range(self._mesh.ndim)))
+        slowest = all_reduce(mine, group, "max").tolist()
+        return int(all_reduce(torch.tensor(own), group)), [slowest[a:b] for a, b in zip(ends, ends[1:])]

@@ -243,7 +243,7 @@ def balanced_anew(mesh):
     balancer.record(1.0)  # the first one does not count
 
     def call():
-        with mock.patch.object(type(balancer), "_costs", return_value=costs):
+        with mock.patch.object(type(balancer), "_costs", return_value=(sum(costs[0]), costs)):
             balancer.record(1.0)
             balancer.record(1.0)
             balancer.record(2.0)
