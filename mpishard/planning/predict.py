@@ -130,8 +130,8 @@ def plan(
     shape
         Of its input, global: ``(batch, channels, *space)``.
     ranks, mesh
-        Number of ranks, for which the best mesh is looked for: among those of the smallest surface, and the best that
-        cuts one dim, two, and so on; or its extents.
+        Number of ranks, for which the best mesh is looked for: among those of the smallest surface, and the best of
+        each choice of dims to cut; or its extents.
     dims
         Tensor dims that the mesh shards, in order; all of space if not given.
     coords

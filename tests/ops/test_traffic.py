@@ -231,7 +231,7 @@ FAMILIES = {
 # these have a test of their own traffic beside their other tests
 ELSEWHERE = {"attention/multihead", "attention/scaled_dot_product"}
 # nothing in them computes, or no tensor is at hand
-WITHOUT = {"recurrent", "tensor"}
+WITHOUT = {"init", "recurrent", "tensor"}
 
 
 def sent(count):

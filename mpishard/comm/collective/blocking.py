@@ -155,7 +155,8 @@ def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) ->
     owner = sole(sizes)
     if owner is not None:
         # MPI's all-gather may take a step for every rank
-        return broadcast(x if group.rank == owner else x.new_empty(full), group, owner)
+        here = group.rank == owner
+        return broadcast(x if here else x.new_empty(full), group, owner, in_place=not here)
     whole = x.new_empty(*full)  # one by one: a tuple is read in half as much time again
     if not whole.numel():
         return whole
