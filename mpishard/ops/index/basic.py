@@ -21,6 +21,7 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import (
     CACHED,
+    beside,
     normal_dim,
     prepare_write,
     require_writable,
@@ -181,15 +182,15 @@ def write_at(self: ShardTensor, key: Key, value: Any) -> None:
     require_writable(self, "x[index] = value")
     prepare_write(self)
     plan = plan_index(self.sharding, key, self.mesh.coords)
+    view = self.block[plan.local]
     if isinstance(value, Tensor):
-        value = fitted(_value(value, plan), self.mesh, plan.kept)
+        value = beside(view, fitted(_value(value, plan), self.mesh, plan.kept))
     if plan.kept.shape == self.sharding.shape:
         self.block[plan.local] = value
         return
     # Into a view, which it is also where a rank's whole block is selected, or none of an empty one. Torch writes that
     # into the tensor itself, whose cotangent is then a constant: other ranks' second derivatives would have a graph
     # that goes on, and wait for this rank.
-    view = self.block[plan.local]
     if isinstance(value, Tensor):
         view.copy_(value)
     else:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from mpishard.autograd.use import used_again
 from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
+    beside,
     ints,
     on_domain,
     other_device,
@@ -85,7 +86,7 @@ def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> ShardTensor:
     layout = out.sharding
 
     def block(a: Any) -> Any:
-        return fitted(resolved(a), mesh, layout)
+        return beside(out.block, fitted(resolved(a), mesh, layout))
 
     func(*map(block, args), **{k: block(a) for k, a in kwargs.items()}, out=out.block)
     return out
@@ -141,11 +142,12 @@ def _in_place_rule(func: Any) -> Callable[..., Any]:
             raise RuntimeError(
                 f"output with shape {list(x.sharding.shape)} doesn't match the broadcast shape {list(shape)}"
             )
-        func(
-            x.block,
-            *[fitted(a, x.mesh, x.sharding) for a in others],
-            **{k: fitted(a, x.mesh, x.sharding) for k, a in named.items()},
-        )
+        written = x.block
+
+        def block(a: Any) -> Any:
+            return beside(written, fitted(a, x.mesh, x.sharding))
+
+        func(written, *map(block, others), **{k: block(a) for k, a in named.items()})
         return x
 
     return rule

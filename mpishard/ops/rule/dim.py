@@ -220,6 +220,17 @@ def prepare_write(x: ShardTensor) -> None:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
+def beside(written: Tensor, x: Any) -> Any:
+    """Return an operand's block, or a copy where it lies in part of what is written into. Not collective.
+
+    Torch refuses that, on those ranks alone whose blocks lie so.
+    """
+    if not isinstance(x, Tensor) or x.untyped_storage()._cdata != written.untyped_storage()._cdata:
+        return x
+    same = x.data_ptr() == written.data_ptr() and x.shape == written.shape and x.stride() == written.stride()
+    return x if same else x.clone()
+
+
 def kept(x: ShardTensor) -> ShardTensor:
     """Return what a function reads whose result is written into ``x``: a copy where its derivative reads it again.
 

@@ -528,3 +528,27 @@ def test_roll_moves_only_what_crosses_borders():
     with ms.comm_counter() as count:
         x.roll(1, 0)
     assert count.nbytes == 3 * 8
+
+
+# what is written, and what it is read from
+OVERLAPPING = {
+    "add_": lambda y, read: y[1:5].add_(read[:4]),
+    "addcmul_": lambda y, read: y[1:5].addcmul_(read[:4], read[2:6]),
+    "copy_": lambda y, read: y[2:].copy_(read[:-2]),
+    "set": lambda y, read: y.__setitem__(slice(1, 5), read[:4]),
+    "out": lambda y, read: torch.add(read[:4], 1, out=y[1:5]),
+    "itself": lambda y, read: y[1:5].mul_(read[1:5]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_operands_that_overlap_what_is_written_are_read_before(name):
+    """Torch refuses them in one memory; here they lie in one on some ranks alone, and none refuses."""
+    full = values(8, 3)
+    expected = full.clone()
+    OVERLAPPING[name](expected, full)
+    mesh = mesh_of((WORLD.size,))
+    for sizes in (None, {0: (8, *(0,) * (WORLD.size - 1))}, {0: (*(0,) * (WORLD.size - 1), 8)}):
+        y = shard(full.clone(), mesh, (ms.Shard(0),), sizes)
+        OVERLAPPING[name](y, y)
+        torch.testing.assert_close(gathered(y), expected)
