@@ -35,6 +35,7 @@ from mpishard.ops.attention.ring_traced import TracedRing
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import meeting_blocks
 from mpishard.ops.rule.dim import on_domain, resized
+from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import blocks_of, moved, resolved
 from mpishard.tensor.registry import implements
@@ -250,8 +251,11 @@ def _repeated(x: ShardTensor, heads: int) -> ShardTensor:
 def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:
     q, k, v, *masks = blocks
     mask = _merged(masks, q.dtype)
-    if q.numel() and v.numel():
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if k.shape[-2] and q.shape[-1] and v.shape[-1]:
+        # also of no heads: the same kernel as on other ranks, and what torch refuses of its derivatives
+        q_, k_, v_, mask_ = map(filled, (q, k, v, mask))
+        y = F.scaled_dot_product_attention(q_, k_, v_, mask_, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return unfilled(y, (*q.shape[:-1], v.shape[-1]))
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // max(x.shape[-3], 1), -3) for x in (k, v))
     scores = q @ k.mT  # of nothing, with its graph

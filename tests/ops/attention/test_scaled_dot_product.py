@@ -468,3 +468,23 @@ def test_second_gradients_with_empty_blocks():
     for f in (lambda t: F.scaled_dot_product_attention(t, x, x), lambda t: F.scaled_dot_product_attention(x, t, x)):
         operand = (x + 1, mesh, (ms.Shard(0),), {0: skew(7, WORLD.size)})
         compare(f, [operand], second=True, rtol=1e-8, atol=1e-9)
+
+
+def test_derivatives_that_torch_refuses_are_refused_on_ranks_without_heads():
+    """The kernel of a CPU has no second derivatives: also a rank without heads says so, or others would wait for it."""
+    full, mesh = torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(0)).double(), mesh_of((WORLD.size,))
+
+    def penalty(x):
+        y = F.scaled_dot_product_attention(x, 2 * x, x.sin())
+        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return g
+
+    expected = penalty(full.clone().requires_grad_())
+    nothing = (0,) * (WORLD.size - 1)
+    for dim in (0, 1):
+        for sizes in ((2, *nothing), (*nothing, 2)):
+            x = shard(full, mesh, (ms.Shard(dim),), {dim: sizes}, True)
+            g = penalty(x)
+            torch.testing.assert_close(gathered(g), expected)
+            with pytest.raises(RuntimeError, match="derivative for"):
+                torch.autograd.grad(g.square().sum(), x)
