@@ -120,6 +120,10 @@ def distribute_module(
             got=f"gather_dtype={gather_dtype}, offload={offload}",
             fix="name the mesh dim over which parameters are sharded, or leave them out",
         )
+    if gather_dtype is not None and not gather_dtype.is_floating_point:
+        error = error or LayoutError(
+            "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
+        )
     told = [(name, tuple(t.shape), t.dtype) for name, t in named]
     guard.agree(group.comm, error, f"distribute_module over={over} {gather_dtype} offload={offload} {told}")
     with torch.no_grad():

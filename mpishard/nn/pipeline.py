@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
 from mpishard.errors import LayoutError, MpishardError
@@ -22,6 +22,9 @@ from mpishard.nn.module import distribute_module
 from mpishard.tensor.gradient import autograd_backward
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
+
+# of losses
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Stage = nn.Module | Callable[[], nn.Module]
 
@@ -58,6 +61,11 @@ class Pipeline(nn.Module):
     ----------
     stage : torch.nn.Module
         That of this rank: the parameters to optimise and to save.
+    index : int
+        Which stage that is.
+    stage_mesh : CartMesh
+        The ranks of this stage: ``mesh``, or where that is None a mesh of this rank alone. Checkpoints of a stage are
+        saved on it, in a folder of its own.
     is_first, is_last : bool
         Whether it takes the batch, and whether it makes the loss.
     mesh : CartMesh or None
@@ -98,9 +106,11 @@ class Pipeline(nn.Module):
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
         self._group, self._own = mesh.group((m,)), mesh.coords[m]
+        self.index = self._own
         self._microbatches = microbatches
         others = tuple(d for d in range(mesh.ndim) if d != m)
         self.mesh = mesh[others] if others else None
+        self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
         self.is_first, self.is_last = self._own == 0, self._own == len(stages) - 1
         made = stages[self._own]
         stage = made if isinstance(made, nn.Module) else made()
@@ -126,7 +136,7 @@ class Pipeline(nn.Module):
                     self._send_forward(_tuple(y))
         return _joined(out) if self.is_last else None
 
-    def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor]) -> Tensor:
+    def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
         """Run a batch forward and backward, adding to the gradients of all stages. Collective.
 
         The schedule is one-forward-one-backward: a stage holds the activations of at most as many micro-batches as
@@ -139,36 +149,42 @@ class Pipeline(nn.Module):
         target
             What ``loss_fn`` compares with, on the ranks of the last stage; cut as ``x`` is. Ignored elsewhere.
         loss_fn
-            Called with an output and its part of the target on the last stage. A mean over the samples: parts count by
-            their number of samples, so that the sum is the mean of the batch.
+            Called with an output and its part of the target on the last stage.
+        reduction
+            What the loss of a part is: a ``"mean"`` over its samples, so that parts count by their number of samples,
+            or a ``"sum"``. A mean over something else (targets that ``ignore_index`` leaves) is neither: sum, and
+            divide by the count of the batch in ``loss_fn``.
 
         Returns
         -------
         torch.Tensor
-            The loss, a plain scalar on every rank.
+            The loss, a plain scalar on every rank, of the dtype that ``loss_fn`` returns.
 
         Raises
         ------
         LayoutError
-            On every rank: there is no batch or no target where it belongs, or fewer samples than micro-batches.
+            On every rank: there is no batch or no target where it belongs, fewer samples than micro-batches, or an
+            unknown reduction.
 
         Notes
         -----
         The result is that of one process on the whole batch, but where a stage mixes samples (batch norm in training):
         then it is that of one process which accumulates over the same micro-batches.
         """
-        parts, targets, weights = self._cut("step", x, target)
+        parts, targets, weights = self._cut("step", x, target, reduction)
         count = len(parts)
         ahead = min(self._group.size - 1 - self._own, count)
         flying: deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = deque()
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        # the loss, and which dtype it has
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def forward(i: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             outputs = _tuple(self.stage(*inputs))
             if self.is_last:
                 loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
                 own = loss.detach()
-                total.add_(own.full_tensor() if isinstance(own, ShardTensor) else own)
+                total[0] += own.full_tensor() if isinstance(own, ShardTensor) else own
+                total[1] = _DTYPES.index(own.dtype)
                 outputs = (loss,)
             outputs = tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
             flying.append((inputs, outputs))
@@ -197,7 +213,8 @@ class Pipeline(nn.Module):
         for i in range(ahead):
             found = backward(self._exchanged(+1, [], flying[0][1]), i == ahead - 1)
             self._taken(None, found, receive=False)
-        return blocking.broadcast(total, self._group, self._group.size - 1).to(torch.get_default_dtype())
+        loss, dtype = blocking.broadcast(total, self._group, self._group.size - 1)
+        return loss.to(_DTYPES[int(dtype)])
 
     # -- messages
 
@@ -262,8 +279,8 @@ class Pipeline(nn.Module):
 
     # -- micro-batches
 
-    def _cut(self, what: str, x: Any, target: Any) -> tuple[list[Any], list[Any], list[float]]:
-        """Return the parts of batch and target, and the share of all samples that each has; agreed on all ranks."""
+    def _cut(self, what: str, x: Any, target: Any, reduction: str = "mean") -> tuple[list[Any], list[Any], list[float]]:
+        """Return the parts of batch and target, and what the loss of each counts; agreed on all ranks."""
         error: MpishardError | None = None
         given = {"x": x} if self.is_first else {}
         if self.is_last and what == "step":
@@ -277,6 +294,10 @@ class Pipeline(nn.Module):
                 got={k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in given.items()},
                 fix="give larger batches or fewer micro-batches",
             )
+        if reduction not in ("mean", "sum"):
+            error = LayoutError(
+                f"Pipeline.{what}: reduction", expected="'mean' or 'sum'", got=repr(reduction), fix="give one of them"
+            )
         guard.agree(self._comm, error)
         empty = [None] * self._microbatches
         parts = _parts(x, self._microbatches) if self.is_first else empty
@@ -284,7 +305,17 @@ class Pipeline(nn.Module):
             return parts, empty, []
         found = counts[-1]
         assert found is not None
-        return parts, _parts(target, self._microbatches), [n / sum(found) for n in found]
+        weights = [n / sum(found) if reduction == "mean" else 1.0 for n in found]
+        return parts, _parts(target, self._microbatches), weights
+
+
+def _alone(comm: Any, device: torch.device) -> CartMesh:
+    """Return a mesh of this rank alone. Collective."""
+    own = comm.Split(comm.Get_rank())
+    try:
+        return init_mesh((1,), comm=own, device=device)
+    finally:
+        own.Free()
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:

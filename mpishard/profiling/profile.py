@@ -115,7 +115,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             raise UnsupportedOperationError(
                 "profile within a profile",
                 expected="one at a time",
-                got=f"one on {_running._mesh!r} that has not ended",
+                got="one that has not ended",
                 fix="profile the larger block alone",
             )
         if not isinstance(self._most, int) or self._most < 0:

@@ -164,3 +164,47 @@ def test_a_stage_holds_few_micro_batches():
     pipe.step(x, x, F.mse_loss)
     assert max(alive) == mesh.size - mesh.rank
     assert not flying
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_and_the_dtype_of_a_loss(dtype):
+    n = WORLD.size
+    mesh = ms.init_mesh((n,), ("stage",), device="cpu")
+    stages = [seeded(lambda: nn.Linear(3, 3), dtype) for _ in range(n)]
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=2)
+    x, target = data(5, 3).to(dtype), data(5, 3).to(dtype) + 1
+    reference = nn.Sequential(*[seeded(lambda: nn.Linear(3, 3), dtype) for _ in range(n)])
+    expected = F.mse_loss(reference(x), target, reduction="sum")
+    expected.backward()
+    loss = pipe.step(x, target, lambda y, t: F.mse_loss(y, t, reduction="sum"), reduction="sum")
+    assert loss.dtype == dtype
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(pipe.stage.weight.grad, reference[mesh.rank].weight.grad)
+    with pytest.raises(ms.LayoutError, match="reduction"):
+        pipe.step(x, target, F.mse_loss, reduction="none")
+    mesh.free()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("spatial", [False, True])
+def test_each_stage_is_saved_by_its_ranks(spatial, tmp_path):
+    """Of plain parameters those of one rank are saved: a pipeline as a whole would lose all stages but one."""
+    folder = WORLD.bcast(str(tmp_path))
+    mesh = ms.init_mesh((2, -1), ("stage", "y"), device="cpu") if spatial else ms.init_mesh((-1,), ("s",), device="cpu")
+    pipe = ms.Pipeline([nn.Linear(3, 3) for _ in range(mesh.shape[0])], mesh, 0)
+    with torch.no_grad():
+        pipe.stage.weight.fill_(pipe.index + 1.0)
+    for call in (
+        lambda: ms.io.save_checkpoint(f"{folder}/all", 1, model=pipe, mesh=mesh),
+        lambda: ms.io.load_checkpoint(f"{folder}/all", model=pipe, mesh=mesh),
+    ):
+        with pytest.raises(ms.UnsupportedOperationError, match="one stage"):
+            call()
+    own = f"{folder}/{pipe.index}"
+    ms.io.save_checkpoint(own, 1, model=pipe.stage, mesh=pipe.stage_mesh)
+    with torch.no_grad():
+        pipe.stage.weight.zero_()
+    ms.io.load_checkpoint(own, model=pipe.stage, mesh=pipe.stage_mesh)
+    assert pipe.stage.weight.eq(pipe.index + 1.0).all()
+    mesh.free()

@@ -98,7 +98,7 @@ def save_checkpoint(
         require_mesh("save_checkpoint", mesh)
     try:
         _check_numbers(step, keep)
-        require_state("save_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
+        require_state("save_checkpoint", mesh, model=model, optimizer=optimizer, scheduler=scheduler)
         if asynchronous and backend is not None:
             raise MpishardError(
                 "save_checkpoint: backend and asynchronous=True",
@@ -235,7 +235,7 @@ def load_checkpoint(
     if mesh is not None:
         require_mesh("load_checkpoint", mesh)
     try:
-        require_state("load_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
+        require_state("load_checkpoint", mesh, model=model, optimizer=optimizer, scheduler=scheduler)
         folder = absolute(path)
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
     except MpishardError as e:
