@@ -96,9 +96,12 @@ class Bench:
         if text is None:
             return default
         try:
-            return text.split(",") if isinstance(default, list) else type(default)(text)
+            value = text.split(",") if isinstance(default, list) else type(default)(text)
         except ValueError:
-            raise Unfit(f"--set {name} takes a value like {default}, not {text!r}") from None
+            value = 0
+        if isinstance(value, int | float) and value <= 0:
+            raise Unfit(f"--set {name} takes a value like {default}, above 0, not {text!r}")
+        return value
 
     def compare(
         self,

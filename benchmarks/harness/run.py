@@ -56,7 +56,7 @@ def run(
     torch.set_num_threads(1)
     heap.keep_freed()
     out = Path(output) if output is not None else None
-    _agree(lambda: out.mkdir(parents=True, exist_ok=True) if out is not None and WORLD.rank == 0 else None)
+    _agree("--output", lambda: out.mkdir(parents=True, exist_ok=True) if out is not None and WORLD.rank == 0 else None)
     facts = machine.described()
     for line in machine.lines(facts) if facts else ():
         say(line)
@@ -81,13 +81,13 @@ def run(
     return rows
 
 
-def _agree(action: Any) -> None:
+def _agree(option: str, action: Any) -> None:
     error: MpishardError | None = None
     try:
         action()
     except OSError as e:
         error = FileError(
-            described("--output", expected="a folder that can be written to", got=e, fix="name another folder")
+            described(option, expected="a folder that can be written to", got=e, fix="name another folder")
         )
     guard.agree(WORLD, error, "bench")
 
@@ -95,7 +95,12 @@ def _agree(action: Any) -> None:
 @contextlib.contextmanager
 def _files(parent: str | None) -> Iterator[Path]:
     made: list[str] = []
-    _agree(lambda: made.append(tempfile.mkdtemp(prefix="mpishard-bench-", dir=parent)) if WORLD.rank == 0 else None)
+
+    def make() -> None:
+        if WORLD.rank == 0:
+            made.append(tempfile.mkdtemp(prefix="mpishard-bench-", dir=parent))
+
+    _agree("--folder", make)
     place = Path(WORLD.bcast(made[0] if made else None))
     try:
         yield place

@@ -85,7 +85,7 @@ def _without_rule(name: str, table: Sequence[Covered], none: Sequence[str]) -> i
     families = sorted({c.family for c in table})
     near = get_close_matches(last, {c.name for c in table} | {part for f in families for part in f.split("/")})
     raise click.UsageError(
-        f"no operation or family {name!r}; there are {', '.join(near)}"
+        f"no operation or family {name!r}; near it: {', '.join(near)}"
         if near
         else f"no operation or family {name!r}; families: there are {', '.join(families)}"
     )
