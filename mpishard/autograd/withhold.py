@@ -121,13 +121,17 @@ def withheld_of(param: Tensor) -> Withheld | None:
 def _is_written_into(param: Tensor) -> bool:
     """Tell whether ``.grad``, of which more waits, has other values, and not only zeros."""
     found, grad = getattr(param.grad, "_withheld", None), param.grad
-    return found is not None and grad is not None and grad._version != found.version and bool(grad.any())
+    if found is None or grad is None or grad._version == found.version:
+        return False
+    parts = torch.view_as_real(grad) if grad.is_complex() else grad
+    return bool(parts.any() or torch.signbit(parts).any())
 
 
 def withhold(param: Tensor, key: Key, g: Tensor) -> None:
     """Keep this rank's share of a gradient. Not collective."""
     if param.grad is None:
-        param.grad = torch.zeros_like(param)
+        # negative zeros: those of `zero_grad` are positive, and a gradient that is scaled stays negative
+        param.grad = torch.zeros_like(param).neg_()
     found = withheld_of(param)
     if found is None:
         found = param.grad._withheld = Withheld(param)  # type: ignore[attr-defined]

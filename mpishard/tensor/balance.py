@@ -240,6 +240,7 @@ class Balancer:
             line = _Line(sizes)
             moved_borders(line.borders, line.borders, **self._how)  # raises where there are too few cells
             self._lines[mesh_dims] = line
+            self._best = None  # of fewer lines
         return line
 
     def _names(self, mesh_dims: Sequence[int]) -> tuple[str, ...]:

@@ -205,6 +205,13 @@ def test_steps_and_writes_before_the_sum_are_refused(mesh):
         model(x).square().sum().backward()
     with pytest.raises(ms.UnsupportedOperationError, match="before gradients are summed"):
         optimizer.step()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ms.UnsupportedOperationError, match="a gradient was written into"):
+        model(x).square().sum().backward()
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with ms.no_sync():
+            model(x).square().sum().backward()
     model.conv.weight.grad.add_(1)
     other = ms.distribute_module(seeded(Weighted, torch.float64), mesh)
     other(x).square().sum().backward()  # has nothing to do with it

@@ -184,6 +184,7 @@ def test_what_is_drawn_is_drawn_anew_as_it_is_eagerly(f):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_gradients_wait_where_compiled_and_eager_passes_alternate(backend):
     """Of each parameter `no_sync` sees by its version who wrote into its gradient: they share none."""

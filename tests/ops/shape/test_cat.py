@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, gathered, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 from tests.ops.windows import check, field, sampled
 
 SHAPE = (4, 7, 6)
@@ -81,3 +81,26 @@ def test_empty_vectors_count_for_the_dtype():
         got = torch.cat(f(shard(numbers, mesh, (ms.Shard(0),))))
         assert got.dtype == expected.dtype
         torch.testing.assert_close(gathered(got), expected)
+
+
+VECTORS = {
+    "cat": lambda x: torch.cat([x, x]),
+    "hstack": lambda x: torch.hstack([x, 2 * x]),
+    "a number more": lambda x: torch.cat([x, x.sum()[None]]),
+    "repeat": lambda x: x.repeat(2),
+    "part": lambda x: torch.cat([x[:2], x]),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_second_derivatives_of_vectors_joined(name):
+    """Of an operand that has no cells on a rank, torch's own would end there."""
+
+    def penalty(x):
+        (g,) = torch.autograd.grad(VECTORS[name](x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x)[0]
+
+    full = field(7)
+    expected = penalty(full.clone().requires_grad_())
+    for mesh, placements, sizes in layouts((7,), (0,)):
+        torch.testing.assert_close(gathered(penalty(shard(full, mesh, placements, sizes, True))), expected)
