@@ -105,14 +105,13 @@ class Pipeline(nn.Module):
             )
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
-        self._group, self._own = mesh.group((m,)), mesh.coords[m]
-        self.index = self._own
+        self._group, self.index = mesh.group((m,)), mesh.coords[m]
         self._microbatches = microbatches
         others = tuple(d for d in range(mesh.ndim) if d != m)
         self.mesh = mesh[others] if others else None
         self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
-        self.is_first, self.is_last = self._own == 0, self._own == len(stages) - 1
-        made = stages[self._own]
+        self.is_first, self.is_last = self.index == 0, self.index == len(stages) - 1
+        made = stages[self.index]
         stage = made if isinstance(made, nn.Module) else made()
         self.stage = stage.to(mesh.device) if self.mesh is None else distribute_module(stage, self.mesh, **options)
         self._device = mesh.device
@@ -173,7 +172,7 @@ class Pipeline(nn.Module):
         """
         parts, targets, weights = self._cut("step", x, target, reduction)
         count = len(parts)
-        ahead = min(self._group.size - 1 - self._own, count)
+        ahead = min(self._group.size - 1 - self.index, count)
         flying: deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = deque()
         # the loss, and which dtype it has
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -222,8 +221,8 @@ class Pipeline(nn.Module):
         """Send to the next stage; return the cotangents of ``receive``, which come from there."""
         forms = [_form_of(y) for y in outputs]
         comm = self._group.comm
-        with guard.waiting("Pipeline", [self._own + 1], comm):
-            comm.send(forms, self._own + 1, hashed("Pipeline forms"))
+        with guard.waiting("Pipeline", [self.index + 1], comm):
+            comm.send(forms, self.index + 1, hashed("Pipeline forms"))
         return self._exchanged(+1, [_block(y).detach() for y in outputs], receive)
 
     def _taken(self, part: Any, cotangents: Sequence[Tensor] = (), receive: bool = True) -> tuple[Any, ...]:
@@ -233,8 +232,8 @@ class Pipeline(nn.Module):
         forms: list[_Form] = []
         comm = self._group.comm
         if receive:
-            with guard.waiting("Pipeline", [self._own - 1], comm):
-                forms = comm.recv(None, self._own - 1, hashed("Pipeline forms"))
+            with guard.waiting("Pipeline", [self.index - 1], comm):
+                forms = comm.recv(None, self.index - 1, hashed("Pipeline forms"))
         came = self._exchanged(-1, cotangents, forms)
         return tuple(self._input(t, form) for t, form in zip(came, forms))
 
@@ -247,7 +246,7 @@ class Pipeline(nn.Module):
 
     def _exchanged(self, way: int, sends: Sequence[Tensor], like: Sequence[Any]) -> list[Tensor]:
         """Send blocks to a neighbour, and receive from it blocks of the shapes and dtypes of ``like``."""
-        peer, came = self._own + way, []
+        peer, came = self.index + way, []
         for i in range(max(len(sends), len(like))):
             out = sends[i] if i < len(sends) else None
             into = like[i] if i < len(like) else None
@@ -298,7 +297,7 @@ class Pipeline(nn.Module):
             error = LayoutError(
                 f"Pipeline.{what}: reduction", expected="'mean' or 'sum'", got=repr(reduction), fix="give one of them"
             )
-        guard.agree(self._comm, error)
+        guard.agree(self._comm, error, f"Pipeline.{what} {reduction}")
         empty = [None] * self._microbatches
         parts = _parts(x, self._microbatches) if self.is_first else empty
         if "target" not in given:

@@ -15,6 +15,7 @@ from mpishard.planning.machine import Machine, machine_named
 from mpishard.planning.step import OPTIMIZERS, Program, default_dims
 
 _LARGEST = 2**62  # cells: torch counts bytes in 64 bits
+_TRIES = 4  # meshes of the smallest surface that are planned, of all that there are
 
 
 def checked_program(
@@ -92,9 +93,6 @@ def checked_ranks(program: Program, ranks: Any) -> list[tuple[int, ...]]:
             fix="take fewer ranks, or shard more dims",
         )
     return found
-
-
-_TRIES = 4  # meshes of the smallest surface that are planned, of all that there are
 
 
 def candidates(shape: Sequence[int], dims: Sequence[int], ranks: int) -> list[tuple[int, ...]]:

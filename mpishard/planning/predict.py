@@ -163,46 +163,26 @@ def plan(
     >>> best = ms.plan(UNet, (1, 1, 4096, 4096, 4096), ranks=65536, machine="perlmutter")
     >>> best.mesh, best.seconds, best.efficiency, best.limit
     """
-    asked = [(ranks, mesh)]
-    return next(
-        _plans(
-            model, shape, asked, dims=dims, coords=coords, machine=machine, dtype=dtype, optimizer=optimizer, loss=loss
+    program = checked_program(model, shape, dims, dtype, optimizer, loss)
+    if (ranks is None) == (mesh is None) or (mesh is None and coords is not None):
+        raise JobError(
+            "plan",
+            expected="either ranks or mesh, and coords with mesh alone",
+            got=f"ranks={ranks}, mesh={mesh}, coords={coords}",
+            fix="give one of them",
         )
-    )
+    meshes = [checked_mesh(program, mesh)] if mesh is not None else checked_ranks(program, ranks)
+    known = checked_machine(machine)
+    # of one rank, once for all meshes
+    alone = cache(lambda: trace(program, (1,), (0,)).events)
+    found = [_planned(program, extents, known, coords, alone) for extents in meshes]
+    return min(found, key=lambda p: (not p.fits, p.seconds))
 
 
 def sweep(model: Callable[[], nn.Module], shape: Sequence[int], ranks: Sequence[int], **options: Any) -> Iterator[Plan]:
     """Yield the `plan` of every number of ranks; options as of `plan`. Not collective."""
-    return _plans(model, shape, [(size, None) for size in ranks], **options)
-
-
-def _plans(
-    model: Callable[[], nn.Module],
-    shape: Sequence[int],
-    asked: Sequence[tuple[int | None, Sequence[int] | None]],
-    *,
-    dims: Sequence[int] | None = None,
-    coords: Sequence[int] | None = None,
-    machine: str | Machine = "perlmutter",
-    dtype: torch.dtype = torch.float32,
-    optimizer: str | None = "sgd",
-    loss: Callable[[Any], Tensor] | None = None,
-) -> Iterator[Plan]:
-    program = checked_program(model, shape, dims, dtype, optimizer, loss)
-    known = checked_machine(machine)
-    # of one rank, once for all
-    alone = cache(lambda: trace(program, (1,), (0,)).events)
-    for ranks, mesh in asked:
-        if (ranks is None) == (mesh is None) or (mesh is None and coords is not None):
-            raise JobError(
-                "plan",
-                expected="either ranks or mesh, and coords with mesh alone",
-                got=f"ranks={ranks}, mesh={mesh}, coords={coords}",
-                fix="give one of them",
-            )
-        meshes = [checked_mesh(program, mesh)] if mesh is not None else checked_ranks(program, ranks)
-        found = [_planned(program, extents, known, coords, alone) for extents in meshes]
-        yield min(found, key=lambda p: (not p.fits, p.seconds))
+    for size in ranks:
+        yield plan(model, shape, ranks=size, **options)
 
 
 def _middle(program: Program, extents: Sequence[int]) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ class LiveMemory(TorchDispatchMode):
     >>> memory.peak
     """
 
+    # devices whose tensors take no memory
+    _ignored: tuple[str, ...] = ("meta",)
+
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = self.peak = 0
@@ -42,7 +45,7 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if type(x) is not torch.Tensor or not self._holds(x):
+            if type(x) is not torch.Tensor or x.device.type in self._ignored:
                 continue
             if x.layout is torch.strided:
                 storage = x.untyped_storage()
@@ -53,10 +56,6 @@ class LiveMemory(TorchDispatchMode):
                 # a copy in memory of its own, which has no storage
                 self._came(x, x.numel() * x.itemsize)
         return out
-
-    def _holds(self, _x: torch.Tensor) -> bool:
-        """Tell whether a tensor takes memory."""
-        return _x.device.type != "meta"
 
     def _came(self, owner: object, nbytes: int) -> None:
         self.nbytes += nbytes

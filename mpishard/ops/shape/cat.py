@@ -68,13 +68,17 @@ def plan_stack(operands: tuple[Layout, ...], dim: int) -> Join:
     return plan.operands, plan.result((*labels[:dim], None, *labels[dim:]), (*shape[:dim], len(operands), *shape[dim:]))
 
 
+def _concatenated(blocks: Sequence[Tensor], dim: int) -> Tensor:
+    if blocks[0].ndim == 1:
+        # torch ends the graph of an empty vector, which old code starts its lists with: on this rank alone
+        return torch.cat([x.unsqueeze(1) for x in blocks]).squeeze(1)
+    return torch.cat(list(blocks), dim)
+
+
 def _joined(func: Callable[..., Tensor], plan: Callable[..., Join], tensors: Sequence[Any], dim: int) -> ShardTensor:
     mesh, blocks, layouts = blocks_of(tensors)
     targets, out = plan(layouts, dim)
     blocks = [redistribute(x, mesh, *how) for x, *how in zip(blocks, layouts, targets)]
-    if func is torch.cat and blocks[0].ndim == 1:
-        # torch ends the graph of an empty vector, which old code starts its lists with: on this rank alone
-        return wrap(torch.cat([x.unsqueeze(1) for x in blocks]).squeeze(1), out, mesh)
     return wrap(func(blocks, dim), out, mesh)
 
 
@@ -93,7 +97,7 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Sha
     if not any(isinstance(t, ShardTensor) for t in cells):
         return torch.cat(cells, dim)  # type: ignore[return-value]
     dim = normal_dim(dim, cells[0].ndim)
-    return _joined(torch.cat, plan_cat, cells, dim)
+    return _joined(_concatenated, plan_cat, cells, dim)
 
 
 @implements(torch.stack, sharded="moves")
