@@ -184,6 +184,18 @@ def compare(
     return got
 
 
+def compare_penalties(f: Callable[[Any], Any], full: Tensor, dims: Sequence[int]) -> None:
+    """Compare derivatives of a gradient's square, plain and on all layouts that shard these dims."""
+
+    def penalty(x: Any) -> Any:
+        (g,) = torch.autograd.grad((f(x) ** 3).sum(), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    expected = penalty(full.clone().requires_grad_())
+    for mesh, placements, sizes in layouts(full.shape, dims):
+        torch.testing.assert_close(gathered(penalty(shard(full, mesh, placements, sizes, True))), expected)
+
+
 def assert_loads(own: torch.nn.Module, folder: str, saved: dict[str, Tensor]) -> None:
     """Check that torch's own checkpoint gives the parameters back that were saved, after they have changed."""
     import torch.distributed.checkpoint as dcp

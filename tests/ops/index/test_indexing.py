@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, compare_penalties, gathered, layouts, mesh_of, shard
 from tests.ops.windows import check, field, same, sampled
 
 SHAPE = (5, 7, 6)
@@ -136,17 +136,7 @@ CONSTANTS = {
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_second_derivatives_where_a_block_is_overwritten(name):
     """A rank whose whole block is set, or which has none, waits for the others as they for it."""
-
-    def penalty(x):
-        y = CONSTANTS[name](x).cumsum(2)
-        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        return torch.autograd.grad((g**2).sum(), x)[0]
-
-    full = field(5, 6, 7)
-    expected = penalty(full.clone().requires_grad_())
-    for mesh, placements, sizes in layouts(full.shape, (1, 2)):
-        found = penalty(shard(full, mesh, placements, sizes, True))
-        torch.testing.assert_close(gathered(found), expected)
+    compare_penalties(lambda x: CONSTANTS[name](x).cumsum(2), field(5, 6, 7), (1, 2))
 
 
 def written(write, take):
@@ -178,17 +168,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_second_derivatives_of_views_that_are_written_into(name):
     """Also where the view has no cells on a rank: torch, left to itself, ends its graph there."""
-
-    def penalty(x):
-        y = VIEWS[name]((x * x).roll(1, 2))
-        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        return torch.autograd.grad((g**2).sum(), x)[0]
-
-    full = field(4, 6, 7)
-    expected = penalty(full.clone().requires_grad_())
-    for mesh, placements, sizes in layouts(full.shape, (1, 2)):
-        found = penalty(shard(full, mesh, placements, sizes, True))
-        torch.testing.assert_close(gathered(found), expected)
+    compare_penalties(lambda x: VIEWS[name]((x * x).roll(1, 2)), field(4, 6, 7), (1, 2))
 
 
 def test_a_plain_tensor_is_scattered_into_where_the_index_lies():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, compare_penalties, gathered, mesh_of, shard
 from tests.ops.windows import check, field, sampled
 
 SHAPE = (4, 7, 6)
@@ -95,12 +95,4 @@ VECTORS = {
 @pytest.mark.parametrize("name", VECTORS)
 def test_second_derivatives_of_vectors_joined(name):
     """Of an operand that has no cells on a rank, torch's own would end there."""
-
-    def penalty(x):
-        (g,) = torch.autograd.grad(VECTORS[name](x).pow(3).sum(), x, create_graph=True)
-        return torch.autograd.grad(g.square().sum(), x)[0]
-
-    full = field(7)
-    expected = penalty(full.clone().requires_grad_())
-    for mesh, placements, sizes in layouts((7,), (0,)):
-        torch.testing.assert_close(gathered(penalty(shard(full, mesh, placements, sizes, True))), expected)
+    compare_penalties(VECTORS[name], field(7), (0,))
