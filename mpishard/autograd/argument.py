@@ -32,21 +32,8 @@ def require_mesh(call: str, mesh: Any) -> None:
         )
 
 
-def require_state(call: str, mesh: CartMesh | None, **arguments: Any) -> None:
-    """Raise unless all arguments that are given have a state, as modules and optimizers do. Not collective.
-
-    Nor may the model be a pipeline on the mesh of all its stages: of plain tensors those of one rank are saved.
-    """
-    model = arguments.get("model")
-    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
-        own = getattr(module, "stage_mesh", None)
-        if own is not None and mesh is not own:
-            raise UnsupportedOperationError(
-                f"{call}: a pipeline, of which each rank has one stage",
-                expected="the stage of this rank, on the mesh of its ranks, in a folder of its own",
-                got="the Pipeline",
-                fix="model=pipe.stage, mesh=pipe.stage_mesh, and a path with pipe.index in it; its optimizer too",
-            )
+def require_state(call: str, **arguments: Any) -> None:
+    """Raise unless all arguments that are given have a state, as modules and optimizers do. Not collective."""
     for argument, value in arguments.items():
         if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise LayoutError(

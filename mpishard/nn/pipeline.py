@@ -61,11 +61,12 @@ class Pipeline(nn.Module):
     ----------
     stage : torch.nn.Module
         That of this rank: the parameters to optimise and to save.
-    index : int
-        Which stage that is.
+    index, count : int
+        Which stage that is, and of how many.
+    pipeline_mesh : CartMesh
+        The ranks of all stages: the mesh that was given. A checkpoint of the pipeline is saved on it.
     stage_mesh : CartMesh
-        The ranks of this stage: ``mesh``, or where that is None a mesh of this rank alone. Checkpoints of a stage are
-        saved on it, in a folder of its own.
+        The ranks of this stage: ``mesh``, or where that is None a mesh of this rank alone.
     is_first, is_last : bool
         Whether it takes the batch, and whether it makes the loss.
     mesh : CartMesh or None
@@ -105,12 +106,13 @@ class Pipeline(nn.Module):
             )
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
-        self._group, self.index = mesh.group((m,)), mesh.coords[m]
+        self._group, self.index, self.count = mesh.group((m,)), mesh.coords[m], len(stages)
         self._microbatches = microbatches
         others = tuple(d for d in range(mesh.ndim) if d != m)
+        self.pipeline_mesh = mesh
         self.mesh = mesh[others] if others else None
         self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
-        self.is_first, self.is_last = self.index == 0, self.index == len(stages) - 1
+        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         made = stages[self.index]
         stage = made if isinstance(made, nn.Module) else made()
         self.stage = stage.to(mesh.device) if self.mesh is None else distribute_module(stage, self.mesh, **options)
@@ -172,7 +174,7 @@ class Pipeline(nn.Module):
         """
         parts, targets, weights = self._cut("step", x, target, reduction)
         count = len(parts)
-        ahead = min(self._group.size - 1 - self.index, count)
+        ahead = min(self.count - 1 - self.index, count)
         flying: deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = deque()
         # the loss, and which dtype it has
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -212,7 +214,7 @@ class Pipeline(nn.Module):
         for i in range(ahead):
             found = backward(self._exchanged(+1, [], flying[0][1]), i == ahead - 1)
             self._taken(None, found, receive=False)
-        loss, dtype = blocking.broadcast(total, self._group, self._group.size - 1)
+        loss, dtype = blocking.broadcast(total, self._group, self.count - 1)
         return loss.to(_DTYPES[int(dtype)])
 
     # -- messages

@@ -40,6 +40,21 @@ def refused(what, **options):
         raise AssertionError(what)
 """
 
+PIPELINE = """
+pipe = ms.Pipeline([torch.nn.Linear(64, 64) for _ in range(world.size)], mesh, 0)
+
+def save(step, **options):
+    with torch.no_grad():
+        pipe.stage.weight.fill_(step + pipe.index)
+    return ms.io.save_checkpoint(folder, step, model=pipe, extra=step, rng=False, keep=2, **options)
+
+def load(dim=1):
+    found = ms.io.load_checkpoint(folder, model=pipe, rng=False)
+    assert found.extra == found.step
+    assert pipe.stage.weight.eq(found.step + pipe.index).all()
+    return found.step
+"""
+
 
 def test_three_ranks_save_and_two_go_on(job, tmp_path):
     program = """
@@ -91,8 +106,10 @@ def work(step, i):
     assert killed(program, times, may_lose=1, FOLDER=os.fspath(tmp_path / "checkpoints")) > times
 
 
-def test_a_rank_killed_at_any_moment_of_a_save(job, tmp_path, kills):
-    """One of two ranks; the other one waits for it, in MPI or in a file."""
+@pytest.mark.parametrize("kind", ["field", "pipeline"])
+def test_a_rank_killed_at_any_moment_of_a_save(kind, job, tmp_path, kills):
+    """One of two ranks, or stages; the other one waits for it, in MPI or in a file."""
+    program = FIELD + (PIPELINE if kind == "pipeline" else "")
     generator = random.Random(1)
     folder = os.fspath(tmp_path / "checkpoints")
     reached = 0
@@ -112,12 +129,12 @@ until_doom(work)
 """
         if i == 0:
             body = "save(0)\n" + body
-        outcome = job(2, FIELD + body, FOLDER=folder, MPISHARD_TIMEOUT="5")
+        outcome = job(2, program + body, FOLDER=folder, MPISHARD_TIMEOUT="5")
         outcome.was_killed()
         ((first,),) = outcome.noted("FIRST")
         assert int(first) >= reached, outcome
         reached = int(first)
-    outcome = job(1, FIELD + "note('LOADED', load())\n", FOLDER=folder)
+    outcome = job(2 if kind == "pipeline" else 1, program + "note('LOADED', load())\n", FOLDER=folder)
     assert outcome.status == 0, outcome.output
     assert int(outcome.noted("LOADED")[0][0]) >= reached - 1
 

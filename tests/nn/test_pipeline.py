@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mpishard as ms
+from mpishard.errors import FileError
 from tests.compare import WORLD
 from tests.models.twin import close, data, seeded
 
@@ -186,25 +190,89 @@ def test_sums_and_the_dtype_of_a_loss(dtype):
     mesh.free()
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("spatial", [False, True])
-def test_each_stage_is_saved_by_its_ranks(spatial, tmp_path):
-    """Of plain parameters those of one rank are saved: a pipeline as a whole would lose all stages but one."""
+def saved_pipeline(spatial, mesh=None):
+    """Return a pipeline that differs from stage to stage, its optimizer, and a function that trains it a step."""
+    if mesh is None:
+        mesh = ms.init_mesh((2, -1) if spatial else (-1,), ("s", "y")[: 1 + spatial], device="cpu")
+    makes = [
+        lambda i=i: seeded(lambda: nn.Conv2d(2, 2, 3 - 2 * (i % 2), padding=1 - i % 2), torch.float64, i)
+        for i in range(9)
+    ]
+    pipe = ms.Pipeline(makes[: mesh.shape[0]], mesh, 0, microbatches=2)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    x, y = data(4, 2, 6, 6), data(4, 2, 6, 6, seed=2)
+    if spatial:
+        x, y = (ms.distribute_tensor(t, pipe.mesh, [ms.Shard(2)]) for t in (x, y))
+
+    def train():
+        optimizer.zero_grad()
+        loss = pipe.step(x, y, F.mse_loss)
+        optimizer.step()
+        return loss
+
+    return pipe, optimizer, train
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("spatial", [False, True] if WORLD.size % 2 == 0 else [False])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_stages_are_saved_in_one_checkpoint(spatial, asynchronous, tmp_path):
     folder = WORLD.bcast(str(tmp_path))
-    mesh = ms.init_mesh((2, -1), ("stage", "y"), device="cpu") if spatial else ms.init_mesh((-1,), ("s",), device="cpu")
-    pipe = ms.Pipeline([nn.Linear(3, 3) for _ in range(mesh.shape[0])], mesh, 0)
-    with torch.no_grad():
-        pipe.stage.weight.fill_(pipe.index + 1.0)
-    for call in (
-        lambda: ms.io.save_checkpoint(f"{folder}/all", 1, model=pipe, mesh=mesh),
-        lambda: ms.io.load_checkpoint(f"{folder}/all", model=pipe, mesh=mesh),
-    ):
-        with pytest.raises(ms.UnsupportedOperationError, match="one stage"):
-            call()
+    pipe, optimizer, train = saved_pipeline(spatial)
+    for step in range(3):
+        train()
+        ms.io.save_checkpoint(
+            folder, step, model=pipe, optimizer=optimizer, extra=pipe.index, keep=2, asynchronous=asynchronous
+        )
+    expected = train()
+    after, its_optimizer, again = saved_pipeline(spatial, pipe.pipeline_mesh)
+    found = ms.io.load_checkpoint(folder, model=after, optimizer=its_optimizer, mesh=pipe.pipeline_mesh)
+    assert (found.step, found.extra) == (2, pipe.index)
+    torch.testing.assert_close(again(), expected, rtol=0, atol=0)
+    for p, q in zip(after.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    assert sorted(p.name for p in Path(folder).glob("step*")) == ["step_0000000001", "step_0000000002"]
+    # each stage by itself, in a folder of its own
     own = f"{folder}/{pipe.index}"
     ms.io.save_checkpoint(own, 1, model=pipe.stage, mesh=pipe.stage_mesh)
-    with torch.no_grad():
-        pipe.stage.weight.zero_()
-    ms.io.load_checkpoint(own, model=pipe.stage, mesh=pipe.stage_mesh)
-    assert pipe.stage.weight.eq(pipe.index + 1.0).all()
+    ms.io.load_checkpoint(own, model=after, mesh=after.stage_mesh, strict=False)
+    pipe.pipeline_mesh.free()
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_checkpoint_of_all_stages_or_of_none(tmp_path):
+    """What fails in one stage fails on all ranks, and what other stages wrote goes with it."""
+    folder = WORLD.bcast(str(tmp_path))
+    pipe, _, train = saved_pipeline(True)
+    mesh, names = pipe.pipeline_mesh, lambda: sorted(p.name for p in Path(folder).iterdir() if not p.is_file())
+    first = train()
+    ms.io.save_checkpoint(folder, 1, model=pipe, mesh=mesh)
+    before = [p.clone() for p in pipe.parameters()]
+    for extra in (object() if pipe.is_last else None, {"x": torch.zeros(2).to_sparse()} if WORLD.rank == 1 else None):
+        with pytest.raises(ms.MpishardError, match="cannot be stored"):
+            ms.io.save_checkpoint(folder, 2, model=pipe, extra=extra)
+        assert names() == ["step_0000000001"]
+    with pytest.raises(ms.DesyncError):
+        ms.io.save_checkpoint(folder, 2 + pipe.index, model=pipe)
+    with pytest.raises(ms.UnsupportedOperationError, match="not its own"):
+        ms.io.save_checkpoint(folder, 2, model=pipe, mesh=ms.init_mesh((-1,), device="cpu"))
+    train()
+    ms.io.save_checkpoint(folder, 2, model=pipe)
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        state = Path(folder, "step_0000000002", "stage_1", "state.json")
+        state.write_text(state.read_text().replace("weight", "height"))
+    WORLD.Barrier()
+    with pytest.raises(FileError, match="stage_1"):
+        ms.io.load_checkpoint(folder, model=pipe)
+    with pytest.warns(RuntimeWarning, match="stage_1") if WORLD.rank == 0 else nullcontext():
+        assert ms.io.load_checkpoint(folder, model=pipe, fallback=True).step == 1
+    for p, q in zip(pipe.parameters(), before, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    for model, of in ((pipe.stage, mesh), (ms.Pipeline([nn.Linear(1, 1)] * WORLD.size, ms.init_mesh((-1,)), 0), None)):
+        if of is None and WORLD.size == 2:
+            continue
+        with pytest.raises(ms.LayoutError, match="other stages"):
+            ms.io.load_checkpoint(folder, model=model, mesh=of, step=1)
+    assert first.isfinite()
     mesh.free()

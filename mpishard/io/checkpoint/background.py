@@ -3,8 +3,9 @@
 A thread that waits in MPI would take a core from the program, and not every MPI library lets it call at all. So
 ranks meet in the file system: each writes its blocks to their places in a file that many ranks share (see
 `mpishard.io.backend.part`) and then a note with its shares of the checksums. Notes go up a tree, in which a rank
-waits for at most 63 others a level; rank 0 finishes. ``tensors.h5`` shows the blocks as whole datasets (virtual ones).
-The thread takes a sixteenth of a core, until the program waits.
+waits for at most 63 others a level; rank 0 finishes, with a pipeline when the first ranks of all stages have told it.
+``tensors.h5`` shows the blocks as whole datasets (virtual ones). The thread takes a sixteenth of a core, until the
+program waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,18 @@ PARTS, _NOTES = "parts", "notes"  # folders
 _SHARE = 1 / 16
 _TURN_S = 1e-3
 _SIGN_S = 5.0  # how often a rank that writes for long shows that it is there
+_NO_SUMS = torch.zeros(0, dtype=torch.int64)
 _pending: dict[Path, Saving] = {}
 
 
 class _Pace:
     """Keeps a thread at a small share of a core, until ``hurry`` is set: called often, it sleeps now and then.
 
-    Meanwhile it touches ``sign``, for others to see.
+    Meanwhile it touches its ``signs``, for others to see.
     """
 
-    def __init__(self, hurry: threading.Event, sign: Path) -> None:
-        self._hurry, self._sign = hurry, sign
+    def __init__(self, hurry: threading.Event, signs: Sequence[Path]) -> None:
+        self._hurry, self.signs = hurry, signs
         self._seen, self._signed = time.thread_time(), time.monotonic()
 
     def __call__(self) -> None:
@@ -72,7 +74,8 @@ class _Pace:
         """Show that this rank is there."""
         if time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
-            self._sign.touch()
+            for sign in self.signs:
+                sign.touch()
 
 
 class Saving:
@@ -87,7 +90,7 @@ class Saving:
     def __init__(self, taken: Snapshot, path: Path | None = None) -> None:
         self.path = path
         self._taken: Snapshot | None = taken
-        self._group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
+        self._group, self._stages = taken.group, taken.stages
         self._error: MpishardError | None = None
         self._name = ""
         self._folder, self._partial = taken.folder, taken.partial
@@ -116,21 +119,21 @@ class Saving:
             It could not be written; the checkpoints before it are as they were.
         """
         if self._thread is not None:
-            comm = self._group.comm
+            whole = self._stages.group
             self._hurry.set()
             self._own.wait()
             try:
-                guard.agree(comm, self._error)
+                guard.agree(whole.comm, self._error)
                 self._end()
-                guard.agree(comm, self._error)
+                guard.agree(whole.comm, self._error)
             except MpishardError:
                 self._abandoned.set()
                 self._end()
-                if self._group.rank == 0:
+                if whole.rank == 0:
                     # not before every rank has stopped writing
                     discard(self._partial)
                 raise
-            self.path = self._folder / broadcast_text(self._name, self._group)
+            self.path = self._folder / broadcast_text(self._name, whole)
         assert self.path is not None
         return self.path
 
@@ -146,7 +149,7 @@ class Saving:
         with contextlib.suppress(AttributeError, OSError):
             # this thread, not the process (Linux): the program goes first where cores are short
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        pace = _Pace(self._hurry, taken.partial / _sign(self._group.rank))
+        pace = _Pace(self._hurry, [folder / _sign(i) for folder, i, _ in self._trees(taken)])
         try:
             try:
                 _write_part(taken, self._group, pace)
@@ -163,38 +166,52 @@ class Saving:
         finally:
             self._taken = None  # its copies
 
+    def _trees(self, taken: Snapshot) -> list[tuple[Path, int, int]]:
+        """Return the trees that this rank is in, as folder, number in it and size: its ranks', and that of stages."""
+        trees = [(taken.own, self._group.rank, self._group.size)]
+        if self._stages.count and self._group.rank == 0:
+            trees.append((taken.partial, self._stages.index, self._stages.count))
+        return trees
+
     def _fail(self, taken: Snapshot, e: BaseException) -> None:
         self._error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
-        if self._group.rank:
+        folder, number, _ = self._trees(taken)[-1]
+        if number:
             # where there is no room for the note either, `wait` tells the others
             with contextlib.suppress(OSError):
-                _leave(taken.partial, self._group.rank, self._error, torch.zeros(0, dtype=torch.int64))
+                _leave(folder, number, self._error, _NO_SUMS)
 
     def _pass_on(self, taken: Snapshot, sums: Tensor, pace: _Pace) -> None:
-        """Tell the rank above this one in the tree, when all below have told; on rank 0 finish."""
-        total = self._heard(taken, sums, pace)
-        if total is None:
-            return
-        if self._group.rank:
-            _leave(taken.partial, self._group.rank, None, total)
-        else:
-            shutil.rmtree(taken.partial / _NOTES)
-            self._name = taken.complete(total).name
+        """Tell those above this rank in its trees, when all below have told; on rank 0 finish."""
+        for folder, number, size in self._trees(taken):
+            found = self._heard(folder, number, size, sums, pace)
+            if found is None:
+                return
+            sums = found
+            if number:
+                _leave(folder, number, None, sums)
+                return
+            pace.signs = pace.signs[1:]
+            shutil.rmtree(folder / _NOTES)
+            if folder == taken.own:
+                taken.complete(sums)
+                sums = _NO_SUMS
+        self._name = taken.commit().name
 
-    def _heard(self, taken: Snapshot, total: Tensor, pace: _Pace) -> Tensor | None:
-        """Add the sums of the ranks below this one in the tree; None where the program has given up."""
-        for rank in below(self._group.rank, self._group.size):
-            note, since, pause, seen = taken.partial / _note(rank), time.monotonic(), 0.01, 0
+    def _heard(self, folder: Path, number: int, size: int, total: Tensor, pace: _Pace) -> Tensor | None:
+        """Add the sums of those below this one in a tree; None where the program has given up."""
+        for other in below(number, size):
+            note, since, pause, seen = folder / _note(other), time.monotonic(), 0.01, 0
             while not note.exists():
                 if self._abandoned.wait(pause):
                     return None
                 pace.sign()
                 pause = min(2 * pause, 0.5)
                 with contextlib.suppress(OSError):
-                    changed = (taken.partial / _sign(rank)).stat().st_mtime_ns
+                    changed = (folder / _sign(other)).stat().st_mtime_ns
                     since, seen = (since if changed == seen else time.monotonic()), changed
                 if guard.TIMEOUT_S and time.monotonic() - since > guard.TIMEOUT_S:
-                    raise unwritable(taken.folder, TimeoutError(f"rank {rank} has written nothing for a long time"))
+                    raise unwritable(folder, TimeoutError(f"rank {other} has written nothing for a long time"))
             head, _, sums = note.read_bytes().partition(b"\n")
             told = json.loads(head)
             if told["error"]:
@@ -223,7 +240,7 @@ def below(rank: int, size: int) -> Iterator[int]:
 
 def in_background(taken: Snapshot) -> Saving:
     """Copy the blocks that this rank gives, make the files for all, and start writing them. Collective."""
-    group = taken.mesh.group(tuple(range(taken.mesh.ndim)))
+    group, whole = taken.group, taken.stages.group
     plan = Plan.of(group.size)
     tensors = {}
     for name, x in taken.tensors.items():
@@ -234,11 +251,15 @@ def in_background(taken: Snapshot) -> Saving:
             local = local.new_empty(0, device="cpu")
         tensors[name] = wrap(local, x.sharding, taken.mesh)
     taken = taken._replace(tensors=tensors)
-    parts, notes = taken.partial / PARTS, (taken.partial / _note(group.rank)).parent
+    parts, notes = taken.own / PARTS, (taken.own / _note(group.rank)).parent
 
     def begin() -> None:
-        make_folders(parts, plan)
-        notes.parent.mkdir()
+        if whole.rank == 0:
+            for folder in {(taken.partial / _note(stage)).parent for stage in range(taken.stages.count)}:
+                folder.mkdir(parents=True)
+        if group.rank == 0:
+            make_folders(parts, plan)
+            notes.parent.mkdir()
 
     def begin_group() -> None:
         if plan.turn(group.rank) == 0:
@@ -247,16 +268,15 @@ def in_background(taken: Snapshot) -> Saving:
             notes.mkdir()
 
     try:
-        for call in (begin if group.rank == 0 else None, begin_group):
+        for call in (begin, begin_group):
             error: MpishardError | None = None
             try:
-                if call is not None:
-                    call()
+                call()
             except (OSError, RuntimeError, TypeError, ValueError) as e:
                 error = unwritable(taken.folder, e)
-            guard.agree(group.comm, error)
+            guard.agree(whole.comm, error)
     except MpishardError:
-        if group.rank == 0:
+        if whole.rank == 0:
             discard(taken.partial)
         raise
     return Saving(taken)
@@ -307,7 +327,7 @@ def _planned(taken: Snapshot) -> list[Planned]:
 
 def _write_part(taken: Snapshot, group: Group, pace: _Pace) -> None:
     """Write this rank's blocks, and what else is its to write."""
-    folder, plan, sharded = taken.partial / PARTS, Plan.of(group.size), _sharded(taken)
+    folder, plan, sharded = taken.own / PARTS, Plan.of(group.size), _sharded(taken)
     own = {n: x.block for n, x in sharded.items() if writes(x.sharding, taken.mesh.coords)}
     if own:
         part = Part(folder, group.rank, plan)
@@ -323,7 +343,7 @@ def _write_part(taken: Snapshot, group: Group, pace: _Pace) -> None:
 
 def _write_whole(taken: Snapshot, parts: dict[str, Parts], pace: _Pace) -> None:
     """Write the file that holds the plain tensors, and shows the sharded ones whole."""
-    path = taken.partial / TENSORS
+    path = taken.own / TENSORS
     plain = {n: x.block for n, x in taken.tensors.items() if n not in parts}
     large: list[tuple[int, Tensor]] = []
     h5py = import_h5py()

@@ -1,10 +1,10 @@
 """A folder of checkpoints: what is in it, and how one appears in it all at once. For one rank; nothing communicates.
 
-A checkpoint is a folder ``step_0000000100`` of its own. It is written under a hidden name and renamed when all of
-it is on the disk, so one that has its name is complete, whatever ends the job. ``latest`` lists the names, newest
-first: its first line is the checkpoint to load, its last one a checksum. A step that is saved again gets a name of its
-own (``step_0000000100-2``) before the old one goes. One job saves into a folder at a time (see
-`mpishard.io.file.lock`).
+A checkpoint is a folder ``step_0000000100`` of its own; that of a pipeline has folders ``stage_0``, ``stage_1``, ... in
+it. It is written under a hidden name and renamed when all of it is on the disk, so one that has its name is complete,
+whatever ends the job. ``latest`` lists the names, newest first: its first line is the checkpoint to load, its last one
+a checksum. A step that is saved again gets a name of its own (``step_0000000100-2``) before the old one goes. One job
+saves into a folder at a time (see `mpishard.io.file.lock`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpishard.errors import FileError
+from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.file.lock import hold
 from mpishard.io.file.trust import check_memory, fresh, read_bounded, shown
 
@@ -86,7 +87,7 @@ def _order(name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 1)
 
 
-def begin(folder: Path, step: int) -> str:
+def begin(folder: Path, step: int, stages: Stages) -> str:
     """Take a folder for this job, remove what a killed one left, and make a hidden folder to write a checkpoint in.
 
     Not collective.
@@ -108,7 +109,8 @@ def begin(folder: Path, step: int) -> str:
         hold(folder)
         for left in [*folder.glob(".step_*"), *folder.glob(f".{LATEST}.*")]:
             _remove(left)
-        (folder / name).mkdir()
+        for path in (folder / name, *stages.folders(folder / name)):
+            path.mkdir()
     except FileError:
         raise
     except OSError as e:

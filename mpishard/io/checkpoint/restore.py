@@ -22,6 +22,7 @@ from mpishard.io.checkpoint.background import broadcast_text
 from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_sums, wrong_tile
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
 from mpishard.io.checkpoint.snapshot import FIRST, rows_of, stored_dtype, the_mesh
+from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import DTYPES, Keys, decode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import check_sources, found, opened
@@ -241,7 +242,7 @@ def _without_partial(keys: Keys, layout: Layout) -> Layout:
     return layout
 
 
-def restored(path: Path, wanted: ReadRequest) -> dict[str, Any]:
+def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str, Any]:
     """Read the wanted state of one checkpoint, and check that all of it can be taken. Collective.
 
     Raises
@@ -251,6 +252,26 @@ def restored(path: Path, wanted: ReadRequest) -> dict[str, Any]:
     LayoutError
         It does not fit; on every rank.
     """
+    if not stages.count:
+        return _restored(checkpoint, wanted, stages)
+    error: MpishardError | None = None
+    taken: dict[str, Any] = {}
+    if stages.group.rank == 0:
+        try:
+            stages.check(checkpoint, read_state(checkpoint).get("stages"))
+        except (FileError, LayoutError) as e:
+            error = e
+    guard.agree(stages.group.comm, error)
+    try:
+        taken = _restored(stages.folder(checkpoint), wanted)
+    except (FileError, LayoutError) as e:
+        error = e
+    guard.agree(stages.group.comm, error)
+    return taken
+
+
+def _restored(path: Path, wanted: ReadRequest, whole: Stages | None = None) -> dict[str, Any]:
+    """Read what lies in one folder. Collective over the mesh of what is wanted."""
     mesh = wanted.mesh
     group = mesh.group(tuple(range(mesh.ndim)))
     error: MpishardError | None = None
@@ -259,9 +280,13 @@ def restored(path: Path, wanted: ReadRequest) -> dict[str, Any]:
     if group.rank == 0:
         try:
             state = read_state(path)
+            if whole is not None:
+                whole.check(path, state.get("stages"))
             text = json.dumps(state)
             if state.get("tensors"):
                 file = opened(path / TENSORS)
+        except LayoutError as e:
+            error = e
         except FileError as e:
             error = damaged(path, str(e)) if "load_checkpoint" not in str(e) else e
     try:

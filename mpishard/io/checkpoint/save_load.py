@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
 from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, snapshot, storable, without_rows
+from mpishard.io.checkpoint.stages import Stages, stages_of
 from mpishard.io.file.trust import absolute, told
 from mpishard.io.write import write
 
@@ -45,6 +47,7 @@ def save_checkpoint(
     The checkpoint is written under a hidden name, opened again and checked, flushed to the disk and then renamed;
     only after that the oldest ones go. A folder belongs to the job that saves into it first, until its process ends
     (``.lock`` in it tells which). Of plain tensors (the parameters of `distribute_module`) those of rank 0 are saved.
+    Of a `Pipeline` each stage saves its own, with its optimizer and the rest, all into one checkpoint.
 
     Parameters
     ----------
@@ -65,7 +68,7 @@ def save_checkpoint(
         How many checkpoints stay; None: all. One that has lost its state or one of its files, or a part of them,
         does not count, and those that are older than it stay for it.
     mesh
-        Needed where no tensor is sharded.
+        Needed where no tensor is sharded, and the model no `Pipeline`.
     asynchronous
         Copy the state and return; the files are written in the background. The copy is the only extra memory (on
         each rank, of what it would write): the next save in this folder waits for this one. The background takes
@@ -94,11 +97,13 @@ def save_checkpoint(
     """
     error: MpishardError | None = None
     taken: Snapshot | None = None
+    stages: Stages | None = None
     if mesh is not None:
         require_mesh("save_checkpoint", mesh)
     try:
+        stages = stages_of("save_checkpoint", model, mesh)
         _check_numbers(step, keep)
-        require_state("save_checkpoint", mesh, model=model, optimizer=optimizer, scheduler=scheduler)
+        require_state("save_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
         if asynchronous and backend is not None:
             raise MpishardError(
                 "save_checkpoint: backend and asynchronous=True",
@@ -112,50 +117,60 @@ def save_checkpoint(
             # versions of the modules, which torch hangs on the dict
             state["metadata"] = getattr(state["model"], "_metadata", {})
         state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
-        taken = snapshot(absolute(path), step, keep, mesh, rng, state)
+        taken = snapshot(absolute(path), step, keep, mesh, stages, rng, state)
     except MpishardError as e:
         error = e
     # without one it is not known who the other ranks are
-    whole = taken.mesh if taken is not None else mesh
-    if whole is None:
+    stages = taken.stages if taken is not None else stages or (Stages(mesh) if mesh is not None else None)
+    if stages is None:
         assert error is not None
         raise error
-    group = whole.group(tuple(range(whole.ndim)))
-    signature = "save_checkpoint" if taken is None else taken.signature()
-    guard.agree(group.comm, error, f"{signature} asynchronous={asynchronous} backend={backend}")
+    signature = ("save_checkpoint", "") if taken is None else taken.signature()
+    stages.agree(error, f"{signature[0]} asynchronous={asynchronous} backend={backend}", signature[1])
     assert taken is not None
     finish(taken.folder)
     hidden = ""
-    if group.rank == 0:
+    if stages.group.rank == 0:
         try:
-            hidden = folder_of.begin(taken.folder, step)
+            hidden = folder_of.begin(taken.folder, step, stages)
         except MpishardError as e:
             error = e
     own = generators_hash(taken)
-    if guard.agree(group.comm, error, "", (own, -own)) == (own, -own):
+    if guard.agree(stages.group.comm, error, "", (own, -own)) == (own, -own):
         taken = without_rows(taken)
-    taken = storable(taken._replace(hidden=broadcast_text(hidden, group)))
-    return in_background(taken) if asynchronous else Saving(taken, _saved(taken, group, backend))
+    taken = storable(taken._replace(hidden=broadcast_text(hidden, stages.group)))
+    return in_background(taken) if asynchronous else Saving(taken, _saved(taken, backend))
 
 
-def _saved(taken: Snapshot, group: Any, backend: str | None) -> Path:
-    error: MpishardError | None = None
+def _saved(taken: Snapshot, backend: str | None) -> Path:
+    stages, group = taken.stages, taken.group
     name = ""
     try:
-        if taken.tensors:
-            write(taken.partial / folder_of.TENSORS, taken.tensors, attrs={"step": taken.step}, backend=backend)
-        sums = blocking.all_reduce(taken.shares(), group)
-        if group.rank == 0:
-            try:
-                name = taken.complete(sums).name
-            except (MpishardError, OSError) as e:
-                error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
-        guard.agree(group.comm, error)
+        with _agreed(taken):
+            if taken.tensors:
+                write(taken.own / folder_of.TENSORS, taken.tensors, attrs={"step": taken.step}, backend=backend)
+            sums = blocking.all_reduce(taken.shares(), group)
+            if group.rank == 0:
+                taken.complete(sums)
+        with _agreed(taken):
+            if stages.group.rank == 0:
+                name = taken.commit().name
     except BaseException:
-        if group.rank == 0:
+        if stages.group.rank == 0:
             folder_of.discard(taken.partial)
         raise
-    return taken.folder / broadcast_text(name, group)
+    return taken.folder / broadcast_text(name, stages.group)
+
+
+@contextmanager
+def _agreed(taken: Snapshot) -> Iterator[None]:
+    """Raise on all ranks what happens on any. Collective."""
+    error: MpishardError | None = None
+    try:
+        yield
+    except (MpishardError, OSError) as e:
+        error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
+    guard.agree(taken.stages.group.comm, error)
 
 
 def _check_numbers(step: int, keep: int | None) -> None:
@@ -211,7 +226,7 @@ def load_checkpoint(
     strict
         As of `torch.nn.Module.load_state_dict`.
     mesh
-        Needed where no tensor is sharded.
+        Needed where no tensor is sharded, and the model no `Pipeline`.
 
     Returns
     -------
@@ -231,23 +246,27 @@ def load_checkpoint(
     """
     error: MpishardError | None = None
     wanted: ReadRequest | None = None
+    stages: Stages | None = None
     folder = Path()
     if mesh is not None:
         require_mesh("load_checkpoint", mesh)
     try:
-        require_state("load_checkpoint", mesh, model=model, optimizer=optimizer, scheduler=scheduler)
+        stages = stages_of("load_checkpoint", model, mesh)
+        require_state("load_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
         folder = absolute(path)
-        wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, mesh)
+        own = mesh if stages is None else stages.own
+        wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, own)
+        stages = stages or Stages(wanted.mesh)
     except MpishardError as e:
         error = e
     # without one it is not known who the other ranks are
-    whole = wanted.mesh if wanted is not None else mesh
-    if whole is None:
+    stages = stages or (Stages(mesh) if mesh is not None else None)
+    if stages is None:
         assert error is not None
         raise error
-    group = whole.group(tuple(range(whole.ndim)))
+    group = stages.group
     signature = "" if wanted is None else wanted.signature()
-    guard.agree(group.comm, error, f"load_checkpoint {told(path)} step={step} fallback={fallback} {signature}")
+    stages.agree(error, f"load_checkpoint {told(path)} step={step} fallback={fallback}", signature)
     assert wanted is not None
     finish(folder)
     names: list[str] = []
@@ -261,7 +280,7 @@ def load_checkpoint(
     skipped: list[str] = []
     for i, name in enumerate(names):
         try:
-            taken = restored(folder / name, wanted)
+            taken = restored(folder / name, wanted, stages)
         except FileError as e:
             if not fallback or i == len(names) - 1:
                 raise guard.common(e, group.comm) from None

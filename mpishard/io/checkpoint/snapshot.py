@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
+from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import encode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py, opened
@@ -39,8 +40,12 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    mesh, folder, step, keep
+    mesh
+        Ranks of the tensors: all that save, or those of a pipeline's stage.
+    folder, step, keep
         As given to `save_checkpoint`.
+    stages
+        All that save, and which of several stages these ranks have.
     hidden
         Name of the folder in it that the checkpoint is written in; empty until that is made.
     tree
@@ -55,6 +60,7 @@ class Snapshot(NamedTuple):
     folder: Path
     step: int
     keep: int | None
+    stages: Stages
     hidden: str
     tree: dict[str, Any]
     tensors: dict[str, ShardTensor]
@@ -65,9 +71,19 @@ class Snapshot(NamedTuple):
         """The hidden folder in which it is written."""
         return self.folder / self.hidden
 
-    def signature(self) -> str:
-        """Return what the ranks must have in common. Not collective."""
-        return f"save_checkpoint {self.step} {self.folder} keep={self.keep} {self.info}"
+    @property
+    def own(self) -> Path:
+        """The folder in it of these ranks."""
+        return self.stages.folder(self.partial)
+
+    @property
+    def group(self) -> Group:
+        """Ranks of the tensors."""
+        return self.mesh.group(tuple(range(self.mesh.ndim)))
+
+    def signature(self) -> tuple[str, str]:
+        """Return what all ranks must have in common, and what those of a stage. Not collective."""
+        return f"save_checkpoint {self.step} {self.folder} keep={self.keep}", f" {self.info}"
 
     def shares(self, pause: Callable[[], object] = lambda: None) -> Tensor:
         """Return this rank's shares of all checksums, one after the other. Not collective."""
@@ -79,17 +95,24 @@ class Snapshot(NamedTuple):
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
-    def complete(self, sums: Tensor) -> Path:
-        """Write what is missing, verify all of it, and give the checkpoint its name. For one rank; not collective."""
+    def complete(self, sums: Tensor) -> None:
+        """Write what is missing in the folder of these ranks, and verify all of it. For one rank; not collective."""
         parts = sums.split([len_of(x) for x in self.tensors.values()]) if self.tensors else ()
         info = {name: {**i, "checksums": to_text(part)} for (name, i), part in zip(self.info.items(), parts)}
-        files = folder_of.sizes(self.partial)
-        state = {"step": self.step, "ranks": self.mesh.size, "state": self.tree, "tensors": info, "files": files}
-        folder_of.write_state(self.partial, state)
-        folder_of.read_state(self.partial)
+        self._write_state(self.own, self.mesh, state=self.tree, tensors=info)
         if self.tensors:
-            verify(self.partial, self.tensors)
+            verify(self.own, self.tensors)
+
+    def commit(self) -> Path:
+        """Give the checkpoint its name, when all stages are complete. For one rank; not collective."""
+        if self.stages.count:
+            self._write_state(self.partial, self.stages.mesh, stages=self.stages.count)
         return folder_of.commit(self.partial, self.step, self.keep)
+
+    def _write_state(self, folder: Path, mesh: CartMesh, **state: Any) -> None:
+        files = folder_of.sizes(folder)
+        folder_of.write_state(folder, {"step": self.step, "ranks": mesh.size, **state, "files": files})
+        folder_of.read_state(folder)
 
 
 def len_of(x: ShardTensor) -> int:
@@ -98,7 +121,13 @@ def len_of(x: ShardTensor) -> int:
 
 
 def snapshot(
-    folder: Path, step: int, keep: int | None, mesh: CartMesh | None, rng: bool, sections: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    keep: int | None,
+    mesh: CartMesh | None,
+    stages: Stages | None,
+    rng: bool,
+    sections: Mapping[str, Any],
 ) -> Snapshot:
     """Cut the state into tensors and JSON; nothing is copied. Not collective.
 
@@ -111,7 +140,7 @@ def snapshot(
     """
     plain: dict[str, Tensor] = {}
     tree = {key: encode(value, (key,), plain) for key, value in sections.items()}
-    mesh = the_mesh("save_checkpoint", mesh, plain.values())
+    mesh = the_mesh("save_checkpoint", mesh if stages is None else stages.own, plain.values())
     if rng:
         tree["rng"] = encode(generators(mesh), ("rng",), plain)
     tensors: dict[str, ShardTensor] = {}
@@ -126,7 +155,7 @@ def snapshot(
         dtype = str(x.dtype).removeprefix("torch.")
         info[name] = {"shape": list(x.shape), "dtype": dtype, "sharded": dims}
         tensors[name] = x if sharded else wrap(x.detach(), replicated_layout(mesh, x.shape), mesh)
-    return Snapshot(mesh, folder, step, keep, "", tree, tensors, info)
+    return Snapshot(mesh, folder, step, keep, stages or Stages(mesh), "", tree, tensors, info)
 
 
 def storable(taken: Snapshot) -> Snapshot:
