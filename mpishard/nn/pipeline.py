@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,25 @@ class _Form(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout | None
+
+
+# of a stage, or None where it or one before it has failed
+_Inputs = tuple[Any, ...] | None
+
+
+class _Run:
+    """Calls what a user gave until that fails; then the step goes on without, as other stages wait for its messages."""
+
+    error: Exception | None = None
+
+    def __call__(self, call: Callable[..., Any], inputs: _Inputs) -> Any:
+        """Return what the call returns, None after a failure, be it that of a stage before."""
+        if self.error is None and inputs is not None:
+            try:
+                return call(*inputs)
+            except Exception as e:  # noqa: BLE001 (raised on all ranks at the end of the step)
+                self.error = e
+        return None
 
 
 class Pipeline(nn.Module):
@@ -128,13 +148,15 @@ class Pipeline(nn.Module):
         """
         parts = self._cut("forward", x, None)[0]
         out: list[Any] = []
+        run = _Run()
         with torch.no_grad():
             for part in parts:
-                y = self.stage(*self._taken(part))
+                y = run(self.stage, self._taken(part))
                 if self.is_last:
                     out.append(y)
                 else:
-                    self._send_forward(_tuple(y))
+                    self._send_forward(None if y is None else _tuple(y))
+        guard.agree(self._comm, run.error)
         return _joined(out) if self.is_last else None
 
     def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
@@ -166,6 +188,9 @@ class Pipeline(nn.Module):
         LayoutError
             On every rank: there is no batch or no target where it belongs, fewer samples than micro-batches, or an
             unknown reduction.
+        MpishardError
+            On every rank: what a stage or ``loss_fn`` raised, or its text where that is no error of this package, when
+            all stages have come to the end of the step. What gradients have got by then is undefined.
 
         Notes
         -----
@@ -175,11 +200,12 @@ class Pipeline(nn.Module):
         parts, targets, weights = self._cut("step", x, target, reduction)
         count = len(parts)
         ahead = min(self.count - 1 - self.index, count)
-        flying: deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = deque()
+        flying: deque[tuple[_Inputs, _Inputs]] = deque()
+        run = _Run()
         # the loss, and which dtype it has
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
 
-        def forward(i: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def staged(i: int, *inputs: Any) -> tuple[Any, ...]:
             outputs = _tuple(self.stage(*inputs))
             if self.is_last:
                 loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
@@ -187,22 +213,25 @@ class Pipeline(nn.Module):
                 total[0] += own.full_tensor() if isinstance(own, ShardTensor) else own
                 total[1] = _DTYPES.index(own.dtype)
                 outputs = (loss,)
-            outputs = tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
+            return tuple(resolved(y) if isinstance(y, ShardTensor) else y for y in outputs)
+
+        def forward(i: int, inputs: _Inputs) -> _Inputs:
+            outputs = run(partial(staged, i), inputs)
             flying.append((inputs, outputs))
             return outputs
 
         def backward(cotangents: Sequence[Tensor | None], is_final: bool) -> list[Tensor]:
             inputs, outputs = flying.popleft()
-            wanted = [(y, g) for y, g in zip(outputs, cotangents) if y.requires_grad]
+            wanted = [(y, g) for y, g in zip(outputs or (), cotangents) if y.requires_grad]
             with nullcontext() if is_final else no_sync():
                 if wanted:
-                    gs = [_as(y, g) for y, g in wanted]
-                    autograd_backward([y for y, _ in wanted], gs)
-            return [] if self.is_first else [_gradient(x) for x in inputs]
+                    ys, gs = [y for y, _ in wanted], [_as(y, g) for y, g in wanted]
+                    run(autograd_backward, (ys, gs))
+            return [] if self.is_first or inputs is None else [_gradient(x) for x in inputs]
 
         for i in range(ahead):
             self._send_forward(forward(i, self._taken(parts[i])))
-        inputs = self._taken(parts[ahead]) if ahead < count else ()
+        inputs = self._taken(parts[ahead]) if ahead < count else None
         for i in range(ahead, count):
             outputs = forward(i, inputs)
             got: Sequence[Tensor | None] = [None]
@@ -212,32 +241,33 @@ class Pipeline(nn.Module):
             more = i + 1 < count
             inputs = self._taken(parts[i + 1] if more else None, found, receive=more)
         for i in range(ahead):
-            found = backward(self._exchanged(+1, [], flying[0][1]), i == ahead - 1)
+            found = backward(self._exchanged(+1, [], flying[0][1] or ()), i == ahead - 1)
             self._taken(None, found, receive=False)
+        guard.agree(self._comm, run.error)
         loss, dtype = blocking.broadcast(total, self._group, self.count - 1)
         return loss.to(_DTYPES[int(dtype)])
 
     # -- messages
 
-    def _send_forward(self, outputs: Sequence[Any], receive: Sequence[Any] = ()) -> list[Tensor]:
+    def _send_forward(self, outputs: _Inputs, receive: _Inputs = None) -> list[Tensor]:
         """Send to the next stage; return the cotangents of ``receive``, which come from there."""
-        forms = [_form_of(y) for y in outputs]
+        forms = None if outputs is None else [_form_of(y) for y in outputs]
         comm = self._group.comm
         with guard.waiting("Pipeline", [self.index + 1], comm):
             comm.send(forms, self.index + 1, hashed("Pipeline forms"))
-        return self._exchanged(+1, [_block(y).detach() for y in outputs], receive)
+        return self._exchanged(+1, [_block(y).detach() for y in outputs or ()], receive or ())
 
-    def _taken(self, part: Any, cotangents: Sequence[Tensor] = (), receive: bool = True) -> tuple[Any, ...]:
+    def _taken(self, part: Any, cotangents: Sequence[Tensor] = (), receive: bool = True) -> _Inputs:
         """Return the inputs of a forward, from the batch or the stage before, which gets ``cotangents``."""
         if self.is_first:
-            return () if part is None else _tuple(part)
-        forms: list[_Form] = []
+            return None if part is None else _tuple(part)
+        forms: list[_Form] | None = None
         comm = self._group.comm
         if receive:
             with guard.waiting("Pipeline", [self.index - 1], comm):
                 forms = comm.recv(None, self.index - 1, hashed("Pipeline forms"))
-        came = self._exchanged(-1, cotangents, forms)
-        return tuple(self._input(t, form) for t, form in zip(came, forms))
+        came = self._exchanged(-1, cotangents, forms or ())
+        return None if forms is None else tuple(self._input(t, form) for t, form in zip(came, forms))
 
     def _input(self, block: Tensor, form: _Form) -> Any:
         block = block.requires_grad_(form.requires_grad and torch.is_grad_enabled())

@@ -190,6 +190,68 @@ def test_sums_and_the_dtype_of_a_loss(dtype):
     mesh.free()
 
 
+class Fails(nn.Module):
+    """Raises in the forward or backward pass of one of the micro-batches, while it is told to."""
+
+    def __init__(self, stage, backward):
+        super().__init__()
+        self.stage, self.backward, self.left = stage, backward, None
+
+    def forward(self, *x):
+        out = self.stage(*x)
+        if self.backward and torch.is_grad_enabled():
+            (out[0] if isinstance(out, tuple) else out).register_hook(lambda _: self.count())
+        else:
+            self.count()
+        return out
+
+    def count(self):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise ZeroDivisionError("no such luck")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_what_a_stage_raises_all_raise(mesh, where, late):
+    """And the next step is as if nothing had been."""
+    full, target = data(6, 3, 9, 8), data(6, 2, 9, 8, seed=2)
+    count = mesh.shape[0]
+    makes = stages_of(count)
+    odd = count // 2 if count > 1 and where != "loss" else 0
+    if where != "loss":
+        makes[odd] = lambda: Fails(stages_of(count)[odd](), where == "backward")
+    pipe = ms.Pipeline(makes, mesh, "stage", microbatches=3)
+    x, y = (ms.distribute_tensor(t, pipe.mesh, [ms.Shard(2)]) for t in (full, target))
+    broken = where == "loss"
+
+    def loss_fn(y, t):
+        if broken:
+            raise ZeroDivisionError("no such luck")
+        return F.mse_loss(y, t)
+
+    if where != "loss" and pipe.index == odd:
+        pipe.stage.left = late
+    with pytest.raises((ms.MpishardError, ZeroDivisionError), match="no such luck"):
+        pipe.step(x, y, loss_fn)
+    if where == "forward":
+        if pipe.index == odd:
+            pipe.stage.left = late
+        with pytest.raises((ms.MpishardError, ZeroDivisionError), match="no such luck"):
+            pipe(x)
+    broken = False
+    if where != "loss" and pipe.index == odd:
+        pipe.stage.left = None
+    pipe.zero_grad()
+    reference = [make() for make in stages_of(count)]
+    expected = F.mse_loss(whole(reference, full), target)
+    expected.backward()
+    torch.testing.assert_close(pipe.step(x, y, loss_fn), expected.detach())
+    for p, q in zip(pipe.stage.parameters(), reference[pipe.index].parameters(), strict=True):
+        close(p.grad, q.grad, "gradient")
+
+
 def saved_pipeline(spatial, mesh=None):
     """Return a pipeline that differs from stage to stage, its optimizer, and a function that trains it a step."""
     if mesh is None:
