@@ -205,13 +205,14 @@ class Normalise(Function):
     ) -> Tensor:
         """Return y; tell mean and biased variance. Collective over ``rows.over``, and as ``told`` is."""
         mean, var, large = _statistics(x, rows, mesh)
-        if told is not None:
-            # not as results, each of which autograd would wrap; and before a checkpoint has made again what it needs
-            told(mean, var)
         ctx.rows, ctx.mesh, ctx.eps = rows, mesh, eps
         ctx.by_row = not large and _is_by_row(x, weight, bias)
         if ctx.by_row:
             ctx.given = rows.apart(mean.to(x.dtype)), rows.apart(var.to(x.dtype))
+        if told is not None:
+            # not as results, each of which autograd would wrap; and before a checkpoint has made again what it needs
+            told(*(ctx.given if ctx.by_row and not rows.groups else (mean, var)))
+        if ctx.by_row:
             ctx.save_for_backward(x, weight, bias)
             return _standardised(x, *ctx.given, weight, bias, rows, eps)
         if rows.is_per_channel and not large and x.numel():
@@ -399,7 +400,7 @@ def normalised(
     eps: float,
     told: Told | None = None,
 ) -> Tensor:
-    """Return a normalised block; mean and biased variance, in float64, are told, if wanted.
+    """Return a normalised block; mean and biased variance are told, if wanted.
 
     Collective over ``rows.over``, and as ``told`` is.
     """

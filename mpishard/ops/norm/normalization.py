@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from mpishard.autograd.linear import apply
 from mpishard.autograd.redistribute import redistribute, sum_partial
 from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
+from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.mesh import CartMesh
@@ -131,7 +131,7 @@ def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> Non
     value = value.to(running.dtype)
     if isinstance(running, ShardTensor):
         value = wrap(value, replicated_layout(x.mesh, value.shape), x.mesh)
-    running.mul_(1 - momentum).add_(value, alpha=momentum)
+    running.lerp_(value, momentum)
 
 
 def _whole_channels(value: Tensor, layout: Layout, mesh: CartMesh) -> Tensor:
@@ -185,6 +185,9 @@ def batch_norm(
     if training:
         if rows.count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        if not rows.over and _is_torchs(x, weight, bias, running_mean, running_var):
+            y = torch.batch_norm(x.block, weight, bias, running_mean, running_var, True, momentum, eps, False)
+            return wrap(_with_right_gradient(y), x.sharding, mesh)
         x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
 
         def told(mean: Tensor, var: Tensor) -> None:
@@ -196,10 +199,14 @@ def batch_norm(
     lo, hi = x.sharding.interval(1, mesh.coords)
     weight, bias, mean, var = map(filled, (weight, bias, plain(running_mean)[lo:hi], plain(running_var)[lo:hi]))
     block = filled(x.block)
-    y = torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False)
-    if y.requires_grad:
-        y.register_hook(_in_format_of(y))
+    y = _with_right_gradient(torch.batch_norm(block, weight, bias, mean, var, False, momentum, eps, False))
     return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
+
+
+def _is_torchs(x: ShardTensor, *numbers: Any) -> bool:
+    """Tell whether torch's own function takes a block with all of the channels, and their numbers, as they are."""
+    plain = all(t is None or (not isinstance(t, ShardTensor) and t.dtype == x.dtype) for t in numbers)
+    return plain and x.sharding.sizes[1] is None and x.dtype not in HALVES and traced.recording is None
 
 
 def _of_no_cells(x: ShardTensor, weight: Any, bias: Any) -> ShardTensor:
@@ -222,17 +229,18 @@ def _spread(block: Tensor) -> Tensor:
     return y if y is block else y + torch.arange(y.numel(), device=y.device).to(y.dtype).view(y.shape)
 
 
-def _in_format_of(y: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a hook that gives a cotangent the memory format of the result ``y``.
+def _with_right_gradient(y: Tensor) -> Tensor:
+    """Return what torch's batch_norm or instance_norm gave, with cotangents in its own memory format.
 
-    Of one sample, torch's backward of batch_norm and instance_norm (docs/upstream.md) misreads a cotangent that came
-    through ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another
-    order.
+    Of one sample, their backward (docs/upstream.md) misreads a cotangent that came through
+    ``flatten(2).transpose(1, 2)``: its batch stride is that of no format, and the cells are taken in another order.
     """
-    last = FORMATS.get(y.ndim)
-    is_last = last is not None and not y.is_contiguous() and y.is_contiguous(memory_format=last)
-    memory_format = last if is_last else torch.contiguous_format
-    return lambda g: g.contiguous(memory_format=memory_format)
+    if y.requires_grad:
+        last = FORMATS.get(y.ndim)
+        is_last = last is not None and not y.is_contiguous() and y.is_contiguous(memory_format=last)
+        memory_format = last if is_last else torch.contiguous_format
+        y.register_hook(lambda g: g.contiguous(memory_format=memory_format))
+    return y
 
 
 @implements(torch.instance_norm, sharded="reduction")
@@ -275,8 +283,7 @@ def instance_norm(
     if not rows.over and running_mean is None and running_var is None:
         weight, bias = filled(weight, 2), filled(bias, 2)
         y = torch.instance_norm(_spread(x.block), weight, bias, None, None, True, 0.0, eps, False)
-        if y.requires_grad:
-            y.register_hook(_in_format_of(y))
+        y = _with_right_gradient(y)
         return wrap(unfilled(y, x.block.shape), x.sharding, mesh)
     x = _in_autocast(x, lambda t: torch.instance_norm(t, None, None, None, None, True, 0.0, eps, False))
     found: list[Tensor] = []
