@@ -83,8 +83,9 @@ def read(
         the last time step, ``(slice(None), 0)`` the first level of every step. A number drops its dim.
     decode
         Whether to undo the packing of the CF conventions: ``stored * scale_factor + add_offset``, and NaN where
-        ``_FillValue`` or ``missing_value`` is stored. The result is float32 for stored integers of up to 16
-        bits and floats of up to 32, else float64; a dataset without these attributes stays as it is.
+        ``_FillValue`` or ``missing_value`` is stored; integers have the sign that ``_Unsigned`` says. The result is
+        float32 for stored integers of up to 16 bits and floats of up to 32, else float64; a dataset without these
+        attributes stays as it is.
     halo
         Tensor dim -> (lo, hi) or one width for both: read the block with its halo.
     mode

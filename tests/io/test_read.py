@@ -208,6 +208,51 @@ def test_decoding(mesh, folder, backend):
         ms.io.read(folder / "a.nc", "t2m", mesh, (ms.Shard(1), ms.Shard(2)), dtype=torch.int32, decode=True)
 
 
+@pytest.mark.parametrize("backend", READERS)
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_unsigned_numbers(mesh, folder, backend, bits):
+    """As scanners and microscopes store them, and those that netCDF's users declare by an attribute."""
+    last = 2**bits - 1
+    cells = np.array([0, 1, 2 ** (bits - 1) - 1, 2 ** (bits - 1), last - 1, last] * 2, f">u{bits // 8}").reshape(4, 3)
+    signed, on = cells.view(f">i{bits // 8}"), (ms.Shard(0), ms.Replicate())
+    if WORLD.rank == 0:
+        with h5py.File(folder / "a.nc", "w") as f:
+            f["unsigned"] = cells
+            for name, data, text in (
+                ("bytes", signed, np.bytes_("true")),
+                ("text", signed, "True"),
+                ("turned", cells, "false"),
+            ):
+                dataset = f.create_dataset(name, data=data)
+                dataset.attrs.update(
+                    {"_Unsigned": text, "scale_factor": 0.5, "missing_value": data.dtype.type(data[1, 2])}
+                )
+                # of another type than the cells, and one that no cell has
+                dataset.attrs["_FillValue"] = np.array([float(data[0, 1]), 0.25, 1e300])
+    WORLD.Barrier()
+    where = {"mesh": mesh, "placements": on, "backend": backend}
+    x = ms.io.read(folder / "a.nc", "unsigned", **where)
+    assert x.dtype == getattr(torch, f"uint{bits}")
+    assert np.array_equal(x.full_tensor().numpy(), cells)
+    assert np.array_equal(x.to(torch.float64).full_tensor().numpy(), cells.astype(np.float64))
+    padded = ms.io.read(folder / "a.nc", "unsigned", halo={1: 1}, mode="reflect", **where)
+    assert np.array_equal(padded.numpy(), np.pad(x.to_local().numpy(), ((0, 0), (1, 1)), "reflect"))
+    for name, stored in (("bytes", cells), ("text", cells), ("turned", signed)):
+        expected = stored.astype(np.float64) * 0.5
+        expected[(stored == stored[1, 2]) | (stored == stored[0, 1])] = np.nan
+        y = ms.io.read(folder / "a.nc", name, decode=True, dtype=torch.float64, **where)
+        assert np.array_equal(y.full_tensor().numpy(), expected, equal_nan=True), name
+        assert ms.io.read(folder / "a.nc", name, decode=True, **where).dtype == (
+            torch.float32 if bits < 32 else torch.float64
+        )
+    ms.io.write(folder / "b.h5", {"x": x})
+    assert np.array_equal(ms.io.read(folder / "b.h5", "x", **where).full_tensor().numpy(), cells)
+    ms.io.save_checkpoint(folder / "c", 1, tensors={"x": x, "plain": x.full_tensor()}, rng=False)
+    found = ms.io.load_checkpoint(folder / "c", mesh=mesh, rng=False).tensors
+    assert np.array_equal(found["x"].full_tensor().numpy(), cells)
+    assert np.array_equal(found["plain"].numpy(), cells)
+
+
 @pytest.mark.parametrize("magic", [b"CDF\x01", b"CDF\x02", b"CDF\x05"])
 def test_netcdf_3_is_named(mesh, folder, magic):
     if WORLD.rank == 0:

@@ -26,13 +26,14 @@ from mpishard.tensor.operand import replicated_layout, resolved
 
 # of the generators: that of rank 0
 FIRST = "first "
-# the bits of what HDF5 has no type for are stored as integers of the same length
+# the bits of what HDF5 has no type for are stored as integers of the same length; so were those of these
+_NEW = {torch.uint16, torch.uint32, torch.uint64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor has in the file. Not collective."""
-    return dtype if dtype in NUMPY else _BITS[dtype.itemsize]
+    return dtype if dtype in NUMPY and dtype not in _NEW else _BITS[dtype.itemsize]
 
 
 class Snapshot(NamedTuple):

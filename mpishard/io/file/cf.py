@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,22 +11,25 @@ import torch
 from torch import Tensor
 
 from mpishard.errors import FileError
-from mpishard.io.file.open import import_h5py
+from mpishard.io.file.dtype import SIGNED, UNSIGNED
+from mpishard.io.file.open import import_h5py, looked_at
 
 # of one attribute: these are numbers, a few at most
 _ATTRIBUTE_NBYTES = 1 << 16
 
 
 class Decoding(NamedTuple):
-    """``stored * scale + offset``, and NaN where ``stored`` is one of ``missing``."""
+    """``stored * scale + offset``, and NaN where ``stored``, a number of type ``bits``, is one of ``missing``."""
 
     scale: float
     offset: float
     missing: tuple[Any, ...]
+    bits: torch.dtype
     dtype: torch.dtype
 
     def __call__(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the decoded values of stored ones. Not collective."""
+        raw = raw.view(self.bits)
         out = raw.to(dtype)
         if out is raw and (self.scale != 1 or self.offset != 0 or self.missing):
             out = out.clone()
@@ -46,18 +51,61 @@ def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
     Parameters
     ----------
     dataset
-        An h5py dataset; ``scale_factor``, ``add_offset``, ``_FillValue`` and ``missing_value`` count.
+        An h5py dataset; ``scale_factor``, ``add_offset``, ``_FillValue``, ``missing_value`` and ``_Unsigned`` count.
     stored
         Its dtype. Integers of up to 16 bits, and half and single precision, become float32, all others
         float64.
+
+    References
+    ----------
+    CF Conventions 1.12, 8.1, Packed Data; NetCDF Users Guide, Attribute Conventions, ``_Unsigned``.
     """
     scale, offset = (_numbers(dataset, key)[:1] for key in ("scale_factor", "add_offset"))
     missing = [v for key in ("_FillValue", "missing_value") for v in _numbers(dataset, key)]
-    if scale in ([], [1]) and offset in ([], [0]) and not missing:
+    bits = {"true": UNSIGNED, "false": SIGNED}.get(_signedness(dataset), {}).get(stored, stored)
+    if scale in ([], [1]) and offset in ([], [0]) and not missing and bits is stored:
         return None
-    small = stored in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.float32)
+    small = bits.itemsize < 4 or bits is torch.float32
     dtype = torch.float32 if small else torch.float64
-    return Decoding(float(*scale or [1]), float(*offset or [0]), tuple(dict.fromkeys(missing)), dtype)
+    values = dict.fromkeys(v for m in missing for v in _as_stored(m, bits))
+    return Decoding(float(*scale or [1]), float(*offset or [0]), tuple(values), bits, dtype)
+
+
+def _as_stored(value: Any, dtype: torch.dtype) -> list[Any]:
+    """Return a missing value as it is stored, -1 in unsigned bytes as 255; nothing where no number is like it."""
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return [value]
+    if not math.isfinite(value) or value != int(value):
+        return []
+    low, high, value = torch.iinfo(dtype).min, torch.iinfo(dtype).max, int(value)
+    span = high - low + 1
+    fits = low <= value <= high
+    turned = value + span if value < low else value - span
+    return [value] if fits else [turned] if low <= turned <= high else []
+
+
+def _signedness(dataset: Any) -> str:
+    """Return what the attribute ``_Unsigned`` says, in lower case; nothing where there is none, or no text."""
+    key = "_Unsigned"
+    if key not in dataset.attrs:
+        return ""
+    try:
+        own = dataset.attrs.get_id(key)
+        kind = own.get_type()
+        if kind.get_class() != import_h5py().h5t.STRING or own.get_storage_size() > _ATTRIBUTE_NBYTES:
+            return ""
+        if kind.is_variable_str():
+            # it lies in a heap, which may be damaged
+            with looked_at(Path(dataset.file.filename)) as file:
+                value = file[dataset.name].attrs[key]
+        else:
+            value = dataset.attrs[key]
+    except FileError:
+        raise
+    except Exception as e:
+        raise _unreadable(dataset, key, "'true' or 'false'", f"{type(e).__name__}: {e}") from e
+    value = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+    return value.strip().lower() if isinstance(value, str) else ""
 
 
 def _numbers(dataset: Any, key: str) -> list[Any]:
@@ -78,9 +126,13 @@ def _numbers(dataset: Any, key: str) -> list[Any]:
         got: object = f"{nbytes} bytes" if nbytes > _ATTRIBUTE_NBYTES else "no number"
     except Exception as e:  # noqa: BLE001 (h5py raises what it likes)
         got = f"{type(e).__name__}: {e}"
-    raise FileError(
+    raise _unreadable(dataset, key, "a number", got)
+
+
+def _unreadable(dataset: Any, key: str, expected: str, got: object) -> FileError:
+    return FileError(
         f"read: attribute {key!r} of {dataset.name!r}",
-        expected="a number",
+        expected=expected,
         got=got,
         fix="read it with decode=False, or mend the attribute",
     )

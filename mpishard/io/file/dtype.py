@@ -16,6 +16,9 @@ NUMPY: dict[torch.dtype, Any] = {
     torch.int16: np.int16,
     torch.int32: np.int32,
     torch.int64: np.int64,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
     torch.float16: np.float16,
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -23,6 +26,9 @@ NUMPY: dict[torch.dtype, Any] = {
     torch.complex128: np.complex128,
 }
 TORCH = {np.dtype(n): t for t, n in NUMPY.items()}
+# torch has few kernels for the wide unsigned ones
+SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+UNSIGNED = {s: u for u, s in SIGNED.items()}
 
 
 def torch_dtype(stored: np.dtype[Any], name: str) -> torch.dtype:
@@ -65,5 +71,5 @@ def unsupported(what: str, dtype: object) -> UnsupportedDtypeError:
         f"{what} has a dtype that torch and HDF5 do not share",
         expected=", ".join(str(t).removeprefix("torch.") for t in NUMPY),
         got=dtype,
-        fix="convert it first, e.g. with x.float()",
+        fix="convert it first: a tensor with x.float(), a dataset with a program that knows it",
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.memory.buffer import is_dense
 from mpishard.io.file.cf import Decoding
-from mpishard.io.file.dtype import NUMPY
+from mpishard.io.file.dtype import NUMPY, SIGNED
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.selection import Axis
 from mpishard.layout import Run
@@ -143,7 +143,8 @@ class BlockReader:
             cells = self.decoding(cells, self.out.dtype)
         flipped = [d for d, r in enumerate(piece.runs) if r.step < 0]
         if flipped:
-            cells = cells.flip(flipped)
+            # of the wide unsigned types torch flips none
+            cells = cells.view(SIGNED.get(cells.dtype, cells.dtype)).flip(flipped).view(cells.dtype)
         at = self.out
         for dim, run in enumerate(piece.runs):
             at = at.narrow(dim, run.dst, run.count)

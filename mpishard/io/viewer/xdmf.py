@@ -25,8 +25,8 @@ def write_xdmf(path: Path, form: Schema) -> None:
     """Write ``path`` with the suffix ``.xdmf``.
 
     Not collective; one rank calls it, on a complete file. Fields lie at the values of the scales of their dims, or
-    at 0, 1, 2... Leading dims become fields ``name[i,j]``, steps become times. Complex, half and bool datasets are
-    left out.
+    at 0, 1, 2... Leading dims become fields ``name[i,j]``, steps become times. Complex, half and bool datasets, and
+    unsigned ones of several bytes, are left out.
     """
     root = ET.Element("Xdmf", Version="2.0")
     domain = ET.SubElement(root, "Domain")
