@@ -44,6 +44,26 @@ implements(torch.any, torch.Tensor.any, sharded="reduction")(_truth_rule(torch.a
 implements(torch.all, torch.Tensor.all, sharded="reduction")(_truth_rule(torch.all, "min"))
 
 
+@implements(torch._is_any_true, sharded="reduction")
+def _is_any_true(input: ShardTensor) -> ShardTensor:
+    """Tell whether any cell of a boolean tensor is true. Collective."""
+    _require_bool(input)
+    return torch.any(input)  # type: ignore[return-value]
+
+
+@implements(torch._is_all_true, sharded="reduction")
+def _is_all_true(input: ShardTensor) -> ShardTensor:
+    """Tell whether all cells of a boolean tensor are, as distributions look at their parameters. Collective."""
+    _require_bool(input)
+    return torch.all(input)  # type: ignore[return-value]
+
+
+def _require_bool(x: ShardTensor) -> None:
+    if x.dtype is not torch.bool:
+        # torch's text
+        torch._is_all_true(x.block.new_empty(0))
+
+
 def _agreed(local: bool, x: ShardTensor) -> bool:
     """Whether it holds on every rank that holds other cells. Collective over them."""
     over = tuple(m for m in x.sharding.sharded_mesh_dims if x.mesh.shape[m] > 1)
