@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpishard.layout import runs_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -61,6 +62,20 @@ def stride(self: ShardTensor, dim: int | None = None) -> Any:
     return strides if dim is None else strides[dim]
 
 
+@implements(torch.Tensor.is_contiguous, sharded="local")
+def is_contiguous(self: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell whether the blocks lie in a memory format: the same on every rank. Not collective.
+
+    A block of one cell, or none, along a dim in which others have more lies in several formats. Where a rank has one,
+    the answer is that for a new tensor: ``view`` takes all of them.
+    """
+    own = self.block.is_contiguous(memory_format=memory_format)
+    for n, sizes in zip(self.sharding.shape, self.sharding.sizes):
+        if sizes is not None and min(s for s, _ in runs_of(sizes)) < min(n, 2):
+            return memory_format is torch.contiguous_format
+    return own
+
+
 @implements(torch.result_type, sharded="local")
 def result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     """Return the dtype that an operation on both gives. Not collective."""
@@ -90,9 +105,6 @@ implements(torch.Tensor.size, sharded="local")(
 )
 implements(torch.Tensor.nbytes.__get__, sharded="local")(  # type: ignore[attr-defined]
     lambda self: math.prod(self.sharding.shape) * self.block.itemsize
-)
-implements(torch.Tensor.is_contiguous, sharded="local")(
-    lambda self, memory_format=torch.contiguous_format: self.block.is_contiguous(memory_format=memory_format)
 )
 implements(torch.Tensor.storage_offset, sharded="local")(lambda _self: 0)
 implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")(

@@ -44,6 +44,22 @@ def test_it_describes_the_global_tensor(x):
         assert part in text
 
 
+@pytest.mark.parametrize("rows", [2 * WORLD.size, WORLD.size + 1, 1])
+def test_a_memory_format_is_that_of_all_ranks(rows):
+    """A program that looks at it goes the same way on all; one row of a block, or none, lies in several formats."""
+    full = torch.arange(float(12 * rows)).view(1, 2, rows, 6)
+    formats = (torch.contiguous_format, torch.channels_last)
+    for dim in (2, 3):
+        y = shard(full, mesh_of((WORLD.size,)), (ms.Shard(2),)).transpose(2, dim)
+        of_torch = full.transpose(2, dim)
+        for x, like in ((y, of_torch), (y.to(memory_format=formats[1]), of_torch.to(memory_format=formats[1]))):
+            found = [x.is_contiguous(memory_format=f) for f in formats]
+            assert len(set(map(str, WORLD.allgather(found)))) == 1
+            if rows % WORLD.size == 0:
+                assert found == [like.is_contiguous(memory_format=f) for f in formats]
+            assert x.view(-1).shape == (12 * rows,)
+
+
 def test_python_protocols(x):
     assert copy.copy(x).to_local() is x.to_local()
     deep = copy.deepcopy(x)
