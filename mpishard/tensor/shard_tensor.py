@@ -293,12 +293,23 @@ class ShardTensor(Tensor):
             return _refuse, (text,)  # a queue drops what fails here, and its reader would wait for ever
         return _refuse(text)
 
-    def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _whole_needed("numpy.asarray", self)
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of_all("numpy.asarray").__array__(*args, **kwargs)
 
-    def numpy(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refuse: the data is not on this rank alone. Not collective."""
-        raise _whole_needed("numpy", self)
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return what every rank holds whole as an array, which shares its memory; refused otherwise. Not collective.
+
+        Raises
+        ------
+        UnsupportedOperationError
+            Ranks hold different parts.
+        """
+        return self._of_all("numpy").numpy(force=force)
+
+    def _of_all(self, name: str) -> Tensor:
+        if not self.sharding.is_replicated:
+            raise _whole_needed(name, self)
+        return self.block
 
     def data_ptr(self) -> NoReturn:
         """Refuse: the data is not on this rank alone. Not collective."""
@@ -397,7 +408,7 @@ def cotangent_layout(layout: Layout) -> Layout:
 def _whole_needed(name: str, x: ShardTensor) -> UnsupportedOperationError:
     return UnsupportedOperationError(
         f"{name} of a ShardTensor",
-        expected="a tensor that lies on one rank",
+        expected="a tensor that every rank holds whole",
         got=outline(x),
         fix="call it on x.to_local() (this rank's block) or x.full_tensor() (gathers on every rank)",
     )

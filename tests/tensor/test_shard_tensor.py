@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,14 @@ def test_one_cell_has_a_global_value(x):
 def test_what_needs_the_whole_is_refused(x, call):
     with pytest.raises(ms.UnsupportedOperationError, match="ShardTensor"):
         call(x)
+
+
+def test_what_every_rank_holds_is_an_array(x):
+    whole = x.detach().redistribute(placements=[ms.Replicate()] * x.mesh.ndim)
+    for array in (whole.numpy(), np.asarray(whole), whole.cpu().numpy(force=True), np.asarray(whole, dtype=np.float32)):
+        assert np.array_equal(array, values().numpy().astype(array.dtype))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        whole.requires_grad_().numpy()
 
 
 def test_gradients_are_those_of_a_tensor(x):

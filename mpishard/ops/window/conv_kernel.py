@@ -5,9 +5,9 @@ torch hands a convolution to oneDNN by the size of its input: batch x channels x
 20 times slower; of small blocks it is slower still where nothing is padded, as in a window: a call of MKL copies each
 row. The kernels of dilated and of transposed convolutions unfold in one loop, whatever the padding. oneDNN's own
 gradients have slow cases of their own, which other calls of it do not have. The rules below were measured with one
-thread, those of small blocks in steps of a model too, where oneDNN's calls take twice as long as one after the other;
-they read shapes only, so that every call of a plan does the same. All results are those of torch's kernels but for the
-order of their sums.
+thread on processors with AVX-512 and with AVX2, those of small blocks in steps of a model too, where oneDNN's calls
+take twice as long as one after the other; they read shapes only, so that every call of a plan does the same. On other
+processors oneDNN is left to torch. All results are those of torch's kernels but for the order of their sums.
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ UNFOLDED, UNFOLDED_DENSE = 1 << 19, 1 << 17
 COLUMNS, COLUMNS_PADDED, COLUMNS_LARGE = 1 << 14, 1 << 16, 1 << 18
 # and of float64, which oneDNN has no kernels for, from which it does so tile after tile
 UNFOLDED_TILED = 1 << 20
-FEW = 8  # channels; with no more results, oneDNN's gradient of the input loses to its forward kernel
+# float32 numbers in a vector of oneDNN's kernels; 0: not measured. With results for no more than half of one, its
+# gradient of the input loses to its forward kernel; with fewer channels, of 16, that of the weight is faster with
+# channels together
+AVX512, AVX2 = 16, 8
+VECTOR = {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability(), 0)
+FEWEST = 4  # channels, below which oneDNN's vectors are too empty
+# cells of padding along the last dim, beyond which oneDNN's forward kernel for AVX2 gives way to a slow one
+PADDING_AVX2 = 3
 # of a block of more bytes, the gradient of the weight is not put off: what it reads would have left the cache by then,
 # which costs more than the sums that it hides
 DEFERRED_NBYTES = 1 << 20
-VECTOR = 16  # channels that fill a vector; with fewer, its gradient of the weight is faster with channels together
 
 _torch_forward = torch.ops.aten.convolution.default
 _torch_backward = torch.ops.aten.convolution_backward.default
@@ -108,7 +114,7 @@ def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], lo
         return _TORCH
     if not torch._C._get_mkldnn_enabled() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return _TORCH
-    return choose(shape, weight, *local)
+    return choose(shape, weight, *local, VECTOR)
 
 
 @lru_cache(maxsize=4096)
@@ -121,8 +127,9 @@ def choose(
     transposed: bool,
     output_padding: tuple[int, ...],
     groups: int,
+    vector: int,
 ) -> Kernel:
-    """Return the kernels for float32 blocks of ``shape`` on a CPU with oneDNN. Not collective."""
+    """Return the kernels for float32 blocks of ``shape`` on a CPU with oneDNN, and such vectors. Not collective."""
     kernel, space = weight[2:], shape[2:]
     if groups > 1 or len(space) not in (2, 3) or 0 in shape or 0 in weight or max(kernel) == 1 or any(output_padding):
         return _TORCH
@@ -134,26 +141,29 @@ def choose(
     unfolds = len(space) == 3 and not large and math.prod(shape[:4]) <= TORCH_LIMIT
     if unfolds and not transposed and (COLUMNS_PADDED if any(padding) else COLUMNS) <= unfolded < COLUMNS_LARGE:
         return _COLUMNS
-    if unfolded < (UNFOLDED_DENSE if dense and channels >= FEW and math.prod(kernel) >= 27 else UNFOLDED):
+    if not vector or unfolded < (UNFOLDED_DENSE if dense and channels >= 8 and math.prod(kernel) >= 27 else UNFOLDED):
         return _TORCH
     small = "too few cells for torch to ask oneDNN" if unfolds else ""
     if transposed:
-        return Kernel(data="forward", reason=small) if unfolds and min(channels, results) >= 4 else _TORCH
+        return Kernel(data="forward", reason=small) if unfolds and min(channels, results) >= FEWEST else _TORCH
     if not dense:
-        if not unfolds or channels < 4 or any(k <= s for k, s in zip(kernel, stride)):
+        if not unfolds or channels < FEWEST or any(k <= s for k, s in zip(kernel, stride)):
             return _TORCH
         return Kernel("onednn", "onednn", "onednn", reason=small)
     reasons = [small] if small else []
     forward = data = weights = "torch"
     order: tuple[int, ...] = ()
     if unfolds:
-        forward = weights = "onednn"
-    fits = all(d * (k - 1) >= p for k, d, p in zip(kernel, dilation, padding))
-    if fits and (results <= FEW or unfolds) and (channels >= 4 or (unfolds and results <= FEW)):
+        forward = "onednn"
+        weights = "onednn" if vector > AVX2 or (channels >= FEWEST and min(kernel) > 2) else "torch"
+    turned = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding)]
+    fits = min(turned) >= 0 and (vector > AVX2 or turned[-1] <= PADDING_AVX2)
+    few = results <= vector // 2
+    if fits and (few or unfolds) and (channels >= FEWEST or (unfolds and few)):
         data = "forward"
         if not unfolds:
             reasons.append(f"{results} channels of the result are few for oneDNN's gradient")
-    if len(space) == 3 and 4 <= channels < VECTOR:
+    if len(space) == 3 and FEWEST <= channels < vector and vector > AVX2:
         # the longest dims first, where the order matters at all
         order = tuple(sorted(range(3), key=lambda d: -space[d])) if unfolds else (0, 1, 2)
         if not unfolds or math.prod(shape[:2]) * space[order[0]] * space[order[1]] > TORCH_LIMIT:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from mpishard.ops.window import conv_tiles
+from mpishard.ops.window import conv_kernel, conv_tiles
 from mpishard.ops.window.conv_kernel import Kernel, convolved, kernel_of
 from tests.compare import WORLD, compare, mesh_of
 
@@ -29,6 +29,15 @@ CASES = {
     "large": ((1, 8, 64, 64, 5), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
     "batch": ((2, 8, 12, 16, 12), (8, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
     "plane": ((1, 8, 96, 90), (8, 8, 3, 3), 1, 1, 1, False, "torch", "forward", "torch"),
+    "few": ((2, 8, 12, 16, 12), (4, 8, 3, 3, 3), 1, 1, 1, False, "torch", "forward", "channels_last"),
+    "few channels": ((1, 3, 20, 24, 22), (4, 3, 3, 3, 3), 1, 1, 1, False, "onednn", "forward", "onednn"),
+}
+# the same on a processor with AVX2, where they are others
+AVX2 = {
+    "thin": ["onednn", "forward", "onednn"],
+    **dict.fromkeys(("large", "batch", "plane"), ["torch"] * 3),
+    "few": ["torch", "forward", "torch"],
+    "few channels": ["onednn", "forward", "torch"],
 }
 
 
@@ -66,12 +75,14 @@ def close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.detach().abs().max()))
 
 
+@pytest.mark.parametrize("vector", [16, 8], ids=["avx512", "avx2"])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_torch(name):
+def test_equals_torch(name, vector, monkeypatch):
+    monkeypatch.setattr(conv_kernel, "VECTOR", vector)
     tensors, local, chosen = operands(name)
     kernel = kernel_of(*tensors[:2], local)
-    assert [kernel.forward, kernel.data, kernel.weight] == chosen
-    assert kernel.reason
+    assert [kernel.forward, kernel.data, kernel.weight] == (AVX2.get(name, chosen) if vector == 8 else chosen)
+    assert kernel.is_torch == (set(chosen) == {"torch"} or (vector == 8 and name in ("large", "batch", "plane")))
     y = convolved(kernel, local, *tensors)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     z = torch.convolution(*exact, *local)
