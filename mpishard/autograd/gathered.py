@@ -56,7 +56,10 @@ class Schedule:
             unit.after.start()
 
     def backward(self, unit: Unit) -> None:
-        """Note that a layer differentiates, and send for the one that followed it last time. Collective."""
+        """Note that a layer differentiates, send for it, and for the one that followed it last time. Collective.
+
+        All of its parameters: which of them autograd saves depends on the kernels of this rank's block.
+        """
         if self._backward is unit:
             return
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
@@ -67,8 +70,9 @@ class Schedule:
             self._backward.free()
             self._backward.before = unit
         self._backward = unit
+        unit.start()
         if unit.before is not None:
-            unit.before.start(saved=True)
+            unit.before.start()
 
     def _end(self) -> None:
         if self._backward is not None:
@@ -86,14 +90,13 @@ class Unit:
         self.after: Unit | None = None
         self.before: Unit | None = None
 
-    def start(self, saved: bool = False) -> None:
-        """Send for all parameters, or for those that autograd saved. Collective."""
+    def start(self) -> None:
+        """Send for all parameters. Collective."""
         for member in self.members:
-            if member.is_saved or not saved:
-                member.start()
+            member.start()
 
     def free(self) -> None:
-        """Drop the whole parameters. Not collective."""
+        """Drop the whole parameters. Collective."""
         for member in self.members:
             member.free()
 
@@ -117,7 +120,6 @@ class Gathered:
         self, block: Callable[[], Tensor], layout: Layout, mesh: CartMesh, unit: Unit, dtype: torch.dtype | None
     ) -> None:
         self.mesh, self.unit = mesh, unit
-        self.is_saved = False
         self._block, self._dtype = block, dtype
         ((self._dim, self._mesh_dims),) = layout.shard_dims.items()
         self._group = mesh.group(self._mesh_dims)
@@ -144,8 +146,6 @@ class Gathered:
         known = self._sent_block is block and self._version == block._version
         if known and (self._pending or self._whole is not None):
             return
-        if self._pending is not None:
-            self._pending.wait()  # of values that were written over meanwhile
         self.free()
         self._sent_block, self._version = block, block._version
         self._pending = self._sent(block.detach())
@@ -171,12 +171,16 @@ class Gathered:
         return self._other[1]
 
     def free(self) -> None:
-        """Drop the whole parameter; what is on its way stays. Not collective."""
+        """Drop the whole parameter, also where it was not asked for: it is gathered anew on all ranks. Collective."""
         self._other = None
-        if self._whole is not None:
+        if self._pending is not None:
+            self._pending.wait()
+        elif self._whole is not None:
             self.unit.schedule.lent.pop(self._whole.untyped_storage()._cdata, None)
-            self._whole = None
-            self._count(-self._nbytes)
+        else:
+            return
+        self._pending = self._whole = None
+        self._count(-self._nbytes)
 
     def _count(self, nbytes: int) -> None:
         schedule = self.unit.schedule
@@ -324,7 +328,6 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
             found = schedule.lent.get(x.untyped_storage()._cdata)
             if found is None or found._whole is None or x.dtype != found._whole.dtype:
                 return None, keep(x)
-            found.is_saved = True
             return found, (found._sent_block, found._version, x.size(), x.stride(), x.storage_offset())
 
         def unpack(saved: Any) -> Tensor:
