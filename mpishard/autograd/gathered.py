@@ -58,7 +58,7 @@ class Schedule:
     def backward(self, unit: Unit) -> None:
         """Note that a layer differentiates, send for it, and for the one that followed it last time. Collective.
 
-        All of its parameters: which of them autograd saves depends on the kernels of this rank's block.
+        All of its parameters: which of them autograd saves, if any, depends on the kernels of this rank's block.
         """
         if self._backward is unit:
             return
@@ -73,6 +73,10 @@ class Schedule:
         unit.start()
         if unit.before is not None:
             unit.before.start()
+
+    def is_at(self, unit: Unit) -> bool:
+        """Tell whether the backward pass is at a layer. Not collective."""
+        return self._backward is unit
 
     def _end(self) -> None:
         if self._backward is not None:
@@ -341,6 +345,8 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
                     f"a sharded parameter of shape {tuple(found._shape)}"
                 )
             found.unit.schedule.backward(found.unit)
+            if block is found._block():
+                found.unit.start()
             return found.whole_of(block).as_strided(*place)  # type: ignore[no-any-return]
 
         super().__init__(pack, unpack)

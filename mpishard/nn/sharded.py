@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
+from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
@@ -84,6 +86,7 @@ class _Layer:
         self.unit = Unit(schedule)
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
+        self._versions: list[int] = []
         # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._behind, always_call=True)
@@ -101,6 +104,7 @@ class _Layer:
         for module, name, gathered in self.places:
             # found before the parameter of that name, which stays what optimizers and checkpoints know
             module.__dict__[name] = gathered.tensor()
+        self._versions = [module.__dict__[name]._version for module, name, _ in self.places]
         _list_anew(called)
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self.unit.schedule.forward(self.unit)
@@ -108,16 +112,40 @@ class _Layer:
         context.__enter__()
         self._contexts.append(context)
 
-    def _behind(self, called: nn.Module, *_: Any) -> None:
+    def _behind(self, called: nn.Module, inputs: Any, output: Any) -> None:
         if not self._contexts:
             return  # what comes before failed
         self._contexts.pop().__exit__()
         if self._contexts:
             return  # it was called by itself
-        for module, name, _gathered in self.places:
-            module.__dict__.pop(name, None)
+        unit = self.unit
+        # of data, the first of linear layers saves no weight on any rank; what others do is their kernels' affair
+        is_needed = not isinstance(called, nn.Linear) or any(x.requires_grad for x in _blocks(inputs))
+        for y in _blocks(output) if is_needed and traced.recording is None else ():
+            if y.grad_fn is not None:
+                # on every rank; what autograd saved asks on some
+                y.register_hook(lambda _: unit.schedule.backward(unit))
+        written = [
+            name
+            for (module, name, _), version in zip(self.places, self._versions)
+            if (whole := module.__dict__.pop(name, None)) is not None and whole._version != version
+        ]
         _list_anew(called)
-        self.unit.free()
+        if not unit.schedule.is_at(unit):  # computed again in backward, which comes to it
+            unit.free()
+        if written:
+            raise LayoutError(
+                f"shard_parameters: forward of a {type(called).__name__} writes into {written[0]!r}",
+                expected="parameters that forward only reads: what it sees of them is gathered, and dropped behind it",
+                got="a write in place, which would be lost",
+                fix="write into the parameter outside of forward, where it is a ShardTensor, or keep parameters whole",
+            )
+
+
+def _blocks(values: Any) -> list[Tensor]:
+    """Return the tensors in what a module takes or returns, of ShardTensors this rank's blocks."""
+    each = (x.block if isinstance(x, ShardTensor) else x for x in tree_leaves(values))
+    return [x for x in each if isinstance(x, Tensor)]
 
 
 def _list_anew(module: nn.Module) -> None:
@@ -134,6 +162,7 @@ def shard_parameters(
     Collective. Plain ones stay where there are fewer cells than ranks.
     """
     schedule, count = Schedule(), mesh.group(mesh_dims).size
+    plain: list[tuple[nn.Module, str]] = []
     # those that several modules have; they live until the end, so that an id means one
     owned = [p for part in module.modules() for p in part._parameters.values() if p is not None]
     tied = {i: [p for p in owned if id(p) == i] for i, n in Counter(map(id, owned)).items() if n > 1}
@@ -153,6 +182,7 @@ def shard_parameters(
                 shard = made.get(id(param))
                 shard = _shard(param, mesh, mesh_dims, count, offload) if shard is None else shard
                 if shard is None:
+                    plain.append((owner, name))
                     continue
                 if id(param) in tied:
                     made[id(param)] = shard
@@ -164,8 +194,30 @@ def shard_parameters(
                 layer.unit.members.append(gathered)
                 layer.places.append((owner, name, gathered))
         _list_anew(part)
-    module.register_forward_pre_hook(lambda *_: schedule.begin(), prepend=True)
+
+    def begin(*_: Any) -> None:
+        schedule.begin()
+        for owner, name in plain:
+            _check_memory(owner, name)
+
+    module.register_forward_pre_hook(begin, prepend=True)
     _schedules[module] = schedule
+
+
+def _check_memory(owner: nn.Module, name: str) -> None:
+    """Raise where a plain parameter was given the memory of a ShardTensor, which has none. Not collective.
+
+    As `torch.nn.utils.vector_to_parameters` does by ``.data``, of which torch tells nobody: a read would end the
+    process.
+    """
+    p = owner._parameters.get(name)
+    if type(p) is nn.Parameter and p.device.type in ("cpu", "cuda") and p.numel() and not p.data_ptr():
+        raise LayoutError(
+            f"shard_parameters: {name!r} of a {type(owner).__name__} was given a ShardTensor as its .data",
+            expected="a plain tensor: of fewer cells than ranks, it is whole on each",
+            got="a ShardTensor",
+            fix="give x.full_tensor(), or copy it in place: p.copy_(x.full_tensor())",
+        )
 
 
 def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Tensor:

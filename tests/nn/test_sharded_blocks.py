@@ -1,0 +1,151 @@
+"""Sharded parameters beside blocks that take other ways on some ranks: small ones, and those without cells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import mpishard as ms
+from tests.compare import WORLD, skew
+from tests.models.twin import close, data, mean_square, run, seeded
+
+
+class Residual(nn.Module):
+    """Two ways of different kernels, which meet."""
+
+    def __init__(self, a, b, dims):
+        super().__init__()
+        conv, norm = (nn.Conv2d, nn.InstanceNorm2d) if dims == 2 else (nn.Conv3d, nn.InstanceNorm3d)
+        self.one, self.norm1, self.two = conv(a, b, 3, padding=1), norm(b, affine=True), conv(b, b, 3, padding="same")
+        self.norm2, self.short, self.act = nn.GroupNorm(2, b), conv(a, b, 1), nn.PReLU(b)
+
+    def forward(self, x):
+        y = F.leaky_relu(self.norm1(self.one(x)), 0.01, inplace=True)
+        return self.act(self.norm2(self.two(y)) + self.short(x))
+
+
+def cuts(n):
+    """Give sizes of blocks: even, one row on the last rank, and a rank without any."""
+    if WORLD.size == 1:
+        return [(n,)]
+    others = WORLD.size - 1
+    return [None, (*skew(n - 1, others), 1), (0, *skew(n, others))]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [4, 12])
+def test_kernels_that_differ_between_ranks(dims, dtype, channels):
+    """Which parameters autograd saves depends on a block's kernel; all are gathered by all ranks."""
+    mesh = ms.init_mesh((-1,), ("y",))
+    full = data(1, channels, 4 * WORLD.size + 1, *(10, 7)[: dims - 1]).to(dtype)
+    reference = seeded(lambda: Residual(channels, 4, dims), dtype)
+    expected = run(reference, full.clone().requires_grad_(), mean_square)[0]
+    for sizes in cuts(full.shape[2]):
+        model = ms.distribute_module(
+            seeded(lambda: Residual(channels, 4, dims), dtype, mesh.rank), mesh, shard_parameters="y"
+        )
+        x = ms.distribute_tensor(full, mesh, (ms.Shard(2),), sizes=None if sizes is None else {2: sizes})
+        for _ in range(2):
+            model.zero_grad()
+            found = run(model, x.detach().requires_grad_(), mean_square)[0]
+        rtol = 1e-9 if dtype == torch.float64 else 1e-3
+        close(found, expected, str(sizes), rtol)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            g = p.grad.full_tensor() if isinstance(p, ms.ShardTensor) else p.grad
+            torch.testing.assert_close(g, q.grad, rtol=rtol, atol=rtol * float(q.grad.abs().max()) + rtol, msg=name)
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Bilinear(6, 6, 6)
+
+    def forward(self, x):
+        return self.product(x, 2 * x)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+TOKENS, IMAGES = (2, 2 * WORLD.size + 1, 6), (2, 6, 2 * WORLD.size + 1, 5)
+# layer, shape of its input, dim that is cut
+LAYERS = {
+    "linear": (lambda: nn.Linear(6, 6), TOKENS, 1),
+    "features": (lambda: nn.Linear(6, 6), TOKENS, 2),
+    "bilinear": (Squared, TOKENS, 1),
+    "attention": (Attends, TOKENS, 1),
+    "layer norm": (lambda: nn.LayerNorm(6), TOKENS, 1),
+    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1), IMAGES, 2),
+    "of channels": (lambda: nn.Conv2d(6, 6, 3, padding=1), IMAGES, 1),
+    "one cell": (lambda: nn.Conv2d(6, 6, 1), IMAGES, 2),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 6, 3, padding=1), IMAGES, 2),
+    "batch norm": (lambda: nn.BatchNorm2d(6), IMAGES, 2),
+    "group norm": (lambda: nn.GroupNorm(3, 6), IMAGES, 1),
+    "slopes": (lambda: nn.PReLU(6), IMAGES, 2),
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("of_data", [True, False], ids=["data", "activations"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_blocks_without_cells(name, of_data):
+    """Kernels of such blocks save nothing, and ask for no parameter in backward; the others do."""
+    layer, shape, dim = LAYERS[name]
+    mesh, full = ms.init_mesh((-1,), ("y",)), data(*shape)
+
+    def build():
+        return nn.Sequential(layer(), nn.Tanh(), layer())
+
+    reference = seeded(build, torch.float64)
+    run(reference, full.clone().requires_grad_(not of_data), mean_square)
+    for sizes in cuts(shape[dim]):
+        model = ms.distribute_module(seeded(build, torch.float64, mesh.rank), mesh, shard_parameters="y")
+        x = ms.distribute_tensor(full, mesh, (ms.Shard(dim),), sizes=None if sizes is None else {dim: sizes})
+        for _ in range(2):
+            model.zero_grad()
+            run(model, x.requires_grad_(not of_data), mean_square)
+        for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            g = p.grad.full_tensor() if isinstance(p, ms.ShardTensor) else p.grad
+            close(g, q.grad, f"{sizes}: {key}", 1e-8)
+
+
+class Masked(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_forward_writes_into_a_parameter_is_not_lost_in_silence():
+    mesh = ms.init_mesh((-1,), ("y",))
+    model = ms.distribute_module(Masked(8, 8), mesh, shard_parameters="y")
+    with pytest.raises(ms.LayoutError, match="writes into 'weight'"):
+        model(torch.ones(2, 8))
+    assert "weight" not in vars(model)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_vector_of_all_parameters():
+    """One that is whole on every rank cannot be a part of a sharded vector by ``.data``: a read ended the process."""
+    mesh = ms.init_mesh((-1,), ("y",))
+    x = ms.distribute_tensor(data(2, 8), mesh, (ms.Replicate(),))
+    for outputs in (8, 1):
+        model = ms.distribute_module(seeded(lambda: nn.Linear(8, outputs), torch.float64), mesh, shard_parameters="y")
+        vector_to_parameters(2 * parameters_to_vector(model.parameters()).detach(), model.parameters())
+        if outputs == 1:
+            with pytest.raises(ms.LayoutError, match="was given a ShardTensor"):
+                model(x)
+            continue
+        reference = seeded(lambda: nn.Linear(8, 8), torch.float64)
+        close(model(x).detach(), 2 * reference(data(2, 8)).detach(), "twice")
