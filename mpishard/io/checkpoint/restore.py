@@ -264,7 +264,7 @@ def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str,
     guard.agree(stages.group.comm, error)
     try:
         taken = _restored(stages.folder(checkpoint), wanted)
-    except (FileError, LayoutError) as e:
+    except MpishardError as e:
         error = e
     guard.agree(stages.group.comm, error)
     return taken
