@@ -76,6 +76,21 @@ def vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False
     return _norm(input, ord, dim, keepdim, dtype)
 
 
+@implements(torch.norm_except_dim, sharded="reduction")
+def norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> ShardTensor:
+    """Vector norm over all dims but one; -1: over all. Collective where one of them is sharded."""
+    if dim == -1:
+        return _norm(v, pow, None, False)
+    kept = normal_dim(dim, v.ndim)
+    return _norm(v, pow, [d for d in range(v.ndim) if d != kept], True)
+
+
+@implements(torch._weight_norm, sharded="reduction")
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """Return ``v`` with norms ``g``, as weight norm makes a weight. Collective as `norm_except_dim` is."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 @implements(torch.linalg.norm, sharded="reduction")
 def linalg_norm(
     input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
