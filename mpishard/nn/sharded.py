@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
+from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
@@ -86,7 +87,9 @@ class _Layer:
         self.unit = Unit(schedule)
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
-        self._versions: list[int] = []
+        # before forward: versions of the parameters, and their sums, which tell of what is written by ``.data`` too
+        self._before_it: list[tuple[int, str]] = []
+        self._sums_are_known = False
         # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._behind, always_call=True)
@@ -104,7 +107,7 @@ class _Layer:
         for module, name, gathered in self.places:
             # found before the parameter of that name, which stays what optimizers and checkpoints know
             module.__dict__[name] = gathered.tensor()
-        self._versions = [module.__dict__[name]._version for module, name, _ in self.places]
+        self._before_it = [self._mark(module.__dict__[name]) for module, name, _ in self.places]
         _list_anew(called)
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self.unit.schedule.forward(self.unit)
@@ -127,9 +130,10 @@ class _Layer:
                 y.register_hook(lambda _: unit.schedule.backward(unit))
         written = [
             name
-            for (module, name, _), version in zip(self.places, self._versions)
-            if (whole := module.__dict__.pop(name, None)) is not None and whole._version != version
+            for (module, name, _), before in zip(self.places, self._before_it)
+            if (whole := module.__dict__.pop(name, None)) is not None and self._mark(whole) != before
         ]
+        self._sums_are_known = True
         _list_anew(called)
         if not unit.schedule.is_at(unit):  # computed again in backward, which comes to it
             unit.free()
@@ -140,6 +144,12 @@ class _Layer:
                 got="a write in place, which would be lost",
                 fix="write into the parameter outside of forward, where it is a ShardTensor, or keep parameters whole",
             )
+
+    def _mark(self, whole: Tensor) -> tuple[int, str]:
+        """Return what a write changes; sums in the layer's first forward only. Not collective."""
+        has_values = type(whole) is Tensor and not whole.is_meta and traced.recording is None and not in_transform()
+        total = whole.detach().sum().item() if has_values and not self._sums_are_known else None
+        return whole._version, repr(total)
 
 
 def _blocks(values: Any) -> list[Tensor]:

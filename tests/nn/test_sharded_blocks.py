@@ -120,16 +120,21 @@ def test_blocks_without_cells(name, of_data):
 
 
 class Masked(nn.Linear):
+    by_data = False
+
     def forward(self, x):
         with torch.no_grad():
-            self.weight.mul_(0.5)
+            weight = self.weight.data if self.by_data else self.weight
+            weight.mul_(0.5)
         return super().forward(x)
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_what_forward_writes_into_a_parameter_is_not_lost_in_silence():
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_forward_writes_into_a_parameter_is_not_lost_in_silence(by_data):
     mesh = ms.init_mesh((-1,), ("y",))
     model = ms.distribute_module(Masked(8, 8), mesh, shard_parameters="y")
+    model.by_data = by_data
     with pytest.raises(ms.LayoutError, match="writes into 'weight'"):
         model(torch.ones(2, 8))
     assert "weight" not in vars(model)
