@@ -305,6 +305,8 @@ CASES = {
     "adaptive_avg_pool3d, to one cell": on_field(lambda x: F.adaptive_avg_pool3d(x, 1)),
     "avg_pool3d, overlapping": on_field(lambda x: F.avg_pool3d(x, 3, 2, 1)),
     "interpolate, trilinear": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")),
+    "interpolate, by 1.5": on_field(lambda x: F.interpolate(x, scale_factor=1.5, mode="trilinear")),
+    "interpolate, corners": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=True)),
     "pad, reflect": on_field(lambda x: F.pad(x, (1, 1) * 3, mode="reflect")),
     "flip": on_field(lambda x: x.flip(2)),
     "cat": on_field(lambda x: torch.cat([x, x], 2)),

@@ -52,6 +52,10 @@ class Taps(NamedTuple):
     index: Tensor
     weight: Tensor | None
 
+    def beyond(self, first: int, device: torch.device) -> Taps:
+        """Return the same on a device, counted from cell ``first``."""
+        return Taps((self.index - first).to(device), None if self.weight is None else self.weight.to(device))
+
 
 class InterpolatePlan(NamedTuple):
     """What one interpolation on one layout does on this rank.
@@ -288,21 +292,17 @@ def _plan_tapped(
         if dim not in sharded and not stays and not request.antialias:
             continue
         n, own = layout.shape[dim], layout.sizes[dim] or (layout.shape[dim],)
-        every, centres = _taps(n, shape[dim], dim - 2, ndim, scales and scales[dim - 2], request, x)
-        inner = torch.tensor(bounds(own)[1:-1], dtype=torch.float64)
-        borders = (0, *torch.searchsorted(centres.contiguous(), inner).tolist(), shape[dim])
+        every = _Every(n, shape[dim], dim - 2, ndim, scales and scales[dim - 2], request, x)
+        borders = (0, *every.first_beyond(bounds(own)[1:-1]), shape[dim])
         cells = pairs(borders)
-        windows = _read(every.index, cells)
         index = layout.index(dim, mesh.coords)
-        (a, b), lo = cells[index], windows[index][0]
+        (a, b), lo = cells[index], 0
         if dim in sharded:
+            windows = every.windows(cells)
+            lo = windows[index][0]
             wanted.append(intervals_wanted(n, dim, windows))
             sizes[dim] = sizes_of(borders)
-        else:
-            lo = 0
-        # a copy: a view would keep the table of the whole dim
-        weight = None if every.weight is None else every.weight[:, a:b].to(x.device, copy=True)
-        taps.append((dim, Taps((every.index[:, a:b] - lo).to(x.device), weight)))
+        taps.append((dim, every.taps(a, b).beyond(lo, x.device)))
         local_size[dim - 2] = b - a
         if scales:
             local_scales[dim - 2] = 1.0
@@ -318,53 +318,70 @@ def _plan_tapped(
     )
 
 
-def _read(index: Tensor, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Return the first cell that output cells read, and the one after the last: none falls. Not collective."""
+class _Every:
+    """What the output cells along one spatial dim read, as torch has it: asked for all, looked at block by block."""
 
-    def window(i: int) -> tuple[int, int]:
-        a, b = cells[i]
-        return int(index[:, a:b].min()), int(index[:, a:b].max()) + 1
+    def __init__(
+        self, n: int, n_out: int, i: int, ndim: int, scale: float | None, request: _Request, x: ShardTensor
+    ) -> None:
+        if request.align_corners:
+            ratio = (n - 1) / (n_out - 1) if n_out > 1 else 0.0
+        else:
+            ratio = 1 / scale if scale else n / n_out
+        support = _SUPPORT[request.mode]
+        if request.antialias:
+            support = math.ceil(support * max(1.0, ratio))
+        self.n, self.support, self.ratio = n, support, ratio
+        # antialiasing has its centres between the cells in any case
+        self.aligned = bool(request.align_corners) and not request.antialias
+        # the cells that one comb marks are so far apart that an output cell reads one of them at most, also where
+        # torch's rounding finds its centre on the other side of a cell
+        self.count = count = 2 * support + 2
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if support:
+            combs = torch.eye(count, dtype=dtype).repeat(1, -(-n // count))[:, :n]
+        else:
+            combs = torch.arange(n, dtype=dtype)[None]
+        # the other dims change their size too: torch has a short cut where no dim does
+        shape, size, scales = [1] * ndim, [2] * ndim, [2.0] * ndim
+        shape[i], size[i], scales[i] = n, n_out, scale or 1.0
+        # no values on a planning mesh: a CPU's are as good
+        device = "cpu" if x.device.type == "meta" else x.device
+        field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(device)
+        answer = F.interpolate(field, **request.arguments(size, scales if scale else None))
+        # a copy: a view would keep the other dims
+        self.answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])].cpu().contiguous()
 
-    return Each(len(cells), window)
+    def first_beyond(self, borders: Sequence[int]) -> list[int]:
+        """Return for borders between input cells the first output cell whose centre lies beyond each."""
+        places = self._centres(0, self.answer.shape[1]) + 0.5 if self.support else self.answer[0].double()
+        return torch.searchsorted(places, torch.tensor(borders, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
 
+    def _centres(self, a: int, b: int) -> Tensor:
+        j = torch.arange(a, b, dtype=torch.float64)
+        return j * self.ratio if self.aligned else (j + 0.5) * self.ratio - 0.5
 
-def _taps(
-    n: int, n_out: int, i: int, ndim: int, scale: float | None, request: _Request, x: ShardTensor
-) -> tuple[Taps, Tensor]:
-    """Return what every output cell along spatial dim ``i`` reads, as torch has it, and its place among the cells."""
-    j = torch.arange(n_out, dtype=torch.float64)
-    if request.align_corners:
-        ratio = (n - 1) / (n_out - 1) if n_out > 1 else 0.0
-    else:
-        ratio = 1 / scale if scale else n / n_out
-    # antialiasing has its centres between the cells in any case
-    centres = j * ratio if request.align_corners and not request.antialias else (j + 0.5) * ratio - 0.5
-    support = _SUPPORT[request.mode]
-    if request.antialias:
-        support = math.ceil(support * max(1.0, ratio))
-    count = 2 * support + 4
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # the cells that one comb marks are so far apart that an output cell reads one of them at most
-    combs = (torch.arange(n) % count == torch.arange(count)[:, None]).to(dtype)
-    if not support:
-        combs = torch.arange(n, dtype=dtype)[None]
-    # the other dims change their size too: torch has a short cut where no dim does
-    shape, size, scales = [2] * ndim, [3] * ndim, [1.5] * ndim
-    shape[i], size[i], scales[i] = n, n_out, scale or 1.0
-    # no values on a planning mesh: a CPU's are as good
-    device = "cpu" if x.device.type == "meta" else x.device
-    field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(device)
-    answer = F.interpolate(field, **request.arguments(size, scales if scale else None)).cpu()
-    answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])]
-    if not support:
-        return Taps(answer.long(), None), answer[0].double()
-    index = centres.floor().long() - support - 1 + torch.arange(count)[:, None]
-    weight = answer.gather(0, index % count).masked_fill((index < 0) | (index >= n), 0)
-    # the cells that count come first, so that the rest can be left out
-    order = (weight == 0).to(torch.int8).argsort(dim=0, stable=True)
-    longest = max(1, int((weight != 0).sum(0).max()))
-    index, weight = index.gather(0, order)[:longest], weight.gather(0, order)[:longest]
-    return Taps(torch.where(weight == 0, index[:1].clamp(0, n - 1), index), weight), centres + 0.5
+    def windows(self, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return the first cell that blocks of output cells read, and the one after the last: none falls."""
+
+        def window(i: int) -> tuple[int, int]:
+            index = self.taps(*cells[i]).index
+            return int(index.min()), int(index.max()) + 1
+
+        return Each(len(cells), window)
+
+    def taps(self, a: int, b: int) -> Taps:
+        """Return the taps of the output cells from ``a`` to ``b``."""
+        answer = self.answer[:, a:b]
+        if not self.support:
+            return Taps(answer.long(), None)
+        index = self._centres(a, b).floor().long() - self.support + torch.arange(self.count)[:, None]
+        weight = answer.gather(0, index % self.count).masked_fill((index < 0) | (index >= self.n), 0)
+        # the cells that count come first, so that the rest can be left out
+        order = (weight == 0).to(torch.int8).argsort(dim=0, stable=True)
+        longest = max(1, int((weight != 0).sum(0).max()))
+        index, weight = index.gather(0, order)[:longest], weight.gather(0, order)[:longest]
+        return Taps(torch.where(weight == 0, index[:1].clamp(0, self.n - 1), index), weight)
 
 
 def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
