@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.autograd.bucket import is_postponing, postpone
-from mpishard.autograd.linear import apply, pair
+from mpishard.autograd.linear import apply, in_transform, pair
 from mpishard.autograd.redistribute import use_step
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_gather, ireduce_scatter
@@ -216,6 +216,8 @@ class Gathered:
 
     def tensor(self) -> Tensor:
         """Return the parameter for one forward of its layer, linked to the block. Collective."""
+        if in_transform():  # a tangent of the block is one of the parameter
+            return apply(self.slice.adjoint, self._block())
         whole, block = self.whole(), self._block()
         if not (block.requires_grad and torch.is_grad_enabled()):
             return whole

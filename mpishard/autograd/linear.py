@@ -102,6 +102,24 @@ def pair(forward: LocalMap, backward: LocalMap) -> Step:
     return a
 
 
+class Chosen:
+    """Values chosen among cells, as a linear op: ``collect`` is the derivative, given which, ``spread`` its adjoint."""
+
+    __slots__ = ("_collect", "_run", "_spread")
+
+    def __init__(self, run: LocalMap, spread: LocalMap, collect: LocalMap) -> None:
+        self._run, self._spread, self._collect = run, spread, collect
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Communicate."""
+        return self._run(x)
+
+    @property
+    def adjoint(self) -> Chosen:
+        """Operation of the cotangent, made when asked for: a pair, each knowing the other, would outlive its use."""
+        return Chosen(self._spread, self._collect, self._spread)
+
+
 class Linear(Function):
     """Backward is the adjoint op, forward mode is the op itself, and both are differentiable again.
 
@@ -163,10 +181,12 @@ def in_transform() -> bool:
 def differentiated(x: torch.Tensor) -> bool:
     """Tell whether a derivative through ``x`` may be asked for, in reverse or in forward mode. Not collective.
 
-    Inside a forward level or a ``torch.func`` transform every tensor counts: a dual's primal, and a value made of
-    what an outer transform differentiates, have ``requires_grad=False``.
+    Inside a forward level or a ``torch.func`` transform every tensor of real or complex numbers counts: a dual's
+    primal, and a value made of what an outer transform differentiates, have ``requires_grad=False``.
     """
-    return (x.requires_grad and torch.is_grad_enabled()) or in_transform()
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return in_transform() and (x.is_floating_point() or x.is_complex())
 
 
 def node_of(function: type[Function]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require
-from mpishard.autograd.linear import differentiated
+from mpishard.autograd.linear import Chosen, apply, differentiated
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
@@ -267,25 +267,40 @@ class GraphHalo:
                 got=x.dtype,
                 fix="take the largest of what can be compared: messages.abs(), messages.long()",
             )
-        rows, mesh = x.block.detach(), self._mesh
+        mesh, wanted = self._mesh, differentiated(x.block)
+        share: Tensor  # of each message in the cotangent of its target
+
+        def find(rows: Tensor) -> Tensor:
+            nonlocal share
+            most = self._largest(rows)
+            if wanted:
+                is_largest = (rows == self._at_targets(most)).to(rows.dtype)
+                equals = self.sum(wrap(is_largest, x.sharding, mesh)).block
+                share = is_largest / self._at_targets(equals).clamp(min=1)
+            return most
+
+        def spread(g: Tensor) -> Tensor:
+            return self._at_targets(g) * share
+
+        def collect(rows: Tensor) -> Tensor:
+            return self.sum(wrap(rows * share, x.sharding, mesh)).block
+
+        most = apply(Chosen(find, spread, collect), x.block)
+        return wrap(most, _with_rows(x.sharding, self._nodes), mesh)
+
+    def _largest(self, rows: Tensor) -> Tensor:
+        """Return for this rank's nodes the largest of the rows of edges whose target they are. Collective."""
         least = -float("inf") if rows.is_floating_point() else torch.iinfo(rows.dtype).min
         most = rows.new_full((self.own + self._home.count, *rows.shape[1:]), least)
         most = _raised(most, self._at, rows)
         most = _raised(most[: self.own], self._home.give, self._home.back(most[self.own :]))
         if self._used:
-            most = blocking.all_reduce(most, mesh.group(self._used), "max")
-        layout = _with_rows(x.sharding, self._nodes)
+            most = blocking.all_reduce(most, self._mesh.group(self._used), "max")
         if self._without is None:
             ones = torch.ones(self.edge_index.shape[1], dtype=torch.int64, device=rows.device)
-            self._without = self.sum(wrap(ones, self.edges, mesh)).block == 0
+            self._without = self.sum(wrap(ones, self.edges, self._mesh)).block == 0
         most[self._without] = 0
-        if not differentiated(x.block):
-            return wrap(most, layout, mesh)
-        largest = (rows == self._at_targets(most)).to(rows.dtype)
-        equals = self.sum(wrap(largest, x.sharding, mesh))
-        share = self.sum(x * wrap(largest / self._at_targets(equals.block), x.sharding, mesh)).block
-        # its values, and the gradient of the mean of the largest
-        return wrap(most + (share - share.detach()), layout, mesh)
+        return most
 
     def _at_targets(self, own: Tensor) -> Tensor:
         """Return this rank's rows at the targets of its edges. Collective over the ranks that share rows."""

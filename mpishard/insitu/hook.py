@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mpishard.comm.agreement import Abandoned, threads_may_communicate
 from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.insitu.field import Field
-from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 if TYPE_CHECKING:
     from mpishard.insitu.simulation import Simulation
@@ -92,7 +93,8 @@ class Hook:
         Raises
         ------
         MpishardError
-            On every rank, the outputs as they were: the model raised on one of them, or its results do not fit.
+            On every rank, the outputs as they were, unless the model itself writes into its inputs: it raised on one of
+            them, or its results do not fit.
         """
         self._require_idle()
         if not self._turn():
@@ -208,7 +210,7 @@ class Hook:
         self._simulation.agreement.after(run.error, inside=run.inside)
         if run.results:
             with torch.no_grad():
-                for field, result in zip(self.outputs, run.results):
+                for field, result in zip(self.outputs, self._apart(run.results)):
                     field._write(result)
         self.runs += 1
         if self.runs > self._warm_up:
@@ -216,6 +218,19 @@ class Hook:
             self.times["pack"] += packed - entered
             self.times["model"] += done - packed
             self.times["write"] += time.perf_counter() - begin
+
+    def _apart(self, results: Sequence[ShardTensor]) -> Sequence[ShardTensor]:
+        """Return results of which writing one changes no other: a model may return its inputs, or views of them."""
+        into = [field.tensor.block for field in self.outputs]
+
+        def apart(result: ShardTensor, own: Tensor) -> ShardTensor:
+            x = result.block
+            is_own = (x.data_ptr(), x.shape, x.stride()) == (own.data_ptr(), own.shape, own.stride())
+            if is_own or not any(_meet(x, y) for y in into):
+                return result
+            return wrap(x.clone(), result.sharding, result.mesh)
+
+        return list(map(apart, results, into))
 
     def _results(self, out: Any) -> Sequence[ShardTensor]:
         """Return the tensor of every output, all of which fit."""
@@ -247,6 +262,14 @@ class Hook:
     def __repr__(self) -> str:
         given, written = ([field.name for field in fields] for fields in (self.inputs, self.outputs))
         return f"Hook({given}, {written}, every={self.every}, grad={self._grad}, warm_up={self._warm_up})"
+
+
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """Tell whether the memory of both overlaps, that between their cells too. Not collective."""
+    if x.device != y.device:
+        return False
+    (a, n), (b, m) = ((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in (x, y))
+    return a < b + m and b < a + n
 
 
 def _unfit(expected: object, got: object) -> LayoutError:

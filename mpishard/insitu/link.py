@@ -22,6 +22,7 @@ from mpishard.comm.exit import on_finalize
 from mpishard.comm.mesh import init_mesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu import offer
+from mpishard.insitu.memory import require_own_cells
 from mpishard.insitu.offer import Offer, Side
 from mpishard.layout import Box, Layout, Share, is_idle, plan_sources, plan_targets
 from mpishard.tensor import ShardTensor, wrap
@@ -66,7 +67,7 @@ class Link:
         side, self._timeout_s = Side(-1, -1, (), ()), 60.0
         try:
             self._timeout_s = checked_timeout(timeout, "connect")
-            side = Side(_policy(policy), _depth(depth), _offers(out, circle.size), _offers(into, circle.size))
+            side = Side(_policy(policy), _depth(depth), _offers(out, circle.size), _offers(into, circle.size, True))
         except MpishardError as e:
             error = e
         try:
@@ -323,8 +324,8 @@ def _depth(depth: object) -> int:
     )
 
 
-def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
-    """Return what one side has, by ascending name. Not collective."""
+def _offers(given: Mapping[str, Any], size: int, written: bool = False) -> tuple[Offer, ...]:
+    """Return what one side has, by ascending name, and refuse what cannot be written where it is. Not collective."""
     if not isinstance(given, Mapping):
         raise LayoutError(
             "connect: out and into", expected="dicts of fields by name", got=type(given).__name__, fix="give names"
@@ -336,6 +337,8 @@ def _offers(given: Mapping[str, Any], size: int) -> tuple[Offer, ...]:
             layout, dtype, ranks = x, "", math.prod(x.mesh_shape)
         else:
             tensor = _tensor(x, name)
+            if written:
+                require_own_cells(f"connect: into {name!r}", tensor.block)
             layout, dtype, ranks = tensor.sharding, offer.name_of(tensor.dtype), tensor.mesh.size
         if layout.partial_dims:
             raise LayoutError(

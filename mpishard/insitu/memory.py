@@ -55,6 +55,12 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
             got=f"{type(e).__name__}: {e}",
             fix="pass an array of numpy or torch on the same memory",
         ) from e
+    require_own_cells(name, tensor)
+    return tensor
+
+
+def require_own_cells(name: str, tensor: Tensor) -> None:
+    """Refuse memory that is written to where several cells are one. Not collective."""
     if tensor.numel() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape)):
         raise LayoutError(
             f"{name}: cells that share memory",
@@ -62,7 +68,6 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
             got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
             fix="pass the array itself, not one that was broadcast",
         )
-    return tensor
 
 
 def _tensor_of(name: str, array: Any, device: torch.device, *, writable: bool) -> Tensor:

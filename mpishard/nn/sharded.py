@@ -238,9 +238,14 @@ def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Te
     raise LayoutError(
         f"shard_parameters: the parameter {name!r} of a {type(owner).__name__} was replaced",
         expected=f"a ShardTensor of {layout}",
-        got=f"a ShardTensor of {found.sharding}" if isinstance(found, ShardTensor) else type(found).__name__,
+        got="no parameter of that name"
+        if found is None
+        else f"a ShardTensor of {found.sharding}"
+        if isinstance(found, ShardTensor)
+        else type(found).__name__,
         fix="copy the values into the parameter (under torch.no_grad(), or load_state_dict without assign=True), or "
-        "put a ShardTensor with the placements of the old one in its place",
+        "put a ShardTensor with the placements of the old one in its place; prune before distribute_module, and use "
+        "torch.func.functional_call for values of one call",
     )
 
 

@@ -55,6 +55,12 @@ def bad_input(me):
                 refused(ms.MpishardError, lambda: me.connect(OTHER, **side(fields, **given)), "connect:")
             else:
                 refused(ms.MpishardError, lambda: me.connect(OTHER, **side({"u": u})), f"{culprit!r} gave up")
+    # several cells in one place can be read, and not written to
+    wide = {"u": u[:, None].expand(-1, 3)}
+    if SOLVER:
+        refused(ms.MpishardError, lambda: me.connect(OTHER, out=wide), "'model' gave up")
+    else:
+        refused(ms.LayoutError, lambda: me.connect(OTHER, into=wide), "into 'u': cells that share memory")
     # wrong on one rank alone
     fields = {"u": u} if me.comm.rank or not SOLVER else {7: u}
     refused(ms.MpishardError, lambda: me.connect(OTHER, **side(fields)), "no name of a field" if SOLVER else "gave up")

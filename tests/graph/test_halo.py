@@ -135,6 +135,27 @@ def test_softmax_over_edges():
     torch.testing.assert_close(g.full_tensor(), wanted)
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_messages_without_end(name, value):
+    """As of edges that a softmax leaves out: infinite, with the gradient of what is the largest."""
+    n, edges = graph(name)
+    messages = field(edges.shape[1], 2)
+    messages[::3] = value
+    whole = messages.clone().requires_grad_()
+    at = edges[1][:, None].expand(whole.shape)
+    expected = whole.new_zeros(n, 2).scatter_reduce(0, at, whole, "amax", include_self=False)
+    weight = field(n, 2, seed=5)
+    expected.backward(weight)
+    for mesh, nodes, node_sizes, on, edge_sizes in cuts(n, edges.shape[1]):
+        plan = ms.graph.halo(shard(edges, mesh, on, edge_sizes), shard(field(n, 3), mesh, nodes, node_sizes))
+        own = shard(messages, mesh, [ms.Shard(0) if isinstance(p, ms.Shard) else p for p in on], None, True)
+        got = plan.max(own)
+        assert torch.equal(got.detach().full_tensor(), expected.detach())
+        got.backward(ms.distribute_tensor(weight, mesh, got.placements))
+        torch.testing.assert_close(own.grad.full_tensor(), whole.grad)
+
+
 def test_columns_on_another_mesh_dim():
     if WORLD.size < 2:
         mesh = mesh_of((1, 1))

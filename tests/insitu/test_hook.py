@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.comm.agreement import threads_may_communicate
 from tests.insitu.hosts import WORLD, Host, cut
 
 SIZE = WORLD.size
@@ -78,6 +79,39 @@ def test_names_of_outputs(host, sim):
     sim.hook(lambda a, b: {"v": a + b, "u": a - b}, ["u", "v"], ["u", "v"])()
     np.testing.assert_array_equal(u[host.interior], 0 * host.whole[host.box])
     np.testing.assert_array_equal(v[host.interior], 2 * host.whole[host.box])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda a, b: (b, a),
+        lambda a, b: (2 * a - b + 10, a),
+        lambda a, b: (b[:, :], a[None].squeeze(0)),
+        lambda a, b: (a, a),
+        lambda a, b: {"b": a.flip(0), "a": b.view(b.shape)},
+    ],
+)
+def test_inputs_as_outputs(host, sim, model, apart, beside):
+    """What is written first is no other output's value, also where both fields lie in one array."""
+    if beside and not threads_may_communicate():
+        pytest.skip("MPI without threads")
+    both = np.stack([host.array(), 3 * host.array() + 1], axis=-1)
+    a, b = (both[..., i].copy() if apart else both[..., i] for i in range(2))
+    sim.field("a", a)
+    sim.field("b", b)
+    hook = sim.hook(model, ["a", "b"], ["a", "b"])
+    if beside:
+        hook.start()
+        hook.wait()
+    else:
+        hook()
+    whole = torch.from_numpy(host.whole)
+    out = model(whole, 3 * whole + 1)
+    expected = [out["a"], out["b"]] if isinstance(out, dict) else out
+    for found, want in zip((a, b), expected):
+        np.testing.assert_array_equal(found[host.interior], want[host.box])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -421,6 +422,30 @@ def test_parameters_for_one_call(mesh, leaves):
         found.append([p.grad for p in (*net.parameters(), *(first.values() if leaves else ()))])
     for got, expected in zip(*found, strict=True):
         close(whole(got), expected, "gradient")
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_forward_mode(mesh):
+    """A tangent of a block is one of the parameter, also where the derivative is differentiated."""
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    model, reference = sharded(build, mesh), build().double()
+    reference.load_state_dict({name: whole(p.detach()) for name, p in model.state_dict().items()})
+    found = []
+    for net, x in (
+        (model, ms.ones(4, 6, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()], dtype=torch.float64)),
+        (reference, torch.ones(4, 6).double()),
+    ):
+        leaves = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(p, p.detach().cos()) for name, p in leaves.items()}
+            tangent = forward_ad.unpack_dual(torch.func.functional_call(net, duals, (x,))).tangent
+            grads = torch.autograd.grad(tangent.square().sum(), list(leaves.values()), allow_unused=True)
+        found.append([tangent.detach(), *(g for g in grads if g is not None)])
+    for got, expected in zip(*found, strict=True):
+        close(whole(got), expected, "derivative")
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -126,3 +126,27 @@ def test_function_transforms_are_refused(transform):
     x = shard(X, mesh_of((WORLD.size,)), [ms.Shard(2)])
     with pytest.raises((ms.UnsupportedOperationError, ms.NoShardingRule), match=r"(?s)torch\.func.*torch\.autograd"):
         transform(lambda x: (x * x).sum(), x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.amax(0),
+        lambda x: x.max(),
+        lambda x: x.min(0).values,
+        lambda x: torch.aminmax(x, dim=0).min,
+        lambda x: (x > 3).amax(0),
+        lambda x: torch.bincount(x[:, 0]),
+        lambda x: F.one_hot(x, 7),
+        torch.unique,
+        lambda x: x.cumsum(0),
+    ],
+)
+def test_integers_in_a_level(f):
+    """What has no derivative is computed as outside."""
+    x = torch.arange(26).reshape(13, 2) % 7
+    expected = f(x)
+    for mesh, placements, sizes in list(layouts(x.shape, (0, 1)))[::3]:
+        with forward_ad.dual_level():
+            got = f(shard(x, mesh, placements, sizes))
+        torch.testing.assert_close(gathered(got), expected)

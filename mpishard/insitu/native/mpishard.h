@@ -78,7 +78,8 @@ int mps_rebind(mps_handle field, void *data);
  */
 int mps_hook(mps_handle sim, const char *model, int n_in, const mps_handle *in, int n_out, const mps_handle *out, int every,
              int mode, mps_handle *hook);
-/* Run the model on the fields as they are now. Collective. On an error the outputs are as they were. */
+/* Run the model on the fields as they are now. Collective. On an error the outputs are as they were, unless the model
+ * itself writes into its inputs. */
 int mps_step(mps_handle hook);
 /* Run it in a thread, on copies of the inputs' owned cells, while the solver goes on; mps_wait writes the outputs.
  * Collective. MPI must have been initialised with MPI_THREAD_MULTIPLE. */

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.linear import LocalMap, Step, apply, differentiated
+from mpishard.autograd.linear import Chosen, Step, apply, differentiated
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.ops.rule.dim import normal_dim
@@ -21,24 +21,6 @@ _MAX_NDIM = 64
 _NOWHERE = torch.iinfo(torch.int64).max
 # of which torch has no extrema on the host, or (bool) no positions of them
 _UNASKED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
-
-
-class _Found:
-    """A search as a linear op: given what it found, ``collect`` is its derivative and ``spread`` the adjoint."""
-
-    __slots__ = ("_collect", "_run", "_spread")
-
-    def __init__(self, run: LocalMap, spread: LocalMap, collect: LocalMap) -> None:
-        self._run, self._spread, self._collect = run, spread, collect
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Communicate."""
-        return self._run(x)
-
-    @property
-    def adjoint(self) -> _Found:
-        """Operation of the cotangent, made when asked for: a pair, each knowing the other, would outlive its use."""
-        return _Found(self._spread, self._collect, self._spread)
 
 
 def _operand(input: ShardTensor, func: Callable[..., Any]) -> ShardTensor:
@@ -95,7 +77,7 @@ def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> Sha
         return blocking.all_reduce((t * weight).sum(plan.dims, keepdim=True), group)
 
     # given which cells are extreme it is linear: the derivative collects from those
-    values = apply(_Found(find, spread, collect), local)
+    values = apply(Chosen(find, spread, collect), local)
     return wrap(values if keepdim else values.squeeze(plan.dims), plan.out, mesh)
 
 
@@ -164,7 +146,7 @@ def _with_index(x: ShardTensor, dim: int, plan: Reduced, keepdim: bool, largest:
         found = t.gather(dim, (index - lo).clamp(0, hi - lo - 1)) if hi > lo else t.sum(dim, keepdim=True)
         return blocking.all_reduce(own(found), mesh.group(plan.over))
 
-    values = apply(_Found(find, spread, collect), x.block)
+    values = apply(Chosen(find, spread, collect), x.block)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
