@@ -238,7 +238,9 @@ class Hook:
             return ()
         names = [field.name for field in self.outputs]
         if isinstance(out, Mapping):
-            out = [out.get(name) for name in names] if set(out) == set(names) else list(out)
+            if set(out) != set(names):
+                raise _unfit(f"a dict with the names {names}", sorted(map(str, out)))
+            out = [out[name] for name in names]
         elif not isinstance(out, (tuple, list)):
             out = [out]
         if len(out) != len(names) or not all(isinstance(t, ShardTensor) for t in out):

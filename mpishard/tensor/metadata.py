@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -111,3 +112,16 @@ implements(torch.is_same_size, torch.Tensor.is_same_size, sharded="local")(
     lambda self, other: tuple(self.shape) == tuple(other.shape)
 )
 implements(torch.Tensor.item, sharded="local")(lambda self: whole_value(self).item())
+
+
+def _between_rule(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def rule(start: Any, end: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return numbers between two values, a plain tensor. Collective unless both are replicated."""
+        ends = (x.item() if isinstance(x, ShardTensor) else x for x in (start, end))
+        return func(*ends, *args, **kwargs)
+
+    return rule
+
+
+implements(torch.linspace, sharded="local")(_between_rule(torch.linspace))
+implements(torch.logspace, sharded="local")(_between_rule(torch.logspace))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
+_number = torch.ops.aten._local_scalar_dense.default
 
 
 class ShardTensor(Tensor):
@@ -92,8 +93,10 @@ class ShardTensor(Tensor):
         return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Refuse: what arrives here went past the rules, and would see no data."""
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse: what arrives here went past the rules, and would see no data. But torch may ask for a number."""
+        if func is _number:  # as torch.full, torch.arange, torch.histc do
+            return args[0].item()
         raise no_rule(func, args, kwargs or {})
 
     # -- what it is: Python properties, 0.1 us instead of a dispatch through torch's descriptors
@@ -295,6 +298,10 @@ class ShardTensor(Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self._of_all("numpy.asarray").__array__(*args, **kwargs)
+
+    def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
+        """Return what a function of numpy made of this rank's whole tensor, a plain tensor. Not collective."""
+        return torch.as_tensor(array)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return what every rank holds whole as an array, which shares its memory; refused otherwise. Not collective.

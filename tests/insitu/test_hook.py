@@ -120,6 +120,7 @@ def test_inputs_as_outputs(host, sim, model, apart, beside):
         (lambda u: u[1:], "does not fit"),
         (lambda u: (u, u), "does not fit"),
         (lambda u: u.to_local(), "does not fit"),
+        (lambda u: {"w": u, 3: u}, r"names \['u'\]\s+got: +\['3', 'w'\]"),
         (lambda u: u.to(torch.complex128), "cannot hold"),
     ],
 )

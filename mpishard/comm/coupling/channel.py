@@ -83,7 +83,9 @@ class Channel(NamedTuple):
 
     def named(self, peers: Sequence[int]) -> str:
         """Return ranks of the other program in words. Not collective."""
-        return f"{ranks_text(ranges_of(p - self.first for p in peers))} of program {self.other!r}"
+        program = f"program {self.other!r}"
+        # none: what this rank waits for came, or nobody is to send
+        return f"{ranks_text(ranges_of(p - self.first for p in peers))} of {program}" if peers else program
 
     def late(self, peers: Sequence[int], what: str) -> PeerError:
         """Return the error of peers that did not come in time. Not collective."""

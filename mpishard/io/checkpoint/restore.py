@@ -208,9 +208,11 @@ class ReadRequest:
                 return _without_partial(keys, layout_of(mesh.shape, spec, shape))
         if sharded is None:
             return None
-        same = len(sharded) == mesh.ndim
-        own = [Replicate() if d is None or not same else Shard(d) for d in (sharded if same else mesh.shape)]
-        return layout_of(mesh.shape, own, shape)
+        own = list(sharded)
+        if len(own) != mesh.ndim:  # the last one along all mesh dims that are left
+            cut = [d for d in dict.fromkeys(own) if d is not None]
+            own = [*cut, *cut[-1:] * mesh.ndim, *[None] * mesh.ndim][: mesh.ndim]
+        return layout_of(mesh.shape, [Replicate() if d is None else Shard(d) for d in own], shape)
 
     def _like(self, keys: Keys, current: Any, shape: tuple[int, ...]) -> Layout | None:
         if not isinstance(current, Tensor) or torch.nn.parameter.is_lazy(current):

@@ -180,6 +180,15 @@ def test_every_layout_onto_every_other(folder, asynchronous):
         assert like.sharding is x.sharding
         one_dim = ms.io.load_checkpoint(folder, mesh=mesh_of((SIZE,)), placements=(ms.Shard(1),), rng=False)
         assert torch.equal(one_dim.tensors["x"].full_tensor(), full)
+        # on a mesh of other dims without a word: along the dims that it was sharded along, and no block is the whole
+        others = {1: (SIZE,), 2: (1, SIZE), 3: (1, 1, SIZE)}
+        for ndim in {1, 2, 3} - {mesh.ndim}:
+            again = ms.io.load_checkpoint(folder, mesh=mesh_of(others[ndim]), rng=False).tensors["x"]
+            was = {p.dim for p in x.placements if p.is_shard()}
+            now = {p.dim for p in again.placements if p.is_shard()}
+            assert now == was if ndim >= len(was) else now < was
+            assert len(now) == min(ndim, len(was))
+            assert torch.equal(again.full_tensor(), full)
 
 
 @ASYNCHRONOUS
