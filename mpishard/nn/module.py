@@ -40,8 +40,8 @@ def distribute_module(
     Parameters
     ----------
     module
-        Any model with plain parameters; moved to ``mesh.device``. Its parameters and buffers become those of
-        mesh rank 0.
+        Any model; moved to ``mesh.device``. Its plain parameters and buffers become those of mesh rank 0; those that
+        are ShardTensors on the mesh, such as a field that is learnt, stay as they are and need no sums.
     mesh
         Mesh that its inputs will live on.
     partition_fn
@@ -82,8 +82,8 @@ def distribute_module(
     Raises
     ------
     LayoutError
-        Parameters or buffers are ShardTensors, but for those that ``partition_fn`` makes; or a module's
-        parameters cannot be sharded.
+        Parameters or buffers lie on another mesh, or were sharded by an earlier call; or a module's parameters
+        cannot be sharded.
     MeshError
         ``shard_parameters`` names no dim of the mesh.
     DesyncError
@@ -100,13 +100,20 @@ def distribute_module(
     module.to(mesh.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     error: MpishardError | None = None
-    sharded = [name for name, t in named if isinstance(t, ShardTensor)]
-    if sharded:
+    if sharding.is_sharded(module):
         error = LayoutError(
             "distribute_module: sharded parameters",
-            expected="plain parameters and buffers",
-            got=sharded,
-            fix="leave those that are ShardTensors out: they need no reduction",
+            expected="a model that was not distributed with shard_parameters",
+            got="one that was",
+            fix="call it once",
+        )
+    elsewhere = [name for name, t in named if isinstance(t, ShardTensor) and t.mesh is not mesh]
+    if elsewhere:
+        error = error or LayoutError(
+            "distribute_module: parameters or buffers on another mesh",
+            expected=f"plain ones, or ShardTensors on {mesh.outline}",
+            got=elsewhere,
+            fix="distribute them on the mesh that the inputs live on",
         )
     over: tuple[int, ...] = ()
     try:
@@ -124,10 +131,10 @@ def distribute_module(
         error = error or LayoutError(
             "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
         )
-    told = [(name, tuple(t.shape), t.dtype) for name, t in named]
+    told = [(name, tuple(t.shape), t.dtype, *getattr(t, "placements", ())) for name, t in named]
     guard.agree(group.comm, error, f"distribute_module over={over} {gather_dtype} offload={offload} {told}")
     with torch.no_grad():
-        for tensors in _by_dtype([t for _, t in named]):
+        for tensors in _by_dtype([t for _, t in named if not isinstance(t, ShardTensor)]):
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))

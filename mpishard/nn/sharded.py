@@ -164,6 +164,11 @@ def _list_anew(module: nn.Module) -> None:
         module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether parameters of a model, or of a part of it, are sharded already. Not collective."""
+    return any(part in _schedules for part in module.modules())
+
+
 def shard_parameters(
     module: nn.Module, mesh: CartMesh, mesh_dims: tuple[int, ...], gather_dtype: torch.dtype | None, offload: bool
 ) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mpishard as ms
-from tests.compare import gathered
+from tests.compare import WORLD, gathered
 from tests.models.convolutional import ConvNeXtBlock, ResNet, UNet
 from tests.models.transformer import Block, SwinBlock
 from tests.models.twin import close, data, mean_square, meshes, run, same_state, seeded, twins
@@ -148,6 +148,49 @@ def test_sharded_parameters_are_trained():
             close(train(model, part), expected, f"{name}: norm", 1e-8)
             close(part.detach(), whole.detach(), f"{name}: state", 1e-8)
             same_state(model, reference, name, 1e-7)
+
+
+class Assimilation(nn.Module):
+    """A model that owns the field that it learns, and a sharded weight of each cell."""
+
+    def __init__(self, first, weight):
+        super().__init__()
+        self.conv, self.field = nn.Conv2d(2, 2, 3, padding=1, dtype=first.dtype), nn.Parameter(first)
+        self.register_buffer("weight", weight)
+
+    def forward(self, x):
+        return self.weight * (self.conv(self.field) - x)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_model_that_owns_sharded_parameters(shard):
+    x, first, weight = data(2, 2, 13, 11), data(1, 2, 13, 11, seed=5), data(1, 1, 13, 11, seed=6)
+
+    def train(model, x):
+        optimiser = torch.optim.Adam(model.parameters(), 0.01)
+        for _ in range(3):
+            optimiser.zero_grad()
+            mean_square(model(x)).backward()
+            norm = clip_grad_norm_(model.parameters(), 0.1)
+            optimiser.step()
+        return norm
+
+    reference = seeded(lambda: Assimilation(first.clone(), weight), x.dtype)
+    expected = train(reference, x)
+    for mesh, placements in meshes(FIELD):
+        own = [ms.distribute_tensor(t, mesh, placements) for t in (first, weight)]
+        model = seeded(lambda own=own: Assimilation(*own), x.dtype, mesh.rank)
+        model = ms.distribute_module(model, mesh, **({"shard_parameters": 0} if shard else {}))
+        close(train(model, ms.distribute_tensor(x, mesh, placements)), expected, "norm", 1e-8)
+        for (name, got), (_, want) in zip(model.state_dict().items(), reference.state_dict().items(), strict=True):
+            close(got, want, name, 1e-7)
+
+
+def test_parameters_of_another_mesh():
+    one, other = (ms.init_mesh((WORLD.size,), (name,)) for name in "ab")
+    first, weight = (ms.distribute_tensor(data(1, n, 13, 11), one, [ms.Shard(2)]) for n in (2, 1))
+    with pytest.raises(ms.LayoutError, match="on another mesh"):
+        ms.distribute_module(Assimilation(first, weight), other)
 
 
 def test_weight_norm():

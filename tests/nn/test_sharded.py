@@ -362,6 +362,13 @@ def test_what_is_refused(mesh, build, options, error, text):
         ms.distribute_module(build(), mesh, **options)
 
 
+@pytest.mark.parametrize("again", [{}, {"shard_parameters": "y"}])
+def test_a_second_call_is_refused(mesh, again):
+    model = sharded(lambda: nn.Linear(8, 8), mesh)
+    with pytest.raises(ms.LayoutError, match="not distributed with shard_parameters"):
+        ms.distribute_module(nn.Sequential(model), mesh, **again)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("how", ["assign", "set", "plain", "removed"])
 def test_replaced_parameters_are_read_or_refused(mesh, how):
