@@ -77,11 +77,11 @@ def write(
         ``"mpio"``, ``"virtual"`` or ``"root"``: see `choose_backend`, which says what None means. All give the
         same datasets.
     append
-        Name of an unlimited first dim, such as ``"time"``: every dataset gets one step more, the tensor. The
-        file is made where there is none; else the step is written into it, and taken back where that fails. A
-        job that is killed in the middle of a step leaves a journal (``.NAME.undo``) beside the file: the next call
-        of `write` for it, or `heal`, puts it back as it was before the step; until then reading it is an error. It
-        must be a regular file, by its own and only name, whose datasets lie in it.
+        Name of an unlimited first dim, such as ``"time"``: every dataset of the file along it gets one step more, its
+        tensor: all of them at every call. The file is made where there is none; else the step is written into it, and
+        taken back where that fails. A job that is killed in the middle of a step leaves a journal (``.NAME.undo``)
+        beside the file: the next call of `write` for it, or `heal`, puts it back as it was before the step; until
+        then reading it is an error. It must be a regular file, by its own and only name, whose datasets lie in it.
     chunks
         Chunk shape of the datasets, or True for one that follows the decomposition; without the dim appended
         along. One for all, or name -> chunks.

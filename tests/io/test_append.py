@@ -336,6 +336,40 @@ def test_where_there_are_no_locks(mesh, folder, monkeypatch):
     ms.io.heal(at)
 
 
+@pytest.mark.parametrize("backend", WRITERS)
+def test_every_step_has_all_datasets(mesh, folder, backend):
+    at = folder / "a.h5"
+    x, y = sharded(FULL, mesh), sharded(FULL + 1, mesh)
+
+    def put(**fields):
+        ms.io.write(at, fields, append="time", backend=backend)
+
+    put(x=x, **{"g/y": y})
+    put(x=x, **{"/g//y": y})
+    before = at.read_bytes()
+    WORLD.Barrier()
+    for fields, named in (({"x": x}, "'g/y'"), ({"g/y": y}, "'x'"), ({"x": x, "g/y": y, "z": x}, "'z'")):
+        with pytest.raises(FileError, match=f"cannot append {named}[\\s\\S]*the same datasets at every step") as e:
+            put(**fields)
+        same_on_all(e)
+        assert at.read_bytes() == before
+        WORLD.Barrier()
+    if WORLD.rank == 0:
+        with h5py.File(at, "r+") as file:
+            file["time"].resize((3,))
+            file.create_dataset("log", (5,), "f4", maxshape=(None,))  # grows, but not along time
+    WORLD.Barrier()
+    with pytest.raises(FileError, match="a scale of 2 values") as e:
+        put(x=x, **{"g/y": y})
+    same_on_all(e)
+    if WORLD.rank == 0:
+        with h5py.File(at, "r+") as file:
+            file["time"].resize((2,))
+    WORLD.Barrier()
+    put(x=x, **{"g/y": y})
+    assert ms.io.read(at, "g/y", mesh, (ms.Replicate(), ms.Shard(1))).shape == (3, 12, 16)
+
+
 @pytest.mark.parametrize("dims", [None, {"a": ("y", "x")}])
 def test_every_dim_has_a_scale(mesh, folder, dims):
     """As netCDF's libraries want it: of all dims, those without a name too; and time has units."""

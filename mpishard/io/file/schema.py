@@ -208,15 +208,18 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
     Raises
     ------
     FileError
-        A dataset is missing, or of another shape or dtype, or cannot grow, or has other steps than the rest.
+        A dataset is missing, or of another shape or dtype, or cannot grow, or has other steps than the rest; or the
+        file has one more that grows along the same dim.
     """
     steps: int | None = None
+    given = set()
     for v in form.variables:
         dataset, got = _in_place(file, path, v.name)
         if dataset is not None:
             fits = dataset.shape[1:] == v.shape and dataset.dtype.newbyteorder("=") == v.dtype
             if fits and dataset.shape and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
                 steps = dataset.shape[0]
+                given.add(dataset)
                 continue
         raise _cannot_append(
             path,
@@ -227,9 +230,28 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
         )
     if form.append is not None:
         scale, got = _in_place(file, path, form.append)
-        if scale is None or scale.maxshape != (None,):
-            raise _cannot_append(path, form.append, "a scale with room for more values", got)
+        if scale is None or scale.maxshape != (None,) or scale.shape != (steps,):
+            raise _cannot_append(path, form.append, f"a scale of {steps} values, with room for more", got)
+        for name, dataset in sorted(_along(file, scale).items()):
+            if dataset not in given:
+                wanted = f"a tensor for each dataset of the file along {form.append!r}"
+                raise _cannot_append(path, name, wanted, "none of that name")
     return steps or 0
+
+
+def _along(file: Any, scale: Any) -> dict[str, Any]:
+    """Return the datasets whose first dim has a scale and can grow."""
+    h5py = import_h5py()
+    h5ds, along = h5py.h5ds, {}
+
+    def visit(name: str, node: Any) -> None:
+        if not isinstance(node, h5py.Dataset) or not node.maxshape or node.maxshape[0] is not None:
+            return
+        if not h5ds.is_scale(node.id) and h5ds.is_attached(node.id, scale.id, 0):
+            along[name] = node
+
+    file.visititems(visit)
+    return along
 
 
 def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
