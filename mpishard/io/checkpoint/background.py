@@ -48,7 +48,7 @@ _SHARE = 1 / 16
 _TURN_S = 1e-3
 _SIGN_S = 5.0  # how often a rank that writes for long shows that it is there
 _NO_SUMS = torch.zeros(0, dtype=torch.int64)
-_pending: dict[Path, Saving] = {}
+_pending: dict[str, Saving] = {}  # by the folder's real path, whatever links lead there
 
 
 class _Pace:
@@ -94,6 +94,7 @@ class Saving:
         self._error: MpishardError | None = None
         self._name = ""
         self._folder, self._partial = taken.folder, taken.partial
+        self._key = os.path.realpath(taken.folder)
         self._hurry = threading.Event()  # the program waits
         self._own = threading.Event()  # this rank's part is written, or failed
         self._abandoned = threading.Event()
@@ -101,7 +102,7 @@ class Saving:
         if path is None:
             # not a daemon: a program that ends waits for its last checkpoint
             self._thread = threading.Thread(target=self._run, name="mpishard-checkpoint")
-            _pending[self._folder] = self
+            _pending[self._key] = self
             self._thread.start()
 
     def done(self) -> bool:
@@ -141,7 +142,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
-        _pending.pop(self._folder, None)
+        _pending.pop(self._key, None)
 
     def _run(self) -> None:
         taken = self._taken
@@ -284,8 +285,9 @@ def in_background(taken: Snapshot) -> Saving:
 
 def finish(folder: Path) -> None:
     """Wait for the checkpoint that is being written in a folder, if any. Collective where there is one."""
-    if folder in _pending:
-        _pending[folder].wait()
+    pending = _pending.get(os.path.realpath(folder))
+    if pending is not None:
+        pending.wait()
 
 
 def broadcast_text(text: str, group: Any) -> str:

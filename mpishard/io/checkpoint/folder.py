@@ -32,6 +32,7 @@ _DEPTH = 210
 _STATE_NBYTES, _LATEST_NBYTES = 1 << 30, 1 << 24
 _NAME = re.compile(r"step_([0-9]+)(?:-([0-9]+))?")
 _CHECKSUM = "checksum "
+_begun: set[str] = set()  # names of the hidden folders that this process writes in
 
 
 def step_of(name: str) -> int:
@@ -108,7 +109,9 @@ def begin(folder: Path, step: int, stages: Stages) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
         for left in [*folder.glob(".step_*"), *folder.glob(f".{LATEST}.*")]:
-            _remove(left)
+            if left.name not in _begun:
+                _remove(left)
+        _begun.add(name)
         for path in (folder / name, *stages.folders(folder / name)):
             path.mkdir()
     except FileError:
@@ -138,6 +141,7 @@ def commit(partial: Path, step: int, keep: int | None) -> Path:
         again = [_order(name)[1] for name in known if step_of(name) == step]
         name = f"step_{step:010d}" + (f"-{max(again) + 1}" if again else "")
         os.rename(partial, folder / name)
+        _begun.discard(partial.name)
         flush(folder)
         good, kept = 1, [name]
         for old in known:
@@ -198,6 +202,7 @@ def sizes(partial: Path) -> dict[str, int]:
 
 def discard(partial: Path) -> None:
     """Remove an unfinished checkpoint. Not collective."""
+    _begun.discard(partial.name)
     shutil.rmtree(partial, ignore_errors=True)
 
 

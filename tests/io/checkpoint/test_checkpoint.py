@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import socket
+import threading
 import time
 import warnings
 from collections import Counter
@@ -23,9 +24,10 @@ from torch import nn
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
-from mpishard.io.checkpoint import checksum
+from mpishard.io.checkpoint import background, checksum
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.checkpoint.snapshot import Snapshot
+from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.file import lock
 from mpishard.layout import layout_of
 from tests.compare import layouts, mesh_of, mesh_shapes
@@ -753,6 +755,27 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
     assert listed(folder) == ["latest", "step_0000000001", "step_0000000002"]
     ms.io.save_checkpoint(folder, 3, tensors={"x": x}, asynchronous=asynchronous)
     assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].to_local(), x.to_local())
+
+
+@ASYNCHRONOUS
+def test_a_folder_is_known_by_its_links_too(mesh, folder, asynchronous, monkeypatch):
+    link = folder / "link"
+    on_root(lambda: ((folder / "real").mkdir(), link.symlink_to(folder / "real")))
+    go = threading.Event()
+    write_part = background._write_part
+    monkeypatch.setattr(background, "_write_part", lambda *given: (go.wait(10), write_part(*given)))
+    x = on(mesh, values((300, 400)), 0, 1)
+    first = ms.io.save_checkpoint(folder / "real" / "in", 1, tensors={"x": x}, mesh=mesh, asynchronous=True)
+    if WORLD.rank == 0:
+        # were it not known: what is being written is no remnant
+        begun = folders.begin(link / "in", 2, Stages(mesh))
+        assert (folder / "real" / "in" / first._partial.name).is_dir()
+        folders.discard(link / "in" / begun)
+    go.set()
+    second = ms.io.save_checkpoint(link / "in", 2, tensors={"x": x}, mesh=mesh, asynchronous=asynchronous)
+    assert ms.io.load_checkpoint(folder / "real" / "in", mesh=mesh).step == 2
+    assert [saving.wait().name for saving in (first, second)] == ["step_0000000001", "step_0000000002"]
+    assert listed(folder / "real" / "in") == ["latest", "step_0000000001", "step_0000000002"]
 
 
 def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypatch):
