@@ -41,6 +41,8 @@ _TELLING = frozenset(
     "_local_tensor _spec grad grad_fn retain_grad is_leaf _version data_ptr untyped_storage storage stride "
     "is_contiguous storage_offset _base".split()
 )
+# of arguments, Dynamo hands these over as attributes of what it was given, past the graph
+_VIEWS = ("mT", "mH", "real", "imag", "T", "H")
 _ASKS = frozenset(("hasattr", "getattr"))
 _ATTRIBUTES = _TELLING | {"mesh", "block"}
 
@@ -101,12 +103,17 @@ class Compiled:
                 if call.decided is None:
                     call.decide(_EAGERLY)
             else:
-                unread = call.decided is None and any(call.is_unknown(y) for y in pytree.tree_leaves(out))
-                if call.decided is None and call.decide(_EAGERLY if unread else _READY) == _EAGERLY:
+                out = pytree.tree_map(call.returned, out)
+                unread = any(call.is_unknown(y) for y in pytree.tree_leaves(out))
+                if call.decided is None:
+                    call.decide(_EAGERLY if unread else _READY)
+                elif unread:
+                    # on all ranks: they have run the same program
+                    call.decided = _EAGERLY
+                if call.decided == _EAGERLY:
                     reason = "Dynamo does not read it" if unread else "another rank runs it eagerly"
             del given, a, k
             if not reason:
-                out = pytree.tree_map(call.real, out)
                 self._keeps = not call.release()
                 return out
         except _RunEagerlyError as e:
@@ -192,7 +199,7 @@ class _Call:
         self.decided: int | None = None
         self.forget: Callable[[], object] = lambda: None
         self._of: dict[int, Tensor] = {}
-        self._real: dict[int, tuple[Any, Tensor, ShardTensor]] = {}
+        self._real: dict[int, tuple[Any, Tensor, ShardTensor, int]] = {}
 
     def stand_in(self, x: ShardTensor) -> Tensor:
         """Return the tensor for a ShardTensor: one for each. Not collective."""
@@ -201,13 +208,24 @@ class _Call:
             key = (x.sharding.shape, x.dtype, x.device, x.requires_grad)
             spare = self._spare.get(key)
             found = self._of[id(x)] = spare.pop() if spare else _without_data(x)
-            self._real[id(found)] = key, found, x
+            self._real[id(found)] = key, found, x, _uses_of(found)
         return found
 
     def real(self, x: Any) -> Any:
         """Return the ShardTensor for its tensor; anything else as it is. Not collective."""
         known = self._real.get(id(x))
         return x if known is None else known[2]
+
+    def returned(self, y: Any) -> Any:
+        """Return what the caller gets for a result: of a view of such a tensor, that of the ShardTensor.
+
+        Not collective.
+        """
+        if self.is_unknown(y):
+            for _, found, x, _ in self._real.values():
+                if _storage_of(found) == _storage_of(y):
+                    return _same_view(found, x, y)
+        return self.real(y)
 
     def is_unknown(self, x: Any) -> bool:
         """Tell whether it is a tensor without data that stands for nothing. Not collective."""
@@ -221,24 +239,66 @@ class _Call:
     def release(self) -> bool:
         """Keep the tensors for the next call; tell whether nobody else has kept one. Not collective.
 
-        Where the function did (``self.last = x``), its owner gets the ShardTensor.
+        Where the function did (``self.last = x``), its owner gets the ShardTensor, also of a view.
         """
         self._of.clear()
         alone = True
         while self._real:
-            _, (key, found, x) = self._real.popitem()
-            if sys.getrefcount(found) == _ALONE:
+            _, (key, found, x, uses) = self._real.popitem()
+            viewed = _uses_of(found) > uses
+            if sys.getrefcount(found) == _ALONE and not viewed:
                 self._spare.setdefault(key, []).append(found)
             else:
                 alone = False
                 _hand_over(found, x)
+                if viewed:
+                    for view in _views_of(found):
+                        _hand_over(view, _same_view(found, x, view))
         return alone
+
+
+def _storage_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _uses_of(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(_storage_of(x))  # type: ignore[attr-defined,no-any-return]
+
+
+def _views_of(found: Tensor) -> list[Tensor]:
+    return [
+        y
+        for y in gc.get_objects()
+        if type(y) is type(found) and y is not found and _storage_of(y) == _storage_of(found)
+    ]
+
+
+def _cells_of(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
+
+
+def _same_view(found: Tensor, x: ShardTensor, y: Tensor) -> Any:
+    """Return of ``x`` the view by attributes that ``y`` is of ``found``, or ``y`` itself. Not collective."""
+    wanted, seen = _cells_of(y), {_cells_of(found)}
+    views: list[tuple[Tensor, tuple[str, ...]]] = [(found, ())]
+    for view, names in views:  # it grows
+        if _cells_of(view) == wanted:
+            return functools.reduce(getattr, names, x)
+        for name in _VIEWS:
+            try:
+                next_view = getattr(view, name)
+            except RuntimeError:  # of other dims, or not of real numbers
+                continue
+            if _cells_of(next_view) not in seen:
+                seen.add(_cells_of(next_view))
+                views.append((next_view, (*names, name)))
+    return y
 
 
 _ALONE = 2  # references: a local variable, and the argument of sys.getrefcount
 
 
-def _hand_over(found: Tensor, x: ShardTensor) -> None:
+def _hand_over(found: Tensor, x: Tensor) -> None:
     for owner in gc.get_referrers(found):
         # from Python 3.13 on an object holds its attributes itself
         names = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)

@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -298,6 +299,53 @@ def test_a_kept_argument_is_a_shard():
     _, told = quietly(lambda: compiled(y))
     assert m.last is y
     assert "keeps" in told[0]
+
+
+def test_a_kept_view_of_an_argument_is_a_shard():
+    def f(x):
+        m.last = x.mT
+        return x * 2
+
+    m = Keeps()
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    torch.compile(f, backend="aot_eager")(x)
+    torch.testing.assert_close(gathered(m.last), field(2 * SIZE, 3).mT)
+
+
+def written_into(x):
+    y = x.mT
+    y.add_(1)
+    return y, x
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("f", "dtype"),
+    [
+        (lambda x: x.mT, torch.float64),
+        (lambda x: {"a": [x.T, (x.mT, x * 2)], "b": x}, torch.float64),
+        (lambda x: (x.mT.mT, x.mH, x[1:].mT, x.sum()), torch.float64),
+        (written_into, torch.float64),
+        (lambda z: [z.real, z.imag, z.mH.imag, z.H, z.abs()], torch.complex128),
+    ],
+)
+def test_views_of_arguments_by_attributes(f, dtype, grad):
+    compiled = torch.compile(f, backend="aot_eager")
+    whole = field(2 * SIZE, 3).to(dtype) * (2j if dtype.is_complex else 1)
+    with grad():
+        results = []
+        for run, x in ((f, whole), (compiled, shard(whole, mesh_of((SIZE,)), (ms.Shard(0),)))):
+            x.requires_grad_(grad is torch.enable_grad)
+            # Dynamo asks views for .grad; and what requires a gradient it takes for a leaf, not to be written into
+            y, told = quietly(lambda: pytree.tree_leaves(run(x * 1)))
+            assert not told or (f is written_into and x.requires_grad)
+            if x.requires_grad:
+                sum(i * t.abs().square().sum() for i, t in enumerate(y, 1)).backward()
+            results.append([*y, x.grad])
+    for expected, y in zip(*results, strict=True):
+        if expected is not None:
+            assert isinstance(y, ms.ShardTensor)
+            torch.testing.assert_close(gathered(y), expected.detach().resolve_conj().resolve_neg())
 
 
 def test_where_one_rank_cannot_compile_none_does():
