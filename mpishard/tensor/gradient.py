@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpishard.autograd.bucket import bucketed, finish_withheld
 from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
-from mpishard.tensor.hook import apply_backward_hook, apply_on_blocks, local_cotangent
+from mpishard.tensor.function import apply_function
+from mpishard.tensor.hook import apply_backward_hook, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.resident import notice_writes
 from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of, wrap
@@ -147,7 +148,7 @@ def detach_(self: ShardTensor) -> ShardTensor:
     return self
 
 
-# -- a user's own autograd.Function runs below the wrapper, where no graph is recorded
+# -- what an autograd.Function computes is seen by the graph of the blocks alone
 
 
 def holds_shards(values: Any) -> bool:
@@ -158,9 +159,6 @@ def holds_shards(values: Any) -> bool:
         return isinstance(values, ShardTensor)
     return any(map(holds_shards, values))
 
-
-# torch's own that hand their tensors through, to be called in backward
-_PASSING = {"torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"}
 
 # torch's own, of non-reentrant checkpoints before torch 2.12: it keeps its arguments, for when they are asked back
 _SAVING = "torch.utils.checkpoint._NoopSaveInputs"
@@ -215,7 +213,7 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     if cls.__module__.startswith("mpishard."):
         return apply(*args, **kwargs)
-    got = "ShardTensor arguments"
+    got = "ShardTensors inside a list, tuple or dict"
     if not holds_shards((args, kwargs)):
         result = apply(*args, **kwargs)
         if not holds_shards(result):
@@ -229,21 +227,22 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "DistributedDataParallel with find_unused_parameters=True or static_graph=True, of a model that "
             "returns ShardTensors: it looks for the parameters that they were made of, and finds none",
             expected="neither of the two",
-            got=got,
+            got="ShardTensors as results",
             fix="leave them out, and add (parameter * 0).sum() of a parameter that is not always used to the loss",
         )
     if cls is BackwardHookFunction:
         return apply_backward_hook(args)
     if name == _SAVING:
         return _save_inputs(apply, args)
-    if name in _PASSING:
-        return apply_on_blocks(apply, args)
+    if any(isinstance(x, ShardTensor) for x in args) and not any(
+        holds_shards(x) for x in (*args, kwargs) if not isinstance(x, Tensor)
+    ):
+        return apply_function(cls, args, kwargs)
     raise UnsupportedOperationError(
         f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
-        expected="plain tensors",
+        expected="tensors as arguments",
         got=got,
-        fix=f"call it on blocks, ShardTensor.from_local({cls.__name__}.apply(x.to_local()), x.mesh, x.placements), "
-        "where it needs no neighbour cells (else after mpishard.halo_exchange), or write it with torch operations",
+        fix=f"hand them to {cls.__name__}.apply one by one",
     )
 
 

@@ -103,13 +103,3 @@ def apply_backward_hook(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         else:
             out.append(local)
     return tuple(out)
-
-
-def apply_on_blocks(apply: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what an ``autograd.Function`` gives that hands its tensors through, as they were laid out.
-
-    Not collective.
-    """
-    found = apply(*[a.block if isinstance(a, ShardTensor) else a for a in args])
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    return tuple(wrap(y, t.sharding, t.mesh) if isinstance(t, ShardTensor) else y for y, t in zip(found, tensors))
