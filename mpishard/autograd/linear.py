@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mpishard.errors import UnsupportedOperationError
+from mpishard.autograd.batch import vmap_refused
 
 
 class LinearOp(Protocol):
@@ -160,14 +160,9 @@ class TransformedLinear(Linear):
         ctx.op = inputs[0]
 
     @staticmethod
-    def vmap(_info: Any, _in_dims: Any, op: LinearOp, _x: torch.Tensor) -> NoReturn:
+    def vmap(*_: Any) -> NoReturn:
         """Refuse."""
-        raise UnsupportedOperationError(
-            "torch.vmap over a communicating operation",
-            expected="a call outside torch.vmap",
-            got=f"{op!r} inside it",
-            fix="give the operation the whole batch, or loop over it",
-        )
+        raise vmap_refused()
 
 
 transforms_active = torch._C._are_functorch_transforms_active

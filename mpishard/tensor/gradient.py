@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from mpishard.autograd.batch import batch_refused, refuse_batched
 from mpishard.autograd.bucket import bucketed, finish_withheld
 from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
@@ -104,25 +105,60 @@ def autograd_backward(
 
 
 @implements(torch.autograd.grad, sharded="local")
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
     """Return gradients in the layouts of ``inputs``. Collective."""
     roots, leaves = _as_list(outputs), _as_list(inputs)
     _notice_writes(roots)
     grads = [None] * len(roots) if grad_outputs is None else _as_list(grad_outputs)
+    refuse_batched(grads)
     # first: of a root among them all of autograd must see one tensor
     into = [_input(i) for i in leaves]
     ends = [_end(t) for t in roots]
-    out = torch.autograd.grad(
-        ends,
-        into,
-        [_output_gradient(*each) for each in zip(roots, ends, grads)],
-        *args,
-        **kwargs,
-    )
-    return tuple(
-        global_cotangent(g, root_of(i)[1], i.mesh) if isinstance(i, ShardTensor) and g is not None else g
-        for i, g in zip(leaves, out)
-    )
+
+    def of(given: Sequence[Any], retain_graph: bool | None) -> tuple[Any, ...]:
+        out = torch.autograd.grad(
+            ends,
+            into,
+            [_output_gradient(*each) for each in zip(roots, ends, given)],
+            retain_graph,
+            create_graph,
+            only_inputs,
+            allow_unused,
+            materialize_grads=materialize_grads,
+        )
+        return tuple(
+            global_cotangent(g, root_of(i)[1], i.mesh) if isinstance(i, ShardTensor) and g is not None else g
+            for i, g in zip(leaves, out)
+        )
+
+    if not is_grads_batched:
+        return of(grads, retain_graph)
+    # one by one: what communicates is not batched
+    batch = list(zip(*map(_unbound, grads), strict=True))
+    found = [of(given, True) for given in batch[:-1]] + [of(given, retain_graph) for given in batch[-1:]]
+    return tuple(None if each[0] is None else torch.stack(each) for each in zip(*found))
+
+
+def _unbound(g: Any) -> Any:
+    if g is None:
+        raise RuntimeError("is_grads_batched=True needs a batch of cotangents for every output")
+    return g.unbind(0)
+
+
+@implements(torch._add_batch_dim, sharded="local")  # type: ignore[attr-defined]
+def add_batch_dim(*_: Any) -> NoReturn:
+    """Refuse what ``vectorize=True`` does with tangents."""
+    raise batch_refused()
 
 
 @implements(torch.Tensor.retain_grad, sharded="local")
