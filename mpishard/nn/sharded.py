@@ -16,7 +16,7 @@ from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, UnsupportedOperationError
+from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
 from mpishard.tensor.convert import distribute_tensor
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -36,6 +36,13 @@ def dims_of(mesh: CartMesh, given: str | int | Iterable[str | int]) -> tuple[int
         There is no such dim.
     """
     names = (given,) if isinstance(given, (str, int)) else tuple(given)
+    if any(isinstance(name, bool) for name in names):  # to Python an integer
+        raise MeshError(
+            "shard_parameters: no such mesh dim",
+            expected=f"one or some of {mesh.mesh_dim_names}, or None",
+            got=given,
+            fix="name the mesh dim over which parameters are sharded, or leave it out",
+        )
     return tuple(sorted({mesh.mesh_dim(name) for name in names}))
 
 
