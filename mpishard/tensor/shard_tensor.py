@@ -252,7 +252,8 @@ class ShardTensor(Tensor):
 
     def __len__(self) -> int:
         if self.ndim == 0:
-            raise TypeError("len() of a 0-d tensor")
+            # torch.tensor asks, too: it takes what has a __getitem__ in Python for a list
+            raise TypeError("len() of a 0-d tensor (torch.tensor takes numbers: torch.tensor([float(x)]))")
         return self.sharding.shape[0]
 
     def __iter__(self) -> Iterator[Any]:

@@ -74,6 +74,8 @@ def test_python_protocols(x):
     assert {x: 1}[x] == 1
     with pytest.raises(TypeError, match="0-d"):
         len(x.sum())
+    with pytest.raises(TypeError, match=r"torch\.tensor\(\[float"):
+        torch.tensor([x.sum(), x.mean()])
     with pytest.raises(TypeError, match="0-d"):
         iter(x.sum())
 
