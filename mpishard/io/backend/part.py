@@ -19,8 +19,9 @@ from torch import Tensor
 from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.memory.buffer import address
 from mpishard.io.backend.job import STAGED_NBYTES, is_host_dense
-from mpishard.io.file.open import LIBVER, empty, import_h5py, no_room, opened, shut
+from mpishard.io.file.open import LIBVER, empty, import_h5py, opened, shut
 from mpishard.io.file.parts import Plan, memory_file, place, writes
+from mpishard.io.file.room import SPARE, no_room
 from mpishard.io.file.schema import Variable, dataset_in
 from mpishard.layout import Layout
 from mpishard.layout.partition import coords_of
@@ -29,6 +30,7 @@ from mpishard.layout.slab import slabs
 # so that no two ranks write to one page of larger blocks
 _PAGE = 4096
 _WRITE_NBYTES = 2 << 20
+_HEAD = 1 << 10  # at most, of a dataset
 
 
 class Planned(NamedTuple):
@@ -69,7 +71,8 @@ def lay_out(folder: Path, rank: int, plan: Plan, planned: Iterable[Planned], loc
     h5py = import_h5py()
     path = folder / plan.name(rank)
     plain = [(r, v) for r, (v, layout) in blocks if Planned(v, layout).is_plain]
-    if error := no_room(folder, sum(math.prod(v.shape) * v.dtype.itemsize for _, v in plain)):
+    nbytes = [math.prod(v.shape) * v.dtype.itemsize for _, v in plain]
+    if error := no_room(folder, sum(nbytes), SPARE + sum(_HEAD + _PAGE * (n >= _PAGE) for n in nbytes)):
         raise error
     options = {"alignment_threshold": _PAGE, "alignment_interval": _PAGE}
     file = h5py.File(path, "w", libver=LIBVER, locking=locking, **options)
@@ -151,7 +154,7 @@ class Part:
         if self._filtered is None:
             return
         size = self._filtered.id.get_filesize()
-        if error := no_room(self.path.parent, size):
+        if error := no_room(self.path.parent, size, SPARE + self.path.stat().st_size):
             raise error
         file = import_h5py().File(self.path, "r+", locking=self.locking)
         try:

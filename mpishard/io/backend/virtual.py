@@ -16,7 +16,8 @@ from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
-from mpishard.io.file.schema import Variable, create, dataset_in
+from mpishard.io.file.room import check_limit
+from mpishard.io.file.schema import Schema, Variable, create, dataset_in
 from mpishard.layout import Replicate
 
 
@@ -100,9 +101,8 @@ def prune(path: Path, keep: Path | None) -> None:
 
 def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]) -> None:
     tell(job.parts, plan, parts)
-    file = import_h5py().File(job.partial, "w", libver=LIBVER, locking=job.locking)
-    try:
 
+    def lay(file: Any, form: Schema) -> None:
         def make(v: Variable) -> Any:
             if v.name in scalars:
                 return file.create_dataset(v.name, data=np.asarray(scalars[v.name], v.dtype))
@@ -110,7 +110,12 @@ def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]
                 return dataset_in(file, v)
             return show(file, v.name, v.dtype, parts[v.name])
 
-        create(file, job.form, make)
+        create(file, form, make)
+
+    check_limit(job.path, job.form, lay=lay)
+    file = import_h5py().File(job.partial, "w", libver=LIBVER, locking=job.locking)
+    try:
+        lay(file, job.form)
         file.flush()
     except FAILURES:
         empty(job.partial)

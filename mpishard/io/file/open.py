@@ -8,7 +8,6 @@ import errno
 import math
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -419,20 +418,6 @@ def shut(file: Any, make_room: Callable[[], object]) -> Exception | None:
     # it would be closed once more when it is collected, by a thread that can do nothing about it
     file.id.locked = 1
     return error
-
-
-def no_room(folder: Path, nbytes: int) -> OSError | None:
-    """Return the error of writing ``nbytes`` to a file in ``folder`` where it is known before. Not collective.
-
-    HDF5 cannot close a file that it could not write whole; old versions crash.
-    """
-    disk = os.statvfs(folder)
-    free, most = disk.f_bavail * disk.f_frsize, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if nbytes > free:
-        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write, {free} bytes free")
-    if most != resource.RLIM_INFINITY and nbytes > most:
-        return OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: {nbytes} bytes, the limit is {most} (ulimit -f)")
-    return None
 
 
 def reserve(path: Path, nbytes: int) -> None:

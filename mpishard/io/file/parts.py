@@ -324,7 +324,9 @@ def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
 
 def memory_file() -> Any:
     """Return a new HDF5 file that lies in memory alone. Not collective."""
-    return import_h5py().File(f"mpishard-{next(_numbers)}", "w", driver="core", backing_store=False, locking=False)
+    return import_h5py().File(
+        f"mpishard-{next(_numbers)}", "w", driver="core", libver=LIBVER, backing_store=False, locking=False
+    )
 
 
 def files_at(dataset: Any, path: Any, cells: tuple[int, int]) -> list[str]:

@@ -1,0 +1,109 @@
+"""Whether there is room for a file, before HDF5 writes to it: one that it cannot write whole it cannot close.
+
+It keeps such a file, and ends the process when it tries again. For one process; nothing communicates.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpishard.io.file.open import looked_at
+from mpishard.io.file.parts import memory_file
+from mpishard.io.file.schema import Schema, create, step_of
+
+# at most what HDF5 writes besides cells and what makes up a new file: of a file, of a dataset with chunks, of a chunk
+SPARE = 16 << 10
+_PER_DATASET = 4 << 10
+_PER_CHUNK = 48
+
+
+def no_room(folder: Path, nbytes: int, own: int = 0) -> OSError | None:
+    """Return the error of writing ``nbytes`` to a file in ``folder`` where it is known before. Not collective.
+
+    ``own``: what else is in the file then, at most.
+    """
+    disk = os.statvfs(folder)
+    free, most, size = disk.f_bavail * disk.f_frsize, _limit(), nbytes + own
+    if nbytes > free:
+        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write, {free} bytes free")
+    if most is not None and size > most:
+        return OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: up to {size} bytes, the limit is {most} (ulimit -f)")
+    return None
+
+
+def check_limit(path: Path, form: Schema, *, exists: bool = False, lay: Callable[..., object] = create) -> None:
+    """Raise where a new file, or one with a step more, may be longer than this process may write. Not collective.
+
+    Parameters
+    ----------
+    path, form
+        The file, and what is written to it; what filters make of cells is not counted (see `check_filtered`).
+    exists
+        Whether it is there, and gets a step more.
+    lay
+        ``lay(file, form)`` makes a new file but for its cells.
+
+    Raises
+    ------
+    FileError
+        It does not take a step of this form.
+    OSError
+        It may be too long.
+    """
+    if _limit() is None:
+        return
+    with looked_at(path) if exists else memory_file() as file:
+        if exists:
+            step_of(file, form, path)
+            size = os.path.getsize(path)
+        else:
+            lay(file, form)
+            file.flush()
+            size = len(file.id.get_file_image())
+        size += SPARE
+        for v in form.variables:
+            box = [(0, n) for n in v.shape]
+            size += _growth(file[v.name], box if form.append is None else [(0, 1), *box])
+        if form.append is not None:
+            size += _growth(file[form.append], [(0, 1)])
+    if error := no_room(path.parent, 0, size):
+        raise error
+
+
+def check_filtered(file: Any, dataset: Any, box: Sequence[tuple[int, int]]) -> None:
+    """Raise OSError where a box of a dataset with filters may be too long, however they do. Not collective."""
+    if _limit() is not None and _is_filtered(dataset):
+        nbytes = _growth(dataset, box, filtered=True)
+        if error := no_room(Path(file.filename).parent, 0, file.id.get_filesize() + nbytes + SPARE):
+            raise error
+
+
+def _growth(dataset: Any, box: Sequence[tuple[int, int]], *, filtered: bool = False) -> int:
+    """Return at most how much longer a file gets when a box of a dataset is written."""
+    itemsize = dataset.dtype.itemsize
+    if dataset.is_virtual:
+        return 0
+    if dataset.chunks is None:
+        return math.prod(hi - lo for lo, hi in box) * itemsize
+    touched = math.prod(max(0, -(-hi // c) - lo // c) for (lo, hi), c in zip(box, dataset.chunks))
+    every = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks)) + touched
+    nbytes = touched * math.prod(dataset.chunks) * itemsize
+    if _is_filtered(dataset):
+        # what cannot be compressed gets longer
+        nbytes = nbytes + nbytes // 256 if filtered else 0
+    return nbytes + _PER_DATASET + _PER_CHUNK * every
+
+
+def _is_filtered(dataset: Any) -> bool:
+    return bool(dataset.id.get_create_plist().get_nfilters())
+
+
+def _limit() -> int | None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if most == resource.RLIM_INFINITY else most

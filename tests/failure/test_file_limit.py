@@ -1,0 +1,91 @@
+"""Files that may not be as long as they would be (``ulimit -f``): errors, and a process that ends as it should."""
+
+from __future__ import annotations
+
+import os
+
+BODY = """
+import random, resource
+from mpishard.io.backend.choice import mpio_obstacle
+
+folder = os.environ["FOLDER"]
+mesh = ms.init_mesh((-1,), ("x",))
+draw = random.Random(os.environ.get("MPISHARD_SEED", "0"))
+
+def allow(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+def fails(call):
+    try:
+        call()
+    except OSError as e:
+        texts = world.allgather(str(e))
+        assert len(set(texts)) == 1 and "File too large" in texts[0], texts
+        return True
+    return False
+
+def fields(n, count):
+    # no filter makes it shorter
+    full = torch.rand(n, 48, generator=torch.Generator().manual_seed(n))
+    return {f"v{i}": ms.distribute_tensor(full + i, mesh, (ms.Shard(0),)) for i in range(count)}
+
+def append(case):
+    path = f"{folder}/{case}.h5"
+    count = draw.choice([1, 3, 20])
+    state = fields(draw.randint(4, 300), count)
+    chunks = draw.choice([None, (5, 7), (2, 48)])
+    options = dict(append="time", chunks=chunks, compression=draw.choice([None, "gzip", "lzf"]))
+    options["attrs"] = {f"a{i}": "x" * 500 for i in range(draw.choice([0, 20]))}
+    allow(draw.randint(1000, 400_000))
+    steps = 0
+    while steps < 12 and not fails(lambda: ms.io.write(path, state, **options)):
+        steps += 1
+    for _ in range(2 if steps < 12 else 0):
+        assert fails(lambda: ms.io.write(path, state, **options))
+    allow(resource.RLIM_INFINITY)
+    ms.io.write(path, state, **options)
+    for name in ("v0", f"v{count - 1}"):
+        found = ms.io.read(path, name, mesh, (ms.Shard(1),)).full_tensor()
+        assert len(found) == steps + 1
+        assert (found == state[name].full_tensor()).all()
+    return steps
+
+def new(case, backend):
+    path = f"{folder}/{case}.h5"
+    state = fields(draw.randint(4, 300), draw.choice([1, 3, 60]))
+    ms.io.write(path, {"old": state["v0"]})
+    allow(draw.randint(1000, 400_000))
+    failed = fails(lambda: ms.io.write(path, state, backend=backend, compression=draw.choice([None, "gzip"])))
+    allow(resource.RLIM_INFINITY)
+    name = "old" if failed else "v0"
+    assert torch.equal(ms.io.read(path, name, mesh, (ms.Shard(1),)).full_tensor(), state["v0"].full_tensor())
+    return failed
+
+def checkpoint(case, asynchronous):
+    state = fields(draw.randint(4, 300), draw.choice([1, 3, 60]))
+    save = lambda step: ms.io.save_checkpoint(folder + "/c", step, tensors=state, asynchronous=asynchronous).wait()
+    save(2 * case)
+    # in the background room for more is held
+    allow(draw.randint(1000, 2_400_000 if asynchronous else 400_000))
+    failed = fails(lambda: save(2 * case + 1))
+    allow(resource.RLIM_INFINITY)
+    assert ms.io.load_checkpoint(folder + "/c", mesh=mesh).step == 2 * case + (not failed)
+    return failed
+
+variants = min(60, int(os.environ.get("MPISHARD_VARIANTS", "12")))
+told = {"append": [append(i) for i in range(variants)]}
+for i, backend in enumerate(["root", "virtual"]):
+    told[backend] = [new(f"{backend}{case}", backend) for case in range(variants)]
+    told["ck" + backend] = [checkpoint(case + i * variants, i == 0) for case in range(variants // 2)]
+assert any(0 < steps < 12 for steps in told["append"]), told
+assert all(len(set(each)) > 1 for each in told.values()), told
+if rank == 0:
+    print(told)
+note("END")
+"""
+
+
+def test_no_length_that_a_file_may_have_ends_a_process(job, tmp_path):
+    outcome = job(2, BODY, FOLDER=os.fspath(tmp_path))
+    assert outcome.status == 0, outcome.output
+    assert len(outcome.noted("END")) == 2, outcome.output
