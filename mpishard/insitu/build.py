@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,15 @@ NATIVE = Path(__file__).with_name("native")
 SOURCES = ("object.c", "layout.c", "meeting.c", "domain.c", "link.c")
 # the second in a file of its own: a host that calls nothing of it needs no libmpishard
 MODULES = ("mpishard", "mpishard_hook")
+
+# of any compiler of Fortran: no module
+_PROGRAM = """program main
+  integer :: error
+  call MPI_Init(error)
+end program
+"""
+# of C, which Fortran's stand on: as `ldd` has them
+_LIBMPI = re.compile(r"^\s*(lib(?:mpi|mpich|mpi_abi|mpi_cray|mpi_gnu\w*)[-.\w]*\.so[.\d]*) => (/\S+|not)", re.MULTILINE)
 
 
 class Built(NamedTuple):
@@ -49,7 +59,7 @@ def build(
     Raises
     ------
     MpishardError
-        There is no wrapper, or it fails: with what it printed.
+        There is no wrapper, or it fails: with what it printed; or the two are of different MPI libraries.
 
     Notes
     -----
@@ -67,7 +77,7 @@ def build(
             fix="load the MPI that the simulation is built with",
         )
     fc = _wrapper(mpif90, "MPIFC", "mpif90")
-    marks = [f"{' '.join(cc)} {' '.join(fc or ())} {sys.executable}"]
+    marks = [_told(cc), _told(fc or []), sys.executable]
     marks += [f"{path.name} {path.stat().st_mtime_ns}" for path in sorted(NATIVE.iterdir())]
     stamp, mark = folder / "built", "\n".join(marks)
     if not stamp.exists() or stamp.read_text() != mark:
@@ -88,6 +98,7 @@ def build(
             (lib / "mpishard.mod").replace(include / "mpishard.mod")
             for left in lib.glob("*.smod"):
                 left.unlink()
+            _check_same(cc, fc, lib)
         _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
         for name in objects:
             (lib / name).unlink()
@@ -99,6 +110,41 @@ def build(
 def _wrapper(given: str | None, variable: str, name: str) -> list[str] | None:
     words = shlex.split(given or os.environ.get(variable, name))
     return words if words and shutil.which(words[0]) else None
+
+
+def _told(wrapper: list[str]) -> str:
+    """Return what tells a wrapper from another of the same name: where it is, and what it calls."""
+    if not wrapper:
+        return "none"
+    place = shutil.which(wrapper[0]) or wrapper[0]
+    shown = subprocess.run([*wrapper, "-show"], check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return f"{shlex.join(wrapper)} {place} {os.path.realpath(place)} {'' if shown.returncode else shown.stdout.strip()}"
+
+
+def _check_same(cc: list[str], fc: list[str], lib: Path) -> None:
+    """Refuse wrappers of two MPI libraries, whatever they are called: a host would load both, and crash."""
+    program, linked = lib / "program.f90", lib / "program"
+    program.write_text(_PROGRAM)
+    _run([*fc, program.name, "-o", linked.name], lib)
+    of_c, of_fortran = _mpi_of(lib / "libmpishard_link.so"), _mpi_of(linked)
+    for left in (program, linked):
+        left.unlink()
+    if of_c and of_fortran and not of_c & of_fortran:
+        raise MpishardError(
+            "config: the compilers of C and Fortran are of two MPI libraries",
+            expected=f"one MPI library behind {shlex.join(cc)} and {shlex.join(fc)}",
+            got=f"{', '.join(sorted(of_c))} and {', '.join(sorted(of_fortran))}",
+            fix="name the wrappers of one in $MPICC and $MPIFC; MPIFC= leaves Fortran out",
+        )
+
+
+def _mpi_of(linked: Path) -> set[str]:
+    """Return the MPI libraries that a program or library loads, where the system tells."""
+    if shutil.which("ldd") is None:
+        return set()
+    done = subprocess.run(["ldd", linked], check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = _LIBMPI.findall(done.stdout)
+    return {os.path.realpath(place) if place.startswith("/") else name for name, place in found}
 
 
 def _run(command: Sequence[str], folder: Path) -> None:

@@ -1,0 +1,57 @@
+"""The libraries for hosts are those of the compilers that are there now, and of one MPI library."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpishard.errors import MpishardError
+from mpishard.insitu.build import build
+from tests.coupling.conftest import wrapper
+
+
+def script(path: Path, line: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path.parent)
+
+
+@pytest.fixture
+def cc() -> str:
+    found = wrapper("mpicc")
+    if found is None:
+        pytest.skip("no MPI compiler that works beside the launcher")
+    return found
+
+
+def test_another_compiler_of_the_same_name_compiles_anew(cc, tmp_path, monkeypatch):
+    times = []
+    folders = [script(tmp_path / name / "mpicc", f'exec {cc} "$@"') for name in ("one", "other")]
+    for folder in (folders[0], folders[0], folders[1], folders[1]):
+        monkeypatch.setenv("PATH", folder, prepend=":")
+        build(tmp_path / "built", mpif90="no Fortran")
+        times.append((tmp_path / "built" / "lib" / "libmpishard.so").stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2] == times[3]
+
+
+def test_two_mpi_libraries_are_refused(cc, tmp_path):
+    fortran = shutil.which("gfortran")
+    if fortran is None:
+        pytest.skip("no gfortran")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mpi.c").write_text("void mpi_init_(int *error) { *error = 0; }\n")
+    module = "module mpi_f08\ntype, bind(c) :: MPI_Comm\ninteger :: MPI_VAL\nend type\nend module\n"
+    (other / "mpi_f08.f90").write_text(module)
+    subprocess.run([fortran, "-c", "mpi_f08.f90"], cwd=other, check=True)
+    library = other / "libmpi.so.99"
+    subprocess.run([cc, "-shared", "-fPIC", "-Wl,-soname,libmpi.so.99", other / "mpi.c", "-o", library], check=True)
+    script(other / "mpif90", f'exec {fortran} -I{other} "$@" {library} -Wl,-rpath,{other}')
+    for _ in range(2):  # not taken for built the second time
+        with pytest.raises(MpishardError, match=r"of two MPI libraries[\s\S]*libmpi\.so\.99"):
+            build(tmp_path / "built", cc, str(other / "mpif90"))
+    build(tmp_path / "built", cc, "no Fortran")
