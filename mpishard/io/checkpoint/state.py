@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.errors import FileError, MpishardError
+from mpishard.errors import FileError, MpishardError, UnsupportedDtypeError
 
 Keys = tuple[Any, ...]
 # of dicts in dicts and the like: Python's own limit must not be met half way
@@ -64,15 +64,19 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return {"$tensor": _named(keys, value, tensors)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"$numpy": _named(keys, torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)), tensors)}
-    if isinstance(value, np.generic):
-        return encode(value.item(), keys, tensors)
+        return {"$numpy": _named(keys, _from_numpy(value, keys), tensors)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
+        item = value.item()
+        if isinstance(item, np.generic):  # Python has no such number
+            raise _foreign(value.dtype, keys)
+        return encode(item, keys, tensors)
     if isinstance(value, Counter):
         return {"$counter": [[encode(k, keys, tensors), n] for k, n in value.items()]}
     if isinstance(value, Mapping):
         if all(type(k) is str and not k.startswith("$") for k in value):
             return {k: encode(v, (*keys, k), tensors) for k, v in value.items()}
-        return {"$dict": [[encode(k, (*keys, k), tensors), encode(v, (*keys, k), tensors)] for k, v in value.items()]}
+        parts = _distinct(value)
+        return {"$dict": [[encode(k, (*keys, k), tensors), encode(v, (*keys, p), tensors)] for (k, v), p in parts]}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(v, (*keys, i), tensors) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {f"${'tuple' if isinstance(value, tuple) else 'set'}": items}
@@ -90,6 +94,35 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
         got=f"{kind.__module__}.{kind.__qualname__}",
         fix="leave it out of the state, or store the numbers that it is made of",
     )
+
+
+def _from_numpy(value: np.ndarray[Any, Any], keys: Keys) -> Tensor:
+    native = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).reshape(value.shape)
+    try:
+        return torch.from_numpy(native)
+    except TypeError as e:
+        raise _foreign(value.dtype, keys) from e
+
+
+def _foreign(dtype: np.dtype[Any], keys: Keys) -> UnsupportedDtypeError:
+    return UnsupportedDtypeError(
+        f"save_checkpoint: {'/'.join(map(str, keys))} has a dtype that torch lacks",
+        expected="numbers of numpy that torch or Python have too",
+        got=dtype,
+        fix="convert them, e.g. with numpy.float64",
+    )
+
+
+def _distinct(value: Mapping[Any, Any]) -> list[tuple[tuple[Any, Any], str]]:
+    """Return the items of a dict, each with a name of its own: 1 and "1" are two keys."""
+    taken, out = {k for k in value if type(k) is str}, []
+    for k, v in value.items():
+        part = str(k)
+        while type(k) is not str and part in taken:
+            part += "~"
+        taken.add(part)
+        out.append(((k, v), part))
+    return out
 
 
 def _named(keys: Keys, value: Tensor, tensors: dict[str, Tensor]) -> str:

@@ -757,6 +757,24 @@ def test_files_that_may_not_grow(mesh, folder, asynchronous, who):
     assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].to_local(), x.to_local())
 
 
+def test_numbers_of_numpy_and_keys_that_look_alike(mesh, folder):
+    extra = {
+        "big": np.arange(3, dtype=">f8"),
+        "scalars": [np.array(2, ">i4"), np.float16(1.5), np.uint64(2**64 - 1), np.str_("a")],
+        "keys": {1: torch.ones(2), "1": {"x": torch.zeros(2)}, "1~": [torch.full((2,), 2.0)], 2: np.ones(1), "2": 3},
+    }
+    ms.io.save_checkpoint(folder, 1, extra=extra, mesh=mesh)
+    found = ms.io.load_checkpoint(folder, mesh=mesh).extra
+    assert found["big"].tolist() == [0.0, 1.0, 2.0]
+    assert found["scalars"] == [2, 1.5, 2**64 - 1, "a"]
+    assert repr(found["keys"]) == repr(extra["keys"])
+    for odd in (np.longdouble(1.5), np.zeros(2, np.longdouble), np.clongdouble(1), np.datetime64(1, "ns")):
+        with pytest.raises(MpishardError, match=r"extra/v (has a dtype that torch lacks|cannot be stored)") as e:
+            ms.io.save_checkpoint(folder, 2, extra={"v": odd if WORLD.rank == SIZE - 1 else 1}, mesh=mesh)
+        same_on_all(e)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 1
+
+
 @ASYNCHRONOUS
 def test_a_folder_is_known_by_its_links_too(mesh, folder, asynchronous, monkeypatch):
     link = folder / "link"
