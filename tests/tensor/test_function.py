@@ -7,12 +7,14 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from tests.compare import gathered, layouts, shard
+from tests.models.twin import seeded
 
 SHAPE = (2, 3, 11, 6)
 
@@ -215,3 +217,30 @@ def test_what_is_refused():
         StraightThrough.apply(x, steps=2.0)
     with pytest.raises(ms.MpishardError):
         Kernel.apply(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Conv2d(3, 3, 3, padding=1), nn.Parameter(torch.rand(3) + 0.5)
+
+    def forward(self, x):
+        return Centred.apply(self.first(x), self.weight)[0].relu()
+
+
+@pytest.mark.parametrize("parameters", ["whole", "sharded"])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_in_a_model(parameters, accumulated):
+    """Gradients of parameters are summed once, also where they are sharded, and where another pass sums."""
+    x = values(*SHAPE)
+    reference = seeded(Scaled, x.dtype)
+    (reference(x).square().mean() + reference(x * 2).square().mean()).backward()
+    for mesh, placements, sizes in list(layouts(SHAPE, (0, 2)))[::3]:
+        options = {"shard_parameters": 0} if parameters == "sharded" else {}
+        model = ms.distribute_module(seeded(Scaled, x.dtype, mesh.rank), mesh, **options)
+        own = shard(x, mesh, placements, sizes)
+        with ms.no_sync() if accumulated else contextlib.nullcontext():
+            model(own).square().mean().backward()
+        model(own * 2).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(gathered(p.grad) if isinstance(p, ms.ShardTensor) else p.grad, q.grad)
