@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import queue
 import threading
@@ -130,13 +131,44 @@ class Dataset(data.Dataset[Any]):
         """Return a sample, or several of them along a new first dim that is not sharded. Collective."""
         if isinstance(index, slice):
             return self.batch(range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} of {self.name!r}")
-        return _tensor(self, self._fetched([index % len(self)]), True)
+        return self._given([index], True)
 
     def batch(self, indices: Sequence[int]) -> ShardTensor:
-        """Return some samples along a new first dim that is not sharded. Collective."""
-        return _tensor(self, self._fetched(indices if isinstance(indices, range) else list(indices)), False)
+        """Return some samples along a new first dim that is not sharded; negative ones from the end. Collective."""
+        return self._given(indices, False)
+
+    def _given(self, indices: Sequence[int], single: bool) -> ShardTensor:
+        try:
+            got = self._fetched(self._counted(indices))
+        except (IndexError, LayoutError) as e:
+            got = _Fetched((), None, e)
+        try:
+            return _tensor(self, got, single)
+        except MpishardError:
+            if isinstance(got.error, IndexError):  # as of any sequence, when all have heard of it
+                raise got.error from None
+            raise
+
+    def _counted(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return indices counted from the front; a range, which may be vast, as one."""
+        n = len(self)
+        if isinstance(indices, range) and all(0 <= end < n for end in (*indices[:1], *indices[-1:])):
+            return indices
+        counted = []
+        try:
+            for given in indices:
+                index = operator.index(given)
+                if not -n <= index < n:
+                    raise IndexError(f"sample {index} of {n} of {self.name!r}")
+                counted.append(index % n)
+        except TypeError as e:
+            raise LayoutError(
+                f"Dataset: an index of {self.name!r} is of another kind",
+                expected="whole numbers, or a slice",
+                got=repr(indices),
+                fix="give ds[t] an int, and ds.batch a sequence of them",
+            ) from e
+        return counted
 
     def __iter__(self) -> Iterator[ShardTensor]:
         """Give every sample in order, reading two ahead in a thread. Collective, step by step."""

@@ -35,8 +35,19 @@ def test_samples(stream):
     assert torch.equal(ds[1:4].full_tensor(), full[1:4])
     assert torch.equal(ds[4:1:-2].full_tensor(), full[[4, 2]])
     assert torch.equal(ds.batch([2, 0]).full_tensor(), full[[2, 0]])
-    with pytest.raises(IndexError, match="sample 5 of 5"):
-        ds[5]
+    assert torch.equal(ds.batch([-1, np.int64(1), torch.tensor(0)]).full_tensor(), full[[4, 1, 0]])
+    assert torch.equal(ds.batch(range(-2, 1)).full_tensor(), full[[3, 4, 0]])
+    assert ds[5:].shape == ds.batch([]).shape == (0, 6, 7)
+    for call in (lambda: ds[5], lambda: ds[-6], lambda: ds.batch([0, 5]), lambda: ds.batch(range(1 << 40))):
+        with pytest.raises(IndexError, match=r"sample (5|-6) of 5"):
+            call()
+    for call in (lambda: ds[1.5], lambda: ds["a"], lambda: ds[0, 1], lambda: ds.batch([0, 1.0]), lambda: ds.batch(3)):
+        with pytest.raises(ms.LayoutError, match="is of another kind") as e:
+            call()
+        same_on_all(e)
+    with pytest.raises(IndexError if WORLD.rank == WORLD.size - 1 else ms.MpishardError, match="sample 5 of 5"):
+        ds[5 if WORLD.rank == WORLD.size - 1 else 0]
+    assert torch.equal(ds[0].full_tensor(), full[0])
 
 
 def test_iteration_reads_ahead_in_a_thread(stream):
