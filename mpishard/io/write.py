@@ -238,13 +238,26 @@ def _form(
     variable_attrs: Mapping[str, Mapping[str, Any]] | None,
 ) -> Schema:
     variables = []
+    for option_name, value in {"chunks": chunks, "compression": compression, "dims": dims}.items():
+        odd = [name for name in value if name not in tensors] if isinstance(value, Mapping) else []
+        if odd:
+            raise FileError(
+                f"write: {option_name} of no dataset", expected=f"names of {[*tensors]}", got=odd, fix="name a tensor"
+            )
     for name, x in tensors.items():
+        if not isinstance(name, str) or "\0" in name:
+            raise FileError(
+                f"write: {name!r} is no name of a dataset",
+                expected="text without zero bytes",
+                got=repr(name),
+                fix="give it another name",
+            )
         dtype = numpy_dtype(x.dtype, name)
         shape = tuple(x.sharding.shape)
         cut = option(chunks, name)
         if cut is True or (cut is None and append is not None):
             cut = chunks_of(x.sharding, dtype.itemsize)
-        elif cut is not None and (len(cut) != len(shape) or min(cut, default=1) < 1):
+        elif cut is not None and (np.ndim(cut) != 1 or len(cut) != len(shape) or min(cut, default=1) < 1):
             raise FileError(
                 f"write: chunks of {name!r}",
                 expected=f"True, or {len(shape)} numbers of at least 1",

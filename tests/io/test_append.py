@@ -370,6 +370,23 @@ def test_every_step_has_all_datasets(mesh, folder, backend):
     assert ms.io.read(at, "g/y", mesh, (ms.Replicate(), ms.Shard(1))).shape == (3, 12, 16)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("a\0b", {}, "is no name of a dataset"),
+        (1, {}, "is no name of a dataset"),
+        ("a", {"chunks": {"b": (1, 1)}}, "chunks of no dataset"),
+        ("a", {"compression": {"b": "gzip"}}, "compression of no dataset"),
+        ("a", {"chunks": 7}, "chunks of 'a'"),
+    ],
+)
+def test_names_and_options_that_fit_no_dataset(mesh, folder, name, options, said):
+    with pytest.raises(FileError, match=said) as e:
+        ms.io.write(folder / "a.h5", {name: sharded(FULL, mesh)}, **options)
+    same_on_all(e)
+    assert os.listdir(folder) == []
+
+
 @pytest.mark.parametrize("dims", [None, {"a": ("y", "x")}])
 def test_every_dim_has_a_scale(mesh, folder, dims):
     """As netCDF's libraries want it: of all dims, those without a name too; and time has units."""
