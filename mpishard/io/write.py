@@ -129,10 +129,11 @@ def write(
 
     Notes
     -----
-    Not differentiable. Attributes, scales and their names are those of rank 0. A step is appended in place: a
-    job that is killed in the middle of that may leave a file that HDF5 cannot open. With ``"root"`` a rank
-    waits for its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the whole file takes.
-    A file and the ``.parts-`` folder of ``"virtual"`` belong together: move both.
+    Not differentiable. Attributes, scales and their names are those of rank 0; of a file that is appended to,
+    attributes are those of the first step, and what later ones give is not looked at. A step is appended in place: a
+    job that is killed in the middle of that may leave a file that HDF5 cannot open. With ``"root"`` a rank waits for
+    its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the whole file takes. A file and the
+    ``.parts-`` folder of ``"virtual"`` belong together: move both.
 
     Examples
     --------
