@@ -6,6 +6,7 @@ such programs import them from ``torch.distributed.tensor``: tensors and paramet
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import wraps
 from typing import Any
@@ -149,8 +150,11 @@ def _take_our_meshes(api: Any) -> None:
         return theirs(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
     distribute_tensor.takes_our_meshes = True  # type: ignore[attr-defined]
-    # torch's distribute_module finds it there; torch.distributed.tensor hands it out
-    api.distribute_tensor = torch.distributed.tensor.distribute_tensor = distribute_tensor
+    # torch's distribute_module finds it in api; others have taken it from there by now
+    for module in list(sys.modules.values()):
+        for name, bound in list(getattr(module, "__dict__", {}).items()):
+            if bound is theirs:
+                setattr(module, name, distribute_tensor)
 
 
 _take_our_meshes(torch.distributed.tensor._api)

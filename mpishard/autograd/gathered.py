@@ -152,7 +152,8 @@ class Gathered:
             return
         self.free()
         self._sent_block, self._version = block, block._version
-        self._pending = self._sent(block.detach())
+        with torch.inference_mode(False):  # the next forward may have a backward
+            self._pending = self._sent(block.detach())
         self._count(math.prod(self._shape) * (self._dtype or block.dtype).itemsize)
 
     def whole(self) -> Tensor:
@@ -160,8 +161,9 @@ class Gathered:
         self.start()
         if self._whole is None:
             assert self._pending is not None
-            flat, self._pending = self._pending.wait(), None
-            self._whole = self._of_ranks(flat)
+            with torch.inference_mode(False):
+                flat, self._pending = self._pending.wait(), None
+                self._whole = self._of_ranks(flat)
             self.unit.schedule.lent[self._whole.untyped_storage()._cdata] = self
         return self._whole
 
@@ -331,7 +333,8 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
         keep, give = outer or (_same, _same)
 
         def pack(x: Tensor) -> Any:
-            found = schedule.lent.get(x.untyped_storage()._cdata)
+            # a checkpoint keeps ShardTensors here, too
+            found = schedule.lent.get(x.untyped_storage()._cdata) if type(x) is Tensor else None
             if found is None or found._whole is None or x.dtype != found._whole.dtype:
                 return None, keep(x)
             return found, (found._sent_block, found._version, x.size(), x.stride(), x.storage_offset())

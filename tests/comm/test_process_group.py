@@ -285,11 +285,23 @@ def test_groups_of_ranks_that_belong_to_different_numbers_of_them(world):
         lambda x: all_gather_single(torch.zeros(2 * SIZE + 1), x),
         lambda x: reduce_scatter_single(torch.zeros(2, dtype=torch.float64), torch.ones(2 * SIZE)),
         lambda x: reduce_scatter_single(torch.zeros(2), torch.ones(2 * SIZE + 1)),
+        lambda x: dist.all_gather([torch.zeros(3) for _ in range(SIZE)], x),
+        lambda x: dist.gather(x, [torch.zeros(2) for _ in range(SIZE - 1)] if RANK == 0 else None),
+        lambda x: dist.gather(x, [torch.zeros(2) for _ in range(SIZE + 1)] if RANK == 0 else None),
+        lambda x: dist.gather(x, [torch.zeros(3) for _ in range(SIZE)] if RANK == 0 else None),
+        lambda x: dist.scatter(x, [torch.zeros(2) for _ in range(SIZE - 1)] if RANK == 0 else None),
+        lambda x: dist.scatter(x, [torch.zeros(2) for _ in range(SIZE + 1)] if RANK == 0 else None),
     ],
 )
 def test_results_that_do_not_fit(world, call):
     with pytest.raises(ms.LayoutError, match="do not fit"):
         call(torch.ones(2))
+    # nothing of it is left for the next one
+    parts = [torch.zeros(2) for _ in range(SIZE)]
+    dist.all_gather(parts, torch.full((2,), float(RANK)))
+    assert [p.tolist() for p in parts] == [[float(r)] * 2 for r in range(SIZE)]
+    dist.gather(torch.full((2,), RANK + 0.5), parts if RANK == 0 else None)
+    assert RANK or [p.tolist() for p in parts] == [[r + 0.5] * 2 for r in range(SIZE)]
 
 
 def test_no_rank_waits_for_an_entry_of_another(world):

@@ -457,6 +457,32 @@ def test_forward_mode(mesh):
         close(whole(got), expected, "derivative")
 
 
+class Recomputed(nn.Module):
+    """A checkpoint in the forward of a layer with a parameter of its own, as of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.body = nn.Parameter(torch.randn(8, 1, 1)), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return checkpoint(self.body, x + self.position, use_reentrant=False) * self.position
+
+
+@pytest.mark.parametrize("inference", [torch.inference_mode, torch.no_grad])
+def test_a_checkpoint_and_a_forward_without_gradients_before(mesh, inference):
+    x = data(4, 8, 13, 11)
+    reference, model = seeded(Recomputed, x.dtype), sharded(Recomputed, mesh)
+    reference.load_state_dict({name: whole(p.detach()) for name, p in model.state_dict().items()})
+    own = ms.distribute_tensor(x, mesh, PLACEMENTS)
+    with inference():
+        close(whole(model(own)), reference(x), "inference")
+    for net, given in ((reference, x), (model, own)):
+        mean_square(net(given)).backward()
+    same(model, reference, "after inference")
+    with inference():
+        close(whole(model(own)), reference(x), "inference, again")
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_a_copy_is_refused(mesh):
     model = sharded(lambda: nn.Linear(8, 8), mesh)

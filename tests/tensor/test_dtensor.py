@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor as torchs_distribute_tensor
 
 import mpishard as ms
 from mpishard.comm import guard
@@ -238,5 +239,7 @@ def test_importing_the_names_of_physicsnemo_leaves_torchs_meshes_alone():
         x = api.distribute_tensor(values(4 * WORLD.size), theirs, [api.Shard(0)])
         assert type(x) is api.DTensor
         assert type(api.distribute_tensor(values(4), line(), [api.Shard(0)])) is ms.ShardTensor
+        # by a name from before
+        assert type(torchs_distribute_tensor(values(4), line(), [api.Shard(0)])) is ms.ShardTensor
     finally:
         dist.destroy_process_group()

@@ -16,7 +16,7 @@ from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host
 from mpishard.comm.mesh import Group
 from mpishard.comm.torch_distributed.work import Work, keep
-from mpishard.errors import LayoutError, UnsupportedOperationError
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
 BACKEND = "mpishard"
 _NAMES = {
@@ -163,6 +163,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         for parts, x in zip(outputs, inputs):
             _require("all_gather", "tensors to fill, one for each rank,", self.size(), len(parts))
             counts = [p.numel() for p in parts]
+            _require("all_gather", "the numbers given", counts[self.rank()], x.numel())
             flat = blocking.all_gather(x.detach().reshape(-1), self._group, 0, counts)
             for part, got in zip(parts, flat.split(counts)):
                 part.detach().copy_(got.view(part.shape))
@@ -267,6 +268,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Collect the ranks' tensors on one. Collective."""
         (x,) = inputs
         root = opts.rootRank
+        self._agree_on_list("gather", root, outputs, x)
         sends = [] if self.rank() == root else [(root, x)]
         recvs = []
         if self.rank() == root:
@@ -280,6 +282,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Give each rank its tensor of one rank's list. Collective."""
         (x,) = outputs
         root = opts.rootRank
+        self._agree_on_list("scatter", root, inputs, x)
         sends = []
         if self.rank() == root:
             (parts,) = inputs
@@ -287,6 +290,18 @@ class MPIProcessGroup(dist.ProcessGroup):
             sends = [(rank, p) for rank, p in enumerate(parts) if rank != root]
         self._exchanged("scatter", sends, [] if self.rank() == root else [(root, x)])
         return Work(outputs)
+
+    def _agree_on_list(self, op: str, root: int, lists: Sequence[Sequence[Tensor]], x: Tensor) -> None:
+        """Raise on all ranks where one rank's list has no tensor for each of them. Collective."""
+        error: MpishardError | None = None
+        try:
+            if self.rank() == root:
+                (parts,) = lists
+                _require(op, "tensors of the list, one for each rank,", self.size(), len(parts))
+                _require(op, "the numbers of this rank", _kind(x), _kind(parts[root]))
+        except MpishardError as e:
+            error = e
+        guard.agree(self.comm, error, f"{op} {root}")
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks. Collective."""
