@@ -64,5 +64,4 @@ def test_without_a_rule_they_raise():
     x = shard(field(4, 3), mesh_of((WORLD.size,)), (ms.Shard(0),))
     with pytest.raises(ms.NoShardingRule, match="unknown"):
         unknown(x)
-    with pytest.raises(ms.UnsupportedOperationError, match="gradient would be lost"):
-        TUTORIAL["StraightThrough"].apply(x)
+    assert torch.equal(TUTORIAL["StraightThrough"].apply(x).full_tensor(), x.full_tensor().clamp(-1, 1))
