@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpishard.errors import JobError, MissingPackageError
 from mpishard.planning.predict import Plan
@@ -48,5 +47,5 @@ def draw(plans: Sequence[Plan], path: str) -> None:
             "--plot",
             expected="a file that can be written, .png, .pdf or .svg",
             got=error,
-            fix=f"not {Path(path).name}",
+            fix="make its folder, or end its name in .png, .pdf or .svg",
         ) from None
