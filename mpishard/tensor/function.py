@@ -109,7 +109,7 @@ class _Node(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = (_backward_once if _is_once(ctx.call.function.backward) else _backward)(ctx, *grads)
+        found: tuple[Any, ...] = (_backward_once if _is_once(_vjp_of(ctx.call.function)) else _backward)(ctx, *grads)
         return found
 
     @staticmethod
@@ -119,11 +119,16 @@ class _Node(Function):
         return tuple(map(_tangent, found if isinstance(found, tuple) else (found,), call.out))
 
 
+def _vjp_of(function: Any) -> Any:
+    """Return its backward, by either of the names that torch has for it. Not collective."""
+    return function.backward if function.vjp is Function.vjp else function.vjp
+
+
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     call, context = ctx.call, ctx.call.context
     context._unpack = lambda: tuple(map(_whole, ctx.saved_tensors, call.saved))
     try:
-        found = call.function.backward(
+        found = _vjp_of(call.function)(
             context, *(g if k is None or g is None else global_cotangent(g, *k) for g, k in zip(grads, call.out))
         )
     finally:

@@ -104,7 +104,7 @@ class Reversed(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
+    def vjp(ctx, g):  # torch's other name for backward
         return -g
 
 
