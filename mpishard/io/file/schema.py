@@ -240,17 +240,16 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
 
 
 def _along(file: Any, scale: Any) -> dict[str, Any]:
-    """Return the datasets whose first dim has a scale and can grow."""
-    h5py = import_h5py()
-    h5ds, along = h5py.h5ds, {}
-
-    def visit(name: str, node: Any) -> None:
-        if not isinstance(node, h5py.Dataset) or not node.maxshape or node.maxshape[0] is not None:
-            return
-        if not h5ds.is_scale(node.id) and h5ds.is_attached(node.id, scale.id, 0):
-            along[name] = node
-
-    file.visititems(visit)
+    """Return the datasets whose first dim has a scale and can grow: the scale lists them, and no other is opened."""
+    along = {}
+    for reference, dim in scale.attrs.get("REFERENCE_LIST", ()):
+        try:
+            node = file[reference]
+            grows = dim == 0 and bool(node.maxshape) and node.maxshape[0] is None
+        except Exception:  # noqa: BLE001 (of one that is gone, or no dataset, h5py raises anything)
+            continue
+        if grows and node.name is not None:
+            along[node.name.lstrip("/")] = node
     return along
 
 
