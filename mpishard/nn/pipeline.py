@@ -20,6 +20,7 @@ from mpishard.comm.tag import hashed
 from mpishard.errors import LayoutError, MpishardError
 from mpishard.layout import Layout, layout_of
 from mpishard.nn.module import distribute_module
+from mpishard.tensor.function import block_of
 from mpishard.tensor.gradient import autograd_backward
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -255,7 +256,7 @@ class Pipeline(nn.Module):
         comm = self._group.comm
         with guard.waiting("Pipeline", [self.index + 1], comm):
             comm.send(forms, self.index + 1, hashed("Pipeline forms"))
-        return self._exchanged(+1, [_block(y).detach() for y in outputs or ()], receive or ())
+        return self._exchanged(+1, [block_of(y).detach() for y in outputs or ()], receive or ())
 
     def _taken(self, part: Any, cotangents: Sequence[Tensor] = (), receive: bool = True) -> _Inputs:
         """Return the inputs of a forward, from the batch or the stage before, which gets ``cotangents``."""
@@ -353,10 +354,6 @@ def _tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-def _block(x: Tensor) -> Tensor:
-    return x.block if isinstance(x, ShardTensor) else x
-
-
 def _dtype(x: Any) -> torch.dtype:
     return x.dtype  # type: ignore[no-any-return]
 
@@ -368,7 +365,7 @@ def _form_of(x: Tensor) -> _Form:
 
 def _local_shape(x: Any, mesh: CartMesh | None) -> tuple[int, ...]:
     if isinstance(x, Tensor):
-        return tuple(_block(x).shape)
+        return tuple(block_of(x).shape)
     return x.shape if x.layout is None else x.layout.local_shape(mesh.coords)  # type: ignore[no-any-return, union-attr]
 
 
@@ -377,7 +374,7 @@ def _as(y: Tensor, g: Tensor | None) -> Tensor | None:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    block = _block(x)
+    block = block_of(x)
     return torch.zeros_like(block) if block.grad is None else block.grad
 
 

@@ -19,6 +19,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
 from mpishard.tensor.convert import distribute_tensor
+from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # their forward reads parameters of modules inside, which are not called
@@ -161,8 +162,7 @@ class _Layer:
 
 def _blocks(values: Any) -> list[Tensor]:
     """Return the tensors in what a module takes or returns, of ShardTensors this rank's blocks."""
-    each = (x.block if isinstance(x, ShardTensor) else x for x in tree_leaves(values))
-    return [x for x in each if isinstance(x, Tensor)]
+    return [x for x in map(block_of, tree_leaves(values)) if isinstance(x, Tensor)]
 
 
 def _list_anew(module: nn.Module) -> None:

@@ -34,21 +34,24 @@ def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     -----
     Adjoint: its ``backward``. What it returns for a plain argument is summed over the ranks where it is a ShardTensor.
     """
-    call = _Call(function, [_kind(x) for x in args])
-    found = _Node.apply(call, *map(_block, args), **kwargs)  # torch refuses those
-    out = tuple(map(_whole, found, call.out))
+    call = _Call(function, [kind_of(x) for x in args])
+    found = _Node.apply(call, *map(block_of, args), **kwargs)  # torch refuses those
+    out = tuple(map(as_it_was, found, call.out))
     return out if call.several else out[0]
 
 
-def _kind(x: Any) -> Kind:
+def kind_of(x: Any) -> Kind:
+    """Return what makes a ShardTensor of its block again. Not collective."""
     return (x.sharding, x.mesh) if isinstance(x, ShardTensor) else None
 
 
-def _block(x: Any) -> Any:
+def block_of(x: Any) -> Any:
+    """Return the block of a ShardTensor, and anything else as it is. Not collective."""
     return x.block if isinstance(x, ShardTensor) else x
 
 
-def _whole(block: Any, kind: Kind) -> Any:
+def as_it_was(block: Any, kind: Kind) -> Any:
+    """Return the ShardTensor of a block, and anything else as it is. Not collective."""
     return block if kind is None or block is None else wrap(block, *kind)
 
 
@@ -97,15 +100,15 @@ class _Node(Function):
     def forward(ctx: Any, call: _Call, *blocks: Any) -> tuple[Any, ...]:
         context = call.context
         context.needs_input_grad = ctx.needs_input_grad[1:]
-        results = call.forward(list(map(_whole, blocks, call.given)))
-        call.out = list(map(_kind, results))
+        results = call.forward(list(map(as_it_was, blocks, call.given)))
+        call.out = list(map(kind_of, results))
         kept = getattr(context, "to_save", None) or ()
-        call.saved = list(map(_kind, kept))
-        ctx.save_for_backward(*map(_block, kept))
+        call.saved = list(map(kind_of, kept))
+        ctx.save_for_backward(*map(block_of, kept))
         context.to_save = ()
-        ctx.mark_non_differentiable(*map(_block, getattr(context, "non_differentiable", ())))
+        ctx.mark_non_differentiable(*map(block_of, getattr(context, "non_differentiable", ())))
         ctx.call = call
-        return tuple(map(_block, results))
+        return tuple(map(block_of, results))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -115,7 +118,7 @@ class _Node(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         call = ctx.call
-        found = call.function.jvp(call.context, *map(_whole, tangents[1:], call.given))
+        found = call.function.jvp(call.context, *map(as_it_was, tangents[1:], call.given))
         return tuple(map(_tangent, found if isinstance(found, tuple) else (found,), call.out))
 
 
@@ -126,7 +129,7 @@ def _vjp_of(function: Any) -> Any:
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     call, context = ctx.call, ctx.call.context
-    context._unpack = lambda: tuple(map(_whole, ctx.saved_tensors, call.saved))
+    context._unpack = lambda: tuple(map(as_it_was, ctx.saved_tensors, call.saved))
     try:
         found = _vjp_of(call.function)(
             context, *(g if k is None or g is None else global_cotangent(g, *k) for g, k in zip(grads, call.out))

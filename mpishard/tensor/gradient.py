@@ -19,11 +19,11 @@ from mpishard.autograd.batch import batch_refused, refuse_batched
 from mpishard.autograd.bucket import bucketed, finish_withheld
 from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
-from mpishard.tensor.function import apply_function
+from mpishard.tensor.function import apply_function, as_it_was, block_of, kind_of
 from mpishard.tensor.hook import apply_backward_hook, local_cotangent
 from mpishard.tensor.registry import implements
 from mpishard.tensor.resident import notice_writes
-from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, end_of_graph, global_cotangent, root_of
 
 
 def _end(x: Any) -> Any:
@@ -32,10 +32,6 @@ def _end(x: Any) -> Any:
     It may have no value yet.
     """
     return end_of_graph(x) if isinstance(x, ShardTensor) else x
-
-
-def _block(x: Any) -> Any:
-    return x.block if isinstance(x, ShardTensor) else x
 
 
 def _output_gradient(x: Any, local: Any, g: Any) -> Any:
@@ -202,11 +198,11 @@ _SAVING = "torch.utils.checkpoint._NoopSaveInputs"
 
 def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
     """Keep blocks, and give them back as the ShardTensors that they were. Not collective."""
-    saver = apply(*map(_block, args))
-    node, kinds = saver.grad_fn, [(x.sharding, x.mesh) if isinstance(x, ShardTensor) else None for x in args[1:]]
+    saver = apply(*map(block_of, args))
+    node, kinds = saver.grad_fn, list(map(kind_of, args[1:]))
     if node is not None:
         kept = node.get_args
-        node.get_args = lambda saved: [x if k is None else wrap(x, *k) for x, k in zip(kept(saved), kinds)]
+        node.get_args = lambda saved: list(map(as_it_was, kept(saved), kinds))
     return saver
 
 
@@ -215,21 +211,21 @@ def _checkpointed(apply: Any, function: Callable[..., Any], keeps_random_state: 
 
     Collective as the function is; in backward, too, as its backward is.
     """
-    kinds = [(x.sharding, x.mesh) if isinstance(x, ShardTensor) else None for x in args]
+    kinds = list(map(kind_of, args))
     found: list[Any] = []
     _refuse_nested(args)
 
     def on_blocks(*locals_: Any) -> Any:
-        results = function(*[x if k is None else wrap(x, *k) for x, k in zip(locals_, kinds)])
+        results = function(*map(as_it_was, locals_, kinds))
         parts = results if isinstance(results, tuple) else (results,)
         _refuse_nested(parts)
-        found[:] = [(y.sharding, y.mesh) if isinstance(y, ShardTensor) else None for y in parts]
-        blocks = tuple(map(_block, parts))
+        found[:] = map(kind_of, parts)
+        blocks = tuple(map(block_of, parts))
         return blocks if isinstance(results, tuple) else blocks[0]
 
-    results = apply(on_blocks, keeps_random_state, *map(_block, args))
+    results = apply(on_blocks, keeps_random_state, *map(block_of, args))
     parts = results if isinstance(results, tuple) else (results,)
-    out = tuple(y if k is None else wrap(y, *k) for y, k in zip(parts, found))
+    out = tuple(map(as_it_was, parts, found))
     return out if isinstance(results, tuple) else out[0]
 
 

@@ -111,9 +111,9 @@ def begin(folder: Path, step: int, stages: Stages) -> str:
         for left in [*folder.glob(".step_*"), *folder.glob(f".{LATEST}.*")]:
             if left.name not in _begun:
                 _remove(left)
-        _begun.add(name)
         for path in (folder / name, *stages.folders(folder / name)):
             path.mkdir()
+        _begun.add(name)
     except FileError:
         raise
     except OSError as e:

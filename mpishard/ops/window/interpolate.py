@@ -365,8 +365,12 @@ class _Every:
         """Return the first cell that blocks of output cells read, and the one after the last: none falls."""
 
         def window(i: int) -> tuple[int, int]:
-            index = self.taps(*cells[i]).index
-            return int(index.min()), int(index.max()) + 1
+            a, b = cells[i]
+            if not self.support:
+                return int(self.answer[0, a]), int(self.answer[0, b - 1]) + 1
+            # all that may count, not what does: a weight of zero at one cell would let the next one's window fall
+            first, last = (int(self._centres(j, j + 1).floor()) for j in (a, b - 1))
+            return max(first - self.support, 0), min(last + self.support + 2, self.n)
 
         return Each(len(cells), window)
 

@@ -48,6 +48,25 @@ def test_every_mode_equals_torch(ndim):
                 )
 
 
+def ratios():
+    for n, corners in itertools.product((2, 3, 4, 5, 6), (False, True)):
+        yield n, {"scale_factor": 1.5, "align_corners": corners}
+        yield n, {"size": 2 * n - 1, "align_corners": corners}
+        yield n, {"size": max(1, n - 1), "align_corners": corners}
+
+
+@pytest.mark.parametrize("mode", ["linear", "bicubic"])
+def test_cells_whose_weight_is_zero(mode):
+    """An output cell on a cell reads that one alone, the next one cells before it: the ranks' messages still pair."""
+    for n, how in ratios():
+        full = torch.arange(3.0 * n).reshape(1, 3, n).sin() if mode == "linear" else torch.eye(n)[None, None] + 1
+        expected = F.interpolate(full, mode=mode, **how)
+        for mesh, placements, sizes in layouts(full.shape, (2,)):
+            x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
+            got = F.interpolate(x, mode=mode, **how).full_tensor()
+            torch.testing.assert_close(got, expected, msg=lambda m: f"{n} {how} {sizes}: {m}")
+
+
 def test_area_is_adaptive_pooling():
     full = full_of(2)
     for mesh, placements, sizes in layouts(full.shape, (2, 3)):
