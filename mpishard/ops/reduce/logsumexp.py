@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, in_parts, reduced, wide_of
+from mpishard.autograd.linear import differentiated, in_transform, node_of
+from mpishard.autograd.use import use
+from mpishard.comm.mesh import CartMesh
+from mpishard.ops.rule.reduction import HALVES, Reduced, combined, dim_and_keepdim, reduced, wide_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,8 +29,41 @@ def log_of_sum(x: ShardTensor, dim: Any, keepdim: bool) -> ShardTensor:
     plan = reduced(x.sharding, dim, keepdim)
     if not plan.over:
         return wrap(torch.logsumexp(x.block, plan.dims, keepdim), plan.out, x.mesh)
-    y = in_parts(wrap(wide_of(x.block), x.sharding, x.mesh), plan, keepdim, _log_of_block, torch.logsumexp)
+    cells = wide_of(x.block)
+    # in a transform, and in forward mode, it is composed of the ranks' own
+    function = _node if differentiated(cells) and not in_transform() else _log_over_ranks
+    y = function(cells, x.mesh, plan, keepdim)
     return wrap(y.to(x.block.dtype) if x.block.dtype in HALVES else y, plan.out, x.mesh)
+
+
+def _log_over_ranks(cells: Tensor, mesh: CartMesh, plan: Reduced, keepdim: bool) -> Tensor:
+    own = _log_of_block(cells, plan.dims, keepdim)
+    return combined(
+        own, mesh, plan.over, lambda parts: _log_of_block(parts, (0,), False), lambda parts: parts.logsumexp(0)
+    )
+
+
+class _LogSumExp(Function):
+    """The log-sum-exp over ranks, with torch's derivative: that of the ranks' own is NaN beside an infinite cell."""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, mesh: CartMesh, plan: Reduced, keepdim: bool) -> Tensor:
+        """Reduce, and gather the ranks' own. Collective over ``plan.over``."""
+        y = _log_over_ranks(cells, mesh, plan, keepdim)
+        ctx.save_for_backward(cells, y)
+        ctx.mesh, ctx.plan = mesh, plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the softmax times the cotangent. Not collective; its own backward is, over ``plan.over``."""
+        cells, y = ctx.saved_tensors
+        shape = [1 if d in ctx.plan.dims else n for d, n in enumerate(cells.shape)]
+        y, g = (use(t.reshape(shape), ctx.mesh, ctx.plan.over) for t in (y, grads[0]))
+        return g * (cells - y).exp().conj(), None, None, None
+
+
+_node = node_of(_LogSumExp)
 
 
 def _log_of_block(t: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

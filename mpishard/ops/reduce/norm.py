@@ -49,7 +49,7 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
             return t.abs().sum(dims, keep) + math.inf
         return torch.linalg.vector_norm(t, p, dims, keep)
 
-    return wrap(in_parts(x, plan, keepdim, part, part).to(result), plan.out, x.mesh)
+    return wrap(in_parts(x, plan, keepdim, part).to(result), plan.out, x.mesh)
 
 
 def _differentiable_norm(x: ShardTensor, p: float, plan: Reduced, keepdim: bool) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpishard.autograd.linear import differentiated
 from mpishard.ops.rule.reduction import HALVES, combined, dim_and_keepdim, reduced
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -21,6 +23,11 @@ def _product(local: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: Any = N
     return local
 
 
+def _product_of_parts(parts: Tensor) -> Tensor:
+    """Return the product along dim 0, whose derivative divides by none: a part may be infinite."""
+    return reduce(torch.mul, parts.unbind())
+
+
 @implements(torch.prod, torch.Tensor.prod, sharded="reduction")
 def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Multiply over one dim, or all. Collective where a reduced dim is sharded."""
@@ -32,5 +39,6 @@ def prod(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Sh
     result = torch.prod(local.new_ones(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
     own = _product(local, plan.dims, keepdim, wide)
-    product = combined(own, x.mesh, plan.over, lambda parts: torch.prod(parts, 0, dtype=wide))
+    combine = _product_of_parts if differentiated(own) else partial(torch.prod, dim=0)
+    product = combined(own, x.mesh, plan.over, combine)
     return wrap(product.to(result), plan.out, x.mesh)

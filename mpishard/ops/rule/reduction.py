@@ -193,12 +193,9 @@ def wide_of(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALVES else x
 
 
-def in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local, combine: Local) -> Tensor:
-    """Reduce the block, gather the ranks' parts as dim 0 of a small tensor, and reduce that.
+def in_parts(x: ShardTensor, plan: Reduced, keepdim: bool, part: Local) -> Tensor:
+    """Reduce the block, gather the ranks' parts as dim 0 of a small tensor, and reduce that in the same way.
 
-    Collective over ``plan.over``. Parts of parts are reduced as blocks are; in the end, ``combine`` is.
+    Collective over ``plan.over``.
     """
-    own = part(x.block, plan.dims, keepdim)
-    return combined(
-        own, x.mesh, plan.over, lambda parts: part(parts, (0,), False), lambda parts: combine(parts, (0,), False)
-    )
+    return combined(part(x.block, plan.dims, keepdim), x.mesh, plan.over, lambda parts: part(parts, (0,), False))

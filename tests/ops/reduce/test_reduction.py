@@ -407,6 +407,19 @@ def test_logsumexp_where_a_block_is_masked():
     torch.testing.assert_close(gathered(s.grad), t.grad, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["logsumexp", "prod"])
+@pytest.mark.parametrize("infinite", [INF, -INF])
+def test_derivatives_beside_an_infinite_cell(name, infinite):
+    """NaN at the cell alone, as in torch, and not at its neighbours of the block."""
+    full = values(6, 3)
+    full[1, 0] = full[3, 2] = infinite
+    for mesh, placements, sizes in few(full.shape, (0,), 2):
+        s, t = shard(full, mesh, placements, sizes, requires_grad=True), full.clone().requires_grad_()
+        for x in (s, t):
+            getattr(x, name)(0).sum().backward()
+        torch.testing.assert_close(gathered(s.grad), t.grad, equal_nan=True, msg=lambda m: f"{placements} {sizes}: {m}")
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.bool, torch.bfloat16])
 def test_scans_keep_torchs_dtype(dtype):
     """The same on every rank, also on the first."""
