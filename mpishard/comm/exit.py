@@ -178,17 +178,44 @@ class _child:  # noqa: N801 (one of them)
         sys.exit = recorded
 
     @classmethod
-    def at_exit(cls) -> None:
-        if os.getpid() != _PID:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
-            os._exit(cls.status & 0xFF)
+    def at_exit(cls) -> NoReturn:
+        _leave(cls.status & 0xFF)
 
 
 os.register_at_fork(after_in_child=_child.forked)
+
+_fails = False
+
+
+def fail_at_end() -> None:
+    """Have this rank's program end with a status that is not 0, though no exception ends it. Not collective.
+
+    Not where Python is but a part of a host program.
+    """
+    global _fails  # noqa: PLW0603
+    _fails = True
+
+
+def _end_program() -> None:
+    if os.getpid() != _PID:
+        _child.at_exit()
+    if not _fails or os.path.realpath(sys.executable) != os.path.realpath("/proc/self/exe"):
+        return
+    # what is still to be done after this is mpi4py's: the launcher must not take it for a crash
+    if alive():
+        MPI.Finalize()
+    _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
 # registered early, it runs late
-atexit.register(_child.at_exit)
+atexit.register(_end_program)
 
 
 def place() -> str:

@@ -50,6 +50,30 @@ def test_status_of_the_program_is_kept(job):
     assert "mpishard" not in outcome.output
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_checkpoint_that_nobody_waits_for(job, tmp_path, writes):
+    """The status tells whether it was written, after all that was asked for at the end."""
+    body = """
+import atexit, errno
+from mpishard.io.checkpoint import background
+atexit.register(note, "END")
+mesh = ms.init_mesh((-1,), ("x",))
+x = ms.distribute_tensor(torch.rand(1 << 16), mesh, (ms.Shard(0),))
+if rank == 1 and os.environ["WRITES"] == "False":
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    background._write_part = full
+ms.io.save_checkpoint(os.environ["FOLDER"], 1, tensors={"x": x}, asynchronous=True)
+"""
+    folder = tmp_path / "run"
+    outcome = job(2, body, FOLDER=os.fspath(folder), WRITES=str(writes))
+    assert len(outcome.noted("END")) == 2, outcome.output
+    # the launcher may kill the rank that ends later
+    assert (outcome.status == 0) == writes, outcome.output
+    assert ("No space left on device" in outcome.output) != writes
+    assert (folder / "latest").exists() == writes
+
+
 def test_exchange_in_flight_at_the_end(job):
     outcome = job(2, ALIVE + "h.start(field)")
     assert outcome.output == ""

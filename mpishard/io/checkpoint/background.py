@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard
+from mpishard.comm import exit, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
@@ -394,6 +394,7 @@ def _tell() -> None:
         if saving._error is not None:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"{saving._error}\n")
+            exit.fail_at_end()
 
 
 atexit.register(_tell)
