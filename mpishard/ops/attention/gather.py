@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from mpishard.autograd.linear import again, differentiated_again
 from mpishard.comm.collective import blocking
+from mpishard.ops.attention.online_softmax import dense_features
 from mpishard.ops.attention.ring import RingPlan, composed
 
 # of keys and values of all ranks; on two ranks the ring takes 1.1 times as long with 1 MB, and no longer from 8; but
@@ -60,7 +61,7 @@ class GatherAttention(Function):
         whole = blocking.all_gather(_rows(k, v), plan.mesh.group(plan.ring), 0, plan.columns.sizes)
         keys, values = _parts(whole)
         if q.numel():
-            out, log_sum = _fused(q, keys, values, 0.0, False, scale=plan.scale)
+            out, log_sum = _fused(dense_features(q), keys, values, 0.0, False, scale=plan.scale)
         else:
             out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1])
         ctx.plan = plan
@@ -75,7 +76,9 @@ class GatherAttention(Function):
         if differentiated_again():
             return None, *again(partial(composed, plan, None), (q, k, v), needs, g)
         if q.numel():
-            dq, *rest = _fused_backward(g, q, *_parts(whole), out, log_sum, 0.0, False, scale=plan.scale)
+            dq, *rest = _fused_backward(
+                g, dense_features(q), *_parts(whole), out, log_sum, 0.0, False, scale=plan.scale
+            )
         else:
             dq, rest = torch.zeros_like(q), _parts(torch.zeros_like(whole))
         # each where the kernel left it: with the sequence first, if there is one batch cell

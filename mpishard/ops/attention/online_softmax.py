@@ -112,6 +112,14 @@ def is_needed(rows: Stretches, columns: Stretches, causal: bool) -> bool:
     return any(not causal or c.start <= r.start + r.count - 1 for r in rows for c in columns)
 
 
+def dense_features(x: Tensor) -> Tensor:
+    """Return queries, keys or values as fused kernels read them. Not collective.
+
+    Features are neighbours in memory for them, whatever the strides say; torch's own function looks at these before.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class Operand(NamedTuple):
     """How a block of queries, keys or values is brought to (batch, cells, features): heads repeated, batch spread."""
 
@@ -126,8 +134,7 @@ class Operand(NamedTuple):
             x = x.repeat_interleave(self.group, -3)
         # a number, as -1 says nothing where there are no cells
         x = x.expand(*self.batch, *x.shape[-2:]).reshape(math.prod(self.batch), *x.shape[-2:])
-        # fused kernels read features as neighbours in memory, whatever the strides say
-        return x if x.stride(-1) == 1 else x.contiguous()
+        return dense_features(x)
 
     def is_shared(self, shape: Sequence[int]) -> bool:
         """Tell whether cells of a block of ``shape`` belong to several batch cells. Not collective."""

@@ -62,6 +62,26 @@ def test_sequences_of_any_lengths(method, causal, features):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_any_order_in_memory(method, order):
+    """As of queries that a convolution makes, whose features are rows: fused kernels read them as neighbours."""
+
+    def laid_out(x):
+        return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+
+    qkv = operands(features=5)
+    with ms.attention_method(method):
+        for which in (0, 1, 2, (0, 1, 2)):
+            chosen = (which,) if isinstance(which, int) else which
+
+            def f(*x, chosen=chosen):
+                return sdpa(*(laid_out(t) if i in chosen else t for i, t in enumerate(x))).mT.mT
+
+            ops = [(x, mesh_of((P,)), *own) for x, own in zip(qkv, RING)]
+            compare(f, ops, what=f"{order} {which}")
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_pair_of_layouts(method):
     options = [along(p) for p in (BATCH, HEADS, SEQUENCE, FEATURES, WHOLE)] + [(None, None)]
     with ms.attention_method(method):
