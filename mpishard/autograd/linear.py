@@ -102,6 +102,9 @@ def pair(forward: LocalMap, backward: LocalMap) -> Step:
     return a
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 class Chosen:
     """Values chosen among cells, as a linear op: ``collect`` is the derivative, given which, ``spread`` its adjoint."""
 
@@ -131,7 +134,9 @@ class Linear(Function):
     def forward(ctx: Any, op: LinearOp, x: torch.Tensor) -> torch.Tensor:
         """Run the op."""
         ctx.op = op
-        return op(x)
+        y = op(x)
+        # of what is a view when it comes from a node, torch lets nobody write into it
+        return _unsafe_view(y, y.shape) if y._is_view() and y is not x else y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:

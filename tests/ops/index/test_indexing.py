@@ -262,3 +262,29 @@ def test_an_index_that_is_sharded_as_the_rows(name, dim):
             far = index.new_full(index.shape, 7 if dim == 0 else -8)
             with pytest.raises(IndexError, match=r"out of (range|bounds)"):
                 _ = x[far] if dim == 0 else x[:, far]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x[:, PICKED].mul_(3),
+        lambda x: x.index_select(1, PICKED).relu_(),
+        lambda x: x.take(PICKED).mul_(2),
+        lambda x: x[PICKED[:2].clamp(max=4), PICKED[:2]].add_(1),
+        lambda x: x[x > 0.1].sub_(1),
+    ],
+)
+def test_what_an_index_took_can_be_written_into(write):
+    for mesh, placements, sizes in layouts(SHAPE, (0, 1)):
+        compare(write, [(field(*SHAPE), mesh, placements, sizes)], what=f"{placements} {sizes}")
+
+
+@pytest.mark.parametrize("index", [PICKED[:3], torch.tensor([True, False] * 3 + [True])])
+def test_augmented_assignment_to_what_an_index_takes(index):
+    def f(x):
+        y = x * 1
+        y[:, index] *= 3.0
+        return y
+
+    for mesh, placements, sizes in layouts(SHAPE, (0, 1)):
+        compare(f, [(field(*SHAPE), mesh, placements, sizes)], what=f"{placements} {sizes}")
