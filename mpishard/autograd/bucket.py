@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -81,6 +82,7 @@ class Buckets:
         self._deferred: _Deferred | None = None
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
+        self._withholds = is_withholding()
 
     def postpone(self, finish: Callable[[], None]) -> None:
         """Have what is under way finished later in the pass; few at a time, as each holds memory."""
@@ -125,12 +127,12 @@ class Buckets:
     def add(self, node: Any, g: Tensor) -> None:
         """Take a gradient that reaches a weight's node: this rank's share of the sum over its ``mesh_dims``."""
         deferred = self._deferred
-        if deferred is None or deferred.node is not node or held or is_withholding():
+        if deferred is None or deferred.node is not node or held or self._withholds:
             deferred, g = None, self.whole(node, g)
         self._take(node.param, node.replica, g, (node.mesh, node.mesh_dims, g.dtype), deferred)
 
     def _take(self, param: Tensor, replica: Replica, g: Tensor, key: _Key, deferred: _Deferred | None = None) -> None:
-        if is_withholding():
+        if self._withholds:
             withhold(param, key, g)
             replica.postpone(param)
             return
@@ -150,7 +152,7 @@ class Buckets:
         mesh_dims: tuple[int, ...],
     ) -> None:
         """Do what `add` does, for small gradients of one dtype."""
-        if held or is_withholding():
+        if held or self._withholds:
             for param, replica, g in zip(params, replicas, grads):
                 self._take(param, replica, g, (mesh, mesh_dims, g.dtype))
             return
@@ -191,12 +193,22 @@ class Buckets:
         bucket.parts.clear()
         return flat, mesh.group(mesh_dims), bucket
 
+    def abandon(self) -> None:
+        """Let go of all but the sums that are under way: MPI still writes into them. Not collective."""
+        self._open.clear()
+        self._suspect.clear()
+        self._postponed.clear()
+        self._early.clear()
+        self._deferred = None
+        _left[:] = [pending for pending in (*_left, *(p for p, _ in self._travelling)) if not pending.poke()]
+        self._travelling.clear()
+
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
         self.run_deferred()
         while self._postponed:
             self._postponed.popleft()()
-        if held and not is_withholding():
+        if held and not self._withholds:
             for waiting in [alive for known in list(held.values()) if (alive := known()) is not None]:
                 for key, (param, share) in waiting.taken():
                     self._put(key, (param,), (share.numel(),), share)
@@ -239,8 +251,14 @@ def finish_withheld() -> None:
 
 # until a backward pass ends: what only its graph would hold, held here as what the parameters hold would hold it
 kept: deque[object] = deque(maxlen=64)
-_active: list[Buckets] = []
-_abandoned: list[Buckets] = []
+# of the threads that differentiate, each with a mesh of its own
+_active: dict[int, list[Buckets]] = {}
+# in which torch hands them to its own threads, which compute for the one that differentiates; it is emptied, as an
+# object left in it ends the process with its thread, which torch 2.8 cannot: there, one thread differentiates at a time
+_SLOT = "mpishard.buckets"
+_empty: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+# sums of passes that failed
+_left: list[PendingReduction] = []
 
 
 @contextmanager
@@ -249,38 +267,61 @@ def bucketed() -> Iterator[None]:
 
     For a pass that accumulates into ``.grad`` of all leaves and builds no graph of its own.
     """
-    buckets = Buckets()
-    _active.append(buckets)
+    buckets, me = Buckets(), threading.get_ident()
+    mine = _active.setdefault(me, [])
+    mine.append(buckets)
+    _hand_on(buckets)
     try:
         yield
         buckets.finish()
     except BaseException:
-        # MPI still writes into the sums that are under way
-        _abandoned.append(buckets)
+        buckets.abandon()
         raise
     finally:
-        _active.remove(buckets)
+        mine.pop()
+        _hand_on(mine[-1] if mine else None)
+        if not mine:
+            del _active[me]
         kept.clear()
+
+
+def _hand_on(buckets: Buckets | None) -> None:
+    if _empty is None:
+        return
+    if buckets is None:
+        _empty(_SLOT)
+    else:
+        torch._C._stash_obj_in_tls(_SLOT, buckets)  # type: ignore[attr-defined]
 
 
 def postpone(finish: Callable[[], None]) -> bool:
     """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective."""
-    if _active:
-        _active[-1].postpone(finish)
-    return bool(_active)
+    buckets = current()
+    if buckets is not None:
+        buckets.postpone(finish)
+    return buckets is not None
 
 
 def run_deferred(*, hides_sums: bool = False) -> None:
     """Compute what `defer` has left, as nothing else is to be done, or while sums travel. Not collective."""
-    if _active:
-        _active[-1].run_deferred(hides_sums=hides_sums)
+    buckets = current()
+    if buckets is not None:
+        buckets.run_deferred(hides_sums=hides_sums)
 
 
 def is_postponing() -> bool:
     """Tell whether a backward pass goes on that adds to ``.grad`` at its end. Not collective."""
-    return bool(_active)
+    return current() is not None
 
 
 def current() -> Buckets | None:
-    """Return the buckets of such a pass, or None. Not collective."""
-    return _active[-1] if _active else None
+    """Return the buckets of such a pass of this thread, or None. Not collective."""
+    if not _active:
+        return None
+    mine = _active.get(threading.get_ident())
+    if mine is not None:
+        return mine[-1]
+    if _empty is None:
+        return next(iter(_active.values()))[-1]
+    known = torch._C._is_key_in_tls(_SLOT)  # type: ignore[attr-defined]
+    return torch._C._get_obj_in_tls(_SLOT) if known else None  # type: ignore[attr-defined,no-any-return]

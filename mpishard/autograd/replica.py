@@ -11,9 +11,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from mpi4py import MPI
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,22 @@ from mpishard.layout import Layout
 _PERIOD = 16
 
 _seen_ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class _Holders(NamedTuple):
+    """The ranks of a mesh, each of which holds a copy.
+
+    Not the mesh: ranks drop one at different times, as garbage is collected, and what they compare must not depend on
+    that. Its communicator lives until all of them have dropped it, or freed it together.
+    """
+
+    group: Group
+    outline: str
+    is_planning: bool
+
+    @property
+    def alive(self) -> bool:
+        return self.group.comm != MPI.COMM_NULL
 
 
 class Replica:
@@ -47,7 +64,7 @@ class Replica:
         Whether a norm's sums travelled as its gradient was computed, in the last pass that put that off; None before.
     """
 
-    __slots__ = ("_before", "_meshes", "_passes", "beside", "direct", "hides_sums", "name", "together")
+    __slots__ = ("_before", "_holders", "_passes", "beside", "direct", "hides_sums", "name", "together")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +72,7 @@ class Replica:
         self.hides_sums: bool | None = None
         self.together: tuple[Together, int] | None = None
         self.beside: tuple[Layout, weakref.ref[Any], int] | None = None
-        self._meshes: list[weakref.ref[CartMesh]] = []
+        self._holders: list[_Holders] = []
         self._passes = 0
         # of ``.grad``, where a bucket took a gradient in this pass
         self._before: tuple[int, ...] | None = None
@@ -79,19 +96,25 @@ class Replica:
         """
         grad = param.grad
         self._before = () if grad is None else (id(grad), grad._version)
-        return guard.DEBUG or len(self._meshes) > 1
+        return guard.DEBUG or len(self._holders) > 1
+
+    def begin(self, mesh: CartMesh) -> None:
+        """Note that the ranks of ``mesh`` hold copies from now on, and no others. Not collective."""
+        self._holders.clear()
+        self.on(mesh)
 
     def on(self, mesh: CartMesh) -> None:
         """Note that the ranks of ``mesh`` hold copies. Not collective."""
-        if self._meshes and self._meshes[-1]() is mesh:
+        known = self._holders
+        if known and known[-1].group.comm is mesh.comm:
             return
-        if all(known() is not mesh for known in self._meshes):
-            self._meshes.append(weakref.ref(mesh))
+        known[:] = [h for h in known if h.alive and h.group.comm is not mesh.comm]
+        every = mesh.group(tuple(range(mesh.ndim)))
+        known.append(_Holders(every, mesh.outline, mesh.device.type == "meta"))
 
-    def meshes(self) -> list[CartMesh]:
-        """Return the meshes whose ranks hold copies. Not collective."""
-        found = [mesh for known in self._meshes if (mesh := known()) is not None]
-        return [mesh for mesh in found if not mesh.freed and mesh.size > 1]
+    def holders(self) -> list[_Holders]:
+        """Return whose ranks hold copies. Not collective."""
+        return [h for h in self._holders if h.group.size > 1 and h.alive]
 
     def is_due(self) -> bool:
         """Count a backward pass, and tell whether its gradient is to be compared. Not collective."""
@@ -187,7 +210,7 @@ def replicate(param: Tensor, mesh: CartMesh, name: str) -> None:
         param.requires_grad_()  # torch registers no hook otherwise; one that is there stays
         param.register_post_accumulate_grad_hook(replica)
         param.requires_grad_(not frozen)
-    replica.on(mesh)
+    replica.begin(mesh)
 
 
 def note_use(replica: Replica, mesh: CartMesh) -> None:
@@ -226,21 +249,20 @@ def _compare_after_backward(replica: Replica, param: Tensor) -> None:
 def compare(due: _Due) -> None:
     """Raise where copies of parameters, or their gradients, differ between ranks.
 
-    Collective over all meshes that hold copies.
+    Collective over all ranks that hold copies.
 
     Raises
     ------
     DesyncError
         On every rank.
     """
-    meshes = list({id(mesh): mesh for replica, _ in due for mesh in replica.meshes()}.values())
+    every = list({id(h.group.comm): h for replica, _ in due for h in replica.holders()}.values())
     error: MpishardError | None = None
-    for mesh in meshes:
-        error = _found(partial(_compare_on, mesh, [d for d in due if mesh in d[0].meshes()])) or error
+    for holders in every:
+        error = _found(partial(_compare_on, holders, [d for d in due if holders in d[0].holders()])) or error
     # the ranks of one mesh may agree where those of another do not
-    for mesh in meshes:
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
-        error = _found(partial(guard.agree, comm, error, "replicated parameters"))
+    for holders in every:
+        error = _found(partial(guard.agree, holders.group.comm, error, "replicated parameters"))
     if error is not None:
         raise error
 
@@ -253,16 +275,15 @@ def _found(check: Callable[[], object]) -> MpishardError | None:
     return None
 
 
-def _compare_on(mesh: CartMesh, due: _Due) -> None:
-    group = mesh.group(tuple(range(mesh.ndim)))
+def _compare_on(holders: _Holders, due: _Due) -> None:
+    group = holders.group
     names = [replica.name for replica, _ in due]
     guard.agree(group.comm, None, f"gradients of {names}")
     with torch.no_grad():
         digests = [_digest(x) for _, param in due for x in (param, param.grad)]
-        planning = mesh.device.type == "meta"
-        own = torch.stack([d.to("meta") for d in digests] if planning else digests)
+        own = torch.stack([d.to("meta") for d in digests] if holders.is_planning else digests)
     most, least = blocking.all_reduce(torch.stack([own, -own]), group, "max")
-    if planning:
+    if holders.is_planning:
         return  # there are no values to differ
     limits = torch.finfo(torch.float64).tiny + torch.tensor(
         [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
@@ -282,7 +303,7 @@ def _compare_on(mesh: CartMesh, due: _Due) -> None:
     raise DesyncError(
         f"{what} differ between ranks: {', '.join(differ[:4])}{' and more' if len(differ) > 4 else ''} "
         f"({f'{unlike} unlike the others' if unlike else 'on many ranks'})",
-        expected=f"the same on every rank of {mesh.outline}: each holds a copy",
+        expected=f"the same on every rank of {holders.outline}: each holds a copy",
         got="; ".join(map(str, values)),
         fix="nothing sums over data that lie outside the mesh: make one ShardTensor of the whole mesh of a batch "
         "of which ranks hold parts (ShardTensor.from_local(batch, mesh, ms.Shard(0)): a mean is then over all); or "

@@ -6,6 +6,7 @@ What a pass finds waits beside the parameter's ``.grad``, as long as that lives:
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,14 @@ from mpishard.errors import UnsupportedOperationError
 
 Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
-_depth = 0
+
+class _Depth(threading.local):
+    """How many `no_sync` this thread is inside of."""
+
+    value = 0
+
+
+_depth = _Depth()
 _number = itertools.count()
 _step_hook: Any = None
 
@@ -54,7 +62,7 @@ held: dict[int, weakref.ref[Withheld]] = {}
 
 def is_withholding() -> bool:
     """Tell whether a pass is inside `no_sync`. Not collective."""
-    return _depth > 0
+    return _depth.value > 0
 
 
 @contextmanager
@@ -83,14 +91,14 @@ def no_sync() -> Iterator[None]:
     >>> loss(model(batches[-1])).backward()
     >>> optimizer.step()
     """
-    global _depth, _step_hook  # noqa: PLW0603
+    global _step_hook  # noqa: PLW0603
     if _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_refuse_step)
-    _depth += 1
+    _depth.value += 1
     try:
         yield
     finally:
-        _depth -= 1
+        _depth.value -= 1
 
 
 def withheld_of(param: Tensor) -> Withheld | None:

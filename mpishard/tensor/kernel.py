@@ -11,6 +11,7 @@ Views of an empty block are taken so that their graph goes on where they are wri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -60,7 +61,15 @@ class _Asking(TorchDispatchMode):
 
 
 _asking = _Asking()
-_is_asking = False
+
+
+class _State(threading.local):
+    """Whether this thread asks torch."""
+
+    is_asking = False
+
+
+_state = _State()
 
 
 def _require_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -157,7 +166,7 @@ def _asked(function: Any, rule: Rule) -> Rule:
 
     @wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_asking or not _is_idle((args, (*kwargs.values(),)) if kwargs else args):
+        if not _is_idle((args, (*kwargs.values(),)) if kwargs else args) or _state.is_asking:
             return rule(*args, **kwargs)
         with replayed_views():
             return idle(*args, **kwargs)
@@ -169,13 +178,12 @@ def _asked(function: Any, rule: Rule) -> Rule:
 
 
 def _asking_torch(run: Callable[[], Any]) -> Any:
-    global _is_asking  # noqa: PLW0603
-    _is_asking = True
+    _state.is_asking = True
     try:
         with _asking:
             return run()
     finally:
-        _is_asking = False
+        _state.is_asking = False
 
 
 def _kind(a: Any) -> Any:
@@ -200,7 +208,7 @@ def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
 
     def ask(_node: Any, _gradients: Any) -> None:
         _backwards.add(key)
-        if not _is_asking:
+        if not _state.is_asking:
             # the node itself runs so, once, as a checkpoint wants it; torch forgets the mode after it
             torch._C._push_on_torch_dispatch_stack(asking)
 

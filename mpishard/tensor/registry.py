@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -44,23 +45,30 @@ _OF_ATEN = (
     torch._C._fft,  # type: ignore[attr-defined]
     torch._C._special,  # type: ignore[attr-defined]
 )
-_depth = 0
+
+
+class _Depth(threading.local):
+    """How many rules of the user's this thread is inside of."""
+
+    value = 0
+
+
+_depth = _Depth()
 
 
 def in_rule() -> bool:
     """Tell whether a rule of the user's runs. Not collective."""
-    return _depth > 0
+    return _depth.value > 0
 
 
 def _of_user(rule: R) -> R:
     @functools.wraps(rule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        global _depth  # noqa: PLW0603
-        _depth += 1
+        _depth.value += 1
         try:
             return rule(*args, **kwargs)
         finally:
-            _depth -= 1
+            _depth.value -= 1
 
     return run  # type: ignore[return-value]
 

@@ -84,6 +84,8 @@ class ResidentHalo:
         foreign: bool = False,
     ) -> None:
         self.foreign = foreign
+        if foreign:
+            _simulations.add(mesh)
         self.mesh, self.widths, self.sizes, self.strides = mesh, widths, sizes, strides
         self.order, self.writable, self.name, self.quiet = order, writable, name, False
         self.key = tuple(sorted(widths.items()))
@@ -231,23 +233,22 @@ class ResidentHalo:
             self._sampled = _Sample(local)
         return self._sampled
 
-    @property
-    def watched(self) -> bool:
-        """Whether there is something to look at when a backward begins. Not collective."""
-        return self._seen is not None
-
 
 _watched: weakref.WeakSet[ResidentHalo] = weakref.WeakSet()
+# those that host programs have arrays on
+_simulations: weakref.WeakSet[CartMesh] = weakref.WeakSet()
 
 
 def notice_writes(mesh: CartMesh) -> None:
     """Let autograd notice, on all ranks, what a host program has written since a field was used.
 
-    Collective where fields of the mesh were used under autograd. Called when a backward begins: for what is found
-    changed, it raises.
+    Collective where a host program has arrays on the mesh: what of them a rank has looked at, or keeps, is its own
+    affair. Called when a backward begins: for what is found changed, it raises.
     """
-    mine = [halo for halo in _watched if halo.mesh is mesh and halo.watched]
-    if mine and not on_all(mesh, not any(halo.written() for halo in mine), "backward"):
+    if mesh not in _simulations:
+        return
+    mine = [halo for halo in _watched if halo.mesh is mesh]
+    if not on_all(mesh, not any(halo.written() for halo in mine), "backward"):
         for halo in mine:
             halo.overwritten()
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -214,3 +218,56 @@ def test_a_copy_is_a_model_of_its_own():
     mesh = ms.init_mesh((-1,))
     model = copy.deepcopy(ms.distribute_module(Net(), mesh))
     loss_of(model(batches(1, seed=WORLD.rank)[0])).backward()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_mesh_that_one_rank_has_collected():
+    """Which ranks compare does not depend on when they collect garbage."""
+    gc.disable()
+    try:
+        model = Net()
+
+        def train(mesh, passes):
+            ms.distribute_module(model, mesh)
+            for x in batches(passes):
+                loss_of(model(shard(x, mesh))).backward()
+
+        mesh = ms.init_mesh((-1,), ("y",))
+        cycle = [mesh]
+        cycle.append(cycle)
+        train(mesh, 3)
+        del mesh, cycle
+        mesh = ms.init_mesh((-1,), ("rows",))
+        train(mesh, 2)
+        if WORLD.rank == 1:
+            gc.collect()
+        train(mesh, 7)
+    finally:
+        gc.enable()
+
+
+def test_threads_with_a_mesh_each():
+    """Gradients of one thread's pass do not go into another's."""
+    meshes = [ms.init_mesh((1,), comm=MPI.COMM_SELF) for _ in range(2)]
+    models = [ms.distribute_module(Net(), mesh) for mesh in meshes]
+    data = [shard(batches(1, seed=i)[0], mesh) for i, mesh in enumerate(meshes)]
+    together = threading.Barrier(2)
+
+    def gradients(i, meet):
+        models[i].zero_grad()
+        y = models[i](data[i])
+        y.register_hook(lambda _: (meet(), None)[1])
+        loss_of(y).backward()
+        return [None if p.grad is None else p.grad.clone() for p in models[i].parameters()]
+
+    alone = [gradients(i, lambda: None) for i in range(2)]
+    for mesh in meshes:
+        mesh.free()
+    meshes[:] = [ms.init_mesh((1,), comm=MPI.COMM_SELF) for _ in range(2)]
+    models[:] = [ms.distribute_module(Net(), mesh) for mesh in meshes]
+    data[:] = [shard(batches(1, seed=i)[0], mesh) for i, mesh in enumerate(meshes)]
+    with ThreadPoolExecutor(2) as pool:
+        # a mesh belongs to the thread that uses it first
+        for found in zip(*(pool.map(lambda i: [gradients(i, together.wait) for _ in range(5)], range(2)))):
+            for got, expected in zip(found, alone):
+                torch.testing.assert_close(got, expected)
