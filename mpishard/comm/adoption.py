@@ -16,6 +16,7 @@ from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names
 from mpishard.comm.mesh_device import as_device
+from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
 
 Periodic = bool | Sequence[bool] | None
@@ -86,7 +87,7 @@ def adopted_mesh(
     except (TypeError, ValueError, RuntimeError) as e:
         error = MeshError("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
     try:
-        guard.agree(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
+        first_agreement(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")
         with guard.waiting("adopt", (), own):
             placed = MPI.Intracomm(own.Split(0, place))
     finally:

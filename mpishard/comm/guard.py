@@ -27,6 +27,7 @@ from mpishard.errors import DesyncError, MpishardError, ranges_of, ranks_text
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
+Pair = tuple[int, int]
 
 
 def _timeout_s() -> float:
@@ -65,8 +66,8 @@ _MARK = extreme_mark(0x6D707368)
 
 
 def agree(
-    comm: MPI.Intracomm, error: BaseException | None, signature: str = "", numbers: tuple[int, int] = (0, 0)
-) -> tuple[int, int]:
+    comm: MPI.Intracomm, error: BaseException | None, signature: str = "", numbers: Pair = (0, 0), first: bool = False
+) -> Pair:
     """Raise on every rank where any rank has an error, or where the ranks' signatures differ.
 
     Collective. One reduction of 256 bytes where all is well; else some kilobytes, whatever the number of ranks.
@@ -81,6 +82,8 @@ def agree(
         What the ranks must have in common; compared by hash.
     numbers
         What every rank is to know the largest of.
+    first
+        Whether ``MPISHARD_DEBUG`` may differ yet.
 
     Returns
     -------
@@ -100,7 +103,7 @@ def agree(
         return numbers
     # named for what is agreed on: where a rank never comes, this is all that is known of it
     op = f"agreement on {signature[:60]}" if signature else "agreement"
-    return _agree(comm, error, "agree", signature, op, numbers)
+    return _agree(comm, error, "agree", signature, op, numbers, DEBUG and not first)
 
 
 def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtype: object = None) -> None:
@@ -133,7 +136,7 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
     if inside is not None:
         call += f", in {inside()}"
     # a rank that is in `agree` instead sends the same
-    _agree(comm, None, "check", call, call)
+    _agree(comm, None, "check", call, call, (0, 0), DEBUG)
 
 
 # what the user has called, where calls are compared: rules communicate for it
@@ -167,13 +170,8 @@ def _calls(comm: MPI.Comm) -> list[int]:
 
 
 def _agree(
-    comm: MPI.Intracomm,
-    error: BaseException | None,
-    kind: str,
-    text: str,
-    op: str,
-    numbers: tuple[int, int] = (0, 0),
-) -> tuple[int, int]:
+    comm: MPI.Intracomm, error: BaseException | None, kind: str, text: str, op: str, numbers: Pair, debug: bool
+) -> Pair:
     """Return the largest of the ranks' numbers, or raise where one has failed or has another kind of call or text."""
     digest = disagreement.digest_of(f"{kind}|{text}")
     size = comm.Get_size()
@@ -182,7 +180,7 @@ def _agree(
     mine[:5], mine[-2:] = (first, digest, -digest, *numbers), _MARK
     most = np.empty_like(mine)
     with waiting(op, (), comm):
-        if DEBUG:
+        if debug:
             _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
         else:
             comm.Allreduce(mine, most, MPI.MAX)

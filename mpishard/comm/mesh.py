@@ -18,6 +18,7 @@ from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
 from mpishard.comm.mesh_device import as_device, local_device, local_rank
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
+from mpishard.comm.setting import first_agreement
 from mpishard.comm.tag import Label
 from mpishard.errors import MeshError, MpishardError
 from mpishard.layout.partition import rank_of
@@ -421,7 +422,7 @@ def init_mesh(
     Raises
     ------
     MeshError
-        The shape does not fit the number of ranks.
+        The shape does not fit the number of ranks, or these differ in ``MPISHARD_DEBUG`` or ``MPISHARD_DETERMINISTIC``.
 
     Examples
     --------
@@ -445,7 +446,7 @@ def init_mesh(
         wanted = as_device(device)
     except MpishardError as e:
         error = e
-    guard.agree(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
+    first_agreement(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
     return made(
         "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
@@ -462,7 +463,7 @@ def _agreed_arguments(
     except MpishardError as e:
         error = e
     try:
-        guard.agree(cart, error, f"from_comm{names}")
+        first_agreement(cart, error, f"from_comm{names}")
     except MpishardError:
         cart.Free()
         raise

@@ -14,7 +14,6 @@ reduction of a dtype that has none raises `UnsupportedDtypeError`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -25,10 +24,9 @@ from mpishard.comm.memory.buffer import dense, is_dense, pack
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.send_recv import send_recv
+from mpishard.comm.setting import DETERMINISTIC
 from mpishard.comm.transport.choice import transport_of
 from mpishard.layout import runs_of, scaled, sole, total
-
-DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
 _WHOLE_NBYTES = 1 << 12  # ordered sums of no more than this travel whole
 

@@ -17,6 +17,7 @@ from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.patience import Circle, Wait
 from mpishard.comm.coupling.wire import Entry, Roll
 from mpishard.comm.exit import require_mpi
+from mpishard.comm.setting import first_agreement
 from mpishard.errors import MpishardError, PeerError, described, ranges_of, ranks_text
 
 # a rank gives up after those below it in the tree, and before those above
@@ -71,7 +72,7 @@ def meet(name: object, timeout_s: float) -> Meeting:
     PeerError
         Ranks did not come; or two programs have one name.
     MpishardError
-        A name is none.
+        A name is none, or ranks of this program differ in variables that change their messages.
     """
     global _attempts  # noqa: PLW0603
     require_mpi("join")
@@ -98,6 +99,8 @@ def meet(name: object, timeout_s: float) -> Meeting:
     for own in (comm, private, *(far.comm for far in others.values())):
         own.Set_errhandler(MPI.ERRORS_RETURN)
     assert size == sum(e.ranks for e in entries)
+    # of one program: others may have other variables
+    first_agreement(private, None, "join")
     return Meeting({e.name: e.ranks for e in entries}, comm, Circle(private, str(name)), others)
 
 

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.setting import first_agreement
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
 from mpishard.comm.torch_distributed.store import OwnStore
 from mpishard.errors import MeshError
@@ -146,6 +147,7 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
                 got=f"rank {options.group_rank} of {options.group_size}",
                 fix="start it with mpishard.process_group(mesh or communicator)",
             )
+        first_agreement(comm, None, "process_group")
         return MPIProcessGroup(comm)
     world = _ours(dist.group.WORLD)
     whole = world.comm

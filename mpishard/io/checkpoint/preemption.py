@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.setting import first_agreement
 from mpishard.errors import MpishardError
 
 REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -77,7 +77,7 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
                 fix="enter it in the main thread",
             )
         try:
-            guard.agree(self._group.comm, error)
+            first_agreement(self._group.comm, error)
         except MpishardError:
             self.__exit__()
             raise
