@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +233,8 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
         It is not.
     """
     h5py = import_h5py()
+    # of a whole checkpoint: looked for once, not for every tensor
+    absent = cache(lambda folder, plan: plan.absent(partial / folder))
     with opened(partial / folder_of.TENSORS) as file:
         for name, x in tensors.items():
             dataset, nbytes = file.get(name), math.prod(x.shape) * x.dtype.itemsize
@@ -239,11 +242,12 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
                 raise folder_of.damaged(partial, f"no dataset {name!r} of shape {tuple(x.shape)} right after writing")
             known = parts_of(dataset, partial / folder_of.TENSORS)
             if known is not None:
-                if absent := known[0].absent(partial):
-                    raise folder_of.damaged(partial, f"{name!r} without its part {absent!r} right after writing")
+                parts = known[0]
+                if missing := parts.among(absent(parts.folder, parts.plan)):
+                    raise folder_of.damaged(partial, f"{name!r} without its part {missing!r} right after writing")
             elif dataset.is_virtual:
-                missing = [s.file_name for s in dataset.virtual_sources() if not (partial / s.file_name).exists()]
-                if missing:
-                    raise folder_of.damaged(partial, f"{name!r} without its part {missing[0]!r} right after writing")
+                sources = (s.file_name for s in dataset.virtual_sources())
+                if missing := next((at for at in sources if not (partial / at).exists()), None):
+                    raise folder_of.damaged(partial, f"{name!r} without its part {missing!r} right after writing")
             elif dataset.id.get_storage_size() < nbytes:
                 raise folder_of.damaged(partial, f"{name!r} is not complete right after writing")

@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,15 @@ class Plan(NamedTuple):
         """Return the folders in the folder of all. Not collective."""
         firsts = range(0, self.size, self.per_file * self.per_folder)
         return sorted({os.path.dirname(self.name(r)) for r in firsts} - {""})
+
+    def ranks(self, file: int) -> range:
+        """Return the ranks of a file, by its number. Not collective."""
+        return range(file * self.per_file, min((file + 1) * self.per_file, self.size))
+
+    def absent(self, folder: Path) -> set[int]:
+        """Return the numbers of the files that are not in the folder of all. Not collective."""
+        files = range(-(-self.size // self.per_file))
+        return {file for file in files if not (folder / self.name(file * self.per_file)).exists()}
 
     def turn(self, rank: int) -> int:
         """Return the number of a rank among those of its file: 0 makes it. Not collective."""
@@ -129,15 +138,18 @@ class Parts(NamedTuple):
         """Return where the file of a rank lies, relative to the file that shows the whole."""
         return os.path.join(self.folder, self.plan.name(rank))
 
-    def absent(self, folder: Path) -> str | None:
-        """Return a file of the parts that is not there, or None."""
+    def among(self, absent: Collection[int]) -> str | None:
+        """Return a file of this dataset's blocks that is one of ``absent``, as of `Plan.absent`, or None."""
         layout, plan = self.layout, self.plan
-        for first in range(0, plan.size, plan.per_file):
-            ranks = range(first, min(first + plan.per_file, plan.size))
-            used = any(writes(layout, coords_of(r, layout.mesh_shape)) for r in ranks)
-            if used and not (folder / self.path(first)).exists():
-                return self.path(first)
-        return None
+        if not absent:
+            return None
+        if len(absent) * plan.per_file < math.prod(self.counts):
+            ranks = (rank for file in sorted(absent) for rank in plan.ranks(file))
+            used = (rank for rank in ranks if writes(layout, coords_of(rank, layout.mesh_shape)))
+        else:
+            blocks = self.blocks([range(n) for n in self.counts])
+            used = (rank for rank, _ in blocks if rank // plan.per_file in absent)
+        return next((self.path(rank) for rank in used), None)
 
     def boxes(self) -> list[list[range]]:
         """Return the boxes of blocks that are sources together: one where there are few blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -17,7 +18,7 @@ from mpishard.errors import FileError
 from mpishard.io.checkpoint import background
 from mpishard.io.file import parts as parts_module
 from mpishard.io.file.open import check_sources, opened
-from mpishard.io.file.parts import Parts, Plan, narrowed, show, show_boxes, tell
+from mpishard.io.file.parts import Parts, Plan, narrowed, show, show_boxes, tell, writes
 from mpishard.layout import Replicate, Shard, layout_of
 from tests.io.files import block, on_root, sharded, values
 
@@ -122,6 +123,41 @@ def test_blocks_of_a_box_are_all_that_meet_it(seed):
         assert sorted(parts.touched(box)) == expected
         grids = [cell for ranges in parts.boxes() for cell in itertools.product(*ranges)]
         assert sorted(grids) == list(itertools.product(*map(range, parts.counts)))
+
+
+def test_the_files_of_blocks_are_those_of_ranks_that_write(seed, tmp_path):
+    rng = random.Random(seed)
+    for case in range(100):
+        layout = drawn(rng)
+        ranks = list(enumerate(itertools.product(*map(range, layout.mesh_shape))))
+        plan = Plan(len(ranks), rng.randint(1, 3), rng.randint(1, 3))
+        parts = Parts(layout, f"{case}", plan)
+        used = sorted({rank // plan.per_file for rank, coords in ranks if writes(layout, coords)})
+        for file in used:
+            at = tmp_path / parts.path(file * plan.per_file)
+            at.parent.mkdir(parents=True, exist_ok=True)
+            at.touch()
+        absent = plan.absent(tmp_path / parts.folder)
+        assert sorted(absent | set(used)) == list(range(-(-len(ranks) // plan.per_file)))
+        assert not absent & set(used)
+        assert parts.among(absent) is None
+        for file in used:
+            assert parts.among(absent | {file}) == parts.path(file * plan.per_file)
+
+
+def test_a_save_looks_for_each_part_once(mesh, folder, few, monkeypatch):
+    looked = []
+    exists = Path.exists
+
+    def look(path, *args, **options):
+        looked.append(path.relative_to(folder) if path.is_relative_to(folder) else path)
+        return exists(path, *args, **options)
+
+    monkeypatch.setattr(Path, "exists", look)
+    tensors = {name: sharded(values((6, 7)), mesh) for name in "abc"}
+    ms.io.save_checkpoint(folder, 3, tensors=tensors, backend="virtual")
+    parts = [path for path in looked if path.suffix == ".h5" and "parts" in str(path.parent)]
+    assert len(parts) == len(set(parts)) == (-(-SIZE // few[0]) if WORLD.rank == 0 else 0)
 
 
 @pytest.mark.parametrize("mesh_shape", [(64, 32, 32), (256, 256), (65_536,)], ids=str)
