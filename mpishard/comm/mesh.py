@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
@@ -10,12 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import guard, thread
+from mpishard.comm import guard, mesh_argument, thread
 from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.device_mesh import DeviceMeshNames
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.lifetime import Holding, made
-from mpishard.comm.mesh_argument import checked_extents, checked_names, checked_periods, inferred, kind_of
 from mpishard.comm.mesh_device import as_device, local_device, local_rank
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.setting import first_agreement
@@ -144,22 +142,7 @@ class CartMesh(DeviceMeshNames):
         >>> mesh = ms.CartMesh.from_comm(cart.py2f(), ("y", "x"))
         """
         require_mpi("from_comm")
-        if not isinstance(comm, MPI.Comm):
-            if handle not in ("fortran", "c"):
-                raise MeshError(
-                    "from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one"
-                )
-            number = operator.index(comm)
-            adopted = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
-        else:
-            adopted = comm
-        if adopted == MPI.COMM_NULL or adopted.Get_topology() != MPI.CART or MPI.Cartcomm(adopted).Get_dim() == 0:
-            raise MeshError(
-                "from_comm: not a Cartesian communicator",
-                expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
-                got=kind_of(adopted),
-                fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
-            )
+        adopted = mesh_argument.checked_cart(comm, handle)
         cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
         names, on = _agreed_arguments(cart, mesh_dim_names, device)
         return made("from_comm", cart, lambda: cls(cart, names, on))
@@ -185,7 +168,18 @@ class CartMesh(DeviceMeshNames):
         return self._groups[tuple(range(self.ndim))].aware
 
     def group(self, mesh_dims: tuple[int, ...]) -> Group:
-        """Return the group of ranks along ``mesh_dims`` (ascending). Not collective."""
+        """Return the group of the ranks along some mesh dims that this rank lies in. Not collective.
+
+        Parameters
+        ----------
+        mesh_dims
+            Indices of mesh dims, ascending.
+
+        Returns
+        -------
+        Group
+            A communicator, this rank in it and its number of ranks.
+        """
         if self._freed or self._holding.freed:
             raise MeshError(
                 "mesh used after free()",
@@ -196,7 +190,23 @@ class CartMesh(DeviceMeshNames):
         return self._groups[mesh_dims]
 
     def mesh_dim(self, dim: int | str) -> int:
-        """Return the index of a mesh dim given by index or name. Not collective."""
+        """Return the index of a mesh dim. Not collective.
+
+        Parameters
+        ----------
+        dim
+            Its name, or its index, which may count from the end.
+
+        Returns
+        -------
+        int
+            Not negative.
+
+        Raises
+        ------
+        MeshError
+            There is no such mesh dim.
+        """
         if isinstance(dim, str):
             if dim in self.mesh_dim_names:
                 return self.mesh_dim_names.index(dim)
@@ -247,9 +257,19 @@ class CartMesh(DeviceMeshNames):
         return child
 
     def neighbour(self, dim: int | str, displacement: int) -> int | None:
-        """Return the mesh rank ``displacement`` steps along ``dim``, or None past a non-periodic edge.
+        """Return the mesh rank some steps along a mesh dim. Not collective.
 
-        Not collective.
+        Parameters
+        ----------
+        dim
+            Name or index of the mesh dim.
+        displacement
+            Steps along it; negative ones go to lower coordinates.
+
+        Returns
+        -------
+        int or None
+            None past an edge that is not periodic.
         """
         m = self.mesh_dim(dim)
         at = self.coords[m] + displacement
@@ -260,7 +280,18 @@ class CartMesh(DeviceMeshNames):
         return self.rank_at((*self.coords[:m], at, *self.coords[m + 1 :]))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the mesh rank at ``coords`` (row-major, as MPI orders Cartesian ranks). Not collective."""
+        """Return the mesh rank at some coordinates. Not collective.
+
+        Parameters
+        ----------
+        coords
+            One per mesh dim.
+
+        Returns
+        -------
+        int
+            Row-major in the coordinates, as MPI orders the ranks of a Cartesian communicator.
+        """
         return rank_of(coords, self.shape)
 
     def plan(self, key: Any, build: Callable[[], T], mesh_dims: tuple[int, ...] | None = None) -> T:
@@ -429,20 +460,13 @@ def init_mesh(
     >>> mesh = ms.init_mesh((2, -1), ("y", "x"), periodic=(False, True))
     """
     require_mpi("init_mesh")
-    comm = MPI.COMM_WORLD if comm is None else comm
-    if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
-        raise MeshError(
-            "init_mesh: not an intra-communicator",
-            expected="a communicator that this rank belongs to",
-            got=kind_of(comm),
-            fix="call init_mesh only on the ranks of the communicator",
-        )
+    comm = mesh_argument.checked_comm(comm)
     error = None
     try:
-        extents = checked_extents(mesh_shape)
-        names = checked_names(mesh_dim_names, len(extents), "init_mesh")
-        periods = checked_periods(periodic, len(extents))
-        full = inferred(extents, comm.Get_size())
+        extents = mesh_argument.checked_extents(mesh_shape)
+        names = mesh_argument.checked_names(mesh_dim_names, len(extents), "init_mesh")
+        periods = mesh_argument.checked_periods(periodic, len(extents))
+        full = mesh_argument.inferred(extents, comm.Get_size())
         wanted = as_device(device)
     except MpishardError as e:
         error = e
@@ -459,7 +483,7 @@ def _agreed_arguments(
     names: tuple[str, ...] = ()
     on: torch.device | None = None
     try:
-        names, on = checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
+        names, on = mesh_argument.checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
     except MpishardError as e:
         error = e
     try:
@@ -468,13 +492,3 @@ def _agreed_arguments(
         cart.Free()
         raise
     return names, on
-
-
-def two_meshes(one: CartMesh, other: CartMesh) -> MeshError:
-    """Return the error of operands that live on different meshes. Not collective."""
-    return MeshError(
-        "operands live on different meshes",
-        expected=f"all on {one.outline}",
-        got=f"another one: {other.outline}",
-        fix="make every tensor of an operation on the same CartMesh object",
-    )

@@ -1,4 +1,4 @@
-"""What the arguments of a mesh may be."""
+"""What the arguments of a mesh may be, and meshes of arguments."""
 
 from __future__ import annotations
 
@@ -18,6 +18,36 @@ def kind_of(comm: Any) -> str:
         return type(comm).__name__
     # not its repr, which holds an address
     return "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"{type(comm).__name__} of {comm.Get_size()} ranks"
+
+
+def checked_comm(comm: MPI.Comm | None) -> MPI.Intracomm:
+    """Return the communicator that `init_mesh` makes a mesh of. Not collective."""
+    comm = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
+        raise MeshError(
+            "init_mesh: not an intra-communicator",
+            expected="a communicator that this rank belongs to",
+            got=kind_of(comm),
+            fix="call init_mesh only on the ranks of the communicator",
+        )
+    return comm  # type: ignore[return-value]
+
+
+def checked_cart(comm: MPI.Comm | int, handle: str) -> MPI.Cartcomm:
+    """Return the communicator that `CartMesh.from_comm` adopts, which may be given by its handle. Not collective."""
+    if not isinstance(comm, MPI.Comm):
+        if handle not in ("fortran", "c"):
+            raise MeshError("from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
+        number = operator.index(comm)
+        comm = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+    if comm == MPI.COMM_NULL or comm.Get_topology() != MPI.CART or MPI.Cartcomm(comm).Get_dim() == 0:
+        raise MeshError(
+            "from_comm: not a Cartesian communicator",
+            expected="a communicator made by MPI_Cart_create (or a handle of one), of at least one dim",
+            got=kind_of(comm),
+            fix="use mpishard.init_mesh(shape, names, comm=comm), which makes the topology",
+        )
+    return comm  # type: ignore[return-value]
 
 
 def checked_extents(shape: Sequence[int] | int) -> tuple[int, ...]:
@@ -70,3 +100,13 @@ def checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[st
             fix="give one name per mesh dim",
         )
     return names
+
+
+def two_meshes(one: Any, other: Any) -> MeshError:
+    """Return the error of operands that live on different meshes. Not collective."""
+    return MeshError(
+        "operands live on different meshes",
+        expected=f"all on {one.outline}",
+        got=f"another one: {other.outline}",
+        fix="make every tensor of an operation on the same CartMesh object",
+    )

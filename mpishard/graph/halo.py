@@ -15,7 +15,8 @@ from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.mesh import CartMesh, two_meshes
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
 from mpishard.tensor.operand import moved, on_mesh

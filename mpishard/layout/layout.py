@@ -131,14 +131,40 @@ class Layout(Frozen):
         return all(type(p) is Replicate for p in self.placements)
 
     def index(self, dim: int, coords: Sequence[int]) -> int:
-        """Return the block index along tensor dim ``dim`` of the rank at ``coords``."""
+        """Return which block along a tensor dim a rank holds. Not collective.
+
+        Parameters
+        ----------
+        dim
+            Tensor dim, not negative.
+        coords
+            Coordinates of the rank, one per mesh dim.
+
+        Returns
+        -------
+        int
+            0 where no mesh dim shards it.
+        """
         i = 0
         for m in self.shard_dims.get(dim, ()):
             i = i * self.mesh_shape[m] + coords[m]
         return i
 
     def interval(self, dim: int, coords: Sequence[int]) -> tuple[int, int]:
-        """Return the half-open global interval that the rank at ``coords`` holds of ``dim``."""
+        """Return the cells that a rank holds along a tensor dim. Not collective.
+
+        Parameters
+        ----------
+        dim
+            Tensor dim.
+        coords
+            Coordinates of the rank, one per mesh dim.
+
+        Returns
+        -------
+        tuple of int
+            The first, and the one after the last, counted in the global tensor.
+        """
         sizes = self.sizes[dim]
         if sizes is None:
             return 0, self.shape[dim]
@@ -146,21 +172,67 @@ class Layout(Frozen):
         return b[i], b[i + 1]
 
     def box(self, coords: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return the interval of every dim for the rank at ``coords``."""
+        """Return the box that a rank holds. Not collective.
+
+        Parameters
+        ----------
+        coords
+            Coordinates of the rank, one per mesh dim.
+
+        Returns
+        -------
+        tuple of tuple of int
+            Per tensor dim its `interval`.
+        """
         return tuple(self.interval(d, coords) for d in range(self.ndim))
 
     def local_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the block at ``coords``."""
+        """Return the shape of the block that a rank holds. Not collective.
+
+        Parameters
+        ----------
+        coords
+            Coordinates of the rank, one per mesh dim.
+
+        Returns
+        -------
+        tuple of int
+        """
         return tuple(hi - lo for lo, hi in self.box(coords))
 
     def offset(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """Return the global index of the first cell of the block at ``coords``."""
+        """Return where the block that a rank holds begins. Not collective.
+
+        Parameters
+        ----------
+        coords
+            Coordinates of the rank, one per mesh dim.
+
+        Returns
+        -------
+        tuple of int
+            The global index of its first cell, one per tensor dim.
+        """
         return tuple(lo for lo, _ in self.box(coords))
 
     def with_placements(self, placements: object) -> Layout:
-        """Return the layout of the same global shape with other placements.
+        """Return the layout of the same global shape with other placements. Not collective.
 
         A tensor dim that keeps its mesh dims keeps its block sizes; any other is cut by `balanced`.
+
+        Parameters
+        ----------
+        placements
+            One placement per mesh dim.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        LayoutError
+            They do not fit the mesh or the shape.
         """
         new = as_placements(placements, len(self.mesh_shape), self.ndim)
         probe = layout_of(self.mesh_shape, new, self.shape)

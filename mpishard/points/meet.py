@@ -13,7 +13,8 @@ from mpishard.autograd.rows import Rows, spans_among, told_counts
 from mpishard.autograd.use import use
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.mesh import CartMesh, two_meshes
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Replicate, Shard, layout_of, repeated
 from mpishard.points.tiles import POINTS, QUERIES, Tiles, enough, gaps, generous, lengths, within_reach

@@ -16,7 +16,8 @@ import torch
 from mpishard.comm import guard
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.gather_sizes import digest
-from mpishard.comm.mesh import CartMesh, two_meshes
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.comm.wait_meter import WaitMeter
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout, balanced, bounds, sizes_of
@@ -279,6 +280,11 @@ class Balancer:
 
         Collective. Where a mesh dim has another extent, its cuts are made anew from what is known of costs. Times of
         steps since the last decision are forgotten.
+
+        Parameters
+        ----------
+        state
+            What `state_dict` returned, the same on all ranks.
 
         Raises
         ------

@@ -17,7 +17,8 @@ from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
-from mpishard.comm.mesh import CartMesh, two_meshes
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
 from mpishard.layout.partition import coords_of

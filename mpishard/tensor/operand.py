@@ -13,7 +13,8 @@ from torch import Tensor
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.use import use_beside, use_part
-from mpishard.comm.mesh import CartMesh, two_meshes
+from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import two_meshes
 from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 

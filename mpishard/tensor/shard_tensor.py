@@ -305,7 +305,17 @@ class ShardTensor(Tensor):
         return torch.as_tensor(array)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return what every rank holds whole as an array, which shares its memory; refused otherwise. Not collective.
+        """Return what every rank holds whole as an array; refused otherwise. Not collective.
+
+        Parameters
+        ----------
+        force
+            As of `torch.Tensor.numpy`: a copy, where the tensor requires a gradient or lies on a GPU.
+
+        Returns
+        -------
+        numpy.ndarray
+            It shares the tensor's memory where torch's does.
 
         Raises
         ------

@@ -182,6 +182,11 @@ class HaloExchanger:
     def __call__(self, *fields: Any) -> None:
         """Refresh the halos of ``fields``. Neighborwise collective.
 
+        Parameters
+        ----------
+        *fields
+            Arrays of the shape and device that the exchanger was made for, each of its dtype, with their halos.
+
         Raises
         ------
         MpishardError
@@ -203,6 +208,11 @@ class HaloExchanger:
 
     def start(self, *fields: Any) -> None:
         """Start to refresh the halos of ``fields``; several may be in flight. Neighborwise collective.
+
+        Parameters
+        ----------
+        *fields
+            As in a call. Their halos are fresh, and may be read, after `finish`.
 
         Raises
         ------
