@@ -33,7 +33,9 @@ _warned = False
 # where the package was loaded, it put another one in its place
 _torch_compile = getattr(torch.compile, "of_torch", torch.compile)
 
-_READY, _NEW, _EAGERLY = range(3)
+# what a rank is ready for, and what is done is the most of all: eager this time alone, or from now on
+_READY, _NEW, _EAGERLY_NOW, _EAGERLY = range(4)
+_ANOTHER = "another rank runs it eagerly"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # what a plain tensor answers otherwise than a ShardTensor, or than the block behind it
 _TELLING = frozenset(
@@ -84,7 +86,7 @@ class Compiled:
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
         call = self._call = _Call(mesh, self._stand_ins)
-        reason, for_good = "", True
+        reason = ""
         try:
             if self._keeps:
                 call.decide(_EAGERLY)
@@ -99,9 +101,9 @@ class Compiled:
                 if call.decided == _READY:
                     raise  # the program's own
                 reason = _told(e)
-                for_good = not isinstance(e, torch._dynamo.exc.FailOnRecompileLimitHit)
                 if call.decided is None:
-                    call.decide(_EAGERLY)
+                    at_limit = isinstance(e, torch._dynamo.exc.FailOnRecompileLimitHit)
+                    call.decide(_EAGERLY_NOW if at_limit else _EAGERLY)
             else:
                 out = pytree.tree_map(call.returned, out)
                 unread = any(call.is_unknown(y) for y in pytree.tree_leaves(out))
@@ -110,8 +112,8 @@ class Compiled:
                 elif unread:
                     # on all ranks: they have run the same program
                     call.decided = _EAGERLY
-                if call.decided == _EAGERLY:
-                    reason = "Dynamo does not read it" if unread else "another rank runs it eagerly"
+                if call.decided in (_EAGERLY_NOW, _EAGERLY):
+                    reason = "Dynamo does not read it" if unread else _ANOTHER
             del given, a, k
             if not reason:
                 self._keeps = not call.release()
@@ -121,7 +123,7 @@ class Compiled:
         finally:
             self._call = None
         try:
-            return self._eagerly(reason, args, kwargs, for_good=for_good and call.decided == _EAGERLY)
+            return self._eagerly(reason, args, kwargs, for_good=call.decided == _EAGERLY)
         except Exception:
             # of values, maybe: others may be good
             call.forget()
@@ -179,8 +181,10 @@ class Compiled:
                     program = e
                     call.forget = lambda: programs.pop(key, None)
                 programs[key] = program
-            if decided == _EAGERLY or not isinstance(program, Program):
-                raise _RunEagerlyError(reason or str(program or "another rank runs it eagerly"))
+            if isinstance(program, CannotCompileError):
+                raise _RunEagerlyError(reason or str(program))
+            if program is None or decided in (_EAGERLY_NOW, _EAGERLY):
+                raise _RunEagerlyError(reason or _ANOTHER)
             call.decided = _READY
             return program(real)
 

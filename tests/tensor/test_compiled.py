@@ -377,6 +377,33 @@ def test_ranks_that_disagree_on_a_branch_run_eagerly():
     torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).cumsum(0))
 
 
+def test_at_the_recompile_limit_of_one_rank_all_run_eagerly_that_time_alone():
+    step = {"number": 0}
+    eager = []
+
+    def f(x):
+        if not torch.compiler.is_compiling():
+            eager.append(1)
+        return x.cumsum(0) + 0 * step["number"]
+
+    x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
+    compiled = torch.compile(f, backend="eager")
+    expected = field(2 * SIZE, 3).cumsum(0)
+
+    def run(number):
+        step["number"] = number if WORLD.rank == 0 else 0
+        torch.testing.assert_close(gathered(compiled(x)), expected)
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        _, told = quietly(lambda: [run(number) for number in range(5)])
+        before = len(eager)
+        run(0)
+    assert len(told) == 1
+    assert ("recompile limit" if WORLD.rank == 0 else "another rank runs it eagerly") in told[0]
+    assert before
+    assert len(eager) == before
+
+
 def test_inductor():
     x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
 
