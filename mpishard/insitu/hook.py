@@ -140,6 +140,7 @@ class Hook:
         run = _Run()
         thread = threading.Thread(target=self._model_on, args=(run, copies), name="mpishard-hook", daemon=True)
         self._flight = (thread, run)
+        self._simulation._flying.append(self)
         thread.start()
         return True
 
@@ -152,6 +153,7 @@ class Hook:
             As of a call; or nothing was started.
         """
         if self._flight is None:
+            self._simulation._require_alive()
             raise UnsupportedOperationError(
                 "hook.wait: nothing was started",
                 expected="start() before wait()",
@@ -161,6 +163,7 @@ class Hook:
         (thread, run), self._flight = self._flight, None
         if thread is None or run is None:
             return False
+        self._simulation._flying.remove(self)
         thread.join()
         self._write(run)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -127,6 +128,8 @@ class Simulation:
         self._offset: tuple[int, ...] | None = None
         # owned cells of all positions along each mesh dim, once known
         self._sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
+        # in the order of their start, the same on all ranks
+        self._flying: list[Hook] = []
         self._released = False
 
     def _begin(
@@ -449,12 +452,27 @@ class Simulation:
             )
 
     def release(self) -> None:
-        """Let go of the host's arrays and free the plans: later use of a field raises. Collective."""
-        if not self._released:
-            self._released = True
-            for field in self.fields.values():
-                field._release()
-            self.mesh.free()
+        """Let go of the host's arrays and free the plans: later use of a field raises.
+
+        Collective. What `Hook.start` has started is waited for, and its results are written.
+
+        Raises
+        ------
+        MpishardError
+            On every rank, after the release: a model that was waited for raised.
+        """
+        if self._released:
+            return
+        with ExitStack() as last:  # whatever a model raises, all is done
+            last.callback(self._free)
+            for hook in reversed(self._flying):
+                last.callback(hook.wait)
+
+    def _free(self) -> None:
+        self._released = True
+        for field in self.fields.values():
+            field._release()
+        self.mesh.free()
 
     def __enter__(self) -> Simulation:
         return self

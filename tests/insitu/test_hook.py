@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -195,6 +197,38 @@ def test_errors_beside_the_solver(host, sim, monkeypatch):
     if SIZE > 1:
         with pytest.raises(ms.UnsupportedOperationError, match="THREAD_MULTIPLE"):
             hook.start()
+
+
+def test_a_release_waits_for_what_was_started(host, sim, monkeypatch):
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    weight = torch.zeros(1, 1, 3, 3, dtype=torch.float64)
+    weight[..., 1, 1] = 2
+    gate, freed = threading.Event(), []
+
+    def model(x):
+        gate.wait()
+        y = torch.nn.functional.conv2d(x[None, None], weight, padding=1)[0, 0]
+        assert not freed
+        return y
+
+    def fails(x):
+        raise KeyError("lost")
+
+    hooks = [sim.hook(model, ["u"], ["tau"]), sim.hook(fails, ["u"])]
+    for hook in hooks:
+        hook.start()
+    mesh_free = sim.mesh.free
+    monkeypatch.setattr(sim.mesh, "free", lambda: (freed.append(1), mesh_free()))
+    threading.Timer(0.1, gate.set).start()
+    with pytest.raises(ms.MpishardError, match="lost"):
+        sim.release()
+    assert freed
+    np.testing.assert_array_equal(tau[host.interior], 2 * host.whole[host.box])
+    for hook in hooks:
+        with pytest.raises(ms.UnsupportedOperationError, match="released"):
+            hook.wait()
 
 
 def test_training_and_inference_restart_from_a_checkpoint(host, sim, tmp_path_factory):
