@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from mpishard.comm.agreement import Abandoned, threads_may_communicate
 from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.insitu.field import Field
+from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 if TYPE_CHECKING:
@@ -113,6 +116,7 @@ class Hook:
 
         Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
         way, or by ``u.exchange()``) and `rebind`; other work on tensors of the simulation waits for `wait`.
+        The model runs as if it were called here: under this thread's autocast, inference mode and context variables.
 
         Raises
         ------
@@ -138,7 +142,8 @@ class Hook:
             copies.append(field._enter().clone())
             field._leave()
         run = _Run()
-        thread = threading.Thread(target=self._model_on, args=(run, copies), name="mpishard-hook", daemon=True)
+        act = (self._model_beside, run, copies, _modes(self._simulation.mesh.device))
+        thread = threading.Thread(target=copy_context().run, args=act, name="mpishard-hook", daemon=True)
         self._flight = (thread, run)
         self._simulation._flying.append(self)
         thread.start()
@@ -189,6 +194,14 @@ class Hook:
         turn = self.calls % self.every == 0
         self.calls += 1
         return turn
+
+    def _model_beside(
+        self, run: _Run, tensors: list[ShardTensor], modes: Sequence[AbstractContextManager[object]]
+    ) -> None:
+        with ExitStack() as within:
+            for mode in modes:
+                within.enter_context(mode)
+            self._model_on(run, tensors)
 
     def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
         _models.run = True
@@ -267,6 +280,20 @@ class Hook:
     def __repr__(self) -> str:
         given, written = ([field.name for field in fields] for fields in (self.inputs, self.outputs))
         return f"Hook({given}, {written}, every={self.every}, grad={self._grad}, warm_up={self._warm_up})"
+
+
+def _modes(device: torch.device) -> list[AbstractContextManager[object]]:
+    """Return what another thread enters to compute as this one; torch's modes are each thread's own. Not collective."""
+    cached = torch.is_autocast_cache_enabled()
+    modes: list[AbstractContextManager[object]] = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=cached)
+        # fields may lie in host memory beside a GPU
+        for kind in {"cpu", device.type}
+        if autocast_enabled(kind)
+    ]
+    if torch.is_inference_mode_enabled():
+        modes.append(torch.inference_mode())
+    return modes
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -179,6 +180,45 @@ def test_beside_the_solver(host, sim):
     assert hook.runs == 2
     with pytest.raises(ms.UnsupportedOperationError, match="nothing was started"):
         hook.wait()
+
+
+NAMED = ContextVar("NAMED", default="")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.autocast("cpu", cache_enabled=False),
+        torch.inference_mode,
+        torch.enable_grad,
+    ],
+)
+def test_beside_the_solver_as_in_a_call(host, sim, mode):
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    weight, seen = torch.eye(8), []
+
+    def model(x):
+        y = x.float() @ weight
+        told = y.dtype, torch.is_autocast_cache_enabled(), NAMED.get()
+        seen.append((*told, torch.is_inference_mode_enabled(), torch.is_grad_enabled(), y.requires_grad))
+        return y.double()
+
+    hook = sim.hook(model, ["u"], ["tau"])
+    token = NAMED.set("here")
+    with mode():
+        hook()
+        expected = tau.copy()
+        tau[...] = 0
+        hook.start()
+    # the caller may be elsewhere by now
+    NAMED.reset(token)
+    hook.wait()
+    assert seen[0] == seen[1]
+    assert seen[0][2] == "here"
+    np.testing.assert_array_equal(tau, expected)
 
 
 def test_errors_beside_the_solver(host, sim, monkeypatch):
