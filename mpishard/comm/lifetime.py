@@ -4,15 +4,21 @@ Ranks drop their last reference to a mesh at different times, and they leave the
 reasons. Neither may therefore lead to a collective call: a dropped mesh frees its persistent requests at once
 and puts its communicators aside, until its ranks make another mesh together; at the end of the program only
 local resources are freed, and `MPI_Finalize` does the rest.
+
+Python collects garbage in any thread, also in one that must not call MPI: what is found there waits until this rank
+makes something again.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -21,7 +27,7 @@ from mpi4py import MPI
 
 from mpishard.comm import exit, guard, thread
 from mpishard.comm.device import driver
-from mpishard.errors import DesyncError, MeshError
+from mpishard.errors import DesyncError, MeshError, MpishardError
 
 T = TypeVar("T")
 
@@ -32,6 +38,8 @@ _made: dict[Members, int] = {}
 # dropped on this rank, not yet known to be dropped on all
 _dropped: dict[Members, dict[int, list[MPI.Comm]]] = {}
 _living: weakref.WeakSet[Holding] = weakref.WeakSet()
+# each frees what is garbage, and was found in a thread that must not
+_garbage: deque[Callable[[], None]] = deque()
 _watched = False
 
 
@@ -70,7 +78,7 @@ class Holding:
         self.owner = thread.Owner()
         self.number = 0
         self.freed = False
-        self._drop = weakref.finalize(self, _put_aside, members, number, self.comms, self.releases, self.resources)
+        self._drop = weakref.finalize(self, _dropping, members, number, self.comms, self.releases, self.resources)
         self._drop.atexit = False
         if not _watched:
             _watched = True
@@ -87,8 +95,37 @@ class Holding:
     def free(self) -> None:
         """Free everything. Collective."""
         self.release()
+        free_discarded()
         self._drop.detach()
         _free(self.comms)
+
+
+def discard(free: Callable[[], None]) -> None:
+    """Free what is garbage: now, or where this thread must not call MPI, in `free_discarded`. Not collective.
+
+    For finalizers. ``free`` must not communicate, nor hold the mesh.
+    """
+    if not exit.alive():
+        return
+    level = MPI.Query_thread()
+    # between the two, any thread that communicates may be in MPI now
+    if level == MPI.THREAD_MULTIPLE or (level < MPI.THREAD_SERIALIZED and MPI.Is_thread_main()):
+        free()
+    else:
+        _garbage.append(free)
+
+
+def free_discarded() -> None:
+    """Free what was found in threads that must not. Not collective, for the thread that communicates.
+
+    Who makes what may become garbage calls this first, so there is never more of it than was in use.
+    """
+    while _garbage:
+        free = _garbage.popleft()
+        # as in a finalizer: it is no error of the call that comes by
+        with contextlib.suppress(MPI.Exception, MpishardError):
+            if exit.alive():
+                free()
 
 
 def made(what: str, comm: MPI.Intracomm, make: Callable[[], T]) -> T:
@@ -135,14 +172,25 @@ def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
     return next((holding.comms for holding in list(_living) if comm in holding.comms), [comm])
 
 
+def _dropping(
+    members: Members,
+    number: int,
+    comms: list[MPI.Comm],
+    releases: list[Callable[[], None]],
+    resources: weakref.WeakSet[Any],
+) -> None:
+    # nobody else may hold the resources until it is their turn
+    discard(partial(_put_aside, members, number, comms, releases, list(resources)))
+
+
 def _put_aside(members: Members, number: int, comms: list[MPI.Comm], *local: Any) -> None:
-    if exit.alive():
-        _release(*local)
-        thread.disown(comms)
-        _dropped.setdefault(members, {})[number] = comms
+    _release(*local)
+    thread.disown(comms)
+    _dropped.setdefault(members, {})[number] = comms
 
 
 def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
+    free_discarded()
     mine = _dropped.get(members, {})
     # by number, and there are as many as all these ranks have made
     dropped = np.zeros(_made.get(members, 0) + 1, np.uint8)
@@ -159,7 +207,7 @@ def _free(comms: list[MPI.Comm]) -> None:
         comms.pop().Free()
 
 
-def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any]) -> None:
+def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any] | list[Any]) -> None:
     while releases:
         releases.pop()()
     for resource in list(resources):
@@ -169,6 +217,7 @@ def _release(releases: list[Callable[[], None]], resources: weakref.WeakSet[Any]
 
 
 def _release_all() -> None:
+    free_discarded()
     for holding in list(_living):
         holding.release()
 
@@ -177,6 +226,7 @@ def _compare_ends() -> None:
     """Find out that a rank's program is over while others still call. Collective, rank by rank."""
     if not exit.alive():
         return
+    free_discarded()
     # what is freed, all have freed together: every rank has the same meshes here, alive or dropped
     ends = {holding.place: holding.comms for holding in list(_living)}
     ends |= {(members, number): comms for members, own in _dropped.items() for number, comms in own.items()}

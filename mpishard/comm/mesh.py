@@ -382,8 +382,9 @@ class CartMesh(DeviceMeshNames):
     def free(self) -> None:
         """Free the plans, persistent requests and communicators of this mesh and its sub-meshes. Collective.
 
-        Never necessary, and harmless twice: a mesh that is no longer used gives its plans back at once, and
-        its communicators when its ranks make another mesh. Of a sub-mesh, only that object becomes unusable.
+        Never necessary, and harmless twice: a mesh that is no longer used gives its plans back at once (below
+        ``MPI_THREAD_MULTIPLE``, when this rank next makes plans, if another thread finds it unused), and its
+        communicators when its ranks make another mesh. Of a sub-mesh, only that object becomes unusable.
         """
         if self.freed:
             return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from mpishard.comm import exit
+from mpishard.comm import lifetime
 from mpishard.comm.exchange.persistent import Exchange, Parts
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
@@ -47,6 +48,7 @@ class ExchangePool:
                 if exchange.transport.driver is not None:
                     exchange.acquire()
                 return exchange
+        lifetime.free_discarded()
         transport = transport_of(self._mesh.group(self._mesh_dims), x)
         given = (*self._messages, self._mesh.storages)
         made = Exchange(transport, *given)
@@ -56,10 +58,14 @@ class ExchangePool:
 
     def __del__(self) -> None:
         # forgotten with its plan; what is in flight, an error has left behind
-        if exit.alive():
-            for exchange in self._made:
-                if not exchange.busy:
-                    exchange.free()
+        idle = [exchange for exchange in self._made if not exchange.busy]
+        if idle:
+            lifetime.discard(partial(_free, idle))
 
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + (_EXCHANGE_NBYTES if self._travels else 0)
+
+
+def _free(exchanges: list[Exchange]) -> None:
+    for exchange in exchanges:
+        exchange.free()

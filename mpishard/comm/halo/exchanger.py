@@ -10,13 +10,12 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, lifetime
 from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.halo.device import DeviceRefresh
@@ -257,15 +256,15 @@ class HaloExchanger:
 
     def free(self) -> None:
         """Free the persistent requests; the mesh does so, too. Not collective."""
-        while self._kept:
-            self._kept.popitem()[1].free()
+        _free(self._kept)
         for slot, _, _ in self._flying:
             self._channel.flying.pop(slot, None)
         self._flying.clear()
 
     def __del__(self) -> None:
-        if getattr(self, "_kept", None) and not MPI.Is_finalized():
-            self.free()
+        if getattr(self, "_kept", None):
+            # fields in flight too: MPI may still write to them
+            lifetime.discard(partial(_free, self._kept, self._flying))
 
     def __repr__(self) -> str:
         return f"HaloExchanger(shape {self.shape}, halo {self.halo_width}, {', '.join(self.dtypes)}, {self.mesh!r})"
@@ -322,6 +321,7 @@ class HaloExchanger:
 
     def _build(self, fields: tuple[Any, ...], slot: int) -> Refresh:
         group = self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
+        lifetime.free_discarded()
         if not fields or (len(self.dtypes) > 1 and len(fields) != len(self.dtypes)):
             raise LayoutError(
                 "HaloExchanger: wrong number of fields",
@@ -358,6 +358,11 @@ class HaloExchanger:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
         what = f"HaloExchanger {self._number} of {len(fields)} fields, halo {self.halo_width} along {self.mesh_dims}"
         guard.check(self.mesh.comm, what, None, self.dtypes)
+
+
+def _free(kept: OrderedDict[Any, Refresh], *_fields: object) -> None:
+    while kept:
+        kept.popitem()[1].free()
 
 
 def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, per_dim: bool) -> dict[int, int]:
