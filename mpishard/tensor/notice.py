@@ -10,10 +10,11 @@ import math
 import os
 import sys
 import warnings
+from typing import Any, cast
 
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import GatherWarning, described
-from mpishard.layout import Layout
+from mpishard.layout import Layout, largest
 from mpishard.tensor.registry import name_of
 
 VARIABLE = "MPISHARD_GATHER_WARN"
@@ -48,18 +49,14 @@ def limit_nbytes() -> float:
 def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int) -> None:
     """Warn, if it is large, that an operation makes dims whole that were sharded. Not collective.
 
-    One rank warns for all: the first of the mesh; all of them where the user made errors of warnings.
+    One rank warns for all: the first of the mesh; all of them where the user made errors of warnings. So layouts
+    decide, which all ranks know, and not the block of this rank.
     """
-    cells = math.prod(target.local_shape(mesh.coords))
-    if cells * itemsize <= limit_nbytes() or cells <= math.prod(source.local_shape(mesh.coords)):
-        return
-    action = next((f[0] for f in warnings.filters if f[1] is f[3] is None and issubclass(GatherWarning, f[2])), "")
-    if mesh.rank and action != "error":
+    cells = math.prod(n if sizes is None else largest(sizes) for n, sizes in zip(target.shape, target.sizes))
+    # where no rank more holds a cell, cells only move
+    if cells * itemsize <= limit_nbytes() or _holders(target) <= _holders(source):
         return
     op, path, line = _called()
-    if (op, path, line) in _noticed:
-        return
-    _noticed.add((op, path, line))
     lost = [d for d in source.shard_dims if d not in target.shard_dims]
     text = described(
         f"{op} gathers a ShardTensor of shape {source.shape} along dim {', '.join(map(str, lost))}",
@@ -67,7 +64,26 @@ def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int)
         got=f"{cells * itemsize} bytes on every rank",
         fix="redistribute to a dim that the operation does not need whole, or set the variable",
     )
+    if not _is_error(text, path, line):
+        if mesh.rank or (op, path, line) in _noticed:
+            return
+        _noticed.add((op, path, line))
     warnings.warn_explicit(text, GatherWarning, path, line)
+
+
+def _holders(layout: Layout) -> int:
+    """Return how many ranks hold each cell."""
+    return math.prod(layout.mesh_shape) // math.prod(layout.mesh_shape[m] for m in layout.sharded_mesh_dims)
+
+
+def _is_error(text: str, path: str, line: int) -> bool:
+    """Tell whether the user's filters make an error of the warning, as `warnings` looks through them."""
+    module, filters = path.removesuffix(".py"), cast("Any", warnings.filters)
+    for action, said, kind, where, at in filters:
+        fits = issubclass(GatherWarning, kind) and (said is None or said.match(text))
+        if fits and (where is None or where.match(module)) and at in (0, line):
+            return bool(action == "error")
+    return False
 
 
 def _called() -> tuple[str, str, int]:

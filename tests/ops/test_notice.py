@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 
 import mpishard as ms
+from mpishard.tensor import notice
 from tests.compare import WORLD, mesh_of
 from tests.ops.windows import field
 
@@ -42,6 +44,44 @@ def test_an_error_comes_on_every_rank(monkeypatch):
         warnings.simplefilter("error")
         with pytest.raises(ms.GatherWarning, match="gathers a ShardTensor"):
             x.unbind(0)
+
+
+def first_rows_only(mesh):
+    return ms.distribute_tensor(field(8, 4), mesh, (ms.Shard(0),), sizes={0: (8, *[0] * (WORLD.size - 1))})
+
+
+def uneven_columns(mesh):
+    return ms.distribute_tensor(field(4, WORLD.size * 2 - 1), mesh, (ms.Shard(1),))
+
+
+@pytest.mark.parametrize("made", [first_rows_only, uneven_columns])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("by", [{}, {"message": ".*gathers"}, {"module": ".*test_notice"}])
+def test_an_error_comes_on_every_rank_whatever_its_block(monkeypatch, made, again, by):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
+    monkeypatch.setattr(notice, "_noticed", set())
+    x = made(mesh_of((WORLD.size,)))
+    for action in ("ignore", "error") if again else ("error", "error"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(action, category=ms.GatherWarning, **by)
+            try:
+                torch.linalg.qr(x)
+            except ms.GatherWarning as e:
+                raised = str(e)
+            else:
+                raised = ""
+        assert set(WORLD.allgather(raised)) == {raised}
+    assert raised
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("limit", [59, 60])
+def test_blocks_around_the_limit_warn_alike(monkeypatch, limit):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", str(limit))
+    # gathered along the second dim, 60 bytes on two ranks and 40 on the others
+    x = ms.distribute_tensor(field(5, 5, 1).float(), mesh_of((2, 2)), (ms.Shard(0), ms.Shard(1)))
+    with contextlib.nullcontext() if limit == 60 else pytest.raises(ms.GatherWarning, match="60 bytes on every rank"):
+        torch.linalg.qr(x)
 
 
 @pytest.mark.parametrize("limit", ["", "1000", "-1"])

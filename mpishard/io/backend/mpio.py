@@ -125,7 +125,7 @@ def write_mpio(job: Job) -> str:
             job.discard()
         if journal is not None:
             taken_back(journal, closed=closed)
-    return _told(modes)
+    return _told(modes, comm)
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exce
                 error = error or e
             modes.add(_mode(dxpl))
     steps.close()
-    return _told(modes), error
+    return _told(modes, comm), error
 
 
 def _opened(
@@ -294,12 +294,18 @@ def _mode(dxpl: Any) -> str:
     return f"{text}: {', '.join(causes)}" if causes else text
 
 
-def _told(modes: set[str]) -> str:
-    """Return the modes as one text, and warn where one of them was not collective."""
+def _told(modes: set[str], comm: Any) -> str:
+    """Return the modes as one text, and warn where one of them was not collective. Collective."""
     told = ", ".join(sorted(modes)) or "no cells"
     odd = [m for m in modes if m not in COLLECTIVE and (": " in m)]
+    error: Warning | None = None
     if odd:
-        warnings.warn(f"mpishard.io: MPI-IO was not collective ({'; '.join(odd)})", RuntimeWarning, stacklevel=4)
+        try:
+            warnings.warn(f"mpishard.io: MPI-IO was not collective ({'; '.join(odd)})", RuntimeWarning, stacklevel=4)
+        except RuntimeWarning as e:
+            error = e
+    # what this rank's modes were, the others do not know; the user's filters make errors of warnings
+    guard.agree(comm, error)
     return told
 
 

@@ -168,7 +168,7 @@ def _agreed(taken: Snapshot) -> Iterator[None]:
     error: MpishardError | None = None
     try:
         yield
-    except (MpishardError, OSError) as e:
+    except (MpishardError, OSError, Warning) as e:
         error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
     guard.agree(taken.stages.group.comm, error)
 
@@ -244,7 +244,7 @@ def load_checkpoint(
     --------
     >>> start = ms.io.load_checkpoint("checkpoints", model=model, optimizer=optimizer, mesh=mesh).step
     """
-    error: MpishardError | None = None
+    error: MpishardError | Warning | None = None
     wanted: ReadRequest | None = None
     stages: Stages | None = None
     folder = Path()
@@ -273,7 +273,7 @@ def load_checkpoint(
     if group.rank == 0:
         try:
             names = _candidates(folder, step, fallback)
-        except FileError as e:
+        except (FileError, Warning) as e:  # the user's filters make errors of warnings
             error = e
     guard.agree(group.comm, error)
     names = broadcast_text("\n".join(names), group).split("\n")
@@ -286,7 +286,11 @@ def load_checkpoint(
                 raise guard.common(e, group.comm) from None
             skipped.append(str(e))
             if group.rank == 0:
-                warnings.warn(f"{e}\n  fallback: {names[i + 1]} instead", RuntimeWarning, stacklevel=2)
+                try:
+                    warnings.warn(f"{e}\n  fallback: {names[i + 1]} instead", RuntimeWarning, stacklevel=2)
+                except RuntimeWarning as raised:
+                    error = raised
+            guard.agree(group.comm, error)
             continue
         except LayoutError as e:
             raise guard.common(e, group.comm) from None

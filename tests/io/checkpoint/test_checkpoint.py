@@ -345,6 +345,29 @@ def test_what_is_damaged_does_not_count(mesh, folder):
         assert ms.io.load_checkpoint(folder, mesh=mesh, fallback=True).step == 5
 
 
+def test_warnings_that_are_errors_come_on_every_rank(mesh, folder, monkeypatch):
+    two(folder, mesh)
+    spoil(folder / "step_0000000002")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harm in (None, "x"):
+            if harm is not None:
+                on_root(lambda: (folder / "latest").write_text("x"))
+            kind = RuntimeWarning if SIZE == 1 else MpishardError
+            with pytest.raises(kind, match="fallback: step_000000000") as e:
+                ms.io.load_checkpoint(folder, mesh=mesh, fallback=True)
+            same_on_all(e)
+
+        def stuck(path):
+            raise OSError("busy")
+
+        monkeypatch.setattr(folders, "_remove", stuck)
+        with pytest.raises(FileError, match="could not be removed") as e:
+            ms.io.save_checkpoint(folder, 3, extra=3, mesh=mesh, keep=1)
+        same_on_all(e)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).extra == 3
+
+
 def test_what_latest_says_is_checked(mesh, folder):
     for step in (8, 9, 5):
         ms.io.save_checkpoint(folder, step, mesh=mesh)
