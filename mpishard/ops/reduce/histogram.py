@@ -118,7 +118,8 @@ def unique(
 ) -> Any:
     """Return the distinct values, sorted. Collective: each rank's distinct values travel, not the cells.
 
-    With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is.
+    With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is. Every NaN is a value of its own, as
+    torch has it; they are numbered by rank.
     """
     given = resolved(input)
     x = given.detach()
@@ -129,18 +130,31 @@ def unique(
     values, place = torch.unique(every, return_inverse=True)
     found: list[Any] = [_whole(x, underivable("unique", values, [given.block]))]
     if return_inverse:
-        found.append(wrap(_positions(values, x.block), x.sharding, x.mesh))
+        found.append(wrap(_positions(x, values), x.sharding, x.mesh))
     if return_counts:
         total = torch.zeros(values.shape, dtype=counts.dtype, device=counts.device)
         found.append(_whole(x, total.index_add(0, place, _joined(x, counts))))
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def _positions(values: Tensor, cells: Tensor) -> Tensor:
-    """Return where each cell is among sorted values."""
+def _positions(x: ShardTensor, values: Tensor) -> Tensor:
+    """Return where each cell is among the sorted distinct values. Collective where there are NaN."""
+    cells = x.block.contiguous()
     if values.dtype == torch.bool:
         values, cells = values.to(torch.uint8), cells.to(torch.uint8)
-    return torch.searchsorted(values, cells.contiguous())
+    # NaN come last, and no search finds its way among them
+    count = values.numel() - int(values.isnan().sum())
+    found = torch.searchsorted(values[:count], cells)
+    if count == values.numel():
+        return found
+    odd = cells.isnan()
+    own, over = int(odd.sum()), _over(x)
+    before = 0
+    if over:
+        group = x.mesh.group(over)
+        before = int(blocking.all_gather(torch.tensor([own]), group, 0, (1,) * group.size)[: group.rank].sum())
+    found[odd] = count + before + torch.arange(own, device=found.device)
+    return found
 
 
 def _unique_slices(func: Any, x: ShardTensor, dim: Any, inverse: bool, counts: bool, **options: Any) -> Any:

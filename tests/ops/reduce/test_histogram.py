@@ -51,6 +51,21 @@ def test_distinct_values(func, options):
                     torch.testing.assert_close(gathered(g), e)
 
 
+@pytest.mark.parametrize("func", [torch.unique, torch.unique_consecutive])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_nan_is_a_value_of_its_own(func, dtype):
+    full = (NUMBERS % 4).to(dtype)
+    full[NUMBERS % 3 == 0] = torch.nan
+    for kept in (full, full * torch.nan):
+        values, _, numbers = func(kept, return_inverse=True, return_counts=True)
+        for mesh, placements, sizes in sampled((7, 5), (0, 1), 1, 4):
+            x = shard(kept, mesh, placements, sizes)
+            found, places, counts = (gathered(t) for t in func(x, return_inverse=True, return_counts=True))
+            torch.testing.assert_close((found, counts), (values, numbers), equal_nan=True)
+            torch.testing.assert_close(found[places], kept, equal_nan=True)
+            assert torch.equal(torch.bincount(places.flatten(), minlength=len(counts)), counts)
+
+
 def test_methods():
     for mesh, placements, sizes in sampled((7, 5), (0, 1), 1):
         x = shard(NUMBERS, mesh, placements, sizes)
