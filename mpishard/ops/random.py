@@ -285,15 +285,23 @@ def _uniform_of(x: ShardTensor, generator: Any) -> Tensor:
 
 @_draws(torch.poisson)
 def poisson(input: Any, generator: Any = None) -> ShardTensor:
-    """Draw Poisson numbers with the rates ``input``. Collective."""
-    x = resolved(input)
-    if not bool((x >= 0).all()):
-        raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+    """Draw Poisson numbers with the rates ``input``, which are finite. Collective.
+
+    Of an infinite rate torch's count is the smallest integer that there is.
+    """
+
+    def check(x: Tensor) -> None:
+        if not bool((x >= 0).all()):
+            raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+        if not bool((x < math.inf).all()):
+            raise RuntimeError("invalid Poisson rate, expected rate to be finite")
+
+    x = _checked(check, resolved(input))
     rate, below = x.block.detach().double(), _uniform_of(x, generator)
     # the smallest count whose distribution function is above the number, by bisection
     low, high = torch.zeros_like(rate), (rate + 40 * rate.sqrt() + 60).floor()
     for _ in range(int(high.max()).bit_length() if high.numel() else 0):
-        middle = ((low + high) / 2).floor()
+        middle = (low + (high - low) / 2).floor()  # their sum may be too large
         above = (torch.special.gammaincc(middle + 1, rate) > below) | (rate == 0)
         low, high = torch.where(above, low, middle + 1), torch.where(above, middle, high)
     drawn = low.to(x.block.dtype)

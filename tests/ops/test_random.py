@@ -124,6 +124,26 @@ def test_wrong_distributions_are_refused(wrong):
         wrong(shard(torch.rand(3, 4) + 0.5, mesh_of((WORLD.size,)), [ms.Shard(1)]))
 
 
+@pytest.mark.parametrize(("odd", "said"), [(math.inf, "finite"), (-1.0, "non-negative"), (math.nan, "non-negative")])
+def test_a_rate_that_one_rank_has_is_refused_on_every_rank(odd, said):
+    rates = torch.ones(8)
+    rates[0] = odd
+    x = shard(rates, mesh_of((WORLD.size,)), [ms.Shard(0)])
+    try:
+        torch.poisson(x)
+    except RuntimeError as e:
+        raised = str(e)
+    else:
+        raised = ""
+    assert all(said in text for text in WORLD.allgather(raised))
+
+
+def test_large_rates():
+    rates = torch.tensor([1e18, 1e30, 1e300, torch.finfo(torch.float64).max], dtype=torch.float64)
+    drawn = torch.poisson(shard(rates, mesh_of((WORLD.size,)), [ms.Shard(0)])).full_tensor()
+    torch.testing.assert_close(drawn, rates)
+
+
 def test_the_hash_is_splitmix64():
     def exact(base: int, index: int) -> int:
         z = (base + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
