@@ -120,6 +120,36 @@ def test_spellings_share_a_plan(name: str) -> None:
             torch.testing.assert_close(a, b)
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(torch.signbit(a), torch.signbit(b)) and torch.allclose(a, b, equal_nan=True)
+
+
+def test_a_number_of_a_key_is_its_bits() -> None:
+    full = torch.randn(8, 4)
+    x = shard(full, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    x.mesh.plans.clear()
+    values = 0.0, -0.0, float("nan"), 2.0, torch.tensor(3.0)
+    for value in (*values, 0, 2, float("nan"), torch.tensor(3.0), -0.0, 3):
+        y = F.pad(x, (0, 0, 1, 1), value=value)
+        assert same_bits(y.full_tensor(), F.pad(full, (0, 0, 1, 1), value=value))
+    assert sum("pad" in key for key in x.mesh.plans) == len(values)
+    w = x + 1j
+    for fill in (1 + 0j, complex(1, -0.0), complex(float("nan"), -0.0)):
+        z = torch.constant_pad_nd(w, (0, 0, 1, 1), fill)
+        expected = torch.constant_pad_nd(full + 1j, (0, 0, 1, 1), fill)
+        assert same_bits(torch.view_as_real(z.full_tensor()), torch.view_as_real(expected))
+
+
+def test_a_scale_that_is_nan_has_one_plan() -> None:
+    x = shard(torch.randn(1, 2, 8, 4), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    x.mesh.plans.clear()
+    counts = set()
+    for _ in range(3):
+        F.scaled_dot_product_attention(x, x, x, scale=float("nan"))
+        counts.add(len(x.mesh.plans))
+    assert len(counts) == 1
+
+
 def test_spellings_of_reduced_dims_share_a_plan() -> None:
     layout = layout_of((2,), (Shard(1),), (4, 6, 5))
     assert reduced(layout, -2) is reduced(layout, 1) is reduced(layout, (1,)) is reduced(layout, [-2])

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.ops.attention.layout import plan_attention
 from mpishard.ops.attention.scaled_dot_product import attend
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import on_domain, unsharded
+from mpishard.ops.rule.dim import number_key, on_domain, unsharded
 from mpishard.tensor.operand import mesh_of, moved, on_mesh
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -59,8 +59,8 @@ def multi_head_attention_forward(
     )  # fmt: skip
     mesh = mesh_of(tensors)
     flags = (
-        embed_dim_to_check, num_heads, add_zero_attn, dropout_p, need_weights, use_separate_proj_weight,
-        average_attn_weights, is_causal,
+        embed_dim_to_check, num_heads, add_zero_attn, number_key(dropout_p), need_weights,
+        use_separate_proj_weight, average_attn_weights, is_causal,
     )  # fmt: skip
     call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
     if mesh.plans.get(call) is None:

@@ -34,7 +34,7 @@ from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
 from mpishard.ops.attention.ring_traced import TracedRing
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import meeting_blocks
-from mpishard.ops.rule.dim import on_domain, resized
+from mpishard.ops.rule.dim import number_key, on_domain, resized
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import blocks_of, moved, resolved
@@ -160,7 +160,7 @@ def attend(
     dtypes = tuple(x.dtype for x in locals_)
     method = _method.get()
     dropped = dropout_p > 0
-    key_ = ("attention", layouts, dtypes, is_causal, scale, enable_gqa, dropout_p, method)
+    key_ = ("attention", layouts, dtypes, is_causal, number_key(scale), enable_gqa, number_key(dropout_p), method)
     plan: AttentionPlan | None = mesh.plans.get(key_)
     if plan is None:
         options = {"scale": scale, "enable_gqa": enable_gqa}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, wraps
-from numbers import Integral
+from numbers import Integral, Number, Real
 from typing import Any, TypeVar
 
 import torch
@@ -254,6 +254,15 @@ def frozen(value: Any, ndim: int) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(value)
     return (value,) * ndim if isinstance(value, (int, float, Integral)) else value
+
+
+def number_key(value: Any) -> Any:
+    """Return a number as part of a key, where NaN is itself and zeros have signs. Not collective."""
+    if type(value) in (int, float):  # the usual cases first
+        return value if value and value == value else repr(float(value))
+    if isinstance(value, Real):
+        return number_key(int(value) if isinstance(value, Integral) else float(value))
+    return repr(complex(value)) if isinstance(value, Number) else value  # type: ignore[call-overload]
 
 
 def on_domain(function: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from mpishard.autograd.window import Wanted, intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Each, Layout, Run, layout_of, near, sizes_of
 from mpishard.layout.stencil import padded
-from mpishard.ops.rule.dim import on_domain
+from mpishard.ops.rule.dim import number_key, on_domain
 from mpishard.ops.window.pad_resident import circular_beside
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
@@ -39,8 +39,10 @@ def pad(input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: A
 
 def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func: Any) -> ShardTensor:
     x = resolved(input)
+    if type(value) is Tensor and not value.ndim:
+        value = value.item()
     mesh, widths, fill = x.mesh, tuple(pad), 0.0 if value is None else value
-    key = ("pad", x.sharding, x.dtype, widths, mode, fill)
+    key = ("pad", x.sharding, x.dtype, widths, mode, number_key(fill))
     plan = mesh.plans.get(key) or mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
     if x._halo is not None and mode == "circular":
         found = circular_beside(x, widths, plan.window, plan.out, key)
