@@ -22,8 +22,9 @@ from mpishard.io.backend.mpio import write_mpio
 from mpishard.io.backend.root import write_root
 from mpishard.io.backend.virtual import prune, write_virtual
 from mpishard.io.file.dtype import numpy_dtype
+from mpishard.io.file.excepthook import noted
 from mpishard.io.file.journal import heal
-from mpishard.io.file.open import import_h5py, not_written, noted
+from mpishard.io.file.open import import_h5py, not_written
 from mpishard.io.file.schema import Schema, Variable, checked_dims, chunks_of, extents, named, option
 from mpishard.io.file.trust import absolute, check_replaceable, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf

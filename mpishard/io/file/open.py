@@ -8,7 +8,6 @@ import errno
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -381,23 +380,6 @@ def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileErr
         got=got,
         fix=fix or "where you trust who made it: external=True",
     )
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[BaseException]]:
-    """Collect what h5py finds wrong while it lets objects go, for the time of a ``with`` block.
-
-    Not collective. A disk may be full only when the last cells of an object are flushed. h5py can then but
-    print the error, through `sys.excepthook`: one that ends the job would.
-    """
-    lost: list[BaseException] = []
-    hooks = sys.excepthook, sys.unraisablehook
-    sys.excepthook = lambda kind, error, trace: lost.append(error)  # noqa: ARG005
-    sys.unraisablehook = lambda info: lost.append(info.exc_value or RuntimeError(info.err_msg))
-    try:
-        yield lost
-    finally:
-        sys.excepthook, sys.unraisablehook = hooks
 
 
 def shut(file: Any, make_room: Callable[[], object]) -> Exception | None:
