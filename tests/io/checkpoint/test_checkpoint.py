@@ -742,6 +742,10 @@ def test_ranks_that_ask_for_different_things(mesh, folder):
         with pytest.raises(ms.DesyncError) as e:
             ms.io.load_checkpoint(**{"path": folder, "mesh": mesh, **(options if odd else {})})
         same_on_all(e)
+    turned = x.redistribute(placements=(ms.Shard(1),) * mesh.ndim)
+    with pytest.raises(ms.DesyncError, match=r"load_checkpoint .*Layout") as e:  # no file is open yet
+        ms.io.load_checkpoint(folder, tensors={"x": turned if odd else x}, mesh=mesh)
+    same_on_all(e)
     assert ms.io.load_checkpoint(folder, mesh=mesh).step == 1
 
 
