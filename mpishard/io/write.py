@@ -146,7 +146,8 @@ def write(
     each = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
     signature = (
         f"io.write to {told(path)}: {'; '.join(each)}, append={append!r}, chunks={chunks!r}, "
-        f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}"
+        f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}, "
+        f"locking={locking}"
     )
     error: MpishardError | None = None
     choice = form = own = None

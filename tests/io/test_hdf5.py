@@ -15,7 +15,7 @@ from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.errors import FileError, MissingPackageError
 from mpishard.io.backend import root
 from mpishard.io.file.dtype import NUMPY
-from tests.io.files import block, same_on_all, store, values
+from tests.io.files import block, same_on_all, sharded, store, values
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -186,6 +186,23 @@ def test_ranks_that_read_different_datasets(mesh, folder):
     with pytest.raises(ms.DesyncError) as e:
         ms.io.read(folder / "a.h5", "a" if WORLD.rank == 0 else "b", mesh, (ms.Shard(0), ms.Shard(1)))
     same_on_all(e)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_write_differently(mesh, folder):
+    x, me = sharded(values((8, 4)), mesh), WORLD.rank
+    odd = me == WORLD.size - 1
+    for options in ({"locking": False}, {"chunks": True}, {"compression": "gzip"}, {"append": "time"}, {"xdmf": True}):
+        with pytest.raises(ms.DesyncError) as e:
+            ms.io.write(folder / "a.h5", {"x": x}, **(options if odd else {}))
+        same_on_all(e)
+        assert not os.listdir(folder)
+    # beside the cells, what rank 0 gives counts
+    named = {"dims": (f"d{me}", "b"), "attrs": {"who": me}, "scales": {"b": np.arange(4) + me}}
+    ms.io.write(folder / "a.h5", {"x": x}, variable_attrs={"x": {"units": f"m{me}"}}, **named)
+    with h5py.File(folder / "a.h5", "r", locking=False) as file:
+        found = file.attrs["who"], file["x"].dims[0].label, file["b"][0], file["x"].attrs["units"]
+        assert found == (0, "d0", 0, "m0")
 
 
 def test_types_without_a_torch_dtype(mesh, folder):
