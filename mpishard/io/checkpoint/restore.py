@@ -229,7 +229,7 @@ class ReadRequest:
 
 def _told(spec: Any) -> str:
     if isinstance(spec, ShardTensor):
-        return repr(spec.layout)
+        return repr(spec.sharding)
     return repr(spec[1:] if type(spec) is tuple and spec and isinstance(spec[0], CartMesh) else spec)
 
 
