@@ -204,14 +204,13 @@ def halo_exchange(
     --------
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
-    given = tuple(
-        (
-            d % layout.ndim if isinstance(d, int) and -layout.ndim <= d else d,
-            tuple(w) if isinstance(w, Iterable) else (w, w),
-        )
-        for d, w in widths.items()
-    )
-    key = ("halo_exchange", layout, local.dtype, given, mode)
+    try:
+        widths = halo_widths("halo_exchange", widths, layout.ndim)
+        told: object = tuple(sorted(widths.items()))
+    except LayoutError:
+        # never kept: the plan raises on all ranks. As text, so that 1.0 does not find what 1 made
+        told = repr(widths)
+    key = ("halo_exchange", layout, local.dtype, told, mode)
     op = mesh.plans.get(key) or mesh.plan(key, lambda: _halo_op(mesh, layout, local.dtype, widths, mode))
     return apply(op, local)
 

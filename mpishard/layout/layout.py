@@ -331,12 +331,14 @@ def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
     LayoutError
         A dim that is not there, or one that is named twice.
     """
-    out = {int(d) % ndim: v for d, v in given.items() if isinstance(d, Integral) and -ndim <= d < ndim}
-    if len(out) < len(given):
+    # int and dict first: to ask an abstract class takes as long as all the rest
+    known = given if isinstance(given, (dict, Mapping)) else {}
+    out = {int(d) % ndim: v for d, v in known.items() if isinstance(d, (int, Integral)) and -ndim <= d < ndim}
+    if known is not given or len(out) < len(known):
         raise LayoutError(
             f"{what}: no such dim, or one named twice",
-            expected=f"different dims in [{-ndim}, {ndim})",
-            got=list(given),
+            expected=f"a dict of different dims in [{-ndim}, {ndim})",
+            got=list(known) if known is given else repr(given),
             fix="name every dim of the tensor at most once",
         )
     return out

@@ -242,3 +242,13 @@ def test_wrong_widths_and_modes_raise():
     ):
         with pytest.raises(ms.LayoutError, match=text):
             ms.halo_exchange(x, widths, mode=mode)
+
+
+def test_wrong_widths_raise_where_right_ones_are_kept():
+    mesh = mesh_of((-1,))
+    x = ms.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, (ms.Shard(1),))
+    expected = ms.halo_exchange(x, {1: (1, 1)})
+    for widths in ({3: 1}, {5: (1, 1)}, {1.0: 1}, {1: 1.0}, {1: (1, 1.0)}, {1: 1, -1: 1}, [1], None):
+        with pytest.raises(ms.LayoutError):
+            ms.halo_exchange(x, widths)
+    assert torch.equal(ms.halo_exchange(x, {1: (n for n in (1, 1))}), expected)

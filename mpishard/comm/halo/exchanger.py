@@ -389,7 +389,8 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, 
 
 def width_pair(width: Width) -> tuple[int, int]:
     """Return a halo's width as (lo, hi); a TypeError or ValueError says that it is none. Not collective."""
-    lo, hi = width if isinstance(width, Iterable) else (width, width)
+    # int first: to ask an abstract class takes as long as all the rest
+    lo, hi = (width, width) if isinstance(width, int) or not isinstance(width, (tuple, Iterable)) else width
     return operator.index(lo), operator.index(hi)
 
 
