@@ -49,10 +49,18 @@ class Met(NamedTuple):
     tag: int
 
 
-def met(call: str, points: Tensor, queries: Tensor, k: int | None, radius: float, error: MpishardError | None) -> Met:
+def met(
+    call: str,
+    points: Tensor,
+    queries: Tensor,
+    k: int | None,
+    radius: float,
+    error: MpishardError | None,
+    most: int | None = None,
+) -> Met:
     """Bring together queries, and points within a radius or among the ``k`` nearest of one of them.
 
-    Collective over the mesh; wrong arguments, and ``error``, rise on every rank.
+    Collective over the mesh; wrong arguments, and ``error``, rise on every rank. ``most`` is only compared.
     """
     known = [x for x in (points, queries) if isinstance(x, ShardTensor)]
     require(call, "points", known[0] if known else points, ShardTensor, "shard points or queries first")
@@ -86,7 +94,8 @@ def met(call: str, points: Tensor, queries: Tensor, k: int | None, radius: float
                 got=f"{x.block[row].tolist()} in row {x.sharding.interval(0, mesh.coords)[0] + row}",
                 fix="leave out what has no position",
             )
-    tag, _ = mesh.agree(every, error, f"{call} of k={k}, radius={radius}, {p.sharding} of {p.dtype}, {given}")
+    asked = f"k={k}, radius={radius}, max_points={most}"
+    tag, _ = mesh.agree(every, error, f"{call} of {asked}, {p.sharding} of {p.dtype}, {given}")
     near, numbers = _near(Met(mesh, call, given, q, p, p.block, p.block, tag), k, radius)
     return Met(mesh, call, given, q, p, near, numbers, tag)
 

@@ -89,7 +89,8 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
             fix="give one",
         )
     within = math.inf if error else float(radius)
-    m = met("points.radius", points, queries, None, within, error)
+    most = None if error or max_points is None else int(max_points)
+    m = met("points.radius", points, queries, None, within, error, most)
     own, near = m.queries.block.detach(), m.near
     pairs = [(torch.zeros(0, dtype=torch.int64, device=own.device),) * 2 + (own.new_zeros(0),)]
     for of, part, far in nearby(own, near, Tiles(near, POINTS), None, within):
@@ -102,11 +103,11 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
     order = order[of[order].argsort(stable=True)]
     of, indices, distances = of[order], indices[order], distances[order]
     counts = torch.bincount(of, minlength=len(own))
-    if max_points is not None:
+    if most is not None:
         place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
-        kept = place < max_points
+        kept = place < most
         of, indices, distances = of[kept], indices[kept], distances[kept]
-        counts = counts.clamp(max=int(max_points))
+        counts = counts.clamp(max=most)
     if differentiated(m.points.block) or differentiated(m.queries.block):
         distances = distances_to(m, indices, of)
     numbers = of + m.queries.sharding.interval(0, m.mesh.coords)[0]

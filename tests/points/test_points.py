@@ -288,5 +288,9 @@ def test_calls_that_differ():
     x = shard(drawn(9, 3), mesh, (ms.Shard(0),))
     with pytest.raises(DesyncError):
         ms.points.knn(x, x, 2 + (WORLD.rank == 1))
+    with pytest.raises(DesyncError, match="max_points"):
+        ms.points.radius(x, x, 1.0, 2 + (WORLD.rank == 1))
+    with pytest.raises(DesyncError, match="max_points"):
+        ms.points.radius(x, x, 1.0, None if WORLD.rank == 1 else 3)
     with pytest.raises(LayoutError, match="fewer points"):
         ms.points.knn(x, x, 20 if WORLD.rank == 1 else 2)
