@@ -116,4 +116,5 @@ def comm_counter() -> Iterator[CommCounter]:
     try:
         yield counter
     finally:
-        active.remove(counter)
+        # this one, not another that has counted the same
+        active[:] = [listener for listener in active if listener is not counter]

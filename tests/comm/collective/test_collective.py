@@ -390,3 +390,13 @@ def test_calls_on_a_device_are_compared_before_anything_moves(group, monkeypatch
     odd = torch.float64 if group.rank == 1 else torch.float32
     with pytest.raises(DesyncError, match="rank 1"):
         call(torch.empty(3, dtype=odd, device="meta"), group)
+
+
+def test_counters_of_the_same_counts_are_two(group):
+    x = torch.ones(group.size)
+    with comm_counter() as outer:
+        with comm_counter() as inner:
+            blocking.all_reduce(x, group, deterministic=False)
+        assert inner == outer
+        blocking.all_reduce(x, group, deterministic=False)
+    assert (inner.calls, outer.calls) == ((1, 2) if group.size > 1 else (0, 0))
