@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -55,6 +57,28 @@ def given_placements(name: str, placements: Any, mesh: CartMesh) -> Any:
     return (Replicate(),) * mesh.ndim if placements is None else placements
 
 
+def _integers(shape: tuple[Any, ...]) -> tuple[int, ...] | str:
+    """Return the integers that are given one by one or as one sequence; of other things their text. Not collective."""
+    try:
+        if len(shape) == 1 and not isinstance(shape[0], (int, Integral)):
+            shape = tuple(shape[0])
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        return ", ".join(map(repr, shape))
+
+
+def _extents(name: str, given: tuple[int, ...] | str) -> tuple[int, ...]:
+    """Return what `_integers` found, if they are extents. Not collective."""
+    if isinstance(given, str) or min(given, default=0) < 0:
+        raise LayoutError(
+            f"{name}: no global shape",
+            expected="integers >= 0, or one sequence of them",
+            got=given,
+            fix="give the extents of the whole tensor",
+        )
+    return given
+
+
 def _make(
     name: str,
     shape: tuple[Any, ...],
@@ -67,16 +91,18 @@ def _make(
     ghost: Ghost | None = None,
 ) -> ShardTensor:
     placements = given_placements(name, placements, mesh)
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        shape = tuple(shape[0])
-    dtype, extents = dtype or torch.get_default_dtype(), tuple(int(n) for n in shape)
-    key = (name, extents, *asked(placements, sizes), dtype)
+    dtype, given = dtype or torch.get_default_dtype(), _integers(shape)
+    key = (name, given, *asked(placements, sizes), dtype)
+
+    def planned() -> Layout:
+        return new_layout(name, mesh, placements, _extents(name, given), sizes)
+
     if ghost is None:
-        layout = mesh.plan(key, lambda: new_layout(name, mesh, placements, extents, sizes))
+        layout = mesh.plan(key, planned)
         return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
 
     def with_room() -> tuple[Layout, dict[int, Widths]]:
-        layout = new_layout(name, mesh, placements, extents, sizes)
+        layout = planned()
         return layout, room(name, mesh, layout, ghost)
 
     layout, widths = mesh.plan((*key, str(ghost)), with_room)
@@ -163,7 +189,7 @@ def full(
 ) -> ShardTensor:
     """Return a tensor of one value; other parameters as of `zeros`. Not collective."""
     dtype = dtype or torch.full((), fill_value).dtype
-    return _constant("full", fill_value, ghost, (tuple(shape),), mesh, placements, sizes, dtype, requires_grad)
+    return _constant("full", fill_value, ghost, (shape,), mesh, placements, sizes, dtype, requires_grad)
 
 
 @names_device_mesh
@@ -247,8 +273,12 @@ def arange(
     """Return evenly spaced numbers from ``start`` to below ``end``; other parameters as of `zeros`. Not collective."""
     if end is None:
         start, end = 0, start
-    dtype = dtype or torch.arange(start, start, step).dtype
-    n = max(0, math.ceil((end - start) / step))
+    start, end, step = (v.item() if hasattr(v, "item") else v for v in (start, end, step))
+    whole = all(isinstance(v, (int, Integral)) for v in (start, end, step))
+    dtype = dtype or (torch.int64 if whole else torch.get_default_dtype())
+    n = _length(start, end, step, dtype)
+    if not dtype.is_floating_point:
+        start, step = int(start), int(step)
 
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         lo, hi = layout.interval(0, mesh.coords)
@@ -256,3 +286,13 @@ def arange(
         return (torch.arange(lo, hi, device=mesh.device, dtype=exact) * step + start).to(dtype)
 
     return _make("arange", (n,), mesh, placements, sizes, dtype, requires_grad, make)
+
+
+def _length(start: Any, end: Any, step: Any, dtype: torch.dtype) -> int:
+    """Return how many numbers a range has; torch's own error where it refuses it. Not collective."""
+    if all(isinstance(v, Real) and math.isfinite(v) for v in (start, end, step)):
+        span, by = (int(end) - int(start), int(step)) if dtype == torch.int64 else (end - start, step)
+        if by and (end - start) * step >= 0:
+            return -(-span // by) if isinstance(span, int) and isinstance(by, int) else math.ceil(span / by)
+    # nothing is allocated: it raises
+    return len(torch.arange(start, end, step, dtype=dtype))

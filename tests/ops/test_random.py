@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,6 +290,14 @@ FACTORIES = {
     "arange": (lambda **k: ms.arange(11, **k), lambda: torch.arange(11)),
     "arange float": (lambda **k: ms.arange(0.5, 4, 0.3, **k), lambda: torch.arange(0.5, 4, 0.3)),
     "arange down": (lambda **k: ms.arange(9, -3, -2, **k), lambda: torch.arange(9, -3, -2)),
+    "arange to a float": (lambda **k: ms.arange(5.0, **k), lambda: torch.arange(5.0)),
+    "arange to a float, of integers": (
+        lambda **k: ms.arange(0, 5.7, 2.5, dtype=torch.int64, **k),
+        lambda: torch.arange(0, 5.7, 2.5, dtype=torch.int64),
+    ),
+    "arange of nothing": (lambda **k: ms.arange(3, 3, **k), lambda: torch.arange(3, 3)),
+    "arange of a tensor": (lambda **k: ms.arange(torch.tensor(3.5), **k), lambda: torch.arange(3.5)),
+    "extents of other integers": (lambda **k: ms.zeros(np.int64(6), torch.tensor(9), **k), lambda: torch.zeros(6, 9)),
 }
 
 
@@ -312,3 +321,46 @@ def test_factory_arguments():
         ms.ones(3, mesh=mesh, placements=[ms.Partial()])
     with pytest.raises(ms.UnsupportedDtypeError):
         ms.rand(3, mesh=mesh, placements=[ms.Shard(0)], dtype=torch.complex64)
+
+
+NO_SHAPES = (-1, 2.5, "a", None, (3, -1), (3, 2.0), [[3]])
+
+
+@pytest.mark.parametrize("shape", NO_SHAPES, ids=repr)
+def test_what_is_no_shape_draws_nothing(shape):
+    mesh = mesh_of((WORLD.size,))
+    makers = (ms.zeros, ms.ones, ms.empty, ms.rand, ms.randn, lambda shape, **k: ms.full(shape, 1.0, **k))
+    states = WORLD.allgather(torch.get_rng_state().tolist())
+    for make in makers:
+        with pytest.raises(ms.LayoutError, match="no global shape") as raised:
+            make(shape, mesh=mesh, placements=[ms.Shard(0)])
+        assert len(set(WORLD.allgather(str(raised.value)))) == 1
+    assert states == WORLD.allgather(torch.get_rng_state().tolist())
+    with pytest.raises(ms.LayoutError, match="no global shape"):
+        ms.rand(3 if WORLD.rank else shape, mesh=mesh, placements=[ms.Shard(0)])
+
+
+@pytest.mark.parametrize("ends", [(5, 2), (0, 5, -1), (0, 5, 0), (0, math.inf), (0, math.nan), ("a",)], ids=repr)
+def test_arange_refuses_what_torch_refuses(ends):
+    mesh = mesh_of((WORLD.size,))
+    with pytest.raises((RuntimeError, TypeError)) as refused:
+        torch.arange(*ends if len(ends) > 1 else (0, *ends))
+    with pytest.raises(refused.type):
+        ms.arange(*ends, mesh=mesh, placements=[ms.Shard(0)])
+
+
+def test_numbers_that_are_no_extents_of_a_method():
+    x = shard(torch.ones(6, 4), mesh_of((WORLD.size,)), [ms.Shard(0)])
+    for call in (
+        lambda: x.new_zeros(2.5),
+        lambda: x.new_zeros((2.5, 3)),
+        lambda: x.new_ones(size=(2.5, 3)),
+        lambda: x.new_full("a", 1.0),
+        lambda: x.permute(1.0, 0.0),
+        lambda: x.flip(1.5),
+        lambda: x.expand(6.5, 4),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        x.new_empty((3, -1))

@@ -355,7 +355,7 @@ def _new_rule(name: str) -> Callable[..., Any]:
         value: tuple[Any, ...] = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else ()
         if name == "new_full" and not value and len(given) + (size is not None) > 1:
             given, value = given[:-1], given[-1:]
-        shape = ints(given) if size is None else tuple(size)
+        shape = ints(given if size is None else tuple(size))
         same = shape == tuple(self.sharding.shape)
         layout = cotangent_layout(self.sharding) if same else replicated_layout(self.mesh, shape)
         return _made(self, getattr(self.block, name)(layout.local_shape(self.mesh.coords), *value, **kwargs), layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, wraps
@@ -322,7 +323,7 @@ def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
     if len(given) == 1 and not isinstance(given[0], int):
         given = given[0]
-    return tuple(map(int, given))
+    return tuple(map(operator.index, given))
 
 
 @lru_cache(maxsize=CACHED)
