@@ -91,9 +91,6 @@ class ReadRequest:
         groups = getattr(optimizer, "param_groups", [])
         params = [p for group in groups for p in group["params"]]
         given = [x[0] if type(x) is tuple and x and isinstance(x[0], CartMesh) else x for x in (tensors or {}).values()]
-        meshes = {id(m): m for m in given if isinstance(m, CartMesh)}
-        if mesh is None and len(meshes) == 1:
-            mesh = next(iter(meshes.values()))
         mesh = the_mesh("load_checkpoint", mesh, [*current.values(), *params, *given])
         return cls(mesh, model, optimizer, scheduler, tensors, placements, rng, strict, current, params)
 

@@ -212,7 +212,7 @@ def load_checkpoint(
         What to load into. Their tensors decide how those of the file are laid out, be they sharded or plain.
     tensors
         Name -> ``(mesh, placements)``, a ShardTensor to be laid out like, or None for a plain tensor: which of
-        ``tensors`` to read, and how. All of them, if not given.
+        ``tensors`` to read, and how. All of them, if not given. A checkpoint is loaded onto one mesh.
     placements
         Of all ``tensors`` that were sharded, instead; without either, along the dims that they were sharded along.
     rng
@@ -239,6 +239,8 @@ def load_checkpoint(
         There is none, or it is damaged (file, tensor and tile are named), or written by a newer version.
     LayoutError
         The model, optimizer or placements do not fit what was saved.
+    MeshError
+        Several meshes, or no mesh at all.
 
     Examples
     --------

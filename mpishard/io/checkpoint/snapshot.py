@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,18 +172,19 @@ def storable(taken: Snapshot) -> Snapshot:
     return taken._replace(tensors=tensors)
 
 
-def the_mesh(what: str, mesh: CartMesh | None, tensors: Any) -> CartMesh:
-    """Return the mesh that is given, or else that of the tensors. Not collective."""
-    meshes = {id(x.mesh): x.mesh for x in tensors if isinstance(x, ShardTensor)}
-    if mesh is not None:
-        meshes[id(mesh)] = mesh
+def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any]) -> CartMesh:
+    """Return the one mesh that is given, itself or by tensors that live on it. Not collective."""
+    found = (x.mesh if isinstance(x, ShardTensor) else x for x in (mesh, *given))
+    meshes = {id(m): m for m in found if isinstance(m, CartMesh)}
     if len(meshes) == 1:
         return next(iter(meshes.values()))
     raise MeshError(
         f"{what}: one mesh is needed",
         expected="tensors of one mesh, or mesh=",
-        got=list(meshes.values()) or "nothing that is sharded, and no mesh",
-        fix="give mesh=, the mesh of the model's inputs" if not meshes else "save what lives on each mesh by itself",
+        got=[m.outline for m in meshes.values()] or "nothing that is sharded, and no mesh",
+        fix="save and load what lives on each mesh by itself"
+        if meshes
+        else "give mesh=, the mesh of the model's inputs",
     )
 
 

@@ -690,6 +690,18 @@ def test_what_does_not_fit(mesh, folder):
         ms.io.save_checkpoint(folder, 0, model=model)
     with pytest.raises(ms.MeshError, match="mesh="):
         ms.io.load_checkpoint(folder, model=model)
+    another = ms.init_mesh(mesh.shape)
+    asked = {"x": (another, [ms.Replicate()] * mesh.ndim)}
+    for options in ({"mesh": mesh, "tensors": asked}, {"mesh": mesh, "tensors": {**asked, "y": x}}):
+        with pytest.raises(ms.MeshError, match="one mesh") as e:
+            ms.io.load_checkpoint(folder, **options)
+        same_on_all(e)
+    with pytest.raises(ms.MeshError, match="one mesh"):
+        ms.io.load_checkpoint(folder, tensors={**asked, "y": (mesh, asked["x"][1])})
+    with pytest.raises(ms.MeshError, match="one mesh"):
+        ms.io.load_checkpoint(folder, tensors={"x": asked["x"], "y": x})
+    assert ms.io.load_checkpoint(folder, tensors=asked).tensors["x"].mesh is another
+    another.free()
     for step, keep in ((-1, 3), (1.5, 3), (0, 0), (0, 1.5)):
         with pytest.raises(MpishardError, match="integer"):
             ms.io.save_checkpoint(folder, step, keep=keep, mesh=mesh)
