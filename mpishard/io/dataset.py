@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +273,7 @@ class Loader:
         A `Dataset`, or a tuple or a dict of them with the same number of samples, on one mesh: each item is
         then a tuple or a dict.
     batch_size
-        Samples per item, along a new first dim; None: single samples without it.
+        Samples per item, at least 1, along a new first dim; None: single samples without it.
     shuffle
         Whether to draw another order at every iteration; the same on every rank.
     seed
@@ -320,10 +321,12 @@ class Loader:
     ) -> None:
         self.datasets = datasets
         own = _all(datasets)
-        if len({(len(ds), id(ds.mesh)) for ds in own}) != 1 or prefetch < 1 or (batch_size or 1) < 1:
+        sizes = [prefetch] if batch_size is None else [prefetch, batch_size]
+        counts = all(isinstance(n, Integral) and n >= 1 for n in sizes)
+        if len({(len(ds), id(ds.mesh)) for ds in own}) != 1 or not counts:
             raise LayoutError(
                 "Loader: datasets or sizes that do not fit",
-                expected="datasets with as many samples on one mesh, batch_size and prefetch of at least 1",
+                expected="datasets with as many samples on one mesh, integers batch_size and prefetch of at least 1",
                 got=f"{[len(ds) for ds in own]} samples, batch_size={batch_size}, prefetch={prefetch}",
                 fix="read datasets that belong together",
             )
@@ -367,13 +370,17 @@ class Loader:
         LayoutError
             The state is that of another order: other samples, batches, seed, or shuffled otherwise.
         """
-        own, given = self._order(), {key: int(value) for key, value in state.items()}
+        own = self._order()
+        try:
+            given = {key: int(value) for key, value in state.items()}
+        except (AttributeError, TypeError, ValueError):
+            given = {}
         epoch, position = given.pop("epoch", -1), given.pop("position", -1)
         if given != own or epoch < 0 or not 0 <= position <= len(self):
             raise LayoutError(
                 "Loader.load_state_dict: the state of another order of samples",
                 expected=f"an epoch, a position up to {len(self)}, and {own}",
-                got=dict(state),
+                got=state,
                 fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
             )
         self.epoch, self._position, self._current = epoch, position, None

@@ -112,8 +112,12 @@ def test_inputs_with_targets(stream, mesh, folder):
     for wrong in ((), (ds, 3), ds.shape):
         with pytest.raises(ms.MpishardError, match="Loader"):
             ms.io.Loader(wrong)
-    with pytest.raises(ms.LayoutError, match="prefetch"):
-        ms.io.Loader(ds, prefetch=0)
+    for sizes in ({"prefetch": 0}, {"prefetch": None}, {"batch_size": 0}, {"batch_size": -1}, {"batch_size": 1.5}):
+        with pytest.raises(ms.LayoutError, match="prefetch"):
+            ms.io.Loader(ds, **sizes)
+    for state in (None, {}, {"epoch": "a"}, 3):
+        with pytest.raises(ms.LayoutError, match="another order"):
+            ms.io.Loader(ds).load_state_dict(state)
     assert full.ndim == 3
 
 
