@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def balanced(n: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     >>> balanced(197, 2, multiple=8)
     (96, 101)
     """
-    if multiple < 1 or multiple != int(multiple):
+    if not isinstance(multiple, Integral) or multiple < 1:
         raise LayoutError("multiple of the borders of blocks", expected="an integer >= 1", got=multiple, fix="give one")
     units, over = divmod(n, multiple)
     base, rest = divmod(units, count)

@@ -5,6 +5,7 @@ Nothing here is collective.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -53,6 +54,16 @@ class Kind(Frozen):
         return False
 
 
+def _index(dim: Any) -> int:
+    """Return the number of a tensor dim."""
+    try:
+        return operator.index(dim)
+    except TypeError:
+        raise LayoutError(
+            "Shard: no tensor dim", expected="an integer", got=repr(dim), fix="count the dims of the tensor from 0"
+        ) from None
+
+
 class Shard(Kind):
     """The tensor dim ``dim`` is cut into one block per coordinate of the mesh dim.
 
@@ -66,7 +77,7 @@ class Shard(Kind):
     dim: int
 
     def __init__(self, dim: int) -> None:
-        set_once(self, "dim", int(dim))
+        set_once(self, "dim", _index(dim))
 
     def __eq__(self, other: object) -> bool:
         # torch's own Shard is accepted without importing it: that import costs half a second
@@ -179,7 +190,7 @@ def as_placements(placements: object, mesh_ndim: int, ndim: int) -> tuple[Placem
 def _own(placement: object, ndim: int) -> Placement:
     kind = type(placement).__name__
     if kind == "Shard":
-        dim = int(placement.dim)  # type: ignore[attr-defined]
+        dim = _index(placement.dim)  # type: ignore[attr-defined]
         if not -ndim <= dim < ndim:
             raise LayoutError(
                 "placements do not fit the tensor",

@@ -67,7 +67,7 @@ def test_no_weight_gets_no_cells():
     assert weighted(10, (0.0, 1.0, 0.0, 3.0)) == (0, 3, 0, 7) or weighted(10, (0.0, 1.0, 0.0, 3.0)) == (0, 2, 0, 8)
 
 
-@pytest.mark.parametrize("multiple", [0, -8, 1.5])
+@pytest.mark.parametrize("multiple", [0, -8, 1.5, "a", None])
 def test_multiples_that_are_none(multiple):
     with pytest.raises(LayoutError, match="an integer >= 1"):
         balanced(10, 2, multiple)

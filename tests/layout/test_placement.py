@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch.distributed.tensor as dtensor
 
@@ -74,6 +75,15 @@ def test_placements_that_do_not_fit(placements, mesh_ndim, says):
         as_placements(placements, mesh_ndim, 2)
     for part in ("expected:", "got:", "fix:"):
         assert str(info.value).count(part) == 1
+
+
+@pytest.mark.parametrize("dim", [1.9, 1.0, "a", None])
+def test_a_dim_that_is_no_integer(dim):
+    with pytest.raises(LayoutError, match="Shard: no tensor dim"):
+        Shard(dim)
+    with pytest.raises(LayoutError, match="Shard: no tensor dim"):
+        as_placements(dtensor.Shard(dim), 1, 2)
+    assert Shard(np.int64(1)) == Shard(1)
 
 
 def test_partial_that_is_no_sum():
