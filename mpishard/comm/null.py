@@ -186,6 +186,9 @@ class NullComm:
         return MPI.Request()
 
 
+A_VALUE = "a value asked for"
+
+
 def no_values(what: str) -> MeshError:
     """Return the error of who wants values of a planning mesh. Not collective."""
     return MeshError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mpishard.comm import counter
-from mpishard.comm.null import Event
+from mpishard.comm.null import A_VALUE, Event, no_values
 from mpishard.errors import JobError, MpishardError, UnsupportedOperationError
 from mpishard.layout.partition import balanced
 from mpishard.planning.arguments import candidates, checked_machine, checked_mesh, checked_program, checked_ranks
@@ -289,17 +289,18 @@ def trace(program: Program, extents: Sequence[int], coords: Sequence[int], devic
             traced.clear()
             with counter.comm_counter() as count:
                 later = _timed(step)
-    except MpishardError:
-        raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, RuntimeError) and "meta" in str(error):
+        of_torch = isinstance(error, RuntimeError) and "meta" in str(error)
+        if (of_torch and not isinstance(error, MpishardError)) or str(error) == str(no_values(A_VALUE)):
             raise UnsupportedOperationError(
                 "plan: the model asks for values",
                 expected="a step whose course does not depend on the values of tensors",
                 got=text,
                 fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
             ) from error
+        if isinstance(error, MpishardError):
+            raise
         raise step_failed(error, program) from error
     by_op = {op: (c.calls, c.messages, c.nbytes) for op, c in sorted(count.by_op.items())}
     mesh.free()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpishard.comm.null import A_VALUE, no_values
 from mpishard.layout import runs_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
@@ -87,6 +88,8 @@ def whole_value(x: ShardTensor) -> torch.Tensor:
     """Return the whole one-cell tensor. Collective unless it is replicated."""
     if numel(x) != 1:
         raise RuntimeError(f"a Tensor with {numel(x)} elements cannot be converted to Scalar")
+    if x.block.is_meta:
+        raise no_values(A_VALUE)
     x = resolved(x)
     return x.block.detach() if x.sharding.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
 
@@ -97,7 +100,14 @@ implements(torch.Tensor.__float__, sharded="local")(lambda self: float(whole_val
 implements(torch.Tensor.__complex__, sharded="local")(lambda self: complex(whole_value(self)))
 implements(torch.Tensor.__index__, sharded="local")(lambda self: whole_value(self).__index__())
 implements(torch.is_nonzero, torch.Tensor.is_nonzero, sharded="local")(lambda self: bool(whole_value(self)))
-implements(torch.Tensor.tolist, sharded="local")(lambda self: self.full_tensor().tolist())
+
+
+@implements(torch.Tensor.tolist, sharded="local")
+def tolist(self: ShardTensor) -> Any:
+    """Return the whole as lists. Collective."""
+    if self.block.is_meta:
+        raise no_values(A_VALUE)
+    return self.full_tensor().tolist()
 
 
 implements(torch.Tensor.dim, torch.Tensor.ndimension, sharded="local")(lambda self: len(self.sharding.shape))

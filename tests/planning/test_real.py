@@ -124,3 +124,10 @@ def test_a_planning_mesh_beside_a_real_one():
     with pytest.raises(ms.MeshError, match="different meshes"):
         real + planned
     assert real.sum().item() == real.numel()
+
+
+def test_values_of_a_planning_mesh():
+    x = ms.ones(8, mesh=ms.planning.mesh((4,)), placements=ms.Shard(0))
+    for ask in (float, int, bool, torch.Tensor.item, torch.Tensor.tolist):
+        with pytest.raises(ms.MeshError, match="on a mesh for planning"):
+            ask(x.sum())
