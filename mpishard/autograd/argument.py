@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.comm.mesh_argument import no_mesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 
 MeshDims = int | str | Sequence[int | str] | None
@@ -24,12 +26,7 @@ def require(call: str, argument: str, value: Any, kind: type, fix: str) -> None:
 def require_mesh(call: str, mesh: Any) -> None:
     """Raise unless an argument is a mesh: without one it is not known who the other ranks are. Not collective."""
     if not isinstance(mesh, CartMesh):
-        raise MeshError(
-            f"{call}: mesh= is no mesh",
-            expected="a CartMesh",
-            got=type(mesh).__name__,
-            fix="make one with mpishard.init_mesh",
-        )
+        raise no_mesh(call, mesh)
 
 
 def require_state(call: str, **arguments: Any) -> None:
@@ -48,7 +45,7 @@ def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     """Return the mesh dims that an argument names, in mesh order. Not collective."""
     if mesh_dim is None:
         return tuple(range(len(mesh.shape)))
-    if isinstance(mesh_dim, (int, str)):
+    if isinstance(mesh_dim, (int, str)) or not isinstance(mesh_dim, Iterable):
         return (mesh.mesh_dim(mesh_dim),)
     dims = tuple(mesh.mesh_dim(m) for m in mesh_dim)
     if not dims or sorted(set(dims)) != list(dims):
@@ -79,9 +76,9 @@ def needs_grad(x: Tensor) -> bool:
 
 def tensor_dim(op: str, x: Tensor, dim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
-    if not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, (int, Integral)) or not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
-    return dim % x.ndim
+    return int(dim) % x.ndim
 
 
 def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bool:
@@ -94,8 +91,9 @@ def misfit(op: str, expected: str, got: object) -> LayoutError:
     return LayoutError(f"{op}: sizes do not fit", expected=expected, got=got, fix="give one extent per rank, or none")
 
 
-def no_rank(what: str, rank: int, group: Group) -> MeshError:
-    """Return the error of a rank that the group does not have. Not collective."""
-    return MeshError(
-        what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
-    )
+def require_rank(what: str, rank: int, group: Group) -> None:
+    """Raise unless the group has a rank. Not collective."""
+    if not isinstance(rank, (int, Integral)) or not 0 <= rank < group.size:
+        raise MeshError(
+            what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
+        )

@@ -19,9 +19,9 @@ from mpishard.autograd.argument import (
     mesh_dims,
     misfit,
     needs_grad,
-    no_rank,
     require_mesh,
     require_plain,
+    require_rank,
     tensor_dim,
 )
 from mpishard.autograd.linear import Step, apply
@@ -386,8 +386,7 @@ def broadcast(
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
-        if not 0 <= root < group.size:
-            raise no_rank("broadcast: no such root", root, group)
+        require_rank("broadcast: no such root", root, group)
         return broadcast_step(group, root, replicated, deterministic)
 
     return apply(mesh.plan(key, build, dims), x)

@@ -14,9 +14,9 @@ from mpishard.autograd.argument import (
     MeshDims,
     mesh_dims,
     needs_grad,
-    no_rank,
     require_mesh,
     require_plain,
+    require_rank,
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
@@ -132,8 +132,8 @@ def send_recv(
     def build() -> Step:
         group = mesh.group(dims)
         for name, rank in (("dest", dest), ("source", source)):
-            if rank is not None and not 0 <= rank < group.size:
-                raise no_rank(f"send_recv: no such {name}", rank, group)
+            if rank is not None:
+                require_rank(f"send_recv: no such {name}", rank, group)
         return message_step(group, dest, source, x.shape, shape, "send_recv")
 
     return apply(mesh.keep(("send_recv", dims, dest, source, x.shape, shape), build), x)

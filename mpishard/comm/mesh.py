@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from mpishard.comm.device import gpu_aware as aware
 from mpishard.comm.device_mesh import DeviceMeshNames
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.lifetime import Holding, made
-from mpishard.comm.mesh_device import as_device, local_device, local_rank
+from mpishard.comm.mesh_device import as_device, local_device, local_rank, told_device
 from mpishard.comm.plans import Plans, nbytes_of, plans_on, text_of
 from mpishard.comm.setting import first_agreement
 from mpishard.comm.tag import Label
@@ -210,8 +211,8 @@ class CartMesh(DeviceMeshNames):
         if isinstance(dim, str):
             if dim in self.mesh_dim_names:
                 return self.mesh_dim_names.index(dim)
-        elif -self.ndim <= dim < self.ndim:
-            return dim % self.ndim
+        elif isinstance(dim, (int, Integral)) and -self.ndim <= dim < self.ndim:
+            return int(dim) % self.ndim
         raise MeshError(
             "no such mesh dim",
             expected=f"one of {self.mesh_dim_names} or an index below {self.ndim}",
@@ -272,7 +273,7 @@ class CartMesh(DeviceMeshNames):
             None past an edge that is not periodic.
         """
         m = self.mesh_dim(dim)
-        at = self.coords[m] + displacement
+        at = self.coords[m] + mesh_argument.checked_displacement(displacement)
         if self.periodic[m]:
             at %= self.shape[m]
         elif not 0 <= at < self.shape[m]:
@@ -292,7 +293,7 @@ class CartMesh(DeviceMeshNames):
         int
             Row-major in the coordinates, as MPI orders the ranks of a Cartesian communicator.
         """
-        return rank_of(coords, self.shape)
+        return rank_of(mesh_argument.checked_coords(coords, self.shape), self.shape)
 
     def plan(self, key: Any, build: Callable[[], T], mesh_dims: tuple[int, ...] | None = None) -> T:
         """Return the cached plan of ``key``, building it where it is new.
@@ -471,7 +472,8 @@ def init_mesh(
         wanted = as_device(device)
     except MpishardError as e:
         error = e
-    first_agreement(comm, error, "" if error else f"init_mesh({full}, {names}, periodic={periods})")
+    told = "" if error else f"init_mesh({full}, {names}, periodic={periods}{told_device(wanted)})"
+    first_agreement(comm, error, told)
     return made(
         "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
@@ -488,7 +490,7 @@ def _agreed_arguments(
     except MpishardError as e:
         error = e
     try:
-        first_agreement(cart, error, f"from_comm{names}")
+        first_agreement(cart, error, f"from_comm{names}{told_device(on)}")
     except MpishardError:
         cart.Free()
         raise

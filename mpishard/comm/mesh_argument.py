@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from mpi4py import MPI
@@ -109,4 +110,37 @@ def two_meshes(one: Any, other: Any) -> MeshError:
         expected=f"all on {one.outline}",
         got=f"another one: {other.outline}",
         fix="make every tensor of an operation on the same CartMesh object",
+    )
+
+
+def checked_coords(coords: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return coordinates if a rank has them. Not collective."""
+    given = tuple(coords) if isinstance(coords, Iterable) else ()
+    inside = (isinstance(at, (int, Integral)) and 0 <= at < n for at, n in zip(given, shape))
+    if len(given) == len(shape) and all(inside):
+        return given
+    raise MeshError(
+        "no rank at these coordinates",
+        expected=f"an integer per mesh dim, from 0 to below {tuple(shape)}",
+        got=coords,
+        fix="mesh.neighbour(dim, displacement) counts around periodic dims",
+    )
+
+
+def checked_displacement(displacement: int) -> int:
+    """Return a number of steps along a mesh dim. Not collective."""
+    if not isinstance(displacement, (int, Integral)):
+        raise MeshError(
+            "no displacement along a mesh dim", expected="an integer", got=repr(displacement), fix="count whole ranks"
+        )
+    return int(displacement)
+
+
+def no_mesh(call: str, given: Any) -> MeshError:
+    """Return the error of who gives something else for a mesh. Not collective."""
+    return MeshError(
+        f"{call}: mesh= is no mesh",
+        expected="a CartMesh",
+        got=type(given).__name__,
+        fix="make one with mpishard.init_mesh",
     )

@@ -11,11 +11,29 @@ from mpishard.errors import MeshError
 def as_device(device: torch.device | str | None) -> torch.device | None:
     """Return a device that a user names. Not collective."""
     try:
-        return None if device is None else torch.device(device)
+        found = None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise MeshError(
             "device of a mesh", expected="a device that torch knows", got=repr(device), fix="such as cpu or cuda:0"
         ) from None
+    if found is not None and found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise MeshError(
+                "device of a mesh",
+                expected=f"one of the {count} GPUs that torch finds" if count else "cpu: torch finds no GPU",
+                got=repr(str(device)),
+                fix="leave device out for this rank's GPU, if there is one",
+            )
+    return found
+
+
+def told_device(device: torch.device | None) -> str:
+    """Return what ranks compare of a device that users name. Not collective.
+
+    CPUs and GPUs are compared once the rule has found those that nobody names.
+    """
+    return "" if device is None or device.type in ("cpu", "cuda") else f", device={device.type}"
 
 
 def local_rank(comm: MPI.Intracomm) -> int:

@@ -127,7 +127,7 @@ def distribute_module(
             got=f"gather_dtype={gather_dtype}, offload={offload}",
             fix="name the mesh dim over which parameters are sharded, or leave them out",
         )
-    if gather_dtype is not None and not gather_dtype.is_floating_point:
+    if gather_dtype is not None and not getattr(gather_dtype, "is_floating_point", False):
         error = error or LayoutError(
             "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
         )

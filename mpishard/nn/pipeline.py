@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mpishard.autograd.argument import require_mesh
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -115,9 +117,10 @@ class Pipeline(nn.Module):
         self, stages: Sequence[Stage], mesh: CartMesh, mesh_dim: str | int, microbatches: int = 1, **options: Any
     ) -> None:
         super().__init__()
+        require_mesh("Pipeline", mesh)
         m = mesh.mesh_dim(mesh_dim)
         error = None
-        if len(stages) != mesh.shape[m] or microbatches < 1:
+        if len(stages) != mesh.shape[m] or not isinstance(microbatches, Integral) or microbatches < 1:
             error = LayoutError(
                 "Pipeline: stages or micro-batches do not fit",
                 expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "

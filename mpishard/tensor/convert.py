@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -228,7 +229,7 @@ def scatter_tensor(
     require_mesh("scatter_tensor", mesh)
     error: MpishardError | None = None
     layout, meta = None, None
-    if not 0 <= src < mesh.size:
+    if not isinstance(src, Integral) or not 0 <= src < mesh.size:
         error = LayoutError(
             "scatter_tensor: no such source rank",
             expected=f"0 <= src < {mesh.size}",

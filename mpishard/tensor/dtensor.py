@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def source_rank(mesh: CartMesh, src_data_rank: int) -> int:
     LayoutError
         There is none.
     """
-    if not all(0 <= src_data_rank < extent for extent in mesh.shape):
+    if not isinstance(src_data_rank, Integral) or not all(0 <= src_data_rank < extent for extent in mesh.shape):
         raise LayoutError(
             "distribute_tensor: no such source rank",
             expected=f"a coordinate along every mesh dim, 0 <= src_data_rank < {min(mesh.shape)}",

@@ -23,6 +23,8 @@ NO_MESH = {
     "shift": lambda mesh: ms.shift(torch.ones(4), mesh, "x", 1),
     "send_recv": lambda mesh: ms.send_recv(torch.ones(4), mesh, dest=0, source=0),
     "read": lambda mesh: ms.io.read("none.h5", "u", mesh, (ms.Shard(0),)),
+    "HaloExchanger": lambda mesh: ms.HaloExchanger(mesh, (4,), 1, torch.float32),
+    "Pipeline": lambda mesh: ms.Pipeline([torch.nn.Linear(2, 2)], mesh, 0),
     "Dataset": lambda mesh: ms.io.Dataset("none.h5", "u", mesh, (ms.Shard(0),)),
 }
 
@@ -62,6 +64,29 @@ def test_other_arguments(tmp_path):
             with pytest.raises(ms.LayoutError, match=f"{argument}= is of another kind"):
                 call(wrong)
     assert not list(tmp_path.iterdir())
+    mesh.free()
+
+
+def test_dims_and_ranks_that_are_no_integers():
+    mesh = ms.init_mesh((-1,), ("x",))
+    x = torch.ones(mesh.size)
+    for wrong in ("a", None, 0.5, 0.0):
+        calls = {
+            "no such root": lambda wrong=wrong: ms.broadcast(x, mesh, root=wrong),
+            "all_gather: no such dim": lambda wrong=wrong: ms.all_gather(x, mesh, dim=wrong),
+            "reduce_scatter: no such dim": lambda wrong=wrong: ms.reduce_scatter(x, mesh, dim=wrong),
+            "all_to_all: no such dim": lambda wrong=wrong: ms.all_to_all(x, mesh, split_dim=0, concat_dim=wrong),
+            "no such source rank": lambda wrong=wrong: ms.scatter_tensor(x, wrong, mesh, (ms.Shard(0),)),
+            "multiple of the borders": lambda wrong=wrong: ms.scatter_tensor(
+                x, 0, mesh, (ms.Shard(0),), multiple=wrong
+            ),
+        }
+        if wrong is not None:
+            calls["no such mesh dim"] = lambda wrong=wrong: ms.all_reduce(x, mesh, wrong)
+            calls["send_recv: no such dest"] = lambda wrong=wrong: ms.send_recv(x, mesh, dest=wrong, source=0)
+        for text, call in calls.items():
+            with pytest.raises((ms.LayoutError, ms.MeshError), match=text):
+                call()
     mesh.free()
 
 

@@ -109,10 +109,23 @@ def test_coordinates_are_row_major():
 
 def test_no_such_dim():
     mesh = init_mesh((-1, 1), ("y", "x"))
-    for dim in ("z", 2, -3):
+    for dim in ("z", 2, -3, 0.5, 1.0, None, torch.ones(1)):
         with pytest.raises(MeshError, match="no such mesh dim"):
             mesh.mesh_dim(dim)
-    assert mesh.mesh_dim(-1) == mesh.mesh_dim("x") == 1
+        with pytest.raises(MeshError, match="no such mesh dim"):
+            mesh[dim]
+    assert mesh.mesh_dim(-1) == mesh.mesh_dim("x") == mesh.mesh_dim(np.int64(1)) == 1
+
+
+def test_no_such_rank():
+    mesh = init_mesh((-1, 1), ("y", "x"), periodic=True)
+    for coords in ((mesh.shape[0], 0), (-1, 0), (0,), (0, 0, 0), (0.0, 0), 0, None, "ab"):
+        with pytest.raises(MeshError, match="no rank at these coordinates"):
+            mesh.rank_at(coords)
+    assert mesh.rank_at(np.array(mesh.coords)) == mesh.rank
+    for displacement in (0.5, 1.0, "a", None):
+        with pytest.raises(MeshError, match="no displacement"):
+            mesh.neighbour("y", displacement)
 
 
 @pytest.mark.ranks(2, 4)
@@ -473,7 +486,13 @@ def test_a_mesh_that_compares_calls_can_be_freed(monkeypatch):
     assert mesh.freed
 
 
-@pytest.mark.parametrize("wrong", ["gpu", "cuda:x", 1.5, "n" * 10**5])
+@pytest.mark.ranks(2, 3, 4)
+def test_devices_of_other_kinds():
+    with pytest.raises(DesyncError, match="meta"):
+        init_mesh((-1,), device="meta" if WORLD.rank else "cpu")
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:x", 1.5, "n" * 10**5, "cuda:99"])
 def test_a_device_that_one_rank_gets_wrong(wrong):
     """All raise the same before any makes a communicator."""
     given = wrong if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1 else "cpu"

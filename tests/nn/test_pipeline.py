@@ -138,6 +138,7 @@ def test_what_is_refused(mesh):
     for given, dim, options, error, text in (
         ([*stages, nn.Identity()], "stage", {}, ms.LayoutError, "stages or micro-batches do not fit"),
         (stages, "stage", {"microbatches": 0}, ms.LayoutError, "stages or micro-batches do not fit"),
+        (stages, "stage", {"microbatches": 1.5}, ms.LayoutError, "stages or micro-batches do not fit"),
         (stages, "depth", {}, ms.MeshError, "no such mesh dim"),
     ):
         with pytest.raises(error, match=text):

@@ -356,6 +356,12 @@ def test_writing_into_a_parameter_that_backward_needs(mesh):
         (lambda: nn.Linear(8, 8), {"shard_parameters": True}, ms.MeshError, "no such mesh dim"),
         (lambda: nn.Linear(8, 8), {"shard_parameters": False}, ms.MeshError, "no such mesh dim"),
         (lambda: nn.Linear(8, 8), {"gather_dtype": torch.bfloat16}, ms.LayoutError, "which they belong to"),
+        (
+            lambda: nn.Linear(8, 8),
+            {"shard_parameters": 0, "gather_dtype": "x"},
+            ms.LayoutError,
+            "a floating-point dtype",
+        ),
         (lambda: nn.Linear(8, 8), {"offload": True}, ms.LayoutError, "which they belong to"),
     ],
 )

@@ -22,6 +22,7 @@ from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import no_mesh
 from mpishard.comm.transport.choice import transport_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.layout import bounds, repeated, runs_of
@@ -94,6 +95,8 @@ class HaloExchanger:
         dims: Mapping[int, int | str] | None = None,
         order: str = "C",
     ) -> None:
+        if not isinstance(mesh, CartMesh):
+            raise no_mesh("HaloExchanger", mesh)
         everyone = mesh.group(tuple(range(mesh.ndim))).comm
         error = None
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpishard.autograd.argument import require_mesh
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.setting import first_agreement
@@ -59,6 +60,8 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         signals: Sequence[signal.Signals] = (signal.SIGUSR1, signal.SIGTERM),
         exit_code: int = REQUEUE_CODE,
     ) -> None:
+        if mesh is not None:
+            require_mesh("preemption", mesh)
         self.exit_code = exit_code
         self._group = blocking.world() if mesh is None else mesh.group(tuple(range(mesh.ndim)))
         self._signals = tuple(signals)

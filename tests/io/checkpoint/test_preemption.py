@@ -68,3 +68,9 @@ def test_not_in_another_thread():
     assert len(errors) == 1
     assert "main thread" in errors[0]
     assert len(set(WORLD.allgather(errors[0]))) == 1
+
+
+def test_no_mesh():
+    for wrong in (5, "mesh", WORLD):
+        with pytest.raises(ms.MeshError, match="preemption: mesh= is no mesh"):
+            ms.io.preemption(wrong)
