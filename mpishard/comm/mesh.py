@@ -298,7 +298,7 @@ class CartMesh(DeviceMeshNames):
     def plan(self, key: Any, build: Callable[[], T], mesh_dims: tuple[int, ...] | None = None) -> T:
         """Return the cached plan of ``key``, building it where it is new.
 
-        Collective over ``mesh_dims`` (all, if not given) where it is new: user errors found by ``build`` rise
+        Collective over ``mesh_dims`` (all, if not given) where it is new: what ``build`` raises on one rank rises
         on every rank, and ranks that ask for different plans are told so. Else not collective, one dictionary
         look-up. A plan that was not used for long is forgotten, on all these ranks at the same call.
         """
@@ -311,17 +311,23 @@ class CartMesh(DeviceMeshNames):
             comm = self.group(tuple(range(self.ndim)) if mesh_dims is None else mesh_dims).comm
             label = Label(text_of(key), self._holding.comms)
             before, self._label = self._label, label
-            error = None
+            error: Exception | None = None
             try:
                 # a plan lives on: its buffers must not be inference tensors, which later gradients may not write
                 with torch.inference_mode(False):
                     plan = build()
-            except MpishardError as e:
+            except Exception as e:  # noqa: BLE001 (of wrong arguments Python and torch raise anything)
                 error = e
             finally:
                 self._label = before
             own = 0 if error else nbytes_of((key, plan), CartMesh, Group, Label)
-            label.number, nbytes = self.agree(comm, error, label.text, own)
+            try:
+                label.number, nbytes = self.agree(comm, error, label.text, own)
+            except MpishardError as agreed:
+                # torch's own error stays that, where every rank has it
+                if error is not None and str(agreed) == f"{type(error).__name__}: {error}":
+                    raise guard.common(error, comm) from None
+                raise
             plans.put(key, plan, nbytes)
         return plan  # type: ignore[return-value]
 
@@ -334,9 +340,7 @@ class CartMesh(DeviceMeshNames):
             plans = self._partial[mesh_dims] = plans_on(self.group(mesh_dims).comm)
         return plans
 
-    def agree(
-        self, comm: MPI.Intracomm, error: MpishardError | None, signature: str, nbytes: int = 0
-    ) -> tuple[int, int]:
+    def agree(self, comm: MPI.Intracomm, error: Exception | None, signature: str, nbytes: int = 0) -> tuple[int, int]:
         """Do what `guard.agree` does; return a number that no other plan of these ranks has, and the most bytes.
 
         Collective over ``comm``, which is one of the mesh's.

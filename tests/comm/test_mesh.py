@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpishard as ms
 from mpishard.comm import guard, lifetime, plans
 from mpishard.comm.mesh import CartMesh, init_mesh
-from mpishard.errors import DesyncError, LayoutError, MeshError, UnsupportedOperationError
+from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError
 
 WORLD = MPI.COMM_WORLD
 
@@ -285,6 +285,23 @@ def test_error_in_a_plan_rises_on_every_rank_and_is_not_kept():
 
     with pytest.raises(LayoutError, match="the last rank's shard does not fit"):
         mesh.plan("key", build)
+    assert mesh.plan("key", lambda: "another") == "another"
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_any_error_in_a_plan_rises_on_every_rank():
+    """Python's and torch's too, of arguments that nobody has looked at: as itself where every rank has it."""
+    mesh = init_mesh((-1,))
+
+    def build(ranks):
+        return torch.zeros(3).view(2) if mesh.rank in ranks else "plan"
+
+    with pytest.raises(MpishardError, match=r"^RuntimeError: shape .*\n  raised on: rank 1 of") as info:
+        mesh.plan("key", lambda: build({1}))
+    assert type(info.value) is MpishardError
+    with pytest.raises(RuntimeError, match=r"^shape ") as info:
+        mesh.plan("key", lambda: build(range(mesh.size)))
+    assert any(entry.name == "build" for entry in info.traceback)
     assert mesh.plan("key", lambda: "another") == "another"
 
 
