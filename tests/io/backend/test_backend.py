@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import h5py
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.errors import MpishardError
 from mpishard.io.backend import choice as backend
 from mpishard.io.backend import job, mpio, root
 from mpishard.io.backend.choice import mpio_obstacle
@@ -390,3 +392,16 @@ if not mpio_obstacle():
         placements = (ms.Shard(0), ms.Shard(1))
         padded = ms.io.read(folder / "a.h5", "x", mesh, placements, halo=widths, mode="circular", backend="mpio")
         assert torch.equal(padded, ms.halo_exchange(sharded(full, mesh), widths, mode="circular"))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_warning_of_one_ranks_mode_is_an_error_on_every_rank_or_on_none():
+    modes = {"independent: filters"} if WORLD.rank == 0 else {"contiguous collective"}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        mpio._told(modes, WORLD)
+    assert len(seen) == (WORLD.rank == 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(MpishardError, match="not collective"):
+            mpio._told(modes, WORLD)
