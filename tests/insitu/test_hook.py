@@ -202,7 +202,7 @@ def test_beside_the_solver_as_in_a_call(host, sim, mode):
 
     def model(x):
         y = x.float() @ weight
-        told = y.dtype, torch.is_autocast_cache_enabled(), NAMED.get()
+        told = y.dtype, torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(), NAMED.get()
         seen.append((*told, torch.is_inference_mode_enabled(), torch.is_grad_enabled(), y.requires_grad))
         return y.double()
 
