@@ -194,14 +194,15 @@ class Buckets:
         return flat, mesh.group(mesh_dims), bucket
 
     def abandon(self) -> None:
-        """Let go of all but the sums that are under way: MPI still writes into them. Not collective."""
+        """Let go of all but what is under way: MPI still writes into it. Not collective."""
         self._open.clear()
         self._suspect.clear()
-        self._postponed.clear()
         self._early.clear()
         self._deferred = None
         _left[:] = [pending for pending in (*_left, *(p for p, _ in self._travelling)) if not pending.poke()]
         self._travelling.clear()
+        # at most two, and not to be asked
+        _left_postponed.extend(self._postponed)
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
@@ -259,6 +260,7 @@ _SLOT = "mpishard.buckets"
 _empty: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 # sums of passes that failed
 _left: list[PendingReduction] = []
+_left_postponed: list[Callable[[], None]] = []
 
 
 @contextmanager
