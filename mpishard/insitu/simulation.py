@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -385,7 +386,8 @@ class Simulation:
             if dims is None:
                 raise ValueError
             if isinstance(dims, Mapping):
-                told = {int(d) % ndim: self.mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
+                inside = {d: m for d, m in dims.items() if isinstance(d, Integral) and -ndim <= d < ndim}
+                told = {int(d) % ndim: self.mesh.mesh_dim(m) for d, m in inside.items()}
                 found: tuple[int | None, ...] = tuple(told.get(d) for d in range(ndim))
                 count = len(dims)
             else:

@@ -154,3 +154,29 @@ def test_spellings_of_reduced_dims_share_a_plan() -> None:
     layout = layout_of((2,), (Shard(1),), (4, 6, 5))
     assert reduced(layout, -2) is reduced(layout, 1) is reduced(layout, (1,)) is reduced(layout, [-2])
     assert reduced(layout, None) is reduced(layout, ()) is reduced(layout, (2, -3, 1))
+
+
+def test_dims_that_are_no_integers_find_no_plan() -> None:
+    x = shard(torch.randn(2, 3, 12, 6), mesh_of((WORLD.size,)), (ms.Shard(2),))
+    calls: tuple[Callable[[float], object], ...] = (
+        lambda d: x.roll(1, d),
+        lambda d: x.roll((d,), (2,)),
+        x.flip,
+        lambda d: torch.diff(x, dim=d),
+        x.cumsum,
+        x.sum,
+        x.amax,
+        lambda d: x.transpose(d, 0),
+        lambda d: x.narrow(d, 0, 1),
+        lambda d: torch.fft.fft(x, dim=d),
+        lambda d: x.unfold(d, 2, 1),
+        lambda d: x.mean((d, 3)),
+        x.logsumexp,
+        x.squeeze,
+        lambda d: F.pad(x, (0, 0, d, 1)),
+        lambda d: ms.halo_exchange(x, {d: 1}),
+    )
+    for call in calls:
+        call(2)
+        with pytest.raises((TypeError, ms.LayoutError)):
+            call(2.0)

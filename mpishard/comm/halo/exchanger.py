@@ -11,6 +11,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class HaloExchanger:
         everyone = mesh.group(tuple(range(mesh.ndim))).comm
         error = None
         try:
-            self.shape = tuple(int(n) for n in local_shape_with_halo)
+            self.shape = _extents(local_shape_with_halo)
             self.mesh_dims = _mesh_dims(mesh, len(self.shape), dims, isinstance(halo_width, Iterable))
             self.halo_width = _widths(self.shape, halo_width, self.mesh_dims)
             self.dtypes = dtype_names(dtype)
@@ -368,6 +369,15 @@ def _free(kept: OrderedDict[Any, Refresh], *_fields: object) -> None:
         kept.popitem()[1].free()
 
 
+def _extents(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise LayoutError(
+            "HaloExchanger: no shape of an array", expected="a sequence of integers", got=shape, fix="give u.shape"
+        ) from None
+
+
 def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, per_dim: bool) -> dict[int, int]:
     if dims is None:
         if ndim > mesh.ndim and not per_dim:
@@ -379,12 +389,14 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, 
                 f"they are the first, halo_width={(1,) * mesh.ndim + (0,) * (ndim - mesh.ndim)} says it too",
             )
         return {d: d for d in range(min(ndim, mesh.ndim))}
-    found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in dims.items() if -ndim <= d < ndim}
-    if len(found) != len(dims) or len(set(found.values())) != len(dims):
+    known = dims if isinstance(dims, Mapping) else {}
+    inside = {d: m for d, m in known.items() if isinstance(d, Integral) and -ndim <= d < ndim}
+    found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in inside.items()}
+    if known is not dims or len(found) != len(dims) or len(set(found.values())) != len(dims):
         raise LayoutError(
             "HaloExchanger: dims do not fit the array or the mesh",
             expected=f"different array dims below {ndim} on different mesh dims",
-            got=dict(dims),
+            got=dims,
             fix="give {array dim: mesh dim} for the dims that the mesh cuts",
         )
     return dict(sorted(found.items()))

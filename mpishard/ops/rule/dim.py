@@ -25,6 +25,8 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 def normal_dim(dim: int, ndim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
+    if not isinstance(dim, int):
+        dim = operator.index(dim)
     if -ndim <= dim < ndim:
         return dim % ndim
     if ndim == 0 and dim in (-1, 0):
@@ -321,7 +323,7 @@ def _refusal(
 
 def ints(given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the numbers of a ``*sizes`` argument, which may be one sequence. Not collective."""
-    if len(given) == 1 and not isinstance(given[0], int):
+    if len(given) == 1 and not isinstance(given[0], (int, Integral)):
         given = given[0]
     return tuple(map(operator.index, given))
 

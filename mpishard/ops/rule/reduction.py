@@ -15,7 +15,7 @@ from mpishard.autograd.redistribute import start_sum_partial
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of, repeated
-from mpishard.ops.rule.dim import CACHED, normal_dim
+from mpishard.ops.rule.dim import CACHED, ints, normal_dim
 from mpishard.tensor.shard_tensor import ShardTensor, wrap, wrap_pending
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -54,7 +54,9 @@ _reduced: dict[tuple[Layout, Any, bool], Reduced] = {}
 
 def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
     """Return the plan of a reduction over ``dim`` (an int, several, or None for all), cached. Not collective."""
-    key = (layout, tuple(dim) if type(dim) is list else dim, keepdim)
+    if dim is not None and type(dim) is not int:
+        dim = ints((dim,))  # 1.0 must not find what 1 made
+    key = (layout, dim, keepdim)
     plan = _reduced.get(key)
     if plan is None:
         if len(_reduced) > 65536:

@@ -46,12 +46,12 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
 
     The result has the layout of the argument.
     """
-    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    shifts = ints((shifts,))
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         if len(shifts) != 1:
             raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:0")
         return roll(input.reshape(-1), shifts, 0).reshape(input.shape)  # type: ignore[no-any-return]
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    dims = ints((dims,))
     if len(shifts) != len(dims):
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
     x = resolved(input)

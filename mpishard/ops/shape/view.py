@@ -152,7 +152,7 @@ def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
 def squeeze(input: ShardTensor, dim: Any = None) -> ShardTensor:
     """Drop dims of one cell. Not collective, unless such a dim is sharded: then its owner broadcasts."""
     x = settled(input) if input.sharding.partial_dims else input
-    dims = squeezed_dims(x.sharding, tuple(dim) if isinstance(dim, (list, torch.Size)) else dim)
+    dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
     x = whole_along(x, dims)
     # the dims by name: a local extent of 1 does not make a global one
     return viewed(x, x.block.squeeze(dims), without(x.sharding, dims), steps=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpishard.ops.rule.dim import settled, trivially_sharded
+from mpishard.ops.rule.dim import ints, settled, trivially_sharded
 from mpishard.ops.shape.view import squeezed_dims
 from mpishard.tensor.registry import aten, implements
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -62,7 +62,7 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     if self.requires_grad and self.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     x = settled(self)
-    dims = squeezed_dims(x.sharding, dim)
+    dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
     if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
         return _become(self, torch.squeeze(x, dims))
     # an index: of its result it is known what it was taken from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
     x = resolved(input)
     if type(value) is Tensor and not value.ndim:
         value = value.item()
-    mesh, widths, fill = x.mesh, tuple(pad), 0.0 if value is None else value
+    mesh, widths, fill = x.mesh, tuple(map(operator.index, pad)), 0.0 if value is None else value
     key = ("pad", x.sharding, x.dtype, widths, mode, number_key(fill))
     plan = mesh.plans.get(key) or mesh.plan(key, lambda: _plan(x, widths, mode, value, func))
     if x._halo is not None and mode == "circular":
