@@ -6,6 +6,7 @@ Nothing here is collective.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral
@@ -310,7 +311,15 @@ def layout_of(
         if cut is None:
             out[dim] = balanced(shape[dim], count, multiple)
             continue
-        cut = as_block_sizes(cut if isinstance(cut, BlockSizes) else map(int, cut))
+        try:
+            cut = as_block_sizes(cut if isinstance(cut, BlockSizes) else map(operator.index, cut))
+        except TypeError:
+            raise LayoutError(
+                f"block sizes of dim {dim} do not fit",
+                expected=f"{count} integers",
+                got=repr(cut),
+                fix="give one size per rank along the mesh dims that shard this dim",
+            ) from None
         least, total = _least(cut), cut.total if isinstance(cut, BlockSizes) else sum(cut)
         if len(cut) != count or least < 0 or total != shape[dim]:
             raise LayoutError(

@@ -33,7 +33,9 @@ def asked(placements: Any, sizes: Sizes | None = None) -> tuple[Any, ...]:
         told = (repr(placements),)
     if sizes is not None:
         require("sizes of blocks", "sizes", sizes, Mapping, "give {tensor_dim: one size per block}")
-    return told, None if sizes is None else tuple(sorted((d, tuple(s)) for d, s in sizes.items()))
+        # dims as text, as 0.0 must not find what 0 made
+        return told, tuple(sorted((str(d), _integers((s,))) for d, s in sizes.items()))
+    return told, None
 
 
 def new_layout(

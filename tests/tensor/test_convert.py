@@ -244,3 +244,22 @@ def test_an_argument_that_one_rank_has_wrong_is_everybodys_error():
     ):
         with pytest.raises(ms.LayoutError, match="raised on: rank 1 of"):
             call()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{0: (1.9,)}, {0: 2}, {0: "ab"}, {0: None}, {"a": (1,)}, {0.0: (1,)}, {0: (1.0,)}], ids=repr
+)
+def test_sizes_that_are_no_integers(sizes):
+    mesh = mesh_of((-1,))
+    x = torch.ones(mesh.size)
+    own = {d: s * mesh.size if isinstance(s, tuple) else s for d, s in sizes.items()}
+    expected = {0: (1,) * mesh.size}
+    for call in (
+        lambda sizes: ms.distribute_tensor(x, mesh, [ms.Shard(0)], sizes=sizes),
+        lambda sizes: ms.scatter_tensor(x, 0, mesh, [ms.Shard(0)], sizes=sizes),
+        lambda sizes: ms.zeros(mesh.size, mesh=mesh, placements=[ms.Shard(0)], sizes=sizes),
+    ):
+        assert call(expected).sharding is call({0: np.ones(mesh.size, int)}).sharding
+        if own != {0: None}:
+            with pytest.raises(ms.LayoutError):
+                call(own)
