@@ -174,6 +174,9 @@ def test_dims_that_are_no_integers_find_no_plan() -> None:
         x.logsumexp,
         x.squeeze,
         lambda d: F.pad(x, (0, 0, d, 1)),
+        lambda d: F.adaptive_avg_pool2d(x, d),
+        lambda d: F.interpolate(x, d),
+        lambda d: F.interpolate(x, (d, 3)),
         lambda d: ms.halo_exchange(x, {d: 1}),
     )
     for call in calls:

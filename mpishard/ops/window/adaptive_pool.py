@@ -7,6 +7,7 @@ partial results travel.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -319,7 +320,7 @@ def _extents(x: ShardTensor, ndim: int, output_size: Any) -> Any:
     """Return the extents of the result as they are part of a key; None: those of the argument."""
     given = frozen(output_size, ndim)
     if type(given) is tuple and len(given) == ndim < x.ndim:
-        return tuple(n if own is None else own for n, own in zip(x.sharding.shape[-ndim:], given))
+        return tuple(n if own is None else operator.index(own) for n, own in zip(x.sharding.shape[-ndim:], given))
     return given
 
 

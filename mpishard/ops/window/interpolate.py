@@ -9,6 +9,7 @@ and applied dim by dim to the fetched window.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,8 +146,11 @@ def interpolate(
     """
     x = resolved(input)
     ndim = x.ndim - 2
+    extents = frozen(size, ndim)
+    if type(extents) is tuple:
+        extents = tuple(map(operator.index, extents))
     request = _Request(
-        frozen(size, ndim), frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
+        extents, frozen(scale_factor, ndim), mode, align_corners, bool(recompute_scale_factor), antialias
     )
     key = ("interpolate", x.sharding, x.dtype, *request)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan(x, request))
