@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.mesh_argument import no_mesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
+from mpishard.layout import as_block_sizes, runs_of
 
 MeshDims = int | str | Sequence[int | str] | None
 
@@ -21,6 +23,23 @@ def require(call: str, argument: str, value: Any, kind: type, fix: str) -> None:
     if not isinstance(value, kind):
         what = f"{call}: {argument}= is of another kind"
         raise LayoutError(what, expected=f"a {kind.__name__}", got=type(value).__name__, fix=fix)
+
+
+def whole_number(call: str, argument: str, value: Any) -> int:
+    """Return an integer of any kind as Python's; raise where it is none. Not collective."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        what = f"{call}: {argument}= is of another kind"
+        raise LayoutError(what, expected="an integer", got=repr(value), fix="give a whole number") from None
+
+
+def extents(call: str, argument: str, values: Any) -> tuple[int, ...]:
+    """Return extents of blocks as they are kept; raise where there cannot be any. Not collective."""
+    if isinstance(values, Iterable):
+        return as_block_sizes(values)
+    what = f"{call}: {argument}= is of another kind"
+    raise LayoutError(what, expected="one extent per rank", got=repr(values), fix="give a sequence of integers")
 
 
 def require_mesh(call: str, mesh: Any) -> None:
@@ -69,6 +88,23 @@ def require_plain(op: str, x: Any) -> None:
         )
 
 
+def is_plain(x: Any) -> bool:
+    """Whether ``x`` is a tensor of torch's own, numbers at strides and nothing else. Not collective."""
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_quantized
+
+
+def require_dense(op: str, x: Any) -> None:
+    """Raise unless ``x`` is a plain tensor that is numbers at strides. Not collective."""
+    require_plain(op, x)
+    if x.layout is not torch.strided or x.is_quantized:
+        raise UnsupportedOperationError(
+            f"{op}: works on plain tensors",
+            expected="a dense torch.Tensor",
+            got="a quantized one" if x.is_quantized else f"one of layout {x.layout}",
+            fix="give x.dequantize()" if x.is_quantized else "give x.to_dense(), or what it is made of, one by one",
+        )
+
+
 def needs_grad(x: Tensor) -> bool:
     """Whether autograd records what happens to ``x``. Not collective."""
     return x.requires_grad and torch.is_grad_enabled()
@@ -76,14 +112,24 @@ def needs_grad(x: Tensor) -> bool:
 
 def tensor_dim(op: str, x: Tensor, dim: int) -> int:
     """Return ``dim`` counted from the front. Not collective."""
-    if not isinstance(dim, (int, Integral)) or not -x.ndim <= dim < x.ndim:
+    if type(dim) is not int:
+        dim = whole_number(op, "dim", dim)
+    if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
     return int(dim) % x.ndim
 
 
 def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bool:
     """Whether there is one extent per rank, this rank's being ``own``. Not collective."""
-    return len(sizes) == group.size and min(sizes) >= 0 and own in (None, sizes[group.rank])
+    try:
+        return len(sizes) == group.size and min(sizes) >= 0 and own in (None, sizes[group.rank])
+    except TypeError:
+        return False
+
+
+def are_whole(sizes: Sequence[Any]) -> bool:
+    """Whether extents are integers. Not collective."""
+    return all(hasattr(n, "__index__") for n, _ in runs_of(sizes))
 
 
 def misfit(op: str, expected: str, got: object) -> LayoutError:

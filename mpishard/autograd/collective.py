@@ -15,14 +15,18 @@ from torch import Tensor
 
 from mpishard.autograd.argument import (
     MeshDims,
+    are_whole,
+    extents,
     fits_group,
+    is_plain,
     mesh_dims,
     misfit,
     needs_grad,
+    require_dense,
     require_mesh,
-    require_plain,
     require_rank,
     tensor_dim,
+    whole_number,
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.plain import note_reduced
@@ -30,13 +34,13 @@ from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpo
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import as_block_sizes, balanced, key_of
+from mpishard.layout import balanced, key_of
 
 
 def _called(name: str, x: Tensor, mesh: CartMesh, mesh_dim: MeshDims) -> tuple[tuple[int, ...], Group]:
     """Return the mesh dims of a call, and their ranks; refuse what is no plain tensor. Not collective."""
-    if type(x) is not Tensor:
-        require_plain(name, x)
+    if not is_plain(x):
+        require_dense(name, x)
     require_mesh(name, mesh)
     dims = mesh_dims(mesh, mesh_dim)
     if x.requires_grad:
@@ -99,8 +103,8 @@ def all_reduce(
     --------
     >>> total = ms.all_reduce(x.sum(), mesh)
     """
-    if type(x) is not Tensor:
-        require_plain("all_reduce", x)
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        require_dense("all_reduce", x)
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)
     if type(mesh_dim) is list:
@@ -182,12 +186,12 @@ def all_gather(
         every = gather_extents("all_gather", x.shape, dim, call, group)
         key = ("all_gather", dims, key_of(every), *call)
         return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
-    given = as_block_sizes(sizes)
+    given = extents("all_gather", "sizes", sizes)
     fits = fits_group(given, group, x.shape[dim])
     key = ("all_gather of", dims, key_of(given), *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
 
     def build() -> Step:
-        if not fits:
+        if not fits or not are_whole(given):
             raise misfit("all_gather", f"{group.size} extents, that of rank {group.rank} {x.shape[dim]}", given)
         return gather_step(group, given, dim, replicated, deterministic)
 
@@ -246,12 +250,12 @@ def reduce_scatter(
     """
     dims, group = _called("reduce_scatter", x, mesh, mesh_dim)
     dim = tensor_dim("reduce_scatter", x, dim)
-    sizes = balanced(x.shape[dim], group.size) if sizes is None else as_block_sizes(sizes)
+    sizes = balanced(x.shape[dim], group.size) if sizes is None else extents("reduce_scatter", "sizes", sizes)
     key = ("reduce_scatter", dims, dim, key_of(sizes), deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
         rule_of("sum", x.dtype)
-        if not fits_group(sizes, group) or sum(sizes) != x.shape[dim]:
+        if not fits_group(sizes, group) or not are_whole(sizes) or sum(sizes) != x.shape[dim]:
             raise misfit("reduce_scatter", f"{group.size} extents whose sum is {x.shape[dim]}", sizes)
         return gather_step(group, sizes, dim, False, deterministic).adjoint
 
@@ -311,22 +315,22 @@ def all_to_all(
     """
     dims, group = _called("all_to_all", x, mesh, mesh_dim)
     split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
-    split = None if split_sizes is None else tuple(split_sizes)
+    split = None if split_sizes is None else tuple(extents("all_to_all", "split_sizes", split_sizes))
     call = (split_dim, concat_dim, split, x.dtype, needs_grad(x))
     # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
     bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
     if concat_sizes is None:
-        extents = gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
+        joined = gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
     else:
-        extents = as_block_sizes(concat_sizes)
-        bad = bad or not fits_group(extents, group, x.shape[concat_dim])
-    key = ("all_to_all", dims, key_of(extents), *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
+        joined = extents("all_to_all", "concat_sizes", concat_sizes)
+        bad = bad or not fits_group(joined, group, x.shape[concat_dim])
+    key = ("all_to_all", dims, key_of(joined), *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
 
     def build() -> Step:
-        if bad:
+        if bad or not are_whole(split or ()) or not (concat_sizes is None or are_whole(joined)):
             what = f"{group.size} extents: split_sizes of {x.shape[split_dim]}, concat_sizes with {x.shape[concat_dim]}"
-            raise misfit("all_to_all", what, (split, extents))
-        return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, extents)
+            raise misfit("all_to_all", what, (split, joined))
+        return transpose_step(group, x.shape, x.itemsize, split_dim, concat_dim, split, joined)
 
     if concat_sizes is None and not bad:
         return apply(mesh.keep(key, build), x)
@@ -383,6 +387,8 @@ def broadcast(
     >>> same = ms.broadcast(x, mesh, root=0)
     """
     dims, group = _called("broadcast", x, mesh, mesh_dim)
+    if type(root) is not int:
+        root = whole_number("broadcast", "root", root)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

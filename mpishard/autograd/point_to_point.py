@@ -12,11 +12,13 @@ from torch import Tensor
 
 from mpishard.autograd.argument import (
     MeshDims,
+    is_plain,
     mesh_dims,
     needs_grad,
+    require_dense,
     require_mesh,
-    require_plain,
     require_rank,
+    whole_number,
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
@@ -58,9 +60,12 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     --------
     >>> from_left = ms.shift(edge, mesh, "x", 1)
     """
-    require_plain("shift", x)
+    if not is_plain(x):
+        require_dense("shift", x)
     require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
+    if type(displacement) is not int:
+        displacement = whole_number("shift", "displacement", displacement)
     key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
@@ -124,9 +129,14 @@ def send_recv(
     --------
     >>> y = ms.send_recv(x, mesh, dest=1 if mesh.rank == 0 else None, source=0 if mesh.rank == 1 else None)
     """
-    require_plain("send_recv", x)
+    if not is_plain(x):
+        require_dense("send_recv", x)
     require_mesh("send_recv", mesh)
     dims = mesh_dims(mesh, mesh_dim)
+    if type(dest) is not int and dest is not None:
+        dest = whole_number("send_recv", "dest", dest)
+    if type(source) is not int and source is not None:
+        source = whole_number("send_recv", "source", source)
     shape = x.shape if shape is None else torch.Size(shape)
 
     def build() -> Step:

@@ -67,26 +67,60 @@ def test_other_arguments(tmp_path):
     mesh.free()
 
 
-def test_dims_and_ranks_that_are_no_integers():
+# the collectives on plain tensors: a call of each with right arguments, and what its others may not be
+COLLECTIVES = {
+    "all_reduce": (ms.all_reduce, {}, {"mesh_dim": (1.5, {1: 2}, {3})}),
+    "all_gather": (
+        ms.all_gather,
+        {},
+        {"dim": (0.5, "x", None), "sizes": (3, 1.5, "texts", [0.5], [None]), "mesh_dim": (0.5,)},
+    ),
+    "reduce_scatter": (ms.reduce_scatter, {}, {"dim": (0.5, "x", None), "sizes": (3, "texts", [None], [0.5])}),
+    "all_to_all": (
+        ms.all_to_all,
+        {"split_dim": 0, "concat_dim": 1},
+        {
+            "split_dim": (0.5, None),
+            "concat_dim": (0.5, "x"),
+            "split_sizes": (3, "texts", [None], [0.5]),
+            "concat_sizes": (3, "texts", [None]),
+        },
+    ),
+    "broadcast": (ms.broadcast, {}, {"root": (0.5, "x", None, -1, 99)}),
+    "shift": (
+        ms.shift,
+        {"mesh_dim": "x", "displacement": 1},
+        {"displacement": (1.5, "x", None), "mesh_dim": (0.5, "z")},
+    ),
+    "send_recv": (ms.send_recv, {"dest": None, "source": None}, {"dest": (0.5, "x"), "source": (0.5, [1])}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize)")
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_arguments_of_collectives(name, warm):
+    """The same wrong one on every rank raises the same there: before anything is sent, as the next call shows."""
+    call, right, wrong = COLLECTIVES[name]
     mesh = ms.init_mesh((-1,), ("x",))
-    x = torch.ones(mesh.size)
-    for wrong in ("a", None, 0.5, 0.0):
-        calls = {
-            "no such root": lambda wrong=wrong: ms.broadcast(x, mesh, root=wrong),
-            "all_gather: no such dim": lambda wrong=wrong: ms.all_gather(x, mesh, dim=wrong),
-            "reduce_scatter: no such dim": lambda wrong=wrong: ms.reduce_scatter(x, mesh, dim=wrong),
-            "all_to_all: no such dim": lambda wrong=wrong: ms.all_to_all(x, mesh, split_dim=0, concat_dim=wrong),
-            "no such source rank": lambda wrong=wrong: ms.scatter_tensor(x, wrong, mesh, (ms.Shard(0),)),
-            "multiple of the borders": lambda wrong=wrong: ms.scatter_tensor(
-                x, 0, mesh, (ms.Shard(0),), multiple=wrong
-            ),
-        }
-        if wrong is not None:
-            calls["no such mesh dim"] = lambda wrong=wrong: ms.all_reduce(x, mesh, wrong)
-            calls["send_recv: no such dest"] = lambda wrong=wrong: ms.send_recv(x, mesh, dest=wrong, source=0)
-        for text, call in calls.items():
-            with pytest.raises((ms.LayoutError, ms.MeshError), match=text):
-                call()
+    x = torch.ones(mesh.size, mesh.size)
+    if warm:
+        call(x, mesh, **right)
+    texts = []
+    for argument, values in wrong.items():
+        for value in values:
+            # one for each rank
+            value = value * mesh.size if isinstance(value, list) else value
+            with pytest.raises((ms.LayoutError, ms.MeshError), match=r"\n  fix: ") as info:
+                call(x, mesh, **{**right, argument: value})
+            texts.append(f"{type(info.value).__name__}: {info.value}")
+    for odd in (x.to_sparse(), x.to_sparse_csr(), torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)):
+        with pytest.raises(ms.MpishardError, match=r"works on plain tensors|no reduction") as info:
+            call(odd, mesh, **right)
+        texts.append(f"{type(info.value).__name__}: {info.value}")
+    said = mesh.comm.allgather(texts)
+    assert said == said[:1] * mesh.size
+    call(x, mesh, **right)
     mesh.free()
 
 
