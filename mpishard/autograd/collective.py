@@ -31,7 +31,7 @@ from mpishard.autograd.argument import (
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.plain import note_reduced
 from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpose_step
-from mpishard.comm.collective.gather_sizes import gather_extents
+from mpishard.comm.collective.gather_sizes import asked_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import balanced, key_of
@@ -183,7 +183,7 @@ def all_gather(
     dim = tensor_dim("all_gather", x, dim)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if sizes is None:
-        every = gather_extents("all_gather", x.shape, dim, call, group)
+        every = asked_extents("all_gather", x.shape, dim, call, mesh, dims)
         key = ("all_gather", dims, key_of(every), *call)
         return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
     given = extents("all_gather", "sizes", sizes)
@@ -320,7 +320,7 @@ def all_to_all(
     # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
     bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
     if concat_sizes is None:
-        joined = gather_extents("all_to_all", x.shape, concat_dim, (*call, bad), group)
+        joined = asked_extents("all_to_all", x.shape, concat_dim, (*call, bad), mesh, dims)
     else:
         joined = extents("all_to_all", "concat_sizes", concat_sizes)
         bad = bad or not fits_group(joined, group, x.shape[concat_dim])

@@ -56,6 +56,14 @@ EVERYWHERE = {
         MESH + "ms.distribute_tensor(torch.ones(6, 4 + rank), mesh, (ms.Shard(0),))",
         ["DesyncError: ranks made different calls", "(6, 5)"],
     ),
+    "sizes that one rank alone gives": (
+        MESH + "ms.all_gather(torch.ones(2), mesh, sizes=(2, 2) if rank else None)",
+        ["DesyncError: ranks made different calls", "asks for extents"],
+    ),
+    "sizes that one rank alone gives, of an all-to-all": (
+        MESH + "ms.all_to_all(torch.ones(2, 2), mesh, split_dim=1, concat_dim=0, concat_sizes=(2, 2) if rank else None)",
+        ["DesyncError: ranks made different calls", "asks for extents"],
+    ),
     "error that one rank finds": (
         MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
         ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],

@@ -27,7 +27,11 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
     rest = (*shape[:dim], -1, *shape[dim + 1 :])
     if guard.DEBUG:
         guard.check(group.comm, op, rest, signature)
-    mine = array("q", (shape[dim], _digest(rest, signature)))
+    return _gathered(op, shape, dim, signature, group, _digest(rest, signature))
+
+
+def _gathered(op: str, shape: torch.Size, dim: int, signature: object, group: Group, number: int) -> tuple[int, ...]:
+    mine = array("q", (shape[dim], number))
     every = array("q", bytes(16 * group.size))
     with guard.waiting(op, (), group.comm):
         group.comm.Allgather((mine, MPI.INT64_T), (every, MPI.INT64_T))
@@ -35,6 +39,22 @@ def gather_extents(op: str, shape: torch.Size, dim: int, signature: object, grou
     if (digests != digests[0]).any():
         guard.agree(group.comm, None, f"{op}, shape {tuple(shape)} (dim {dim} is free), {signature}")
     return as_block_sizes(extents.tolist()) if (extents != extents[0]).any() else repeated(((shape[dim], group.size),))
+
+
+def asked_extents(
+    op: str, shape: torch.Size, dim: int, signature: object, mesh: CartMesh, mesh_dims: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Do what `gather_extents` does, over some mesh dims (ascending).
+
+    Collective over them. A call that is new begins with the agreement that every new call begins with: another one on
+    another rank, as of extents that are given, is told.
+    """
+    group = mesh.group(mesh_dims)
+    if group.size == 1:
+        return (shape[dim],)
+    rest = (*shape[:dim], -1, *shape[dim + 1 :])
+    number = mesh.plan((op, "asks for extents: shape", rest, signature), lambda: _digest(rest, signature), mesh_dims)
+    return _gathered(op, shape, dim, signature, group, number)
 
 
 def are_alike(op: str, numbers: Sequence[int], group: Group) -> bool:
