@@ -287,7 +287,8 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     LayoutError
         ``grad_placements`` do not fit.
     DesyncError
-        In the backward pass: cotangents differ between ranks that must be the same.
+        They differ between ranks (found when they are new); in the backward pass: cotangents differ between ranks that
+        must be the same.
 
     Notes
     -----
@@ -301,13 +302,21 @@ def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:
     >>> nearest = torch.cdist(x.to_local(), y.full_tensor(grad_placements=[ms.Partial()])).amin(1)
     """
     x = resolved(x)
-    shown = replicated_layout(x.mesh, x.sharding.shape)
+    mesh, layout = x.mesh, x.sharding
+    shown = replicated_layout(mesh, layout.shape)
+    recorded = x.block.requires_grad and torch.is_grad_enabled()
     given = None
-    if grad_placements is not None:
-        given = given_layout("full_tensor", shown, as_placements(grad_placements, x.mesh.ndim, x.ndim))
-    if x.block.requires_grad and torch.is_grad_enabled():
-        return taken(x.block, x.mesh, x.sharding, shown, given)
-    return moved(x, shown).block
+
+    def cotangent() -> tuple[Layout | None]:
+        if grad_placements is None:
+            return (None,)
+        return (given_layout("full_tensor", shown, as_placements(grad_placements, mesh.ndim, layout.ndim)),)
+
+    # what the backward pass sends depends on it: where ranks meet, they must mean the same
+    if grad_placements is not None or (recorded and layout.sharded_mesh_dims):
+        key = ("full_tensor", layout, None if grad_placements is None else asked(grad_placements))
+        (given,) = mesh.plan(key, cotangent)
+    return taken(x.block, mesh, layout, shown, given) if recorded else moved(x, shown).block
 
 
 def redistribute(

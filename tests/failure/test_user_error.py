@@ -61,8 +61,17 @@ EVERYWHERE = {
         ["DesyncError: ranks made different calls", "asks for extents"],
     ),
     "sizes that one rank alone gives, of an all-to-all": (
-        MESH + "ms.all_to_all(torch.ones(2, 2), mesh, split_dim=1, concat_dim=0, concat_sizes=(2, 2) if rank else None)",
+        MESH + "sizes = (2, 2) if rank else None\n"
+        "ms.all_to_all(torch.ones(2, 2), mesh, split_dim=1, concat_dim=0, concat_sizes=sizes)",
         ["DesyncError: ranks made different calls", "asks for extents"],
+    ),
+    "cotangents that ranks mean differently": (
+        TENSOR + "x.requires_grad_().full_tensor(grad_placements=[ms.Partial() if rank else ms.Replicate()])",
+        ["DesyncError: ranks made different calls", "Partial"],
+    ),
+    "cotangents that one rank alone says": (
+        TENSOR + "x.full_tensor()\nx.requires_grad_().full_tensor(grad_placements=[ms.Partial()] if rank else None)",
+        ["DesyncError: ranks made different calls", "Partial"],
     ),
     "error that one rank finds": (
         MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
