@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import LayoutError, MeshError
-from mpishard.tensor import convert
+from mpishard.tensor import convert, scatter
 from mpishard.tensor.shard_tensor import ShardTensor
 from mpishard.tensor.spec import ShardTensorSpec
 
@@ -124,7 +124,7 @@ def scatter_tensor(
     LayoutError
         They are not, or the arguments do not fit; on every rank.
     """
-    x = convert.scatter_tensor(tensor, global_src, mesh, placements, requires_grad=requires_grad)
+    x = scatter.scatter_tensor(tensor, global_src, mesh, placements, requires_grad=requires_grad)
     told = x.shape if global_shape is None else torch.Size(global_shape), dtype or x.dtype
     if told != (x.shape, x.dtype):
         raise LayoutError(

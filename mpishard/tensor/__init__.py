@@ -3,9 +3,10 @@
 from importlib import import_module
 
 from mpishard.tensor import compiler, dual, gradient, kernel, metadata, spec
-from mpishard.tensor.convert import distribute_tensor, halo_exchange, scatter_tensor
+from mpishard.tensor.convert import distribute_tensor, halo_exchange
 from mpishard.tensor.factory import arange, empty, full, ones, rand, randn, zeros
 from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.scatter import scatter_tensor
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # Rules are registered before the first tensor meets torch. By name: rules stand on tensors, not tensors on rules.

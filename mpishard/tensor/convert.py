@@ -1,10 +1,9 @@
-"""Plain tensors to ShardTensors and back: from_local, distribute, scatter, gather, redistribute, rebalance."""
+"""Plain tensors to ShardTensors and back: from_local, distribute, gather, redistribute, rebalance."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
-from mpishard.autograd.argument import require, require_mesh
+from mpishard.autograd.argument import require, whole_number
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
-from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
-from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
+from mpishard.errors import LayoutError, MpishardError
 from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
-from mpishard.layout.partition import coords_of
 from mpishard.tensor.dtensor import (
     as_first_rank_has,
     check_dtypes,
@@ -32,10 +29,11 @@ from mpishard.tensor.dtensor import (
     source_rank,
     with_grad_placements,
 )
-from mpishard.tensor.factory import asked, given_placements, new_layout
+from mpishard.tensor.factory import asked, given_placements
 from mpishard.tensor.foreign import is_dense, shared
 from mpishard.tensor.infer import inferred, told
 from mpishard.tensor.operand import moved, replicated_layout, resolved
+from mpishard.tensor.scatter import scattered
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -137,13 +135,20 @@ def distribute_tensor(
         strided convolution of it works on whole blocks.
     src_data_rank
         DTensor's: whose tensor it is that all get blocks of, by its coordinate along every mesh dim; the others' must
-        have its shape. Then the result is a leaf. None: all hold the same.
+        have its shape and dtype. Then the result is a leaf. None: all hold the same.
 
     Returns
     -------
     ShardTensor
         A copy of the block, so that the full tensor can be freed; differentiable, with the gradient of the full
         tensor on every rank.
+
+    Raises
+    ------
+    LayoutError, UnsupportedOperationError
+        Placements or sizes do not fit, or it is no tensor; with ``src_data_rank``, on every rank.
+    DesyncError
+        Shapes, dtypes or arguments differ between ranks.
 
     Notes
     -----
@@ -159,12 +164,16 @@ def distribute_tensor(
             raise two_meshes(tensor.mesh, mesh)
         if sizes is None and multiple == 1:
             return redistribute(tensor, placements)
+    elif src_data_rank is not None:
+
+        def ours() -> tuple[Tensor, int, bool, tuple[Any, ...]]:
+            own = shared("distribute_tensor", tensor)
+            src = source_rank(mesh, whole_number("distribute_tensor", "src_data_rank", src_data_rank))
+            return own.detach().to(mesh.device), src, own.requires_grad, (tuple(own.shape), own.dtype)
+
+        return scattered("distribute_tensor", ours, mesh, placements, sizes, multiple)
     elif not isinstance(tensor, Tensor) or not is_dense(tensor):
         tensor = shared("distribute_tensor", tensor)
-    if src_data_rank is not None and not isinstance(tensor, ShardTensor):
-        src, leaf = source_rank(mesh, src_data_rank), tensor.requires_grad
-        given = tensor.detach().to(mesh.device)
-        return scatter_tensor(given, src, mesh, placements, requires_grad=leaf, sizes=sizes, multiple=multiple)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
     layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
     if isinstance(tensor, ShardTensor):
@@ -176,97 +185,6 @@ def distribute_tensor(
     if local is tensor:
         local = tensor.clone()
     return wrap(local, layout, mesh)
-
-
-def scatter_tensor(
-    tensor: Tensor | None,
-    src: int,
-    mesh: CartMesh,
-    placements: Any,
-    *,
-    requires_grad: bool = False,
-    sizes: Mapping[int, Sequence[int]] | None = None,
-    multiple: int = 1,
-) -> ShardTensor:
-    """Shard a tensor that one rank holds; no other rank ever holds more than its own block.
-
-    Collective.
-
-    Parameters
-    ----------
-    tensor
-        The full tensor on mesh rank ``src``; ignored elsewhere.
-    src
-        Mesh rank of the source.
-    mesh, placements
-        Where and how to shard it.
-    requires_grad
-        Of the result, a leaf: gradients stop here.
-    sizes
-        Tensor dim -> block sizes; balanced where not given.
-    multiple
-        Of which the borders between balanced blocks are multiples: give a network's total stride, and every
-        strided convolution of it works on whole blocks.
-
-    Returns
-    -------
-    ShardTensor
-
-    Raises
-    ------
-    LayoutError
-        There is nothing to scatter, or placements or sizes do not fit it; `Partial` is refused.
-    UnsupportedDtypeError
-        It shall require a gradient, and has a dtype that has none.
-    DesyncError
-        The ranks' arguments differ.
-
-    Examples
-    --------
-    >>> full = load() if mesh.rank == 0 else None
-    >>> x = ms.scatter_tensor(full, 0, mesh, (ms.Shard(2), ms.Shard(3)), requires_grad=True)
-    """
-    require_mesh("scatter_tensor", mesh)
-    error: MpishardError | None = None
-    layout, meta = None, None
-    if not isinstance(src, Integral) or not 0 <= src < mesh.size:
-        error = LayoutError(
-            "scatter_tensor: no such source rank",
-            expected=f"0 <= src < {mesh.size}",
-            got=src,
-            fix="name a rank of the mesh",
-        )
-    elif mesh.rank == src:
-        try:
-            if not isinstance(tensor, Tensor) or isinstance(tensor, ShardTensor):
-                raise LayoutError(
-                    "scatter_tensor: nothing to scatter",
-                    expected=f"a plain tensor on rank {src}",
-                    got=type(tensor).__name__,
-                    fix="pass the full tensor on the source rank",
-                )
-            if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-                raise UnsupportedDtypeError(
-                    "scatter_tensor: a dtype without gradients",
-                    expected="a floating or complex dtype, or requires_grad=False",
-                    got=tensor.dtype,
-                    fix="convert the tensor first",
-                )
-            layout = new_layout("scatter_tensor", mesh, placements, tensor.shape, sizes, multiple)
-            meta = (tuple(tensor.shape), tensor.dtype)
-        except MpishardError as e:
-            error = e
-    comm = mesh.group(tuple(range(mesh.ndim))).comm
-    told = (src, *asked(placements, sizes), multiple, requires_grad)
-    # what fits on the source fits everywhere: the others give the same
-    guard.agree(comm, error, f"scatter_tensor{told}")
-    with guard.waiting("scatter_tensor", (src,), comm):
-        shape, dtype = comm.bcast(meta, root=src)
-    if layout is None:
-        layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
-    source = tensor.detach() if tensor is not None and mesh.rank == src else None
-    local = scatter_blocks(mesh, src, source, lambda rank: layout.box(coords_of(rank, mesh.shape)), dtype)
-    return wrap(local.requires_grad_(requires_grad), layout, mesh)
 
 
 def full_tensor(x: ShardTensor, *, grad_placements: Any = None) -> Tensor:

@@ -73,6 +73,27 @@ EVERYWHERE = {
         TENSOR + "x.full_tensor()\nx.requires_grad_().full_tensor(grad_placements=[ms.Partial()] if rank else None)",
         ["DesyncError: ranks made different calls", "Partial"],
     ),
+    "no tensor beside the source": (
+        MESH + "ms.distribute_tensor(None if rank else torch.ones(4), mesh, ms.Shard(0), src_data_rank=0)",
+        ["UnsupportedOperationError: distribute_tensor: no block that torch can share", "raised on: rank 1 of 2"],
+    ),
+    "another shape than that of the source": (
+        MESH + "ms.distribute_tensor(torch.ones(4 + rank), mesh, ms.Shard(0), src_data_rank=0)",
+        ["DesyncError: ranks made different calls", "(5,)"],
+    ),
+    "another dtype than that of the source": (
+        MESH + "dtype = [torch.float32, torch.int64][rank]\n"
+        "ms.distribute_tensor(torch.ones(4, dtype=dtype), mesh, ms.Shard(0), src_data_rank=0)",
+        ["DesyncError: ranks made different calls", "torch.int64"],
+    ),
+    "source that is no integer": (
+        MESH + "ms.scatter_tensor(torch.ones(4), 0.0, mesh, (ms.Shard(0),))",
+        ["LayoutError: scatter_tensor: src= is of another kind", "got:      0.0"],
+    ),
+    "sizes of another kind on one rank": (
+        MESH + "ms.scatter_tensor(torch.ones(4), 0, mesh, (ms.Shard(0),), sizes=5 if rank else None)",
+        ["LayoutError: sizes of blocks: sizes= is of another kind", "raised on: rank 1 of 2"],
+    ),
     "error that one rank finds": (
         MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
         ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],

@@ -32,7 +32,7 @@ from mpishard.ops.attention import scaled_dot_product
 from mpishard.ops.spectral import pencils
 from mpishard.planning.mesh import mesh_on
 from mpishard.planning.step import Program, step_on
-from mpishard.tensor import convert
+from mpishard.tensor import scatter
 
 PACKAGE = os.path.dirname(ms.__file__) + os.sep
 MESHES = {"3-D": (64, 32, 32), "2-D": (256, 256), "1-D": (65536,)}
@@ -195,7 +195,7 @@ def scattered(mesh):
         return torch.empty([hi - lo for lo, hi in box_of(mesh.rank)], dtype=dtype)
 
     def call():
-        with mock.patch.object(NullComm, "bcast", told), mock.patch.object(convert, "scatter_blocks", came):
+        with mock.patch.object(NullComm, "bcast", told), mock.patch.object(scatter, "scatter_blocks", came):
             return ms.scatter_tensor(None, 0, mesh, placements)
 
     return call
