@@ -321,13 +321,7 @@ class CartMesh(DeviceMeshNames):
             finally:
                 self._label = before
             own = 0 if error else nbytes_of((key, plan), CartMesh, Group, Label)
-            try:
-                label.number, nbytes = self.agree(comm, error, label.text, own)
-            except MpishardError as agreed:
-                # torch's own error stays that, where every rank has it
-                if error is not None and str(agreed) == f"{type(error).__name__}: {error}":
-                    raise guard.common(error, comm) from None
-                raise
+            label.number, nbytes = self.agree(comm, error, label.text, own)
             plans.put(key, plan, nbytes)
         return plan  # type: ignore[return-value]
 
@@ -343,9 +337,15 @@ class CartMesh(DeviceMeshNames):
     def agree(self, comm: MPI.Intracomm, error: Exception | None, signature: str, nbytes: int = 0) -> tuple[int, int]:
         """Do what `guard.agree` does; return a number that no other plan of these ranks has, and the most bytes.
 
-        Collective over ``comm``, which is one of the mesh's.
+        Collective over ``comm``, which is one of the mesh's. An error of torch's or Python's stays that where every
+        rank has it.
         """
-        number, most = guard.agree(comm, error, signature, (self._holding.number, nbytes))
+        try:
+            number, most = guard.agree(comm, error, signature, (self._holding.number, nbytes))
+        except MpishardError as agreed:
+            if error is not None and str(agreed) == f"{type(error).__name__}: {error}":
+                raise guard.common(error, comm) from None
+            raise
         self._holding.number = number + 1
         return number, most
 

@@ -14,7 +14,7 @@ from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MpishardError
+from mpishard.errors import LayoutError
 from mpishard.nn import sharded as sharding
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -95,52 +95,30 @@ def distribute_module(
     >>> model(x).mean().backward()
     """
     require_mesh("distribute_module", mesh)
-    require("distribute_module", "module", module, nn.Module, "give the model itself")
     group = mesh.group(tuple(range(mesh.ndim)))
-    module.to(mesh.device)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    error: MpishardError | None = None
-    if sharding.is_sharded(module):
-        error = LayoutError(
-            "distribute_module: sharded parameters",
-            expected="a model that was not distributed with shard_parameters",
-            got="one that was",
-            fix="call it once",
-        )
-    elsewhere = [name for name, t in named if isinstance(t, ShardTensor) and t.mesh is not mesh]
-    if elsewhere:
-        error = error or LayoutError(
-            "distribute_module: parameters or buffers on another mesh",
-            expected=f"plain ones, or ShardTensors on {mesh.outline}",
-            got=elsewhere,
-            fix="distribute them on the mesh that the inputs live on",
-        )
+    error: Exception | None = None
+    named: list[tuple[str, Tensor]] = []
     over: tuple[int, ...] = ()
+    signature = "distribute_module"
     try:
-        over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
-    except MpishardError as e:
+        named, over = _checked(module, mesh, shard_parameters, gather_dtype, offload)
+        told = [(name, tuple(t.shape), t.dtype, *getattr(t, "placements", ())) for name, t in named]
+        signature = f"distribute_module over={over} {gather_dtype} offload={offload} {told}"
+    except Exception as e:  # noqa: BLE001 (torch's too, of a model that cannot move)
         error = e
-    if not over and (gather_dtype is not None or offload):
-        error = error or LayoutError(
-            "distribute_module: gather_dtype or offload",
-            expected="shard_parameters=, which they belong to",
-            got=f"gather_dtype={gather_dtype}, offload={offload}",
-            fix="name the mesh dim over which parameters are sharded, or leave them out",
-        )
-    if gather_dtype is not None and not getattr(gather_dtype, "is_floating_point", False):
-        error = error or LayoutError(
-            "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
-        )
-    told = [(name, tuple(t.shape), t.dtype, *getattr(t, "placements", ())) for name, t in named]
-    guard.agree(group.comm, error, f"distribute_module over={over} {gather_dtype} offload={offload} {told}")
+    guard.agree(group.comm, error, signature)
     with torch.no_grad():
         for tensors in _by_dtype([t for _, t in named if not isinstance(t, ShardTensor)]):
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
                 t.copy_(values.view(t.shape))
     if partition_fn is not None:
-        for name, part in module.named_modules():
-            partition_fn(name, part, mesh)
+        try:
+            for name, part in module.named_modules():
+                partition_fn(name, part, mesh)
+        except Exception as e:  # noqa: BLE001 (a user's)
+            error = e
+        guard.agree(group.comm, error, "distribute_module: partition_fn")
     if over:
         sharding.shard_parameters(module, mesh, over, gather_dtype, offload)
     if input_fn is not None:
@@ -156,6 +134,46 @@ def distribute_module(
         replicate(param, mesh, name)
     vars(module)["_uses"] = join_small(param for _, param in plain)
     return module
+
+
+def _checked(
+    module: nn.Module, mesh: CartMesh, shard_parameters: Any, gather_dtype: Any, offload: bool
+) -> tuple[list[tuple[str, Tensor]], tuple[int, ...]]:
+    """Move a model to the mesh's device; return its parameters and buffers, and the mesh dims over which to shard.
+
+    Not collective: it raises where this rank's arguments do not fit.
+    """
+    require("distribute_module", "module", module, nn.Module, "give the model itself")
+    module.to(mesh.device)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if sharding.is_sharded(module):
+        raise LayoutError(
+            "distribute_module: sharded parameters",
+            expected="a model that was not distributed with shard_parameters",
+            got="one that was",
+            fix="call it once",
+        )
+    elsewhere = [name for name, t in named if isinstance(t, ShardTensor) and t.mesh is not mesh]
+    if elsewhere:
+        raise LayoutError(
+            "distribute_module: parameters or buffers on another mesh",
+            expected=f"plain ones, or ShardTensors on {mesh.outline}",
+            got=elsewhere,
+            fix="distribute them on the mesh that the inputs live on",
+        )
+    over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
+    if not over and (gather_dtype is not None or offload):
+        raise LayoutError(
+            "distribute_module: gather_dtype or offload",
+            expected="shard_parameters=, which they belong to",
+            got=f"gather_dtype={gather_dtype}, offload={offload}",
+            fix="name the mesh dim over which parameters are sharded, or leave them out",
+        )
+    if gather_dtype is not None and not (isinstance(gather_dtype, torch.dtype) and gather_dtype.is_floating_point):
+        raise LayoutError(
+            "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
+        )
+    return named, over
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

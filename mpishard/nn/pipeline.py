@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpishard.autograd.argument import require_mesh
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -101,7 +101,9 @@ class Pipeline(nn.Module):
     MeshError
         There is no such mesh dim.
     LayoutError
-        There are not as many stages as coordinates, or no micro-batch.
+        There are not as many stages as coordinates, or no micro-batch; a stage is no module.
+    MpishardError
+        On every rank: what making a stage raised, or its text where that is no error of this package.
 
     Examples
     --------
@@ -118,18 +120,23 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         require_mesh("Pipeline", mesh)
-        m = mesh.mesh_dim(mesh_dim)
-        error = None
-        if len(stages) != mesh.shape[m] or not isinstance(microbatches, Integral) or microbatches < 1:
-            error = LayoutError(
-                "Pipeline: stages or micro-batches do not fit",
-                expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "
-                "one micro-batch",
-                got=f"{len(stages)} stages, microbatches={microbatches}",
-                fix="join or cut stages, or change the extent of the mesh dim",
-            )
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
-        guard.agree(self._comm, error, f"Pipeline {len(stages)} {m} {microbatches}")
+        error: Exception | None = None
+        signature, m = "Pipeline", 0
+        try:
+            m = mesh.mesh_dim(mesh_dim)
+            if len(stages) != mesh.shape[m] or not isinstance(microbatches, Integral) or microbatches < 1:
+                raise LayoutError(
+                    "Pipeline: stages or micro-batches do not fit",
+                    expected=f"{mesh.shape[m]} stages, one per coordinate of {mesh.mesh_dim_names[m]!r}, and at least "
+                    "one micro-batch",
+                    got=f"{len(stages)} stages, microbatches={microbatches}",
+                    fix="join or cut stages, or change the extent of the mesh dim",
+                )
+            signature = f"Pipeline {len(stages)} {m} {microbatches}"
+        except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
+            error = e
+        mesh.agree(self._comm, error, signature)
         self._group, self.index, self.count = mesh.group((m,)), mesh.coords[m], len(stages)
         self._microbatches = microbatches
         others = tuple(d for d in range(mesh.ndim) if d != m)
@@ -137,10 +144,21 @@ class Pipeline(nn.Module):
         self.mesh = mesh[others] if others else None
         self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
-        made = stages[self.index]
-        stage = made if isinstance(made, nn.Module) else made()
-        self.stage = stage.to(mesh.device) if self.mesh is None else distribute_module(stage, self.mesh, **options)
+        run = _Run()
+        stage = run(self._made, (stages[self.index], mesh.device))
+        guard.agree(self._comm, run.error, "Pipeline: a stage is made")
+        beside = self.mesh
+        if beside is not None:
+            stage = run(lambda: distribute_module(stage, beside, **options), ())
+            guard.agree(self._comm, run.error, "Pipeline: a stage is distributed")
+        self.stage = stage
         self._device = mesh.device
+
+    @staticmethod
+    def _made(stage: Stage, device: torch.device) -> nn.Module:
+        made = stage if isinstance(stage, nn.Module) else stage()
+        require("Pipeline", "stages", made, nn.Module, "give modules, or functions that return them")
+        return made.to(device)
 
     def forward(self, x: Any = None) -> Any:
         """Return the output of the last stage, on its ranks; None elsewhere. Collective.

@@ -84,13 +84,13 @@ def balance(
     """
     if not isinstance(mesh, CartMesh):
         raise MeshError("balance: no mesh", expected="a CartMesh", got=type(mesh).__name__, fix="give one")
-    error: MpishardError | None = None
+    error: Exception | None = None
     among: tuple[int, ...] = ()
     try:
         asked = range(mesh.ndim) if dims is None else (dims,) if isinstance(dims, str | int) else dims
         among = tuple(sorted({mesh.mesh_dim(d) for d in asked}))
         _check_numbers(every, threshold, relaxation, min_cells, multiple)
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of what is no number)
         error = e
     comm = mesh.group(tuple(range(mesh.ndim))).comm
     guard.agree(comm, error, f"balance{(among, every, threshold, relaxation, min_cells, multiple)}")

@@ -29,7 +29,7 @@ from mpishard.tensor.dtensor import (
     source_rank,
     with_grad_placements,
 )
-from mpishard.tensor.factory import asked, given_placements
+from mpishard.tensor.factory import asked, check_sizes, given_placements
 from mpishard.tensor.foreign import is_dense, shared
 from mpishard.tensor.infer import inferred, told
 from mpishard.tensor.operand import moved, replicated_layout, resolved
@@ -175,7 +175,12 @@ def distribute_tensor(
     elif not isinstance(tensor, Tensor) or not is_dense(tensor):
         tensor = shared("distribute_tensor", tensor)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
-    layout = mesh.plan(key, lambda: layout_of(mesh.shape, placements, tensor.shape, sizes, multiple))
+
+    def cut() -> Layout:
+        check_sizes(sizes)
+        return layout_of(mesh.shape, placements, tensor.shape, sizes, multiple)
+
+    layout = mesh.plan(key, cut)
     if isinstance(tensor, ShardTensor):
         return moved(tensor, layout)
     if guard.DEBUG:

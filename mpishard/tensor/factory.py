@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,17 +31,29 @@ def asked(placements: Any, sizes: Sizes | None = None) -> tuple[Any, ...]:
         told = tuple(map(repr, placements))
     except TypeError:
         told = (repr(placements),)
+    if sizes is None:
+        return told, None
+    try:
+        # dims as text, as 0.0 must not find what 0 made
+        return told, tuple(sorted((str(d), _integers(tuple(s))) for d, s in sizes.items()))
+    except (AttributeError, TypeError):
+        # `check_sizes` says what is wrong, where all ranks hear of it
+        return told, repr(sizes)
+
+
+def check_sizes(sizes: Any) -> None:
+    """Raise where block sizes are of a wrong kind. Not collective."""
     if sizes is not None:
         require("sizes of blocks", "sizes", sizes, Mapping, "give {tensor_dim: one size per block}")
-        # dims as text, as 0.0 must not find what 0 made
-        return told, tuple(sorted((str(d), _integers((s,))) for d, s in sizes.items()))
-    return told, None
+        for each in sizes.values():
+            require("sizes of blocks", "sizes", each, Iterable, "give {tensor_dim: one size per block}")
 
 
 def new_layout(
     name: str, mesh: CartMesh, placements: Any, shape: Sequence[int], sizes: Sizes | None, multiple: int = 1
 ) -> Layout:
     """Return the layout of a tensor whose cells are known, so that none is a contribution. Not collective."""
+    check_sizes(sizes)
     layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
     if layout.partial_dims:
         raise LayoutError(

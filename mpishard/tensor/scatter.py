@@ -14,7 +14,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedDtypeError
 from mpishard.layout import layout_of
 from mpishard.layout.partition import coords_of
-from mpishard.tensor.factory import asked, new_layout
+from mpishard.tensor.factory import asked, check_sizes, new_layout
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -116,6 +116,7 @@ def scattered(
     root, requires_grad, signature = 0, False, call
     try:
         tensor, root, requires_grad, alike = ours()
+        check_sizes(sizes)
         signature = f"{call}{(root, *asked(placements, sizes), multiple, requires_grad, *alike)}"
         if mesh.rank == root:
             assert tensor is not None

@@ -94,6 +94,43 @@ EVERYWHERE = {
         MESH + "ms.scatter_tensor(torch.ones(4), 0, mesh, (ms.Shard(0),), sizes=5 if rank else None)",
         ["LayoutError: sizes of blocks: sizes= is of another kind", "raised on: rank 1 of 2"],
     ),
+    "sizes of another kind, of a factory, on one rank": (
+        MESH + "ms.zeros(8, mesh=mesh, placements=ms.Shard(0), sizes=5 if rank else None)",
+        ["LayoutError: sizes of blocks: sizes= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "sizes that are no sequences, on one rank": (
+        MESH + "ms.distribute_tensor(torch.ones(8), mesh, ms.Shard(0), sizes={0: 5} if rank else None)",
+        ["LayoutError: sizes of blocks: sizes= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "dims of another kind, of an exchanger, on one rank": (
+        MESH + "ms.HaloExchanger(mesh, (4,), 1, 'f8', dims=5 if rank else None)",
+        ["MpishardError: AttributeError", "raised on: rank 1 of 2"],
+    ),
+    "no module on one rank": (
+        MESH + "ms.distribute_module(5 if rank else torch.nn.Linear(2, 2), mesh)",
+        ["LayoutError: distribute_module: module= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "no dtype on one rank": (
+        MESH + "dtype = 'half' if rank else torch.float16\n"
+        "ms.distribute_module(torch.nn.Linear(2, 2), mesh, shard_parameters='x', gather_dtype=dtype)",
+        ["LayoutError: distribute_module: gather_dtype", "raised on: rank 1 of 2"],
+    ),
+    "partition_fn that raises on one rank": (
+        MESH + "ms.distribute_module(torch.nn.Linear(2, 2), mesh, lambda *_: 1 / (1 - rank))",
+        ["MpishardError: ZeroDivisionError", "raised on: rank 1 of 2"],
+    ),
+    "stage whose making fails on one rank": (
+        MESH + "ms.Pipeline([lambda: torch.nn.Linear(2, 2), lambda: 1 / 0], mesh, 'x')",
+        ["MpishardError: ZeroDivisionError", "raised on: rank 1 of 2"],
+    ),
+    "stages of another kind on one rank": (
+        MESH + "ms.Pipeline(5 if rank else [torch.nn.Linear(2, 2)] * 2, mesh, 'x')",
+        ["MpishardError: TypeError", "raised on: rank 1 of 2"],
+    ),
+    "stage that is no module": (
+        MESH + "ms.Pipeline([lambda: 5] * 2, mesh, 'x')",
+        ["LayoutError: Pipeline: stages= is of another kind"],
+    ),
     "error that one rank finds": (
         MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
         ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],

@@ -25,7 +25,7 @@ from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, m
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import no_mesh
 from mpishard.comm.transport.choice import transport_of
-from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
+from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import bounds, repeated, runs_of
 from mpishard.layout.partition import coords_of
 
@@ -99,7 +99,7 @@ class HaloExchanger:
         if not isinstance(mesh, CartMesh):
             raise no_mesh("HaloExchanger", mesh)
         everyone = mesh.group(tuple(range(mesh.ndim))).comm
-        error = None
+        error: Exception | None = None
         try:
             self.shape = _extents(local_shape_with_halo)
             self.mesh_dims = _mesh_dims(mesh, len(self.shape), dims, isinstance(halo_width, Iterable))
@@ -109,7 +109,7 @@ class HaloExchanger:
                 raise LayoutError(
                     "HaloExchanger: unknown memory order", expected="'C' or 'F'", got=order, fix="name one"
                 )
-        except MpishardError as e:
+        except Exception as e:  # noqa: BLE001 (Python's and numpy's too, of other kinds of arguments)
             error = e
         signature = "" if error else f"HaloExchanger{(self.halo_width, self.dtypes, self.mesh_dims, order)}"
         self._number, _ = mesh.agree(everyone, error, signature)
