@@ -130,18 +130,19 @@ def read(
     """
     require_mesh("io.read", mesh)
     group = mesh.group(tuple(range(mesh.ndim)))
-    error: MpishardError | None = None
+    error: Exception | None = None
     choice: Choice | None = None
     gaps = 0
+    signature = "io.read"
     try:
+        signature = f"io.read {shown(name)} of {told(path)}"
         import_h5py()
         disjoint = not halo and _is_sharded(placements)
         choice = choose_reading(mesh, backend, virtual=False, disjoint=disjoint)
         if choice.name == "mpio":
             error = unreadable(path)
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
-    signature = f"io.read {shown(name)} of {told(path)}"
     # a file that one rank does not see is told as that, where ranks may open files on their own
     together = choice is not None and choice.name == "mpio"
     guard.agree(group.comm, error, f"{signature if together else 'io.read'} by {choice}, external={external}")

@@ -143,16 +143,18 @@ def write(
     """
     mesh = _mesh_of(tensors)
     group = mesh.group(tuple(range(mesh.ndim)))
-    each = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
-    signature = (
-        f"io.write to {told(path)}: {'; '.join(each)}, append={append!r}, chunks={chunks!r}, "
-        f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}, "
-        f"locking={locking}"
-    )
-    error: MpishardError | None = None
+    error: Exception | None = None
     choice = form = own = None
     exists = False
+    signature = "io.write"
     try:
+        _check_meshes(tensors)
+        each = [f"{name}: {x.sharding!r} {x.dtype}" for name, x in tensors.items()]
+        signature = (
+            f"io.write to {told(path)}: {'; '.join(each)}, append={append!r}, chunks={chunks!r}, "
+            f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}, "
+            f"locking={locking}"
+        )
         own = absolute(path)
         import_h5py()
         for argument, value in {
@@ -176,6 +178,8 @@ def write(
         error = e
     except FAILURES as e:
         error = not_written(path, e)
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
+        error = e
     guard.agree(group.comm, error, signature)
     assert form is not None
     assert choice is not None
@@ -307,7 +311,16 @@ def _check_attribute(where: str, key: Any, value: Any) -> None:
 
 
 def _mesh_of(tensors: Mapping[str, ShardTensor]) -> CartMesh:
+    """Return the mesh of the first tensor that has one: its ranks are those that hear what is wrong. Not collective."""
     require("io.write", "tensors", tensors, Mapping, "give {name: tensor}")
+    for x in tensors.values():
+        if isinstance(x, ShardTensor):
+            return x.mesh
+    _check_meshes(tensors)
+    raise _no_one_mesh("no tensor at all")
+
+
+def _check_meshes(tensors: Mapping[str, ShardTensor]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, ShardTensor):
             raise MeshError(
@@ -316,12 +329,15 @@ def _mesh_of(tensors: Mapping[str, ShardTensor]) -> CartMesh:
                 got=type(x).__name__,
                 fix="shard it first, e.g. with mpishard.distribute_tensor",
             )
-    meshes = {id(x.mesh): x.mesh for x in tensors.values()}
-    if len(meshes) != 1:
-        raise MeshError(
-            "write: the tensors of one file live on one mesh",
-            expected="one mesh",
-            got=list(meshes.values()) or "no tensor at all",
-            fix="redistribute them, or write one file per mesh",
-        )
-    return next(iter(meshes.values()))
+    meshes = {id(x.mesh): x.mesh.outline for x in tensors.values()}
+    if len(meshes) > 1:
+        raise _no_one_mesh([*meshes.values()])
+
+
+def _no_one_mesh(got: object) -> MeshError:
+    return MeshError(
+        "write: the tensors of one file live on one mesh",
+        expected="one mesh",
+        got=got,
+        fix="redistribute them, or write one file per mesh",
+    )

@@ -134,4 +134,29 @@ def test_one_rank_alone_is_wrong(tmp_path):
         ms.io.load_checkpoint(tmp_path, optimizer="adam" if odd else None, mesh=mesh)
     with pytest.raises(ms.LayoutError, match="attrs="):
         ms.io.write(tmp_path / "a.h5", {"u": x}, attrs=[1] if odd else None)
+    with pytest.raises(ms.MeshError, match="'v' lives on no mesh"):
+        ms.io.write(tmp_path / "a.h5", {"u": x, "v": torch.ones(2) if odd else x})
+    wrong_of_write = (
+        {"path": 5},
+        {"compression": {"u": object()}},
+        {"variable_attrs": {"u": 3}},
+        {"scales": {1: 2}, "dims": 5},
+    )
+    for wrong in wrong_of_write:
+        right = {"path": tmp_path / "a.h5", "tensors": {"u": x}}
+        with pytest.raises(ms.MpishardError):
+            ms.io.write(**{**right, **wrong} if odd else right)
+    ms.io.write(path := mesh.comm.bcast(tmp_path) / "a.h5", {"u": x})
+    for wrong in (
+        {"path": 5},
+        {"name": 5},
+        {"placements": 5},
+        {"backend": [1]},
+        {"sizes": 5},
+        {"select": "x"},
+        {"halo": 5},
+    ):
+        right = {"path": path, "name": "u", "mesh": mesh, "placements": (ms.Shard(0),)}
+        with pytest.raises(ms.MpishardError):
+            ms.io.read(**{**right, **wrong} if odd else right)
     mesh.free()
