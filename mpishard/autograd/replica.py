@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.withhold import held, note_accumulated
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.lifetime import is_freed
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError
 from mpishard.layout import Layout
@@ -44,7 +44,7 @@ class _Holders(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        return self.group.comm != MPI.COMM_NULL
+        return not is_freed(self.group.comm)
 
 
 class Replica:

@@ -167,6 +167,11 @@ def _members(comm: MPI.Intracomm) -> Members:
     return comm.Get_size(), all_ranks.tobytes()
 
 
+def is_freed(comm: MPI.Comm) -> bool:
+    """Tell whether a mesh's communicator is gone, which all of its ranks free together. Not collective."""
+    return bool(comm == MPI.COMM_NULL)
+
+
 def family_of(comm: MPI.Comm) -> list[MPI.Comm]:
     """Return the communicators of the mesh that ``comm`` belongs to. Not collective."""
     return next((holding.comms for holding in list(_living) if comm in holding.comms), [comm])

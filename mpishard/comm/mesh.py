@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -211,7 +210,7 @@ class CartMesh(DeviceMeshNames):
         if isinstance(dim, str):
             if dim in self.mesh_dim_names:
                 return self.mesh_dim_names.index(dim)
-        elif isinstance(dim, (int, Integral)) and -self.ndim <= dim < self.ndim:
+        elif hasattr(dim, "__index__") and -self.ndim <= dim < self.ndim:
             return int(dim) % self.ndim
         raise MeshError(
             "no such mesh dim",
