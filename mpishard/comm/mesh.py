@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -210,7 +211,7 @@ class CartMesh(DeviceMeshNames):
         if isinstance(dim, str):
             if dim in self.mesh_dim_names:
                 return self.mesh_dim_names.index(dim)
-        elif hasattr(dim, "__index__") and -self.ndim <= dim < self.ndim:
+        elif isinstance(dim, (int, Integral)) and -self.ndim <= dim < self.ndim:
             return int(dim) % self.ndim
         raise MeshError(
             "no such mesh dim",
@@ -377,8 +378,7 @@ class CartMesh(DeviceMeshNames):
 
     def duplicate(self) -> MPI.Intracomm:
         """Return one more communicator of this mesh's ranks, freed with the mesh. Collective."""
-        comm = self.group(tuple(range(self.ndim))).comm
-        comm = made("CartMesh.duplicate", comm, comm.Dup)
+        comm = made("CartMesh.duplicate", self.comm, self.group(tuple(range(self.ndim))).comm.Dup)
         self._holding.comms.append(comm)
         thread.own(comm, self._holding.owner)
         return comm
