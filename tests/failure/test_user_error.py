@@ -104,7 +104,7 @@ EVERYWHERE = {
     ),
     "dims of another kind, of an exchanger, on one rank": (
         MESH + "ms.HaloExchanger(mesh, (4,), 1, 'f8', dims=5 if rank else None)",
-        ["MpishardError: AttributeError", "raised on: rank 1 of 2"],
+        ["LayoutError: HaloExchanger: dims do not fit the array or the mesh", "raised on: rank 1 of 2"],
     ),
     "no module on one rank": (
         MESH + "ms.distribute_module(5 if rank else torch.nn.Linear(2, 2), mesh)",
