@@ -14,7 +14,7 @@ from torch import Tensor
 from mpishard.autograd.replica import Replica, compare
 from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
-from mpishard.comm.collective.nonblocking import PendingReduction, iall_reduce
+from mpishard.comm.collective.nonblocking import PendingReduction, abandon, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
 
 BUCKET_NBYTES = 4 << 20
@@ -78,17 +78,17 @@ class Buckets:
         self._open: dict[_Key, _Bucket] = {}
         self._travelling: list[tuple[PendingReduction, _Bucket]] = []
         self._suspect: dict[Replica, Tensor] = {}
-        self._postponed: deque[Callable[[], None]] = deque()
+        self._postponed: deque[tuple[Callable[[], None], PendingReduction | None]] = deque()
         self._deferred: _Deferred | None = None
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
         self._withholds = is_withholding()
 
-    def postpone(self, finish: Callable[[], None]) -> None:
+    def postpone(self, finish: Callable[[], None], pending: PendingReduction | None) -> None:
         """Have what is under way finished later in the pass; few at a time, as each holds memory."""
         while len(self._postponed) > 1:
-            self._postponed.popleft()()
-        self._postponed.append(finish)
+            self._postponed.popleft()[0]()
+        self._postponed.append((finish, pending))
 
     def defer(self, node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return zeros for the gradient of a weight that goes to its ``node``, whose share is computed later.
@@ -199,16 +199,16 @@ class Buckets:
         self._suspect.clear()
         self._early.clear()
         self._deferred = None
-        _left[:] = [pending for pending in (*_left, *(p for p, _ in self._travelling)) if not pending.poke()]
+        abandon([pending for pending, _ in self._travelling])
+        abandon([pending for _, pending in self._postponed if pending is not None])
         self._travelling.clear()
-        # at most two, and not to be asked
-        _left_postponed.extend(self._postponed)
+        self._postponed.clear()
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
         self.run_deferred()
         while self._postponed:
-            self._postponed.popleft()()
+            self._postponed.popleft()[0]()
         if held and not self._withholds:
             for waiting in [alive for known in list(held.values()) if (alive := known()) is not None]:
                 for key, (param, share) in waiting.taken():
@@ -258,9 +258,6 @@ _active: dict[int, list[Buckets]] = {}
 # object left in it ends the process with its thread, which torch 2.8 cannot: there, one thread differentiates at a time
 _SLOT = "mpishard.buckets"
 _empty: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
-# sums of passes that failed
-_left: list[PendingReduction] = []
-_left_postponed: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -296,11 +293,14 @@ def _hand_on(buckets: Buckets | None) -> None:
         torch._C._stash_obj_in_tls(_SLOT, buckets)  # type: ignore[attr-defined]
 
 
-def postpone(finish: Callable[[], None]) -> bool:
-    """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective."""
+def postpone(finish: Callable[[], None], pending: PendingReduction | None) -> bool:
+    """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective.
+
+    ``pending``: for what it waits, if for anything.
+    """
     buckets = current()
     if buckets is not None:
-        buckets.postpone(finish)
+        buckets.postpone(finish, pending)
     return buckets is not None
 
 

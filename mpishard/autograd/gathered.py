@@ -228,11 +228,16 @@ class Gathered:
         y._gathered = loan  # type: ignore[attr-defined]
         return y
 
-    def started(self, share: Tensor, mesh_dims: tuple[int, ...], block: Tensor) -> Callable[[], Tensor]:
-        """Send a share of a sum over ``mesh_dims``; return what waits for this rank's block of it. Collective."""
+    def started(
+        self, share: Tensor, mesh_dims: tuple[int, ...], block: Tensor
+    ) -> tuple[Callable[[], Tensor], PendingReduction | None]:
+        """Send a share of a sum over ``mesh_dims``; return what waits for this rank's block of it, and for what.
+
+        Collective.
+        """
         mesh = self.mesh
         if not set(self._mesh_dims) <= set(mesh_dims):
-            return lambda: self._cut(blocking.all_reduce(share, mesh.group(mesh_dims)))
+            return lambda: self._cut(blocking.all_reduce(share, mesh.group(mesh_dims))), None
         parts = [share] if not self._dim else share.split(list(self._sizes), self._dim)
         flat = pack([p.contiguous() for p in parts], block.dtype) if self._dim else share.to(block.dtype).reshape(-1)
         pending = ireduce_scatter(flat, self._group, self._counts)
@@ -244,7 +249,7 @@ class Gathered:
                 own = blocking.all_reduce(own, mesh.group(rest), in_place=True)
             return own.view(block.shape).to(block.device)
 
-        return finish
+        return finish, pending
 
 
 class Loan:
@@ -273,9 +278,9 @@ class Loan:
         block, total = self.block, None
         hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         for mesh_dims in list(shares):
-            finish = self.gathered.started(shares.pop(mesh_dims), mesh_dims, block)
+            finish, pending = self.gathered.started(shares.pop(mesh_dims), mesh_dims, block)
             at_once = hooked or not block.is_leaf
-            if at_once or not postpone(lambda finish=finish: _accumulate(block, finish())):  # type: ignore[misc]
+            if at_once or not postpone(lambda finish=finish: _accumulate(block, finish()), pending):  # type: ignore[misc]
                 total = finish() if total is None else total + finish()
         return total
 

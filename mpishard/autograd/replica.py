@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpishard.autograd.withhold import held, note_accumulated
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
-from mpishard.comm.lifetime import is_freed
+from mpishard.comm.lifetime import family_of, is_freed
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import DesyncError, MpishardError
 from mpishard.layout import Layout
@@ -99,8 +99,9 @@ class Replica:
         return guard.DEBUG or len(self._holders) > 1
 
     def begin(self, mesh: CartMesh) -> None:
-        """Note that the ranks of ``mesh`` hold copies from now on, and no others. Not collective."""
-        self._holders.clear()
+        """Note that the ranks of ``mesh`` hold copies from now on, and of other meshes none do. Not collective."""
+        family = family_of(mesh.comm)
+        self._holders = [h for h in self._holders if h.group.comm in family]
         self.on(mesh)
 
     def on(self, mesh: CartMesh) -> None:

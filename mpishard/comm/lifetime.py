@@ -206,7 +206,13 @@ def _reclaim(members: Members, comm: MPI.Intracomm) -> None:
         _free(mine.pop(number))
 
 
+# called with communicators that all of their ranks are about to free
+before_free: list[Callable[[list[MPI.Comm]], None]] = []
+
+
 def _free(comms: list[MPI.Comm]) -> None:
+    for settle in before_free:
+        settle(comms)
     thread.disown(comms)
     while comms:
         comms.pop().Free()

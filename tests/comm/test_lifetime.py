@@ -146,3 +146,14 @@ def test_resources_that_go_with_their_mesh_are_freed_in_the_thread_that_may(monk
     assert not freed
     ms.init_mesh((SIZE,))
     assert freed == [True]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_sum_that_nobody_asks_for_when_its_mesh_is_freed():
+    """Open MPI crashes where a communicator goes before what travels on it."""
+    for _ in range(30):
+        mesh = ms.init_mesh((-1,), ("x",))
+        y = ms.ones(WORLD.size, mesh=mesh, placements=(ms.Shard(0),), requires_grad=True)
+        (y * 2).sum().backward()
+        mesh.free()
+        assert WORLD.allreduce(1) == WORLD.size

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, exit, guard
+from mpishard.comm import counter, exit, guard, lifetime
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import as_bytes, dense, spans
@@ -40,6 +41,11 @@ class PendingReduction:
     def requests(self) -> list[MPI.Request]:
         """What is under way, none once it was waited for."""
         return self._requests
+
+    @property
+    def comm(self) -> MPI.Comm:
+        """Over which it travels."""
+        return self._group.comm
 
     def poke(self) -> bool:
         """Let MPI make progress; return whether the messages are through. Not collective."""
@@ -104,6 +110,35 @@ def _finish_at_end() -> None:
 def _wait_for_rest() -> None:
     while _left:
         _left.popleft().wait()
+
+
+# their results are of no use any more
+_abandoned: list[PendingReduction] = []
+_SETTLED_S = 5.0
+
+
+def abandon(pending: Iterable[PendingReduction]) -> None:
+    """Keep the memory of what a pass that failed has started, while MPI writes into it. Not collective."""
+    _abandoned[:] = [p for p in (*_abandoned, *pending) if not p.poke()]
+
+
+def _settle(comms: list[MPI.Comm]) -> None:
+    """Let what nobody has asked for come through before its communicator goes: Open MPI crashes otherwise.
+
+    Not collective: all ranks have started it, but of what failed on some; so not for ever.
+    """
+    gone = {id(comm) for comm in comms}
+    limit = time.monotonic() + _SETTLED_S
+    for pending in [*_left, *_abandoned]:
+        while id(pending.comm) in gone and not pending.poke() and time.monotonic() < limit:
+            time.sleep(1e-4)
+    rest = [pending for pending in _left if not (id(pending.comm) in gone and pending.poke())]
+    _left.clear()
+    _left.extend(rest)
+    abandon(())
+
+
+lifetime.before_free.append(_settle)
 
 
 _LOCAL_NBYTES = 1 << 16
