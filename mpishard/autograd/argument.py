@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ def tensor_dim(op: str, x: Tensor, dim: int) -> int:
         dim = whole_number(op, "dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"{op}: no such dim", expected=f"a dim of {tuple(x.shape)}", got=dim, fix="name a tensor dim")
-    return int(dim) % x.ndim
+    return dim % x.ndim
 
 
 def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bool:
@@ -129,7 +128,12 @@ def fits_group(sizes: Sequence[int], group: Group, own: int | None = None) -> bo
 
 def are_whole(sizes: Sequence[Any]) -> bool:
     """Whether extents are integers. Not collective."""
-    return all(hasattr(n, "__index__") for n, _ in runs_of(sizes))
+    try:
+        for n, _ in runs_of(sizes):
+            operator.index(n)
+    except TypeError:
+        return False
+    return True
 
 
 def misfit(op: str, expected: str, got: object) -> LayoutError:
@@ -139,7 +143,7 @@ def misfit(op: str, expected: str, got: object) -> LayoutError:
 
 def require_rank(what: str, rank: int, group: Group) -> None:
     """Raise unless the group has a rank. Not collective."""
-    if not isinstance(rank, (int, Integral)) or not 0 <= rank < group.size:
+    if not 0 <= rank < group.size:
         raise MeshError(
             what, expected=f"a rank below {group.size}", got=rank, fix="count ranks along the mesh dims of the call"
         )

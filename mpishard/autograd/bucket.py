@@ -199,8 +199,8 @@ class Buckets:
         self._suspect.clear()
         self._early.clear()
         self._deferred = None
-        abandon([pending for pending, _ in self._travelling])
-        abandon([pending for _, pending in self._postponed if pending is not None])
+        postponed = (pending for _, pending in self._postponed if pending is not None)
+        abandon([*(pending for pending, _ in self._travelling), *postponed])
         self._travelling.clear()
         self._postponed.clear()
 

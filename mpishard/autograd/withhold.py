@@ -6,7 +6,6 @@ What a pass finds waits beside the parameter's ``.grad``, as long as that lives:
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +16,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.thread import Depth
 from mpishard.errors import UnsupportedOperationError
 
 Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
-
-class _Depth(threading.local):
-    """How many `no_sync` this thread is inside of."""
-
-    value = 0
-
-
-_depth = _Depth()
+_depth = Depth()
 _number = itertools.count()
 _step_hook: Any = None
 
@@ -94,11 +87,8 @@ def no_sync() -> Iterator[None]:
     global _step_hook  # noqa: PLW0603
     if _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_refuse_step)
-    _depth.value += 1
-    try:
+    with _depth:
         yield
-    finally:
-        _depth.value -= 1
 
 
 def withheld_of(param: Tensor) -> Withheld | None:

@@ -177,10 +177,6 @@ class _child:  # noqa: N801 (one of them)
 
         sys.exit = recorded
 
-    @classmethod
-    def at_exit(cls) -> NoReturn:
-        _leave(cls.status & 0xFF)
-
 
 os.register_at_fork(after_in_child=_child.forked)
 
@@ -198,7 +194,7 @@ def fail_at_end() -> None:
 
 def _end_program() -> None:
     if os.getpid() != _PID:
-        _child.at_exit()
+        _leave(_child.status & 0xFF)
     if not _fails or os.path.realpath(sys.executable) != os.path.realpath("/proc/self/exe"):
         return
     # what is still to be done after this is mpi4py's: the launcher must not take it for a crash

@@ -61,6 +61,18 @@ def disown(comms: Iterable[Any]) -> None:
         _owners.pop(id(comm), None)
 
 
+class Depth(threading.local):
+    """How many ``with`` blocks of it this thread is in, in ``value``."""
+
+    value = 0
+
+    def __enter__(self) -> None:
+        self.value += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.value -= 1
+
+
 _guests: set[int] = set()
 
 

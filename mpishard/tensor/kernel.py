@@ -11,7 +11,6 @@ Views of an empty block are taken so that their graph goes on where they are wri
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpishard.autograd.graph import before, own_nodes, replayed_views
 from mpishard.autograd.linear import transforms_active
+from mpishard.comm.thread import Depth
 from mpishard.layout import watch_empty_blocks
 from mpishard.tensor.registry import RULES, Rule, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -61,15 +61,7 @@ class _Asking(TorchDispatchMode):
 
 
 _asking = _Asking()
-
-
-class _State(threading.local):
-    """Whether this thread asks torch."""
-
-    is_asking = False
-
-
-_state = _State()
+_depth = Depth()
 
 
 def _require_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -166,7 +158,7 @@ def _asked(function: Any, rule: Rule) -> Rule:
 
     @wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _is_idle((args, (*kwargs.values(),)) if kwargs else args) or _state.is_asking:
+        if not _is_idle((args, (*kwargs.values(),)) if kwargs else args) or _depth.value:
             return rule(*args, **kwargs)
         with replayed_views():
             return idle(*args, **kwargs)
@@ -178,12 +170,8 @@ def _asked(function: Any, rule: Rule) -> Rule:
 
 
 def _asking_torch(run: Callable[[], Any]) -> Any:
-    _state.is_asking = True
-    try:
-        with _asking:
-            return run()
-    finally:
-        _state.is_asking = False
+    with _depth, _asking:
+        return run()
 
 
 def _kind(a: Any) -> Any:
@@ -208,7 +196,7 @@ def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
 
     def ask(_node: Any, _gradients: Any) -> None:
         _backwards.add(key)
-        if not _state.is_asking:
+        if not _depth.value:
             # the node itself runs so, once, as a checkpoint wants it; torch forgets the mode after it
             torch._C._push_on_torch_dispatch_stack(asking)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mpishard.comm import guard
+from mpishard.comm.thread import Depth
 from mpishard.errors import NoShardingRule, described
 
 Rule = Callable[..., Any]
@@ -45,15 +45,7 @@ _OF_ATEN = (
     torch._C._fft,  # type: ignore[attr-defined]
     torch._C._special,  # type: ignore[attr-defined]
 )
-
-
-class _Depth(threading.local):
-    """How many rules of the user's this thread is inside of."""
-
-    value = 0
-
-
-_depth = _Depth()
+_depth = Depth()
 
 
 def in_rule() -> bool:
@@ -64,11 +56,8 @@ def in_rule() -> bool:
 def _of_user(rule: R) -> R:
     @functools.wraps(rule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _depth.value += 1
-        try:
+        with _depth:
             return rule(*args, **kwargs)
-        finally:
-            _depth.value -= 1
 
     return run  # type: ignore[return-value]
 

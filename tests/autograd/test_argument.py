@@ -73,7 +73,7 @@ COLLECTIVES = {
     "all_gather": (
         ms.all_gather,
         {},
-        {"dim": (0.5, "x", None), "sizes": (3, 1.5, "texts", [0.5], [None]), "mesh_dim": (0.5,)},
+        {"dim": (0.5, "x", None), "sizes": (3, 1.5, "texts", [0.5], [None], [torch.tensor(0.5)]), "mesh_dim": (0.5,)},
     ),
     "reduce_scatter": (ms.reduce_scatter, {}, {"dim": (0.5, "x", None), "sizes": (3, "texts", [None], [0.5])}),
     "all_to_all": (

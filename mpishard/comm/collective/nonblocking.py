@@ -132,14 +132,13 @@ def _settle(comms: list[MPI.Comm]) -> None:
     for pending in [*_left, *_abandoned]:
         while id(pending.comm) in gone and not pending.poke() and time.monotonic() < limit:
             time.sleep(1e-4)
-    rest = [pending for pending in _left if not (id(pending.comm) in gone and pending.poke())]
+    rest = [pending for pending in _left if not pending.poke()]
     _left.clear()
     _left.extend(rest)
     abandon(())
 
 
 lifetime.before_free.append(_settle)
-
 
 _LOCAL_NBYTES = 1 << 16
 

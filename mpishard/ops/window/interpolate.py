@@ -356,7 +356,7 @@ class _Every:
         else:
             combs = torch.arange(n, dtype=dtype)[None]
         if n != n_out and not request.antialias and request.mode in _ALONE:
-            # the same numbers to the last bit, in a fourth to an eighth of the time
+            # the same numbers to the last bit, in less time
             i, ndim, request = 0, 1, request._replace(mode=_ALONE[request.mode])
         # the other dims change their size too: torch has a short cut where no dim does
         shape, size, scales = [1] * ndim, [2] * ndim, [2.0] * ndim
