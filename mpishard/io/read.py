@@ -31,6 +31,7 @@ from mpishard.io.file.open import (
     unreadable,
 )
 from mpishard.io.file.parts import narrowed
+from mpishard.io.file.schema import is_filtered
 from mpishard.io.file.selection import Axis, selected
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
@@ -96,7 +97,7 @@ def read(
     backend
         ``"mpio"`` to read collectively through MPI-IO, ``"root"`` or ``"virtual"`` for each rank on its own;
         None: MPI-IO where it works (see `choose_backend`). Parts that overlap (a halo, a replicated dim) are
-        always read by each rank on its own.
+        always read by each rank on its own, and with HDF5 before 1.14 so are compressed datasets.
     external
         Whether the dataset may lie outside: in files of other folders, behind links to other files, or in raw
         files. Without it such a dataset is an error: who made the file could have any file of yours read.
@@ -151,8 +152,10 @@ def read(
         try:
             file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
             dataset = found(file, path, name, external=external)
-            if (dataset.is_virtual or dataset.external) and choice.name == "mpio":
-                choice = choose_reading(mesh, backend, virtual=True)
+            elsewhere = dataset.is_virtual or bool(dataset.external)
+            if choice.name == "mpio" and (elsewhere or is_filtered(dataset)):
+                choice = choose_reading(mesh, backend, virtual=elsewhere, filtered=is_filtered(dataset))
+            if choice.name != "mpio" and together:
                 files.close()
                 dataset = found(files.enter_context(opened(path)), path, name, external=external)
             part = part_of(

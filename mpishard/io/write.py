@@ -25,7 +25,7 @@ from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.excepthook import noted
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written
-from mpishard.io.file.schema import Schema, Variable, checked_dims, chunks_of, extents, named, option
+from mpishard.io.file.schema import Schema, Variable, any_filtered, checked_dims, chunks_of, extents, named, option
 from mpishard.io.file.trust import absolute, check_replaceable, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import write_xdmf
@@ -145,7 +145,8 @@ def write(
     group = mesh.group(tuple(range(mesh.ndim)))
     error: Exception | None = None
     choice = form = own = None
-    exists = False
+    exists = filtered = False
+    nbytes = 0
     signature = "io.write"
     try:
         _check_meshes(tensors)
@@ -167,13 +168,16 @@ def write(
                 require("io.write", argument, value, Mapping, "give {name: value}")
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
-        choice = choose_backend(mesh, nbytes, backend, append=append is not None)
+        filtered = any(v.compression is not None for v in form.variables)
+        choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
         signature += f" through {choice.name}"
         if group.rank == 0:
             check_replaceable(own)
             heal(own, writing=True)
             if append is not None:
                 exists = _may_append(own)
+            # a file that is there has its own filters
+            filtered = filtered or (exists and choice.name == "mpio" and any_filtered(own, tensors))
     except MpishardError as e:
         error = e
     except FAILURES as e:
@@ -184,7 +188,9 @@ def write(
     assert form is not None
     assert choice is not None
     # rank 0's, so that ranks cannot disagree
-    form, token, exists, own = _from_root(group.comm, (form, secrets.token_hex(6), exists, own), path)
+    root = (form, secrets.token_hex(6), exists, own, filtered)
+    form, token, exists, own, filtered = _from_root(group.comm, root, path)
+    choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
     tell(mesh, choice, "write")
     with noted() as lost:
         job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, locking, lost)

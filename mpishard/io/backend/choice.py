@@ -26,7 +26,9 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, append: bool = False) -> Choice:
+def choose_backend(
+    mesh: CartMesh, nbytes: int, backend: str | None = None, *, append: bool = False, filtered: bool = False
+) -> Choice:
     """Return the back-end that `write` takes for a file of ``nbytes``, with the reason.
 
     Not collective; the same on every rank of a job whose nodes are set up alike (`write` checks).
@@ -44,6 +46,10 @@ def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, a
         for small files and virtual for large ones.
     append
         Whether a file is appended to, which virtual datasets cannot.
+    filtered
+        Whether any dataset is compressed. HDF5 before 1.14 does that wrongly where ranks write one file together
+        (a dataset of many chunks hangs, ends the process, or has other bytes): instead of mpio, also where that is
+        asked for, rank 0 or a file per rank then writes.
 
     Raises
     ------
@@ -69,11 +75,14 @@ def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, a
             got="'virtual' and append=",
             fix="write one file per time step, or append through another back-end",
         )
+    unfit = _filter_obstacle() if filtered else None
+    if asked == "mpio" and unfit is not None:
+        return Choice("root", f"'mpio' is asked for by {by}, but {unfit[0]}")
     if asked is not None:
         return Choice(asked, f"asked for by {by}")
     if mesh.size == 1:
         return Choice("root", "there is one rank")
-    problem = mpio_obstacle()
+    problem = mpio_obstacle() or unfit
     if problem is None:
         return Choice("mpio", "h5py was built with the MPI library that runs this job")
     if append:
@@ -84,7 +93,12 @@ def choose_backend(mesh: CartMesh, nbytes: int, backend: str | None = None, *, a
 
 
 def choose_reading(
-    mesh: CartMesh, backend: str | None, virtual: bool, disjoint: bool = True, written: bool = True
+    mesh: CartMesh,
+    backend: str | None,
+    virtual: bool,
+    disjoint: bool = True,
+    written: bool = True,
+    filtered: bool = False,
 ) -> Choice:
     """Return whether a dataset is read through MPI-IO, with the reason. Not collective.
 
@@ -98,6 +112,9 @@ def choose_reading(
     if not written:
         # seen with HDF5 1.10.8: a rank that reads such cells meets nobody, and one without cells waits for it
         return Choice("own", "cells that were never written, which not all HDF5 read through MPI-IO")
+    unfit = _filter_obstacle() if filtered else None
+    if unfit is not None:
+        return Choice("own", unfit[0])
     if not disjoint and mesh.size > 1:
         # seen with Open MPI 4.1.4 on four ranks: cells of one rank come as zeros
         return Choice("own", "parts of the ranks overlap, which some MPI-IO read wrongly")
@@ -148,6 +165,19 @@ def mpio_obstacle() -> tuple[str, str] | None:
             ),
         )
     return None
+
+
+def _filter_obstacle() -> tuple[str, str] | None:
+    """Return why compressed datasets cannot go through MPI-IO and the fix, or None where they can."""
+    version = import_h5py().version
+    if version.hdf5_version_tuple >= (1, 14, 0):
+        return None
+    # Seen with 1.10.8 on two ranks: from the second dataset of 10,000 chunks on, what is written comes from elsewhere
+    # in memory; and chunks that a filter has left as they are (lzf does, of noise) are read through it.
+    return (
+        f"compressed datasets go wrong through MPI-IO with HDF5 before 1.14 ({version.hdf5_version} here)",
+        "use a newer HDF5, or backend='virtual'",
+    )
 
 
 def mpi_libraries(maps: str) -> list[str]:

@@ -61,7 +61,7 @@ def write_mpio(job: Job) -> str:
     comm = job.group.comm
     file: Any = None
     journal: Journal | None = None
-    closed = True
+    closed: bool | None = None
     modes: set[str] = set()
     try:
         error: BaseException | None = None
@@ -71,7 +71,7 @@ def write_mpio(job: Job) -> str:
             full = no_room(job.path.parent, job.nbytes)
             if full is not None:
                 raise full
-            check_limit(job.path, job.form, exists=job.exists)
+            check_limit(job.path, job.form, exists=job.exists, filtered=True)
             if job.group.rank == 0 and job.exists:
                 journal = begun(job.path)
         # the calls that follow are collective: all ranks or none
@@ -109,7 +109,7 @@ def write_mpio(job: Job) -> str:
             error = _too_short(job)
         if comm.allreduce(int(error is not None)) and journal is not None:
             # before the others learn of it
-            taken_back(journal, closed=closed)
+            taken_back(journal, closed=bool(closed))
             journal = None
         job.agree(error)
         with job.together():
@@ -119,12 +119,12 @@ def write_mpio(job: Job) -> str:
                     journal.commit()
                     journal = None
     finally:
-        if file:
+        if file and closed is None:
             closed = _closed(file, job.group) is None
         if job.group.rank == 0:
             job.discard()
         if journal is not None:
-            taken_back(journal, closed=closed)
+            taken_back(journal, closed=closed is not False)
     return _told(modes, comm)
 
 
@@ -194,6 +194,8 @@ def _closed(file: Any, group: Group) -> Exception | None:
         with guard.waiting("closing a file", (), group.comm):
             file.close()
     except FAILURES as e:
+        # HDF5 ends the process when such a file is closed again, as it is when it is collected
+        file.id.locked = 1
         return e
     return None
 

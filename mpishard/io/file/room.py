@@ -15,12 +15,13 @@ from typing import Any
 
 from mpishard.io.file.open import looked_at
 from mpishard.io.file.parts import memory_file
-from mpishard.io.file.schema import Schema, create, step_of
+from mpishard.io.file.schema import Schema, create, is_filtered, step_of
 
-# at most what HDF5 writes besides cells and what makes up a new file: of a file, of a dataset with chunks, of a chunk
+# at most what HDF5 writes besides cells and what makes up a new file: of a file, of a dataset with chunks
 SPARE = 16 << 10
-_PER_DATASET = 4 << 10
-_PER_CHUNK = 48
+_PER_DATASET = 1 << 10
+# of the B-tree that finds chunks (HDF5 file format, III.A.1), whose nodes come to be half full at the least
+_FANOUT = 64
 
 
 def no_room(folder: Path, nbytes: int, own: int = 0) -> OSError | None:
@@ -37,17 +38,22 @@ def no_room(folder: Path, nbytes: int, own: int = 0) -> OSError | None:
     return None
 
 
-def check_limit(path: Path, form: Schema, *, exists: bool = False, lay: Callable[..., object] = create) -> None:
+def check_limit(
+    path: Path, form: Schema, *, exists: bool = False, lay: Callable[..., object] = create, filtered: bool = False
+) -> None:
     """Raise where a new file, or one with a step more, may be longer than this process may write. Not collective.
 
     Parameters
     ----------
     path, form
-        The file, and what is written to it; what filters make of cells is not counted (see `check_filtered`).
+        The file, and what is written to it.
     exists
         Whether it is there, and gets a step more.
     lay
         ``lay(file, form)`` makes a new file but for its cells.
+    filtered
+        Whether what filters make of cells counts too, at most as much as they can; if not, `check_filtered` looks
+        at it as it is written.
 
     Raises
     ------
@@ -69,7 +75,7 @@ def check_limit(path: Path, form: Schema, *, exists: bool = False, lay: Callable
         size += SPARE
         for v in form.variables:
             box = [(0, n) for n in v.shape]
-            size += _growth(file[v.name], box if form.append is None else [(0, 1), *box])
+            size += _growth(file[v.name], box if form.append is None else [(0, 1), *box], filtered=filtered)
         if form.append is not None:
             size += _growth(file[form.append], [(0, 1)])
     if error := no_room(path.parent, 0, size):
@@ -78,7 +84,7 @@ def check_limit(path: Path, form: Schema, *, exists: bool = False, lay: Callable
 
 def check_filtered(file: Any, dataset: Any, box: Sequence[tuple[int, int]]) -> None:
     """Raise OSError where a box of a dataset with filters may be too long, however they do. Not collective."""
-    if _limit() is not None and _is_filtered(dataset):
+    if _limit() is not None and is_filtered(dataset):
         nbytes = _growth(dataset, box, filtered=True)
         if error := no_room(Path(file.filename).parent, 0, file.id.get_filesize() + nbytes + SPARE):
             raise error
@@ -92,16 +98,14 @@ def _growth(dataset: Any, box: Sequence[tuple[int, int]], *, filtered: bool = Fa
     if dataset.chunks is None:
         return math.prod(hi - lo for lo, hi in box) * itemsize
     touched = math.prod(max(0, -(-hi // c) - lo // c) for (lo, hi), c in zip(box, dataset.chunks))
-    every = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks)) + touched
     nbytes = touched * math.prod(dataset.chunks) * itemsize
-    if _is_filtered(dataset):
+    if is_filtered(dataset):
         # what cannot be compressed gets longer
         nbytes = nbytes + nbytes // 256 if filtered else 0
-    return nbytes + _PER_DATASET + _PER_CHUNK * every
-
-
-def _is_filtered(dataset: Any) -> bool:
-    return bool(dataset.id.get_create_plist().get_nfilters())
+    key = 8 * (len(dataset.chunks) + 2)
+    node = 24 + _FANOUT * (key + 8) + key
+    leaves = 1 + 2 * touched // _FANOUT
+    return nbytes + _PER_DATASET + node * (leaves + 1 + 2 * leaves // _FANOUT)
 
 
 def _limit() -> int | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,6 +238,21 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
                 wanted = f"a tensor for each dataset of the file along {form.append!r}"
                 raise _cannot_append(path, name, wanted, "none of that name")
     return steps or 0
+
+
+def is_filtered(dataset: Any) -> bool:
+    """Return whether cells of a dataset go through filters. Not collective."""
+    return bool(dataset.id.get_create_plist().get_nfilters())
+
+
+def any_filtered(path: Path, names: Iterable[str]) -> bool:
+    """Return whether cells of any of these datasets of a file go through filters; what is no dataset has none.
+
+    Not collective.
+    """
+    with contextlib.suppress(Exception), looked_at(path) as file:
+        return any(is_filtered(_in_place(file, path, name)[0]) for name in names)
+    return False
 
 
 def _along(file: Any, scale: Any) -> dict[str, Any]:
