@@ -80,7 +80,7 @@ def ends_of(
     every = mesh.group(tuple(range(mesh.ndim))).comm
     try:
         edges = _checked(call, edge_index, nodes, mesh)
-    except MpishardError as e:
+    except Exception as e:
         guard.agree(every, error or e)
         raise
     held = _edges_layout(edges.sharding, nodes.shard_dims.get(0, ()))

@@ -63,15 +63,16 @@ class Link:
     ) -> None:
         self._circle = circle = meeting.circle
         self.other = other
+        wrong: Exception | None = None
         error: MpishardError | None = None
         side, self._timeout_s = Side(-1, -1, (), ()), 60.0
         try:
             self._timeout_s = checked_timeout(timeout, "connect")
             side = Side(_policy(policy), _depth(depth), _offers(out, circle.size), _offers(into, circle.size, True))
-        except MpishardError as e:
-            error = e
+        except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
+            wrong = e
         try:
-            guard.agree(circle.comm, error, f"connect({other!r}, {side})")
+            guard.agree(circle.comm, wrong, f"connect({other!r}, {side})")
         except MpishardError as e:
             error = e
         if error is None:

@@ -79,12 +79,15 @@ class Dataset(data.Dataset[Any]):
     ) -> None:
         require_mesh("io.Dataset", mesh)
         self.path, self.name, self.mesh = path, name, mesh
-        self.device = torch.device(mesh.device if device is None else device)
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         self._pid = os.getpid()
         self._file: Any = None
-        error: MpishardError | None = None
+        error: Exception | None = None
         signature = f"io.Dataset {shown(name)} of {told(path)}, external={external}"
+        try:
+            self.device = torch.device(mesh.device if device is None else device)
+        except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
+            error = e
         try:
             self._file = opened(path)
             self._dataset = found(self._file, path, name, external=external)
@@ -111,9 +114,9 @@ class Dataset(data.Dataset[Any]):
             self._local = self._window.shape[1:]
             signature += f" {self._part!r}"
         except MpishardError as e:
-            error = e
+            error = error or e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
-            error = damaged(path, name, e)
+            error = error or damaged(path, name, e)
         try:
             guard.agree(self._comm, error, signature)
         except MpishardError:

@@ -159,4 +159,68 @@ def test_one_rank_alone_is_wrong(tmp_path):
         right = {"path": path, "name": "u", "mesh": mesh, "placements": (ms.Shard(0),)}
         with pytest.raises(ms.MpishardError):
             ms.io.read(**{**right, **wrong} if odd else right)
+    data = ms.distribute_tensor(torch.ones(3, 4 * mesh.size), mesh, (ms.Shard(1),))
+    ms.io.write(path, {"u": data})
+    edges = torch.zeros(2, 3 * mesh.size, dtype=torch.int64)
+    edges = ms.distribute_tensor(edges, mesh, (ms.Shard(1),))
+    points = ms.distribute_tensor(torch.rand(4 * mesh.size, 3), mesh, (ms.Shard(0),))
+    calls = [
+        (
+            ms.io.Dataset,
+            {"path": path, "name": "u", "mesh": mesh, "placements": (ms.Shard(0),)},
+            [{"path": 5}, {"name": 5}, {"placements": 5}, {"device": "abacus"}, {"sizes": 5}, {"multiple": "x"}],
+        ),
+        (
+            ms.io.export_safetensors,
+            {"path": path.with_suffix(".st"), "model": {"u": points}, "mesh": mesh},
+            [{"path": 5}, {"metadata": 5}, {"model": {"u": 5}}],
+        ),
+        (
+            ms.io.save_checkpoint,
+            {"path": path.parent / "c", "step": 1, "tensors": {"u": points}, "mesh": mesh},
+            [
+                {"path": 5},
+                {"step": "x"},
+                {"tensors": {"u": 5}},
+                {"tensors": 5},
+                {"model": Broken()},
+            ],
+        ),
+        (
+            ms.io.load_checkpoint,
+            {"path": path.parent / "c", "mesh": mesh},
+            [
+                {"path": 5},
+                {"step": "x"},
+                {"placements": 5},
+                {"tensors": 5},
+                {"model": Broken()},
+            ],
+        ),
+        (ms.graph.halo, {"edge_index": edges, "nodes": points}, [{"edge_index": 5}, {"edge_index": edges.double()}]),
+        (
+            ms.points.knn,
+            {"points": points, "queries": points, "k": 2},
+            [{"k": "x"}, {"k": 1 << 40}, {"points": points[:, :2]}],
+        ),
+        (
+            ms.points.radius,
+            {"points": points, "queries": points, "radius": 0.1},
+            [{"radius": "x"}, {"max_points": "x"}, {"radius": None}],
+        ),
+    ]
+    for call, right, wrongs in calls:
+        for wrong in wrongs:
+            with pytest.raises(ms.MpishardError):
+                call(**{**right, **wrong} if odd else right)
     mesh.free()
+
+
+class Broken(torch.nn.Linear):
+    """A model whose state cannot be had."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("on this rank")

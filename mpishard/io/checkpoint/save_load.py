@@ -95,7 +95,7 @@ def save_checkpoint(
     --------
     >>> ms.io.save_checkpoint("checkpoints", step, model=model, optimizer=optimizer, mesh=mesh)
     """
-    error: MpishardError | None = None
+    error: Exception | None = None
     taken: Snapshot | None = None
     stages: Stages | None = None
     if mesh is not None:
@@ -118,7 +118,7 @@ def save_checkpoint(
             state["metadata"] = getattr(state["model"], "_metadata", {})
         state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
         taken = snapshot(absolute(path), step, keep, mesh, stages, rng, state)
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
     stages = taken.stages if taken is not None else stages or (Stages(mesh) if mesh is not None else None)
@@ -246,7 +246,7 @@ def load_checkpoint(
     --------
     >>> start = ms.io.load_checkpoint("checkpoints", model=model, optimizer=optimizer, mesh=mesh).step
     """
-    error: MpishardError | Warning | None = None
+    error: Exception | None = None
     wanted: ReadRequest | None = None
     stages: Stages | None = None
     folder = Path()
@@ -259,7 +259,7 @@ def load_checkpoint(
         own = mesh if stages is None else stages.own
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, own)
         stages = stages or Stages(wanted.mesh)
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
     stages = stages or (Stages(mesh) if mesh is not None else None)

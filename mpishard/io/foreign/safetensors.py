@@ -87,16 +87,18 @@ def export_safetensors(
     state = dict(model.state_dict() if isinstance(model, torch.nn.Module) else model)
     mesh = the_mesh("export_safetensors", mesh, state.values())
     group = mesh.group(tuple(range(mesh.ndim)))
-    error: MpishardError | None = None
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    error: Exception | None = None
+    header: dict[str, Any] = {}
     end, own = 0, Path()
     try:
         own = absolute(path)
+        if metadata:
+            header["__metadata__"] = dict(metadata)
         for name, x in state.items():
             _check(name, x)
             begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
             header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}")
     target = None
