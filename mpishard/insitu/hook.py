@@ -121,8 +121,8 @@ class Hook:
         Raises
         ------
         UnsupportedOperationError
-            On every rank: the last start was not waited for, the hook trains, or MPI was initialised for fewer
-            threads than ``MPI_THREAD_MULTIPLE``.
+            On every rank: the last start, of this hook or another of the simulation, was not waited for, the hook
+            trains, or MPI was initialised for fewer threads than ``MPI_THREAD_MULTIPLE``.
         """
         self._require_idle()
         if self._grad or (self._simulation.mesh.size > 1 and not threads_may_communicate()):
@@ -145,7 +145,7 @@ class Hook:
         act = (self._model_beside, run, copies, _modes(self._simulation.mesh.device))
         thread = threading.Thread(target=copy_context().run, args=act, name="mpishard-hook", daemon=True)
         self._flight = (thread, run)
-        self._simulation._flying.append(self)
+        self._simulation._flying = self
         thread.start()
         return True
 
@@ -168,7 +168,7 @@ class Hook:
         (thread, run), self._flight = self._flight, None
         if thread is None or run is None:
             return False
-        self._simulation._flying.remove(self)
+        self._simulation._flying = None
         thread.join()
         self._write(run)
         return True
@@ -188,6 +188,14 @@ class Hook:
                 expected="one run at a time",
                 got="a run in flight",
                 fix="call hook.wait() first",
+            )
+        if self._simulation._flying is not None:
+            # in two threads of a rank, what they send would go in an order of each rank's own
+            raise UnsupportedOperationError(
+                "hook: another hook's start() was not waited for",
+                expected="one model of a simulation at a time",
+                got=f"{self._simulation._flying} in flight",
+                fix="call its wait() first, or let one model do the work of both",
             )
 
     def _turn(self) -> bool:

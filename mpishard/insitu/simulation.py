@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from numbers import Integral
 from typing import Any
 
@@ -129,8 +128,7 @@ class Simulation:
         self._offset: tuple[int, ...] | None = None
         # owned cells of all positions along each mesh dim, once known
         self._sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
-        # in the order of their start, the same on all ranks
-        self._flying: list[Hook] = []
+        self._flying: Hook | None = None  # the same on all ranks
         self._released = False
 
     def _begin(
@@ -465,10 +463,11 @@ class Simulation:
         """
         if self._released:
             return
-        with ExitStack() as last:  # whatever a model raises, all is done
-            last.callback(self._free)
-            for hook in reversed(self._flying):
-                last.callback(hook.wait)
+        try:
+            if self._flying is not None:
+                self._flying.wait()
+        finally:
+            self._free()
 
     def _free(self) -> None:
         self._released = True

@@ -73,7 +73,7 @@ def checkpoint(case, asynchronous):
     assert ms.io.load_checkpoint(folder + "/c", mesh=mesh).step == 2 * case + (not failed)
     return failed
 
-variants = min(60, int(os.environ.get("MPISHARD_VARIANTS", "12")))
+variants = min(60, int(os.environ.get("MPISHARD_VARIANTS", "9")))
 told = {"append": [append(i) for i in range(variants)]}
 for i, backend in enumerate(["root", "virtual", *([] if mpio_obstacle() else ["mpio"])]):
     told[backend] = [new(case, backend) for case in range(variants)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import numpy as np
@@ -239,7 +240,8 @@ def test_errors_beside_the_solver(host, sim, monkeypatch):
             hook.start()
 
 
-def test_a_release_waits_for_what_was_started(host, sim, monkeypatch):
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_release_waits_for_what_was_started(host, sim, monkeypatch, broken):
     u, tau = host.array(), host.array() * 0
     sim.field("u", u)
     sim.field("tau", tau)
@@ -254,21 +256,29 @@ def test_a_release_waits_for_what_was_started(host, sim, monkeypatch):
         return y
 
     def fails(x):
-        raise KeyError("lost")
+        if gate.wait():
+            raise KeyError("lost")
 
-    hooks = [sim.hook(model, ["u"], ["tau"]), sim.hook(fails, ["u"])]
-    for hook in hooks:
-        hook.start()
+    hook, other = sim.hook(model, ["u"], ["tau"]), sim.hook(fails, ["u"])
+    hook.start()
+    for call in (other, other.start):
+        with pytest.raises(ms.UnsupportedOperationError, match="another hook"):
+            call()
+    if broken:
+        gate.set()
+        hook.wait()
+        gate.clear()
+        other.start()
     mesh_free = sim.mesh.free
     monkeypatch.setattr(sim.mesh, "free", lambda: (freed.append(1), mesh_free()))
     threading.Timer(0.1, gate.set).start()
-    with pytest.raises(ms.MpishardError, match="lost"):
+    with pytest.raises(ms.MpishardError, match="lost") if broken else nullcontext():
         sim.release()
     assert freed
     np.testing.assert_array_equal(tau[host.interior], 2 * host.whole[host.box])
-    for hook in hooks:
+    for call in (hook.wait, other.wait, other):
         with pytest.raises(ms.UnsupportedOperationError, match="released"):
-            hook.wait()
+            call()
 
 
 def test_training_and_inference_restart_from_a_checkpoint(host, sim, tmp_path_factory):
