@@ -77,19 +77,20 @@ def choose_backend(
         )
     unfit = _filter_obstacle() if filtered else None
     if asked == "mpio" and unfit is not None:
-        return Choice("root", f"'mpio' is asked for by {by}, but {unfit[0]}")
+        return Choice("root", f"'mpio' is asked for by {by}, but {unfit}")
     if asked is not None:
         return Choice(asked, f"asked for by {by}")
     if mesh.size == 1:
         return Choice("root", "there is one rank")
-    problem = mpio_obstacle() or unfit
-    if problem is None:
+    problem = mpio_obstacle()
+    why_not = unfit if problem is None else problem[0]
+    if why_not is None:
         return Choice("mpio", "h5py was built with the MPI library that runs this job")
     if append:
-        return Choice("root", f"{problem[0]}, and virtual datasets cannot be appended to")
+        return Choice("root", f"{why_not}, and virtual datasets cannot be appended to")
     if nbytes < SMALL_NBYTES:
-        return Choice("root", f"{problem[0]}, and {nbytes / 2**20:.3g} MiB are few enough for one rank")
-    return Choice("virtual", f"{problem[0]}, and {nbytes / 2**20:.4g} MiB are too many for one rank")
+        return Choice("root", f"{why_not}, and {nbytes / 2**20:.3g} MiB are few enough for one rank")
+    return Choice("virtual", f"{why_not}, and {nbytes / 2**20:.4g} MiB are too many for one rank")
 
 
 def choose_reading(
@@ -114,7 +115,7 @@ def choose_reading(
         return Choice("own", "cells that were never written, which not all HDF5 read through MPI-IO")
     unfit = _filter_obstacle() if filtered else None
     if unfit is not None:
-        return Choice("own", unfit[0])
+        return Choice("own", unfit)
     if not disjoint and mesh.size > 1:
         # seen with Open MPI 4.1.4 on four ranks: cells of one rank come as zeros
         return Choice("own", "parts of the ranks overlap, which some MPI-IO read wrongly")
@@ -167,17 +168,14 @@ def mpio_obstacle() -> tuple[str, str] | None:
     return None
 
 
-def _filter_obstacle() -> tuple[str, str] | None:
-    """Return why compressed datasets cannot go through MPI-IO and the fix, or None where they can."""
+def _filter_obstacle() -> str | None:
+    """Return why compressed datasets cannot go through MPI-IO, or None where they can."""
     version = import_h5py().version
     if version.hdf5_version_tuple >= (1, 14, 0):
         return None
     # Seen with 1.10.8 on two ranks: from the second dataset of 10,000 chunks on, what is written comes from elsewhere
     # in memory; and chunks that a filter has left as they are (lzf does, of noise) are read through it.
-    return (
-        f"compressed datasets go wrong through MPI-IO with HDF5 before 1.14 ({version.hdf5_version} here)",
-        "use a newer HDF5, or backend='virtual'",
-    )
+    return f"compressed datasets go wrong through MPI-IO with HDF5 before 1.14 ({version.hdf5_version} here)"
 
 
 def mpi_libraries(maps: str) -> list[str]:
