@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError
-from mpishard.layout import Layout, as_placements, by_dim, layout_of, weighted
+from mpishard.layout import FEW, Layout, as_placements, by_dim, layout_of, weighted
 from mpishard.tensor.dtensor import (
     as_first_rank_has,
     check_dtypes,
@@ -313,11 +315,23 @@ def rebalance(x: ShardTensor, weights_or_sizes: Any = None) -> ShardTensor:
         given = {d: _numbers(v) for d, v in given.items()}
     elif given is not None:
         given = _numbers(given)
-    key = tuple(given.items()) if isinstance(given, dict) else given
+    key = tuple((d, _named(v)) for d, v in given.items()) if isinstance(given, dict) else given and _named(given)
     return moved(x, x.mesh.plan(("rebalance", layout, key), lambda: _rebalanced(layout, given)))
 
 
+def _named(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what stands for numbers in a key: to write many of them down takes longer than the plan."""
+    if len(numbers) <= FEW or not {*map(type, numbers)} <= {int, float}:
+        return numbers
+    each = np.array(numbers)
+    if each.dtype == object:  # beyond 64 bits
+        return numbers
+    return len(numbers), each.dtype.str, hashlib.blake2b(each.tobytes()).hexdigest()
+
+
 def _numbers(values: Any) -> tuple[Any, ...]:
+    if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
+        values = values.tolist()
     if {*map(type, values)} <= {int, float}:
         return tuple(values)
     return tuple(v.item() if hasattr(v, "item") else v for v in values)

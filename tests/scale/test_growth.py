@@ -47,6 +47,8 @@ GROWING: dict[tuple[str, str], tuple[int, int]] = {
     # blocks of 4 cells have one or two results, in no runs: a number for each, in numpy
     ("conv3d, in steps of 3", "1-D"): (250_000, 800_000),
     ("max_pool3d, in steps of 3", "1-D"): (250_000, 4_000_000),
+    # sizes and borders of all blocks, in numpy
+    ("rebalance", "1-D"): (250_000, 4_000_000),
     # cuts of 65,536 blocks, and what each has cost, four times
     ("balance", "1-D"): (2_500_000, 8_000_000),
 }
@@ -296,6 +298,7 @@ CASES = {
     "halo, circular": on_field(
         lambda x: ms.halo_exchange(x, dict.fromkeys(range(2, 2 + x.mesh.ndim), (1, 1)), mode="circular")
     ),
+    "rebalance": on_field(lambda x: x.rebalance({2: np.random.default_rng(0).uniform(1, 2, x.mesh.shape[0])})),
     "conv3d": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), padding=1)),
     "conv3d, strided": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=2, padding=1)),
     "conv3d, in steps of 3": on_field(lambda x: F.conv3d(x, weight(8, 8, 3, 3, 3), stride=3, padding=1)),

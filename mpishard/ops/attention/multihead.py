@@ -59,22 +59,13 @@ def multi_head_attention_forward(
     )  # fmt: skip
     mesh = mesh_of(tensors)
     flags = (
-        embed_dim_to_check, num_heads, add_zero_attn, number_key(dropout_p), need_weights,
-        use_separate_proj_weight, average_attn_weights, is_causal,
+        embed_dim_to_check, num_heads, add_zero_attn, training, need_weights, use_separate_proj_weight,
+        average_attn_weights, is_causal,
     )  # fmt: skip
-    call = ("multi_head_attention", *[None if x is None else (tuple(x.shape), x.dtype) for x in tensors], flags)
+    kinds = [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
+    call = ("multi_head_attention", *kinds, flags, number_key(dropout_p))
     if mesh.plans.get(call) is None:
-
-        def torchs(*meta: Tensor | None) -> None:
-            if autocast_enabled(query.device.type):
-                # which knows nothing of tensors without data
-                meta = tuple(x.float() if x is not None and x.is_floating_point() else x for x in meta)
-            F.multi_head_attention_forward(
-                *meta[:3], embed_dim_to_check, num_heads, *meta[3:7], add_zero_attn, dropout_p, *meta[7:9], training,
-                meta[9], need_weights, meta[10], use_separate_proj_weight, *meta[11:], average_attn_weights, is_causal,
-            )  # fmt: skip
-
-        on_domain(torchs, *tensors)  # its errors
+        _check(tensors, flags, dropout_p)
         mesh.plan(call, lambda: True)
 
     # also where a parameter alone is sharded
@@ -91,36 +82,17 @@ def multi_head_attention_forward(
 
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     q, k, v = _projected(query, key, value, weights, in_proj_bias)
-    extra = 0
     if bias_k is not None:
         k, v = (torch.cat([x, b.repeat(1, batch, 1)]) for x, b in ((k, bias_k), (v, bias_v)))
-        extra += 1
     q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
-    if static_k is not None:
-        k = static_k.unflatten(0, (batch, num_heads))
-    if static_v is not None:
-        v = static_v.unflatten(0, (batch, num_heads))
+    k = k if static_k is None else static_k.unflatten(0, (batch, num_heads))
+    v = v if static_v is None else static_v.unflatten(0, (batch, num_heads))
     if add_zero_attn:
         k, v = (torch.cat([x, _zeros(x, (batch, num_heads, 1, x.shape[-1]))], 2) for x in (k, v))
-        extra += 1
-    masks = []
-    if attn_mask is not None:
-        masks.append(attn_mask.unflatten(0, (batch, num_heads)) if attn_mask.ndim == 3 else attn_mask)
-    if key_padding_mask is not None:
-        masks.append(key_padding_mask.unsqueeze(1).unsqueeze(1))
-    if extra:
-        masks = [F.pad(m, (0, extra)) for m in masks]
-
+    masks = _masks(attn_mask, key_padding_mask, (batch, num_heads), int(bias_k is not None) + add_zero_attn)
     shares = None
     if need_weights:
-        q, k, v, *masks = _met(q, k, v, masks)
-        shares = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
-        for m in masks:
-            shares = shares.masked_fill(m, -torch.inf) if m.dtype == torch.bool else shares + m
-        shares = shares.softmax(-1)
-        if dropout_p > 0:
-            shares = F.dropout(shares, dropout_p)
-        y = shares @ v
+        y, shares = _weighted(q, k, v, masks, dropout_p)
     else:
         # True means hidden here, and seen there
         y = attend(q, k, v, [~m if m.dtype == torch.bool else m for m in masks], dropout_p, is_causal)
@@ -131,6 +103,22 @@ def multi_head_attention_forward(
         y = y.squeeze(1)
         shares = None if shares is None else shares.squeeze(0)
     return y, shares
+
+
+def _check(tensors: Sequence[Any], flags: tuple[Any, ...], dropout_p: float) -> None:
+    """Raise torch's own errors. Collective."""
+    width, heads, zeros, training, need_weights, separate, average, is_causal = flags
+
+    def torchs(*meta: Tensor | None) -> None:
+        if autocast_enabled(tensors[0].device.type):
+            # which knows nothing of tensors without data
+            meta = tuple(x.float() if x is not None and x.is_floating_point() else x for x in meta)
+        F.multi_head_attention_forward(
+            *meta[:3], width, heads, *meta[3:7], zeros, dropout_p, *meta[7:9], training, meta[9], need_weights,
+            meta[10], separate, *meta[11:], average, is_causal,
+        )  # fmt: skip
+
+    on_domain(torchs, *tensors)
 
 
 def _alike(tensors: Sequence[Any], change: Any) -> list[Any]:
@@ -154,6 +142,28 @@ def _projected(query: Any, key: Any, value: Any, weights: Any, bias: Any) -> lis
         return [F.linear(query, w_query, biases[0]), *F.linear(key, w_rest, biases[1]).chunk(2, -1)]
     biases = [None] * 3 if bias is None else bias.chunk(3)
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights.chunk(3), biases)]
+
+
+def _masks(attn_mask: Any, padding_mask: Any, batch_and_heads: tuple[int, int], extra: int) -> list[Any]:
+    """Return the masks that are given, as they broadcast over the weights; ``extra`` keys more are seen."""
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask.unflatten(0, batch_and_heads) if attn_mask.ndim == 3 else attn_mask)
+    if padding_mask is not None:
+        masks.append(padding_mask.unsqueeze(1).unsqueeze(1))
+    return [F.pad(m, (0, extra)) for m in masks] if extra else masks
+
+
+def _weighted(q: Any, k: Any, v: Any, masks: Sequence[Any], dropout_p: float) -> tuple[Any, Any]:
+    """Return the sums of the values, and their weights, a row of which every rank of the queries has. Collective."""
+    q, k, v, *masks = _met(q, k, v, masks)
+    shares = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
+    for m in masks:
+        shares = shares.masked_fill(m, -torch.inf) if m.dtype == torch.bool else shares + m
+    shares = shares.softmax(-1)
+    if dropout_p > 0:
+        shares = F.dropout(shares, dropout_p)
+    return shares @ v, shares
 
 
 def _zeros(like: Any, shape: tuple[int, ...]) -> Tensor:

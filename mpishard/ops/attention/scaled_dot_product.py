@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +256,10 @@ def _attend_locally(blocks: Sequence[Tensor], is_causal: bool, scale: float | No
         # also of no heads: the same kernel as on other ranks, and what torch refuses of its derivatives
         q_, k_, v_, mask_ = map(filled, (q, k, v, mask))
         y = F.scaled_dot_product_attention(q_, k_, v_, mask_, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return unfilled(y, (*q.shape[:-1], v.shape[-1]))
+        # any operand may have no cells along a batch dim, also one that the queries do not have
+        along = zip_longest(*(reversed(x.shape[:-2]) for x in (q, k, v, mask) if x is not None), fillvalue=1)
+        batch = [n * all(sizes) for n, sizes in zip(reversed(y.shape[:-2]), along)][::-1]
+        return unfilled(y, (*batch, q.shape[-2], v.shape[-1]))
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // max(x.shape[-3], 1), -3) for x in (k, v))
     scores = q @ k.mT  # of nothing, with its graph

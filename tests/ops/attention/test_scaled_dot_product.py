@@ -81,6 +81,29 @@ def test_any_order_in_memory(method, order):
             compare(f, ops, what=f"{order} {which}")
 
 
+def broadcast(draw, batch, *rest, full=False):
+    """A field whose batch dims are some of these from the last, of one cell or whole, and how it is cut by any dim."""
+    some = [draw.choice([n, n, 1]) for n in batch[draw.randint(0, len(batch)) :]]
+    x = field(*(batch if full else some), *rest)
+    dim = draw.randrange(x.ndim)
+    whole = x.shape[dim]
+    cut = draw.choice([balanced(whole, P), skew(whole, P), (*(0,) * (P - 1), whole), (whole, *(0,) * (P - 1))])
+    return x, draw.choice([((ms.Shard(dim),), {dim: cut})] * 4 + [along(WHOLE)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_dims_that_broadcast(method, request):
+    draw = random.Random(f"{request.config.option.seed} {method}")
+    with ms.attention_method(method):
+        for _ in range(8):
+            batch = draw.choice([(4,), (3, 2), (2, 3, 2)])
+            masks = [broadcast(draw, batch, 5, 6)] if draw.random() < 0.4 else []
+            q = broadcast(draw, batch, 5, 4, full=bool(masks))  # torch adds a mask to the scores in place
+            k, v = (broadcast(draw, batch, 6, n) for n in (4, draw.choice([3, 4])))
+            tensors, layouts = zip(q, k, v, *masks)
+            attended(layouts, tensors[:3], tensors[3:], is_causal=not masks and draw.random() < 0.5)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_pair_of_layouts(method):
     options = [along(p) for p in (BATCH, HEADS, SEQUENCE, FEATURES, WHOLE)] + [(None, None)]
