@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.replica import Replica, compare
-from mpishard.autograd.withhold import held, is_withholding, taken_share, withhold
+from mpishard.autograd.withhold import all_taken, held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, abandon, iall_reduce
 from mpishard.comm.mesh import CartMesh, Group
@@ -210,9 +210,8 @@ class Buckets:
         while self._postponed:
             self._postponed.popleft()[0]()
         if held and not self._withholds:
-            for waiting in [alive for known in list(held.values()) if (alive := known()) is not None]:
-                for key, (param, share) in waiting.taken():
-                    self._put(key, (param,), (share.numel(),), share)
+            for key, (param, share) in all_taken():
+                self._put(key, (param,), (share.numel(),), share)
         while self._open:
             key = next(iter(self._open))
             if len(self._open) > 1 or self._travelling:

@@ -49,8 +49,9 @@ class Withheld:
         return [(key, (param, share)) for key, share in shares.items()]
 
 
-# in the order in which they were made, which is the same on every rank; a dict, as weakref's is slow to tell if empty
-held: dict[int, weakref.ref[Withheld]] = {}
+# in the order in which they were made, which is the same on every rank, with their parameters: what a pass sums must
+# not depend on when a rank collects a model that nobody has any more. A dict, as weakref's is slow to tell if empty
+held: dict[int, tuple[weakref.ref[Withheld], Tensor | None]] = {}
 
 
 def is_withholding() -> bool:
@@ -134,12 +135,22 @@ def withhold(param: Tensor, key: Key, g: Tensor) -> None:
     if found is None:
         found = param.grad._withheld = Withheld(param)  # type: ignore[attr-defined]
         number = next(_number)
-        held[number] = weakref.ref(found, lambda _: held.pop(number, None))
+        held[number] = weakref.ref(found, lambda _: held.pop(number, None)), param
     found.version = param.grad._version
     if key in found.shares:
         found.shares[key] += g
     else:
         found.shares[key] = g.clone()
+
+
+def all_taken() -> Iterator[tuple[Key, tuple[Tensor, Tensor]]]:
+    """Give the shares of all parameters, and forget them. Not collective."""
+    for number, (known, _) in list(held.items()):
+        waiting = known()
+        if waiting is not None:
+            yield from waiting.taken()
+            if number in held:  # written into: nothing of it is summed any more, whenever it goes
+                held[number] = known, None
 
 
 def taken_share(param: Tensor, key: Key, g: Tensor) -> Tensor:

@@ -97,13 +97,15 @@ def from_local(
             local = shared("from_local", local)
         except MpishardError as e:
             error = e
-        layout = inferred(local, mesh, placements, error)
+        layout, gapped = inferred(local, mesh, placements, error)
     else:
         local = shared("from_local", local)
-        layout = told(local, mesh, placements, sharding_shapes)
+        layout, gapped = told(local, mesh, placements, sharding_shapes), False
     if run_check:
         as_first_rank_has(local, layout, mesh)
     x = ShardTensor(local, layout, mesh)
+    if gapped:
+        x._gapped = True
     check_metadata(x, shape, stride)
     return x if grad_placements is None else with_grad_placements(x, local, grad_placements)
 

@@ -17,8 +17,10 @@ from mpishard.layout import Layout, as_placements, bounds, layout_of
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 
 
-def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardError | None) -> Layout:
-    """Return the layout of blocks whose sizes are gathered; an error of one rank is one of all. Collective.
+def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardError | None) -> tuple[Layout, bool]:
+    """Return the layout of blocks whose sizes are gathered, and whether any is cut out of a larger array, or turned.
+
+    Collective; an error of one rank is one of all.
 
     In a loop over time steps the same blocks come again, and one reduction tells all ranks so.
     """
@@ -27,7 +29,8 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     if guard.DEBUG:
         guard.check(group.comm, "from_local", None, None)
     kind = () if error else (local.ndim, _DTYPES.index(local.dtype), local.requires_grad)
-    key = ("from_local", kind, None if error else local.shape, given)
+    dense = error is not None or local.is_contiguous()
+    key = ("from_local", kind, None if error else local.shape, given, dense)
     # a number of the last layout that such a block was part of, and of what it was, and that layout
     last: list[Any] = mesh.keep(key, lambda: [0, None])
     if are_alike("from_local", (last[0],), group) and last[0]:
@@ -36,8 +39,9 @@ def inferred(local: Tensor, mesh: CartMesh, placements: Any, error: MpishardErro
     if layout is None:
         guard.agree(group.comm, error, "from_local")
         raise guard.common(LayoutError(_misfit(local, mesh, given, kind, group)), group.comm)
-    last[:] = digest((kind, layout)), layout
-    return layout
+    gapped = not are_alike("from_local", (dense,), group) or not dense
+    last[:] = digest((kind, layout, gapped)), (layout, gapped)
+    return layout, gapped
 
 
 def _found(

@@ -54,11 +54,12 @@ class ShardTensor(Tensor):
     mesh: CartMesh
     # a view in torch, but a copy here, because cells travelled: writing into it would be lost
     _gathered_view: bool = False
-    # a part of a sharded dim, which in torch has gaps in memory: a block that lies in the part whole does not show
-    # them. None: of a view whose dims were turned round, where they do not tell whether there are gaps
+    # a part of a sharded dim, which in torch has gaps in memory, or blocks that the user cut out of larger arrays: a
+    # block that lies in the part whole does not show them. None: of a view whose dims were turned round, where they do
+    # not tell whether there are gaps
     _gapped: bool | None = False
     _turned: bool = False
-    # of a gathered view: the tensor it was taken from, and the basic index
+    # of a gathered view: the tensor it was taken from, and the basic index, or the shape that it was given
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
     # layout, and the version of the other up to which both are the same

@@ -56,6 +56,20 @@ def test_inference_equals_torch(host, sim):
     assert all(t > 0 for t in hook.times.values())
 
 
+@pytest.mark.parametrize("way", ["view", "reshape", "flatten", "ravel"])
+def test_a_model_that_looks_at_fields_in_another_shape_sees_every_step(host, sim, way):
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    rows = {"view": lambda x: x.view(-1, 1), "reshape": lambda x: x.reshape(-1, 1)}
+    seen = rows.get(way, lambda x: getattr(x, way)()[:, None])
+    hook = sim.hook(lambda x: (2 * seen(x)).view(x.shape), ["u"], ["tau"])
+    for step in range(3):
+        u[host.interior] = step
+        assert hook()
+        np.testing.assert_array_equal(tau[host.interior], 2 * step)
+
+
 def test_a_hook_in_a_model_is_refused(host, sim):
     sim.field("u", host.array())
     inner = sim.hook(lambda u: None, ["u"])

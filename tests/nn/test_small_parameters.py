@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import mpishard as ms
-from tests.compare import mesh_of, mesh_shapes
+from mpishard.autograd import withhold
+from tests.compare import WORLD, mesh_of, mesh_shapes
 
 COUNT = 70  # more than share one node
 
@@ -152,6 +153,28 @@ def test_no_sync():
     loss_of(plain, full()).backward()
     loss_of(ours, x).backward()
     alike(ours, plain)
+
+
+def test_a_model_that_only_some_ranks_have_collected_is_summed_on_all_or_none():
+    """It is in a cycle of references: when it goes is up to each rank's collector."""
+    gone, ours, x = *models()[1:2], *models()[1:]
+    plain = models()[0]
+    gc.collect()
+    gc.disable()
+    try:
+        gone.myself = [gone]
+        with ms.no_sync():
+            loss_of(gone, x).backward()
+        del gone
+        if WORLD.rank == 0:
+            gc.collect()
+        loss_of(plain, full()).backward()
+        loss_of(ours, x).backward()
+    finally:
+        gc.enable()
+    alike(ours, plain)
+    gc.collect()
+    assert not withhold.held
 
 
 def test_hooks_see_whole_gradients():

@@ -35,7 +35,7 @@ from mpishard.ops.attention.ring import RingPlan, reach_of, ring_attention
 from mpishard.ops.attention.ring_traced import TracedRing
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import meeting_blocks
-from mpishard.ops.rule.dim import number_key, on_domain, resized
+from mpishard.ops.rule.dim import number_key, on_domain, require_dtype, resized
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import blocks_of, moved, resolved
@@ -164,6 +164,7 @@ def attend(
     key_ = ("attention", layouts, dtypes, is_causal, number_key(scale), enable_gqa, number_key(dropout_p), method)
     plan: AttentionPlan | None = mesh.plans.get(key_)
     if plan is None:
+        require_dtype(operands[0], _of_one_head)
         options = {"scale": scale, "enable_gqa": enable_gqa}
         # torch's own shape, and its own errors
         for mask in operands[3:] or (None,):
@@ -198,6 +199,11 @@ def attend(
         if plan.back is not None:
             y = apply(plan.back, y)
     return moved(wrap(y, meeting.out, mesh), plan.out)
+
+
+def _of_one_head(x: Tensor) -> Tensor:
+    rows = x.view(1, 1, -1, 1)
+    return F.scaled_dot_product_attention(rows, rows, rows)
 
 
 def _round(plan: RingPlan, dropout: Dropout | None, *blocks: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def _cut(x: ShardTensor, dim: int, start: int, stop: int) -> ShardTensor:
     return indexed(x, (*(_ALL,) * dim, (start, stop, None)))
 
 
-@implements(torch.narrow, torch.Tensor.narrow, torch.narrow_copy, torch.Tensor.narrow_copy, sharded="local")
+@implements(torch.narrow, torch.Tensor.narrow, sharded="local")
 def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
     if isinstance(start, Tensor):

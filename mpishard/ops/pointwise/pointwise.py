@@ -15,7 +15,7 @@ from mpishard.layout import Layout
 from mpishard.ops.rule.dim import (
     beside,
     ints,
-    on_domain,
+    is_ordered,
     other_device,
     plain,
     prepare_write,
@@ -212,19 +212,17 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     if x._halo is not None or x._gapped:
         # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
         return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
-    if x._gapped is None:
-        out = viewed(x, local, x.sharding)
-        out._gathered_view = True  # a copy on some ranks, a view on others
+    if x._gapped is None:  # a copy in torch, or not
+        out = wrap(local.clone() if local is x.block else local, x.sharding, x.mesh)
+        out._gathered_view = True
         return out
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)
     if x._gathered_view:
         return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
-    if memory_format is torch.contiguous_format and 1 in local.shape:
-        dense = on_domain(Tensor.stride, local)
-        if any(n > 1 and here != there for n, here, there in zip(x.shape, local.stride(), dense)):
-            # contiguous only as a dim has one cell here: on other ranks this is a copy
-            return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
+    if (1 in local.shape or 0 in local.shape) and not is_ordered(x, memory_format):
+        # in that order only as a dim has one cell here, or none: on other ranks this is a copy
+        return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
     return x
 
 
@@ -239,14 +237,20 @@ def _dividing_rule(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     name = func.__name__
     always, reverse = not name.startswith("div"), name.startswith("__r")
 
-    @wraps(rule)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if always or kwargs.get("rounding_mode") is not None:
-            first, *rest = (*args, *(v for k, v in kwargs.items() if k in ("input", "other")))
-            _require_divisor(*((rest[0], first) if reverse else (first, rest[0])))
-        return rule(*args, **kwargs)
+    def checked(run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if always or kwargs.get("rounding_mode") is not None:
+                first, *rest = (*args, *(v for k, v in kwargs.items() if k in ("input", "other")))
+                _require_divisor(*((rest[0], first) if reverse else (first, rest[0])))
+            return run(*args, **kwargs)
 
-    return checked
+        return call
+
+    both = checked(rule)
+    if hasattr(rule, "into"):
+        both.into = checked(rule.into)  # type: ignore[attr-defined]
+    return both
 
 
 def _require_divisor(x: Any, y: Any) -> None:

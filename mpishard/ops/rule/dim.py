@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, wraps
 from numbers import Integral, Number, Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,24 @@ def viewed(x: ShardTensor, local: Tensor, layout: Layout, *, steps: bool = False
     return out
 
 
+def is_ordered(x: ShardTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell whether cells follow each other in memory as the format has them, as far as strides tell. Not collective.
+
+    Of blocks that torch finds contiguous: one of a single row is in every order, and one without cells.
+    """
+    shape, here = x.block.shape, x.block.stride()
+    dense = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+    dims = range(x.ndim) if memory_format is torch.contiguous_format else (0, *range(2, x.ndim), 1)
+    least, is_known = 0, True
+    for d in reversed(dims):
+        if x.sharding.shape[d] > 1:
+            if (here[d] != dense[d]) if is_known else (here[d] < least):
+                return False
+            least = max(least, here[d])
+        is_known &= shape[d] > 0
+    return True
+
+
 def plain(x: Any) -> Any:
     """Return an argument with whole plain tensors in place of ShardTensors. Collective where they are sharded."""
     if isinstance(x, ShardTensor):
@@ -158,8 +176,14 @@ def require_writable(x: ShardTensor, name: str) -> None:
         )
 
 
+class AsShape(NamedTuple):
+    """How a gathered view was taken that has another shape, instead of an index."""
+
+    shape: tuple[int, ...]
+
+
 def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
-    """Write into a gathered view and, as torch does, into the tensor that it was indexed from.
+    """Write into a gathered view and, as torch does, into the tensor that it was taken from.
 
     Collective where the writing is.
 
@@ -173,7 +197,10 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     base, index = x._origin
     y: Any = _fresh(x).clone()
     write(y)
-    base[index] = y
+    if isinstance(index, AsShape):
+        base.copy_(y.view(base.shape))
+    else:
+        base[index] = y
     x.block, x.sharding, x._root, x._halo = y.block, y.sharding, None, None
     return True
 
@@ -183,7 +210,7 @@ def _fresh(x: ShardTensor) -> ShardTensor:
     if x._origin is None:
         return x
     base, index = x._origin
-    return _fresh(base)[index]
+    return _fresh(base).view(index.shape) if isinstance(index, AsShape) else _fresh(base)[index]
 
 
 def settled(x: ShardTensor) -> ShardTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -102,4 +103,8 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[ShardTensor, .
     layout = layout_of(mesh.shape, placements, shape, sizes)
     others = layout.sharded_mesh_dims
     blocks = [use(v.block, mesh, tuple(m for m in others if m not in v.sharding.sharded_mesh_dims)) for v in vectors]
-    return tuple(wrap(g, layout, mesh) for g in torch.meshgrid(*blocks, indexing=indexing or "ij"))
+    grids = tuple(wrap(g, layout, mesh) for g in torch.meshgrid(*blocks, indexing=indexing or "ij"))
+    for grid, v in zip(grids, vectors):
+        # many cells in one place, into which torch does not write; a block may have but one of them
+        grid._gathered_view = math.prod(shape) > v.sharding.shape[0]
+    return grids

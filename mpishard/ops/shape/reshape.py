@@ -25,6 +25,7 @@ from mpishard.layout import (
 )
 from mpishard.ops.rule.dim import (
     CACHED,
+    AsShape,
     base_in,
     ints,
     local_shape,
@@ -170,15 +171,14 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
     if plan.moves:
         return _moved(x, plan)
     steps = _more_or_less_ones(x.sharding.shape, plan.out.shape)
+    if not steps:
+        x = _apart(x)
     local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
     # in a compiler's hands a tensor has no address, and a copy costs nothing
     aliased = 1 in x.block.shape and (traced.recording is not None or local.data_ptr() == x.block.data_ptr())
     if aliased and _copied_elsewhere(x, plan.out):
         local = local.clone()
-    out = viewed(x, local, plan.out, steps=steps)
-    if x._gapped is not False and not steps:
-        out._gathered_view = True  # a copy on some ranks, a view on others
-    return out
+    return viewed(x, local, plan.out, steps=steps)
 
 
 def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
@@ -202,18 +202,34 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     x, plan = _planned(self, ints(given) if size is None else tuple(size))
     if plan.moves:
         return _moved(x, plan)
-    out = plan.out
+    out, steps = plan.out, _more_or_less_ones(x.sharding.shape, plan.out.shape)
     shape = local_shape(out, x.mesh.coords)
+    seen = x if steps else _apart(x)
     try:
-        local = x.block.view(shape)
+        local = seen.block.view(shape)
     except (RuntimeError, ValueError):  # the latter in the hands of a compiler
-        _joined_up(self, x)
-        local = x.block.reshape(shape)
-    return viewed(x, local, out, steps=_more_or_less_ones(x.sharding.shape, out.shape))
+        _joined_up(self, seen)
+        local = seen.block.reshape(shape)
+    y = viewed(seen, local, out, steps=steps)
+    if seen is not x:
+        y._origin = x, AsShape(out.shape)
+    return y
 
 
 def _more_or_less_ones(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return [n for n in shape if n != 1] == [n for n in other if n != 1]
+
+
+def _apart(x: ShardTensor) -> ShardTensor:
+    """Return ``x``, or a copy where its block lies in a larger array of the host's, of the user's or of another tensor.
+
+    It stays there, and what is made of it is a copy on all ranks, also where a block is dense. Not collective.
+    """
+    if x._halo is None and x._gapped is False:
+        return x
+    out = wrap(x.block.clone(memory_format=torch.contiguous_format), x.sharding, x.mesh)
+    out._gathered_view = True
+    return out
 
 
 def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
@@ -221,12 +237,15 @@ def _joined_up(self: ShardTensor, x: ShardTensor) -> None:
 
     It is cut out of a larger array, where torch's own tensor would be contiguous. Not collective.
     """
-    if not (x.block.is_leaf and x.block.requires_grad):
-        with torch.enable_grad():
-            block = x.block.contiguous()
-        if self is not x and self.block is x.block:
-            rebind(self, block, self.sharding)
-        rebind(x, block, x.sharding)
+    if x.block.is_leaf and x.block.requires_grad:
+        if traced.recording is None:
+            x.block.data = x.block.data.contiguous()
+        return
+    with torch.enable_grad():
+        block = x.block.contiguous()
+    if self is not x and self.block is x.block:
+        rebind(self, block, self.sharding)
+    rebind(x, block, x.sharding)
 
 
 def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
@@ -240,6 +259,7 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
         return viewed(x, x.block.view(dtype), x.sharding)
     layout = x.sharding
     if old != new:
+        x = _apart(x)
         _joined_up(self, x)
         n = layout.shape[last] * old // new
         layout = resized(layout, last, n, None if sizes is None else tuple(s * old // new for s in sizes))

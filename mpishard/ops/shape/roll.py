@@ -37,7 +37,10 @@ def _flip_op(mesh: CartMesh, layout: Layout, dtype: torch.dtype, dim: int) -> Wi
 
 
 def _reordered(x: Tensor, mesh: CartMesh, key: Any, build: Any) -> Tensor:
-    return apply(mesh.plans.get(key) or mesh.plan(key, build), x)
+    op = mesh.plans.get(key) or mesh.plan(key, build)
+    y = apply(op, x)
+    # also where a rank's cells stay in their places, a copy: a node gives its argument back as a view
+    return y.clone() if op.identity else y
 
 
 @implements(torch.roll, torch.Tensor.roll, sharded="halo")

@@ -13,7 +13,7 @@ from mpishard.tensor.registry import aten, implements
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _COPIED = """
-alias diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze
+alias diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze
 view_as_complex view_as_real view
 """.split()
 
@@ -45,11 +45,13 @@ for _name in _COPIED:
     _twin = getattr(torch, f"{_name}_copy", None)
     if _twin is not None:
         implements(_twin, sharded="local")(_copying(_OTHER[_name] if _name in _OTHER else getattr(torch, _name)))
+implements(torch.Tensor.narrow_copy, sharded="local")(_copying(torch.narrow))
 
 
 def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
     """Make ``x`` what a view of it is."""
     x.block, x.sharding, x._root, x._halo = view.block, view.sharding, None, None
+    x._gapped, x._turned, x._origin = view._gapped, view._turned, view._origin
     return x
 
 
@@ -67,7 +69,7 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
         return _become(self, torch.squeeze(x, dims))
     # an index: of its result it is known what it was taken from
     out = x._twin(x.block)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
-    self._gathered_view, self._origin = True, out._origin
+    self._gathered_view = True
     return _become(self, out)
 
 

@@ -50,8 +50,8 @@ def _padded(input: ShardTensor, pad: Sequence[int], mode: str, value: Any, func:
         if found is not None:
             return found
     local = apply(plan.window, x.block)
-    # torch's result is never its argument
-    return wrap(local.clone() if local is x.block else local, plan.out, mesh)
+    # torch's result is never its argument, nor a view of it, as autograd makes of one that comes back from a node
+    return wrap(local.clone() if plan.window.identity else local, plan.out, mesh)
 
 
 @implements(torch.constant_pad_nd, sharded="halo")

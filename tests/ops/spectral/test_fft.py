@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from tests.compare import WORLD, compare, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import check, field, refused_alike, same
 
 FFT = torch.fft
@@ -211,3 +211,13 @@ def test_a_large_gather_warns(monkeypatch):
     FFT.fft(shard(cells(6, 5), mesh, (ms.Shard(0),)), dim=0)
     with pytest.raises(ms.GatherWarning, match="fft gathers a ShardTensor of shape"):
         FFT.fft(shard(cells(11), mesh, (ms.Shard(0),)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int64])
+def test_whole_numbers_of_any_kind(dtype):
+    full = torch.arange(20).reshape(5, 4).to(dtype)
+    mesh = mesh_of((WORLD.size,))
+    for sizes in (None, {0: skew(5, WORLD.size)}):
+        for dim in (0, 1):
+            x = shard(full, mesh, (ms.Shard(0),), sizes)
+            torch.testing.assert_close(gathered(torch.fft.fft(x, dim=dim)), torch.fft.fft(full, dim=dim))

@@ -1,0 +1,197 @@
+"""What torch copies is a copy on every rank, and what lies in somebody's memory stays there.
+
+A block of one row is contiguous in every order, one without cells too: torch's own answer differs between ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpishard as ms
+from mpishard.errors import UnsupportedOperationError
+from tests.compare import WORLD, gathered, mesh_of, shard
+
+P = WORLD.size
+
+
+def rows(full, sizes=None, dim=0, **options):
+    return shard(full, mesh_of((P,)), (ms.Shard(dim),), None if sizes is None else {dim: sizes}, **options)
+
+
+def uneven():
+    """Three rows on the first rank, one on the others; and of one rank's cells all, of the others' none."""
+    return [(3, *(1,) * (P - 1)), (*(0,) * (P - 1), 4), (4, *(0,) * (P - 1))]
+
+
+COPIES = {
+    "pad at one side": lambda x: F.pad(x, (0, 0, 1, 0)),
+    "pad at both": lambda x: F.pad(x, (0, 0, 1, 2)),
+    "pad by nothing": lambda x: F.pad(x, (0, 0, 0, 0)),
+    "pad, circular": lambda x: F.pad(x[None], (0, 0, 1, 1), mode="circular"),
+    "crop": lambda x: F.pad(x, (0, 0, -1, 0)),
+    "constant_pad_nd": lambda x: torch.constant_pad_nd(x, (0, 0, 0, 1), 2.0),
+    "roll by nothing": lambda x: x.roll(0, 0),
+    "roll by all": lambda x: x.roll(len(x), 0),
+    "flip": lambda x: x.flip(0),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 0, 0, 2),
+    "method narrow_copy": lambda x: x.narrow_copy(0, 0, 2),
+    "contiguous, turned": lambda x: x.t().contiguous(),
+    "contiguous, turned and cut": lambda x: x.t()[:, 0:3].contiguous(),
+    "contiguous, turned and chunked": lambda x: x.t().chunk(2, 1)[0].contiguous(),
+    "contiguous, unflattened": lambda x: x.unflatten(1, (2, 2)).permute(1, 0, 2)[:, 1:].contiguous(),
+    "reshape, in steps": lambda x: x[::2].reshape(-1),
+    "reshape, turned": lambda x: x.t().reshape(-1),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_is_one_on_every_rank(name, graph):
+    f = COPIES[name]
+    for sizes in uneven():
+        n = sum(sizes)
+        full = torch.arange(4.0 * n).view(n, 4)
+        results = []
+        for x in (full.clone(), rows(full, sizes)):
+            h = x.requires_grad_() * 1 if graph else x
+            y = f(h)
+            with torch.no_grad():
+                h.zero_()
+            results.append(y.detach())
+        torch.testing.assert_close(gathered(results[1]), results[0], msg=f"{sizes}")
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_padded_tensor_is_written_into(graph):
+    for sizes in uneven():
+        n = sum(sizes)
+        full = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
+        h = rows(full, sizes).requires_grad_(graph) * 1
+        y = F.relu(F.pad(h, (0, 0, 1, 0)), inplace=True)
+        torch.testing.assert_close(gathered(y), F.pad(full, (0, 0, 1, 0)).relu())
+        torch.testing.assert_close(gathered(h), full)
+
+
+@pytest.mark.parametrize("change", [lambda x, f: x.contiguous(memory_format=f), lambda x, f: x.to(memory_format=f)])
+def test_channels_last(change):
+    full = torch.ones(1, P + 1, 2, 2)
+    for dim in (1, 2):
+        x = rows(full, dim=dim) if full.shape[dim] >= P else None
+        if x is not None:
+            y = change(x, torch.channels_last)
+            x.zero_()
+            torch.testing.assert_close(gathered(y), full)
+            again = change(y, torch.channels_last)
+            y.zero_()
+            assert not gathered(again).any()
+
+
+def test_a_leaf_without_cells_is_turned_as_others_are():
+    sizes = (2, *(0,) * (P - 1))
+    local = torch.ones(4, sizes[WORLD.rank]).t()
+    for how in ("infer", {0: sizes}):
+        z = ms.ShardTensor.from_local(local.detach(), mesh_of((P,)), (ms.Shard(0),), how).requires_grad_()
+        y = z.contiguous().mul_(2)
+        assert gathered(y.detach()).eq(2).all()
+        assert gathered(z.detach()).eq(1).all()
+
+
+def test_a_view_leaves_a_block_in_the_array_that_it_was_cut_from():
+    big = torch.ones(4, 6)
+    x = ms.ShardTensor.from_local(big[1:-1, 1:-1], mesh_of((P,)), (ms.Shard(0),))
+    y = x.view(-1)
+    x.mul_(10)
+    assert big.sum() == 16 + 8 * 10
+    y.add_(1)
+    y[3:5] = 4
+    assert big.sum() == 16 + 8 * 11 - 7 * big[1:-1, 1:-1].eq(4).sum()
+    assert gathered(x).eq(4).sum() == 2
+    torch.testing.assert_close(gathered(y), gathered(x).view(-1))
+    for view in (lambda t: t.view(torch.int16), lambda t: t.reshape(-1)):
+        with pytest.raises(UnsupportedOperationError, match="view"):
+            view(x).mul_(3)
+    x.fill_(1)
+    assert x.contiguous().mul_(2).sum().item() == 8 * 2 * P
+    assert big.sum() == 24
+
+
+def test_a_view_of_some_ranks_gaps_is_a_copy_on_all():
+    """One row of a larger array has no gap."""
+    sizes = uneven()[0]
+    big = torch.ones(sizes[WORLD.rank], 6)
+    x = ms.ShardTensor.from_local(big[:, 1:-1], mesh_of((P,)), (ms.Shard(0),))
+    y = x.view(-1)
+    x.zero_()
+    assert gathered(y).all()
+    y.add_(3)
+    assert big.sum() == 3 * 4 * len(big) + 2 * len(big)
+
+
+def test_a_view_of_a_tensor_with_room_for_its_halo_leaves_it_there():
+    x = ms.zeros((P + 1, 4), mesh=mesh_of((P, 1)), placements=(ms.Shard(0), ms.Shard(1)), ghost=1)
+    y = x.view(-1)
+    assert x._halo is not None
+    x.fill_(1)
+    full = torch.ones(1, 1, P + 1, 4)
+    kernel = torch.ones(1, 1, 3, 3)
+    torch.testing.assert_close(gathered(F.conv2d(x[None, None], kernel, padding=1)), F.conv2d(full, kernel, padding=1))
+    assert not gathered(y).any()
+
+
+def test_a_cropped_leaf_is_written_through_its_view():
+    """The package's own blocks may be cut out of larger ones, where torch's tensor is dense."""
+    w = torch.ones(1, 1, 3)
+    full = torch.arange(1.0, 2 * P + 2).view(1, 1, -1)
+    for x in (full, rows(full, dim=2)):
+        leaf = F.conv1d(x, w, stride=1)[..., :].detach().requires_grad_()
+        with torch.no_grad():
+            leaf.view(-1).mul_(10)
+        torch.testing.assert_close(gathered(leaf.detach()), F.conv1d(full, w) * 10)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_"])
+def test_a_gathered_view_turned_in_place_is_not_written_into_as_it_was(name):
+    args = {"t_": (), "unsqueeze_": (0,), "squeeze_": ()}.get(name, (0, 1))
+    base = rows(torch.arange(4.0 * (P + 2)).view(P + 2, 2, 2))
+    v = base[P]
+    getattr(v, name)(*args)
+    expected = getattr(torch.arange(4.0 * (P + 2)).view(P + 2, 2, 2)[P].clone(), name)(*args)
+    torch.testing.assert_close(gathered(v), expected)
+    with pytest.raises(UnsupportedOperationError, match="view"):
+        v.add_(torch.tensor([0.0, 100.0]))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_nothing_is_written_into_a_grid():
+    for grid in torch.meshgrid(rows(torch.arange(2.0 * P - 1)), torch.arange(3.0), indexing="ij"):
+        with pytest.raises(UnsupportedOperationError, match="view"):
+            grid.mul_(2)
+    (alone,) = torch.meshgrid(rows(torch.arange(2.0 * P)), indexing="ij")
+    assert gathered(alone.mul_(2)).sum() == 2 * P * (2 * P - 1)
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        torch.floor_divide,
+        torch.remainder,
+        torch.fmod,
+        lambda a, b, out: torch.div(a, b, rounding_mode="floor", out=out),
+        lambda a, b, out: torch.div(a, other=b, rounding_mode="trunc", out=out),
+    ],
+)
+def test_a_zero_on_one_rank_divides_nowhere(divide):
+    a = rows(torch.full((2 * P,), 4))
+    b = torch.ones(2 * P, dtype=torch.long)
+    b[-1] = 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        divide(a, rows(b), out=a.clone())
+
+
+def test_what_torch_refuses_of_complex_numbers_is_refused_without_cells():
+    q = rows(torch.ones(4, 3, dtype=torch.complex64), (4, *(0,) * (P - 1)))
+    with pytest.raises(NotImplementedError):
+        F.scaled_dot_product_attention(q, q, q)
