@@ -96,6 +96,7 @@ class Field:
         self._require_writable("exchange")
         self._halo.refresh(tensor.block, tensor.sharding)
         torch.autograd.graph.increment_version(self._array)
+        self._halo.counted()
         self._halo.claim(tensor.block, sampled=True)
 
     def touch(self) -> None:
@@ -153,6 +154,7 @@ class Field:
         tensor, halo = self.tensor, self._halo
         declared = halo.declared
         torch.autograd.graph.increment_version(self._array)
+        halo.counted()
         if declared:
             halo.claim(tensor.block, sampled=False)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
@@ -288,6 +289,17 @@ class Hook:
     def __repr__(self) -> str:
         given, written = ([field.name for field in fields] for fields in (self.inputs, self.outputs))
         return f"Hook({given}, {written}, every={self.every}, grad={self._grad}, warm_up={self._warm_up})"
+
+
+def told(hook: Hook) -> str:
+    """Return what all ranks must say of a hook: with the values of a module's plain parameters. Not collective."""
+    model, crc = hook._model, 0
+    if isinstance(model, torch.nn.Module):
+        for t in (*model.parameters(), *model.buffers()):
+            if not isinstance(t, ShardTensor) and t.layout is torch.strided and not t.is_meta:
+                cells = t.detach().reshape(-1).resolve_conj().resolve_neg().cpu().contiguous()
+                crc = zlib.crc32(cells.view(torch.uint8).numpy().data, crc)
+    return f"{hook!r} of a model whose parameters and buffers have the checksum {crc:08x}" if crc else repr(hook)
 
 
 def _modes(device: torch.device) -> list[AbstractContextManager[object]]:

@@ -16,7 +16,7 @@ from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu.field import Field, staggered_dims
-from mpishard.insitu.hook import Hook
+from mpishard.insitu.hook import Hook, told
 from mpishard.insitu.kind import Kinds, outline
 from mpishard.insitu.memory import as_tensor
 from mpishard.layout import Replicate, Shard, layout_of
@@ -416,7 +416,7 @@ class Simulation:
     ) -> Hook:
         """Return a `Hook`, which runs ``model`` on fields and writes its results into fields. Collective.
 
-        Parameters as of a `Hook`, fields by name.
+        Parameters as of a `Hook`, fields by name. A module's plain parameters are the same on all ranks, or it raises.
         """
         self._require_alive()
         made: list[Hook] = []
@@ -428,7 +428,7 @@ class Simulation:
                 field._require_writable("a hook's output")
             made.append(Hook(self, model, chosen[0], chosen[1], pack, unpack, **options))
 
-        self._agreed("hook", check, lambda: repr(made[0]))
+        self._agreed("hook", check, lambda: told(made[0]))
         return made[0]
 
     def _known(self, field: str | Field) -> Field:

@@ -92,8 +92,8 @@ class ResidentHalo:
         self._layouts: dict[Layout, dict[int, Widths]] = {}
         # (version of the storage, sampled cells, their values) where the halo was fresh
         self._claim: tuple[int, _Sample | None, bytes | Tensor | None] | None = None
-        # cells that autograd may have saved, and how to know whether they changed
-        self._seen: tuple[_Sample | _AllCells, bytes | Tensor] | None = None
+        # cells that autograd may have saved, how to know whether they changed, and the version that they had
+        self._seen: tuple[_Sample | _AllCells, bytes | Tensor, int] | None = None
         # of the block that was sampled last
         self._sampled: _Sample | None = None
 
@@ -194,19 +194,25 @@ class ResidentHalo:
     def watch(self, local: Tensor, *, all_cells: bool) -> None:
         """Remember what autograd may save now, all cells or a sample: see `notice_writes`. Not collective."""
         if self.foreign and torch.is_grad_enabled():
-            if self._seen is not None and self.written():
+            if self.written():
                 self.overwritten()
-            if self._seen is None or all_cells:
+            if all_cells or self._seen is None or self._seen[2] != local._version:
                 cells = _AllCells(local) if all_cells else self._sample(local)
-                self._seen = cells, cells.values()
+                self._seen = cells, cells.values(), local._version
                 _watched.add(self)
 
     def written(self) -> bool:
-        """Tell whether what was watched has changed. Not collective."""
+        """Tell whether what was watched has changed unseen: not by torch, which knows. Not collective."""
         if self._seen is None:
             return False
-        cells, values = self._seen
-        return not cells.has(values)
+        cells, values, version = self._seen
+        return version == cells.block._version and not cells.has(values)
+
+    def counted(self) -> None:
+        """Go on watching after a write of which autograd was let know. Not collective."""
+        if self._seen is not None:
+            cells = self._seen[0]
+            self._seen = cells, cells.values(), cells.block._version
 
     def overwritten(self) -> None:
         """Let autograd know that what was watched has changed. Not collective."""

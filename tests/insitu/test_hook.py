@@ -70,6 +70,45 @@ def test_a_model_that_looks_at_fields_in_another_shape_sees_every_step(host, sim
         np.testing.assert_array_equal(tau[host.interior], 2 * step)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_field_that_a_model_has_read_trains_one(host, sim, width):
+    """What a hook has written itself is no write that autograd does not know."""
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(1, 1, width, padding=width // 2).double()
+    plain = torch.nn.Conv2d(1, 1, width, padding=width // 2).double()
+    plain.load_state_dict(model.state_dict())
+    infer = sim.hook(model, ["u"], ["tau"], pack=lambda u: u[None, None], unpack=lambda y: y[0, 0])
+
+    def learn(x, model=model):
+        loss = (model(x[None, None]) - 1).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+    train = sim.hook(learn, ["u"], grad=True)
+    for _ in range(3):
+        assert infer()
+        assert train()
+        learn(torch.from_numpy(host.whole), plain)
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+        sim.fields["tau"].tensor.mul_(2)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_model_that_differs_between_ranks_is_refused(sim, host):
+    sim.field("u", host.array())
+    torch.manual_seed(WORLD.rank)
+    model = torch.nn.Linear(8, 8).double()
+    with pytest.raises(ms.MpishardError, match="checksum"):
+        sim.hook(model, ["u"], ["u"])
+    sim.hook(ms.distribute_module(model, sim.mesh), ["u"], ["u"])
+
+
 def test_a_hook_in_a_model_is_refused(host, sim):
     sim.field("u", host.array())
     inner = sim.hook(lambda u: None, ["u"])

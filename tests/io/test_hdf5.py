@@ -15,6 +15,7 @@ from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.errors import FileError, MissingPackageError
 from mpishard.io.backend import root
 from mpishard.io.file.dtype import NUMPY
+from tests.compare import gathered, mesh_of, shard
 from tests.io.files import block, same_on_all, sharded, store, values
 
 WORLD = MPI.COMM_WORLD
@@ -291,3 +292,36 @@ def test_h5py_is_imported_when_needed():
     code = "import sys, mpishard; assert 'h5py' not in sys.modules"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "PMIX", "HYDRA"))}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+
+
+@pytest.mark.parametrize("backend", ["virtual", "root"])
+def test_names_that_hdf5_would_read_as_patterns(folder, backend):
+    """Of virtual datasets' sources: `%%` is one sign there, `%b` a number."""
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x = shard(full, mesh, (ms.Shard(0),))
+    for k, (inside, name) in enumerate(
+        [("50%%.h5", "u"), ("5%b.h5", "u"), ("a.h5", "50%%"), ("b.h5", "g%b/50%"), ("%2F%.h5", "u%%b"), ("c%", "%")]
+    ):
+        for at in (folder / inside, folder / f"d%b{k}%%" / inside):
+            if WORLD.rank == 0:
+                at.parent.mkdir(exist_ok=True)
+            WORLD.barrier()
+            ms.io.write(at, {name: x}, backend=backend)
+            assert torch.equal(gathered(ms.io.read(at, name, mesh, (ms.Shard(1),))), full), (inside, name)
+            assert torch.equal(ms.io.Dataset(at, name, mesh, (ms.Replicate(),))[3].to_local(), full[3])
+            with h5py.File(at, locking=False) as file:
+                assert (file[name][()] == full.numpy()).all()
+            WORLD.barrier()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_of_names_that_hdf5_would_read_as_patterns(folder, asynchronous):
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x = shard(full, mesh, (ms.Shard(0),))
+    names = ("fields/u", "50%", "%b", "%%")
+    at = folder / "run%b%%"
+    handle = ms.io.save_checkpoint(at, 1, tensors=dict.fromkeys(names, x), mesh=mesh, asynchronous=asynchronous)
+    if asynchronous:
+        handle.wait()
+    found = ms.io.load_checkpoint(at, mesh=mesh).tensors
+    assert all(torch.equal(gathered(found[name]), full) for name in names)

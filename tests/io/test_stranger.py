@@ -44,6 +44,14 @@ def make_elsewhere(folder):
     (folder / "raw").write_bytes(values((4, 6)).numpy().tobytes())
     os.symlink(folder / "mine.h5", folder / "in" / "near.h5")
     os.mkfifo(folder / "in" / "pipe.h5")
+    # of two signs in a source's name HDF5 makes one: what has both names is harmless, what it opens is not
+    os.symlink(folder / "mine.h5", folder / "in" / "true%.h5")
+    os.symlink(folder, folder / "in" / "d%")
+    os.mkfifo(folder / "in" / "pipe%.h5")
+    os.mkdir(folder / "in" / "d%%")
+    for decoy in ("true%%.h5", "pipe%%.h5", "d%%/mine.h5"):
+        with h5py.File(folder / "in" / decoy, "w") as f:
+            f["x"] = values((4, 6)).numpy()
 
     def virtual(f, name, *sources, shape=(4, 6)):
         layout = h5py.VirtualLayout(shape, "f4")
@@ -74,6 +82,12 @@ def make_elsewhere(folder):
         whole.select_hyperslab((0, 0), (h5py.h5s.UNLIMITED, 1), (4, 6), (4, 6))
         plist.set_virtual(whole, b"mine%b.h5", b"x", part)
         h5py.h5d.create(f.id, b"pattern", h5py.h5t.IEEE_F32LE, whole, plist)
+        f["raw%%"] = f["true"][()]
+        f.create_dataset("raw%", (4, 6), "f4", external=[(os.fspath(folder / "raw"), 0, 96)])
+        virtual(f, "percent", (".", "raw%%"))
+        virtual(f, "percent_file", ("true%%.h5", "x"))
+        virtual(f, "percent_pipe", ("pipe%%.h5", "x"))
+        virtual(f, "percent_folder", ("d%%/mine.h5", "x"))
         virtual(f, "itself", (".", "itself"))
         virtual(f, "one", (".", "other"))
         virtual(f, "other", (".", "one"))
@@ -99,6 +113,9 @@ def test_datasets_that_lie_elsewhere(mesh, folder):
             x = ms.io.read(at, name, mesh, HALVES, external=True)
             assert torch.equal(x.full_tensor(), values((4, 6))), name
     refused(mesh, at, "pattern", "pattern")
+    for name in ("percent", "percent_file", "percent_folder"):
+        refused(mesh, at, name, r"leads out of its file[\s\S]*external=True")
+    refused(mesh, at, "percent_pipe", "a pipe")
     refused(mesh, at, "pipe", "a pipe")
     for options in ({}, {"external": True}):
         for name in ("itself", "one", "other", "far", "deep40"):

@@ -21,6 +21,7 @@ from mpishard.io.checkpoint.state import encode
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import import_h5py, opened
 from mpishard.io.file.parts import gives, parts_of
+from mpishard.io.file.trust import source_name
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
 from mpishard.tensor.operand import replicated_layout, resolved
@@ -247,7 +248,7 @@ def verify(partial: Path, tensors: Mapping[str, ShardTensor]) -> None:
                 if missing := parts.among(absent(parts.folder, parts.plan)):
                     raise folder_of.damaged(partial, f"{name!r} without its part {missing!r} right after writing")
             elif dataset.is_virtual:
-                sources = (s.file_name for s in dataset.virtual_sources())
+                sources = (source_name(s.file_name) or s.file_name for s in dataset.virtual_sources())
                 if missing := next((at for at in sources if not (partial / at).exists()), None):
                     raise folder_of.damaged(partial, f"{name!r} without its part {missing!r} right after writing")
             elif dataset.id.get_storage_size() < nbytes:

@@ -7,14 +7,22 @@ import ctypes
 import errno
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, MpishardError
 from mpishard.io.file.heap import Watched
 from mpishard.io.file.journal import check_settled
-from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
+from mpishard.io.file.trust import (
+    Path,
+    check_memory,
+    check_regular,
+    is_inside,
+    open_regular,
+    shown,
+    source_name,
+    told,
+)
 
 _FALLOC_FL_KEEP_SIZE = 1  # fallocate(2)
 
@@ -28,7 +36,6 @@ _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
 # of new files: HDF5 1.8 and later read it, and what says where cells lie has checksums, so that damage is an error
 LIBVER = ("v108", "latest")
-_PATTERN = re.compile("%[0-9]*b")  # of virtual sources by number
 # From here on HDF5 opens the sources of a file without a lock that was opened without one; before, those that it
 # cannot lock, and the file itself under its own name, are fill values without a word.
 _SOURCES_UNLOCKED = (1, 14, 4)
@@ -320,20 +327,19 @@ def _check_sources(
     if own in above or len(above) > _MOST_LINKS:
         raise _outside(path, dataset.name, "a virtual dataset that is made of itself", "ask who made it")
     count = 0
-    for space, file_name, name, _ in dataset.virtual_sources():
+    for space, *given, _ in dataset.virtual_sources():
+        file_name, name = map(source_name, given)
         lo, hi = space.get_select_bounds() if space.get_select_npoints() else ((1,), (0,))
         if box is not None and any(b < start or a >= stop for a, b, (start, stop) in zip(lo, hi, box)):
             continue
+        if file_name is None or name is None:
+            if not external:
+                raise _outside(path, dataset.name, f"sources by a pattern, {shown(given[0])}:{shown(given[1])}")
+            continue
         places = [os.fspath(path)] if file_name == "." else _places(path, file_name)[:2]
         at = next(filter(os.path.lexists, places), places[0])
-        pattern = _PATTERN.search(file_name) or _PATTERN.search(name)
-        if not external:
-            if pattern:
-                raise _outside(path, dataset.name, f"sources by a pattern, {shown(file_name)}:{shown(name)}")
-            if not any(is_inside(at, folder) for folder in folders):
-                raise _outside(path, dataset.name, f"a source outside of its folder, {shown(file_name)}")
-        elif pattern:
-            continue
+        if not external and not any(is_inside(at, folder) for folder in folders):
+            raise _outside(path, dataset.name, f"a source outside of its folder, {shown(file_name)}")
         missed = old and file_name != "." and os.path.realpath(at) == (*above, own)[0][0]
         if (at, name) not in known:
             # as HDF5 does; closed again: it does not open a file twice in two ways, and says nothing

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.open import LIBVER, import_h5py
-from mpishard.io.file.trust import read_bounded, shown
+from mpishard.io.file.trust import as_source, read_bounded, shown, source_name
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.layout.block_sizes import bounds
 from mpishard.layout.partition import balanced, coords_of, rank_of
@@ -190,7 +190,8 @@ def show(file: Any, name: str, dtype: Any, parts: Parts) -> Any:
         box = _cells(parts, ranges)
         if all(lo < hi for lo, hi in box):
             shape = tuple(hi - lo for lo, hi in box)
-            source = h5py.VirtualSource(os.path.join(parts.folder, _index(k)), name, shape=shape, dtype=dtype)
+            at = os.path.join(parts.folder, _index(k))
+            source = h5py.VirtualSource(as_source(at), as_source(name), shape=shape, dtype=dtype)
             whole[tuple(slice(lo, hi) for lo, hi in box)] = source
     return file.create_virtual_dataset(name, whole)
 
@@ -241,7 +242,8 @@ def _fill(whole: Any, name: str, parts: Parts, ranges: Sequence[range], origin: 
         shape = tuple(hi - lo for lo, hi in box)
         at = os.path.join(folder, parts.plan.name(rank))
         cells = tuple(slice(lo - o, hi - o) for (lo, hi), o in zip(box, origin))
-        whole[cells] = h5py.VirtualSource(at, place(rank, name), shape=shape, dtype=whole.dtype)
+        source = h5py.VirtualSource(as_source(at), as_source(place(rank, name)), shape=shape, dtype=whole.dtype)
+        whole[cells] = source
 
 
 def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
@@ -257,7 +259,7 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
     plist = dataset.id.get_create_plist()
     if not dataset.is_virtual or not plist.get_virtual_count():
         return None
-    name, _, inside = plist.get_virtual_filename(0).partition("/")
+    name, _, inside = (source_name(plist.get_virtual_filename(0)) or "").partition("/")
     if not inside or name in ("", ".", ".."):
         return None
     bases = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
@@ -317,8 +319,8 @@ def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
     name = dataset.name.removeprefix("/")
     for rank, block in parts.touched(box):
         source = h5py.VirtualSource(
-            os.path.join(folder, parts.path(rank)),
-            place(rank, name),
+            as_source(os.path.join(folder, parts.path(rank))),
+            as_source(place(rank, name)),
             shape=tuple(hi - lo for lo, hi in block),
             dtype=dataset.dtype,
         )
@@ -356,5 +358,5 @@ def files_at(dataset: Any, path: Any, cells: tuple[int, int]) -> list[str]:
     for space, at, _, _ in dataset.virtual_sources() if dataset.is_virtual else ():
         lo, hi = (int(np.ravel_multi_index(end, shape)) for end in space.get_select_bounds())
         if lo <= cells[1] and hi >= cells[0]:
-            found.append(at)
+            found.append(source_name(at) or at)
     return found

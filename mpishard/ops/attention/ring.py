@@ -268,7 +268,8 @@ def attended(
 
     _Blocks(plan, k, v).round(attend)
     out, log_sum = softmax.result()
-    return out.to(q.dtype).view(*plan.batch, *out.shape[-2:]), log_sum
+    # of what is a view when it comes from a node, torch lets nobody write into it
+    return torch.ops.aten._unsafe_view(out.to(q.dtype), [*plan.batch, *out.shape[-2:]]), log_sum
 
 
 def cotangents(

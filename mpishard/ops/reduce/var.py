@@ -101,7 +101,10 @@ def _variance_rule(func: Callable[..., Any], pick: Callable[[Tensor, Tensor], An
 
 implements(torch.var, torch.Tensor.var, sharded="reduction")(_variance_rule(torch.var, lambda var, _: var))
 implements(torch.std, torch.Tensor.std, sharded="reduction")(_variance_rule(torch.std, lambda var, _: _deviation(var)))
-implements(torch.var_mean, sharded="reduction")(_variance_rule(torch.var_mean, lambda var, mean: (var, mean)))
+implements(torch.var_mean, sharded="reduction")(
+    # a copy, as it may be one of several views, into which torch lets nobody write
+    _variance_rule(torch.var_mean, lambda var, mean: (var, mean.clone()))
+)
 implements(torch.std_mean, sharded="reduction")(
-    _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean))
+    _variance_rule(torch.std_mean, lambda var, mean: (_deviation(var), mean.clone()))
 )

@@ -53,7 +53,9 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         if len(shifts) != 1:
             raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:0")
-        return roll(input.reshape(-1), shifts, 0).reshape(input.shape)  # type: ignore[no-any-return]
+        out = roll(input.reshape(-1), shifts, 0).reshape(input.shape)
+        out._gathered_view = False  # of nothing but itself
+        return out  # type: ignore[no-any-return]
     dims = ints((dims,))
     if len(shifts) != len(dims):
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")

@@ -74,6 +74,39 @@ def test_a_padded_tensor_is_written_into(graph):
         torch.testing.assert_close(gathered(h), full)
 
 
+RESULTS = {
+    "roll of all": lambda x: x.roll(3),
+    "var_mean": lambda x: torch.var_mean(x, 0)[1],
+    "std_mean": lambda x: torch.std_mean(x, 0)[1],
+    "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_written_into(name):
+    for sizes in uneven():
+        n = sum(sizes)
+        full = torch.randn(n, 4, generator=torch.Generator().manual_seed(0)).double()
+        found = []
+        for x in (full.clone().requires_grad_(), rows(full, sizes, requires_grad=True)):
+            y = RESULTS[name](x * 1).mul_(2)
+            y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        for ours, torchs in zip(found[1], found[0]):
+            torch.testing.assert_close(gathered(ours), torchs, msg=f"{sizes}")
+
+
+def test_writes_into_the_reshape_of_a_turned_block_reach_it_or_are_refused():
+    full = torch.arange(12.0).view(6, 2)
+    block = rows(full).to_local()
+    x = ms.ShardTensor.from_local(block.t().contiguous().t(), mesh_of((P,)), (ms.Shard(0),))
+    for change in (lambda y: y.mul_(2), lambda y: y.__setitem__(slice(1, 3), -1.0)):
+        with pytest.raises(UnsupportedOperationError, match="view"):
+            change(x.reshape(-1))
+    x.view(-1)[1:3] = -1.0
+    assert gathered(x).eq(-1).sum() == 2
+
+
 @pytest.mark.parametrize("change", [lambda x, f: x.contiguous(memory_format=f), lambda x, f: x.to(memory_format=f)])
 def test_channels_last(change):
     full = torch.ones(1, P + 1, 2, 2)
