@@ -81,7 +81,8 @@ class Dataset(data.Dataset[Any]):
         self.path, self.name, self.mesh = path, name, mesh
         self._comm = mesh.group(tuple(range(mesh.ndim))).comm
         self._pid = os.getpid()
-        self._file: Any = None
+        # the file, and the one in memory that shows this rank's part of a virtual dataset
+        self._files: list[Any] = []
         error: Exception | None = None
         signature = f"io.Dataset {shown(name)} of {told(path)}, external={external}"
         try:
@@ -89,8 +90,8 @@ class Dataset(data.Dataset[Any]):
         except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
             error = e
         try:
-            self._file = opened(path)
-            self._dataset = found(self._file, path, name, external=external)
+            self._files.append(opened(path))
+            self._dataset = found(self._files[0], path, name, external=external)
             self.shape = tuple(self._dataset.shape)
             if not self.shape:
                 raise LayoutError(
@@ -109,6 +110,7 @@ class Dataset(data.Dataset[Any]):
             self._window: Window = self._part.window(mesh)
             box = self._part.layout.box(mesh.coords)
             self._dataset = narrowed(self._dataset, path, box)
+            self._files.append(self._dataset.file)
             check_sources(self._dataset, path, box, external=external)
             check_chunks(self._dataset, name)
             self._local = self._window.shape[1:]
@@ -121,8 +123,7 @@ class Dataset(data.Dataset[Any]):
             guard.agree(self._comm, error, signature)
         except MpishardError:
             # open, a file that is damaged would be found as it is now by who opens it when it is mended
-            if self._file is not None:
-                self._file.close()
+            self._shut()
             raise
         self.sample_shape = self.shape[1:]
         self.dtype = self._part.dtype
@@ -181,8 +182,12 @@ class Dataset(data.Dataset[Any]):
     def close(self) -> None:
         """Close the file. Not collective."""
         with self._lock:
-            if self._file:
-                self._file.close()
+            self._shut()
+
+    def _shut(self) -> None:
+        for file in reversed(self._files):
+            if file:
+                file.close()
 
     def __enter__(self) -> Dataset:
         return self

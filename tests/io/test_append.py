@@ -433,3 +433,16 @@ def test_scales_that_do_not_fit_say_the_fix(mesh, folder, options, fix):
     x = ms.ones(4, 6, mesh=mesh, placements=[ms.Shard(0), ms.Shard(1)])
     with pytest.raises(ms.LayoutError, match=fix):
         ms.io.write(folder / "a.nc", {"a": x}, **options)
+
+
+def test_an_extent_of_none(folder, mesh):
+    path = folder / "none.h5"
+    for chunks in (None, {"u": (1, 2)}):
+        for _ in range(2):
+            ms.io.write(
+                path, {"u": ms.zeros(3, 0, mesh=mesh, placements=(ms.Shard(0),) * 2)}, append="time", chunks=chunks
+            )
+        assert ms.io.read(path, "u", mesh, (ms.Replicate(),) * 2).shape == (2, 3, 0)
+        if WORLD.rank == 0:
+            path.unlink()
+        WORLD.barrier()

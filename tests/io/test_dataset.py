@@ -11,7 +11,7 @@ import torch
 
 import mpishard as ms
 from tests.emulated import emulated, span
-from tests.io.files import WORLD, same_on_all, store, values
+from tests.io.files import WORLD, same_on_all, sharded, store, values
 
 
 @pytest.fixture
@@ -243,3 +243,15 @@ def test_a_batch_that_ranks_share(folder, batch_size):
             ms.io.Loader(ds, batch_size=2, batch_dim="y")
         with pytest.raises(ms.MeshError):
             ms.io.Loader(ds, batch_size=2, batch_dim="z")
+
+
+@pytest.mark.parametrize("backend", ["root", "virtual"])
+def test_nothing_is_open_of_one_that_is_closed(mesh, folder, backend):
+    path = folder / "closed.h5"
+    ms.io.write(path, {"u": sharded(values((7, 6)), mesh)}, backend=backend)
+    with ms.io.Dataset(path, "u", mesh, (ms.Shard(0), ms.Replicate())) as ds:
+        assert ds[3].shape == (6,)
+    with pytest.raises(ms.MpishardError):
+        ds[3]
+    with h5py.File(path) as file:
+        assert (file["u"][3] == values((7, 6))[3].numpy()).all()

@@ -165,7 +165,8 @@ def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
         chunks = v.chunks if isinstance(v.chunks, tuple) else True
         if isinstance(chunks, tuple):
             chunks = (1, *(max(1, min(c, n)) for c, n in zip(chunks, shape)))
-        options = {"maxshape": (None, *shape), "chunks": chunks, "compression": v.compression}
+        # no chunk fits into an extent of 0 that stays so
+        options = {"maxshape": (None, *(n or None for n in shape)), "chunks": chunks, "compression": v.compression}
         shape = (0, *shape)
     elif shape and 0 not in shape:
         chunks = tuple(min(c, n) for c, n in zip(v.chunks, shape)) if isinstance(v.chunks, tuple) else v.chunks

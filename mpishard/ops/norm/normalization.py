@@ -48,7 +48,7 @@ def _plan_rows(x: ShardTensor, groups: int) -> Rows:
     n, c = local[:2]
     own = per_group * math.prod(local[d] for d in dims)
     count = per_group * math.prod(shape[d] for d in dims)
-    return Rows(n, c, c // per_group if groups else 0, count, own, over, used)
+    return Rows(n, c, c // per_group if per_group and groups else 0, count, own, over, used)
 
 
 def _rows_of(x: ShardTensor, groups: int) -> Rows:
@@ -111,7 +111,7 @@ def group_norm(
     rows = _rows_of(x, num_groups)
     _require_channels(x, weight=weight, bias=bias)
     weight, bias = _per_channel(weight, x, rows), _per_channel(bias, x, rows)
-    if rows.over:
+    if rows.over and x.numel():
         x = _in_autocast(x, lambda t: torch.group_norm(t, num_groups))
         y = normalised(x.block, weight, bias, rows, mesh, eps)
     else:
@@ -348,12 +348,15 @@ def layer_norm(
     if not over:
         y = torch.layer_norm(x.block, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)
         return wrap(y, x.sharding, mesh)
-    key = ("layer_norm", x.sharding, dims)
-    rows = mesh.plans.get(key) or mesh.plan(key, lambda: _plan_last(x, dims, over))
     x = _in_autocast(x, lambda t: torch.layer_norm(t, (2,)))
-    # rows of one channel: what is normalised comes after the samples
-    flat = x.block.reshape(rows.n, 1, math.prod(x.block.shape[dims[0] :]))
-    y = normalised(flat, None, None, rows, mesh, eps).view(x.block.shape)
+    if not x.numel():
+        y = x.block * 1
+    else:
+        key = ("layer_norm", x.sharding, dims)
+        rows = mesh.plans.get(key) or mesh.plan(key, lambda: _plan_last(x, dims, over))
+        # rows of one channel: what is normalised comes after the samples
+        flat = x.block.reshape(rows.n, 1, math.prod(x.block.shape[dims[0] :]))
+        y = normalised(flat, None, None, rows, mesh, eps).view(x.block.shape)
     out = wrap(y, x.sharding, mesh)
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias

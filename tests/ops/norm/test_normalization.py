@@ -419,3 +419,17 @@ def test_first_gradients_that_keep_a_graph_where_a_weight_depends_on_the_input()
             rtol=1e-8,
             atol=1e-9,
         )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_extents_of_none(dim):
+    """Of channels, of samples, or of what is normalised."""
+    mesh = mesh_of((WORLD.size,))
+    for shape in ((4, 0, 5), (0, 4, 5), (4, 3, 0)):
+        for f in (
+            lambda x: F.group_norm(x, 1),
+            lambda x: F.layer_norm(x, x.shape[1:], torch.ones(x.shape[1:]).double()),
+            lambda x: F.layer_norm(x, x.shape[2:]),
+            lambda x: F.rms_norm(x, x.shape[1:]),
+        ):
+            compare(f, [(torch.ones(shape).double(), mesh, (ms.Shard(dim),), None)], what=f"{shape}")
