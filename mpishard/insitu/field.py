@@ -151,9 +151,10 @@ class Field:
 
     def _enter(self) -> ShardTensor:
         """Return the tensor for a model that is called now: the host has written since. Not collective."""
-        tensor, halo = self.tensor, self._halo
-        declared = halo.declared
-        torch.autograd.graph.increment_version(self._array)
+        halo, declared = self._halo, self._halo.declared
+        # first: what autograd saved before is old whatever the host did, and is not looked at
+        torch.autograd.graph.increment_version(self.array)
+        tensor = self.tensor
         halo.counted()
         if declared:
             halo.claim(tensor.block, sampled=False)

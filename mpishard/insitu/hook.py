@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from mpishard.comm.agreement import Abandoned, threads_may_communicate
 from mpishard.comm.thread import guest
@@ -296,7 +297,8 @@ def told(hook: Hook) -> str:
     model, crc = hook._model, 0
     if isinstance(model, torch.nn.Module):
         for t in (*model.parameters(), *model.buffers()):
-            if not isinstance(t, ShardTensor) and t.layout is torch.strided and not t.is_meta:
+            # what a lazy module will make is not there yet
+            if not isinstance(t, ShardTensor) and not is_lazy(t) and t.layout is torch.strided and not t.is_meta:
                 cells = t.detach().reshape(-1).resolve_conj().resolve_neg().cpu().contiguous()
                 crc = zlib.crc32(cells.view(torch.uint8).numpy().data, crc)
     return f"{hook!r} of a model whose parameters and buffers have the checksum {crc:08x}" if crc else repr(hook)

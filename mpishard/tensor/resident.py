@@ -210,7 +210,7 @@ class ResidentHalo:
 
     def counted(self) -> None:
         """Go on watching after a write of which autograd was let know. Not collective."""
-        if self._seen is not None:
+        if self._seen is not None and self._seen[2] != self._seen[0].block._version:
             cells = self._seen[0]
             self._seen = cells, cells.values(), cells.block._version
 

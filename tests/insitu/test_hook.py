@@ -109,6 +109,19 @@ def test_a_model_that_differs_between_ranks_is_refused(sim, host):
     sim.hook(ms.distribute_module(model, sim.mesh), ["u"], ["u"])
 
 
+def test_a_lazy_module_is_made_by_its_first_run(host, sim):
+    u, tau = host.array(), host.array() * 0
+    sim.field("u", u)
+    sim.field("tau", tau)
+    model = torch.nn.LazyConv2d(1, 3, padding=1)
+    hook = sim.hook(model, ["u"], ["tau"], pack=lambda u: u[None, None].float(), unpack=lambda y: y[0, 0].double())
+    torch.manual_seed(0)
+    assert hook()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(host.whole)[None, None].float())[0, 0]
+    np.testing.assert_allclose(tau[host.interior], expected[host.box], rtol=1e-5, atol=1e-5)
+
+
 def test_a_hook_in_a_model_is_refused(host, sim):
     sim.field("u", host.array())
     inner = sim.hook(lambda u: None, ["u"])

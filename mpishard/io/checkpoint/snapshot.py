@@ -19,9 +19,8 @@ from mpishard.io.checkpoint.checksum import tile_count, tile_sums, to_text
 from mpishard.io.checkpoint.stages import Stages
 from mpishard.io.checkpoint.state import encode
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.open import import_h5py, opened
+from mpishard.io.file.open import import_h5py, opened, source_name
 from mpishard.io.file.parts import gives, parts_of
-from mpishard.io.file.trust import source_name
 from mpishard.layout import Layout, Shard, layout_of
 from mpishard.tensor import ShardTensor, wrap
 from mpishard.tensor.operand import replicated_layout, resolved

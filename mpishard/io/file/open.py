@@ -13,16 +13,7 @@ from typing import Any
 from mpishard.errors import FileError, MissingPackageError, MpishardError
 from mpishard.io.file.heap import Watched
 from mpishard.io.file.journal import check_settled
-from mpishard.io.file.trust import (
-    Path,
-    check_memory,
-    check_regular,
-    is_inside,
-    open_regular,
-    shown,
-    source_name,
-    told,
-)
+from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
 
 _FALLOC_FL_KEEP_SIZE = 1  # fallocate(2)
 
@@ -358,6 +349,21 @@ def _check_sources(
     if count > _MOST_SOURCES:
         raise _outside(path, dataset.name, f"{count} sources, of each other", "ask who made it")
     return count
+
+
+def virtual_source(path: str, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a source of a virtual dataset: a file and a dataset of these names. Not collective.
+
+    HDF5 reads patterns there, of which `%` is the sign, and `%%` one sign: see `source_name`.
+    """
+    path, name = (text.replace("%", "%%") for text in (path, name))
+    return import_h5py().VirtualSource(path, name, shape=shape, dtype=dtype)
+
+
+def source_name(text: str) -> str | None:
+    """Return the name that HDF5 opens for that of a virtual dataset's source; None for a pattern. Not collective."""
+    parts = text.split("%%")
+    return None if any("%" in part for part in parts) else "%".join(parts)
 
 
 def check_chunks(dataset: Any, name: str) -> None:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.errors import FileError, MpishardError
-from mpishard.io.file.open import LIBVER, import_h5py
-from mpishard.io.file.trust import as_source, read_bounded, shown, source_name
+from mpishard.io.file.open import LIBVER, import_h5py, source_name, virtual_source
+from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.layout.block_sizes import bounds
 from mpishard.layout.partition import balanced, coords_of, rank_of
@@ -190,8 +190,7 @@ def show(file: Any, name: str, dtype: Any, parts: Parts) -> Any:
         box = _cells(parts, ranges)
         if all(lo < hi for lo, hi in box):
             shape = tuple(hi - lo for lo, hi in box)
-            at = os.path.join(parts.folder, _index(k))
-            source = h5py.VirtualSource(as_source(at), as_source(name), shape=shape, dtype=dtype)
+            source = virtual_source(os.path.join(parts.folder, _index(k)), name, shape, dtype)
             whole[tuple(slice(lo, hi) for lo, hi in box)] = source
     return file.create_virtual_dataset(name, whole)
 
@@ -237,13 +236,11 @@ def _cells(parts: Parts, ranges: Sequence[range]) -> Box:
 
 def _fill(whole: Any, name: str, parts: Parts, ranges: Sequence[range], origin: Sequence[int], folder: str) -> None:
     """Add the blocks of a grid to a virtual dataset that begins at ``origin``; folder: that of the parts from it."""
-    h5py = import_h5py()
     for rank, box in parts.blocks(ranges):
         shape = tuple(hi - lo for lo, hi in box)
         at = os.path.join(folder, parts.plan.name(rank))
         cells = tuple(slice(lo - o, hi - o) for (lo, hi), o in zip(box, origin))
-        source = h5py.VirtualSource(as_source(at), as_source(place(rank, name)), shape=shape, dtype=whole.dtype)
-        whole[cells] = source
+        whole[cells] = virtual_source(at, place(rank, name), shape, whole.dtype)
 
 
 def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
@@ -318,12 +315,8 @@ def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
     whole = h5py.VirtualLayout(dataset.shape, dataset.dtype)
     name = dataset.name.removeprefix("/")
     for rank, block in parts.touched(box):
-        source = h5py.VirtualSource(
-            as_source(os.path.join(folder, parts.path(rank))),
-            as_source(place(rank, name)),
-            shape=tuple(hi - lo for lo, hi in block),
-            dtype=dataset.dtype,
-        )
+        shape = tuple(hi - lo for lo, hi in block)
+        source = virtual_source(os.path.join(folder, parts.path(rank)), place(rank, name), shape, dataset.dtype)
         whole[tuple(slice(lo, hi) for lo, hi in block)] = source
     # HDF5 opens the sources as this file is open: read-only, and by the same driver (that for memory takes all of them)
     fd, at = tempfile.mkstemp(prefix="mpishard-", suffix=".h5")

@@ -213,14 +213,3 @@ def _cgroup_nbytes() -> int:
             with contextlib.suppress(OSError, ValueError), open(path) as limit:
                 return int(limit.read())
     return 0
-
-
-def as_source(name: str) -> str:
-    """Return the name of a file or a dataset as a virtual dataset has its sources: HDF5 reads patterns there."""
-    return name.replace("%", "%%")
-
-
-def source_name(text: str) -> str | None:
-    """Return the name that HDF5 opens for one of a virtual dataset's sources; None for a pattern. Not collective."""
-    parts = text.split("%%")
-    return None if any("%" in part for part in parts) else "%".join(parts)

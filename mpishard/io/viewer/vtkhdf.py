@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.file.open import import_h5py
+from mpishard.io.file.open import import_h5py, virtual_source
 from mpishard.io.file.schema import Schema
-from mpishard.io.file.trust import as_source
 from mpishard.io.viewer.grid import Grid, grids, replaced
 
 _VERSION = (2, 0)
@@ -45,8 +44,7 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         fields = image.create_group("PointData")
         for v in grid.variables:
             steps = () if grid.times is None else (len(grid.times),)
-            shape = (*steps, *v.shape)
-            source = h5py.VirtualSource(as_source(path.name), as_source(v.name), shape=shape, dtype=v.dtype)
+            source = virtual_source(path.name, v.name, (*steps, *v.shape), v.dtype)
             for label, index in grid.fields(v):
                 field = h5py.VirtualLayout((*steps, *grid.space), v.dtype)
                 field[...] = source[(*(slice(None) for _ in steps), *index)]
