@@ -27,6 +27,7 @@ from tests.compare import compare, flat, gathered, mesh_of, shard
 from tests.conftest import has_gpu
 
 WORLD = MPI.COMM_WORLD
+DEVICE = "cuda" if has_gpu() else "cpu"
 DTYPES = (torch.float64, torch.complex128, torch.float32, torch.int64, torch.bool)
 PARTS = 8
 # samples of an entry that are tried, and are looked at for that; those with cells, where one is drawn of them
@@ -89,15 +90,15 @@ def name_of(entry: Any) -> str:
 
 def chosen(entry: Any, most: int) -> list[tuple[Any, Any, Callable[..., Any]]]:
     """A few samples of different kinds that have cells to shard: leaves, what joins them, and what ends the call."""
-    dtype = next((d for d in DTYPES if d in entry.supported_dtypes("cpu")), None)
+    dtype = next((d for d in DTYPES if d in entry.supported_dtypes(DEVICE)), None)
     if dtype is None:
         return []
-    autograd = entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
+    autograd = entry.supports_autograd and dtype in entry.supported_backward_dtypes(DEVICE)
     torch.manual_seed(1)
     random.seed(1)
     found: dict[Any, tuple[Any, Any, Callable[..., Any]]] = {}
     fit = 0
-    for sample in itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=autograd), SEEN):
+    for sample in itertools.islice(entry.sample_inputs(DEVICE, dtype, requires_grad=autograd), SEEN):
         given, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         dims = tuple(x.ndim if isinstance(x, Tensor) else None for x in given)
         if not any(isinstance(x, Tensor) and x.ndim and x.numel() > 1 for x in given):

@@ -15,8 +15,8 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cache, lru_cache, partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -264,7 +264,6 @@ class CudaDriver:
         self._launch("unpack", table, base, memory)
 
     def _launch(self, way: str, table: Any, base: int, memory: Memory) -> None:
-        import cupy
         import numpy as np
 
         planned, rows = table
@@ -277,8 +276,8 @@ class CudaDriver:
             np.uint64(rows.data_ptr()),
             np.int32(len(planned.segments)),
         )
-        stream = torch.cuda.current_stream(self.device)
-        with cupy.cuda.Device(self.device.index), cupy.cuda.ExternalStream(stream.cuda_stream, self.device.index):
+        handle = torch.cuda.current_stream(self.device).cuda_stream
+        with cupy_device(self.device.index), cupy_stream(handle, self.device.index):
             self._kernels[f"{way}_{planned.unit}"]((planned.first_tiles[-1],), (THREADS,), arguments)
 
     def lend(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -333,6 +332,30 @@ def _cuda_malloc(nbytes: int, device: torch.device) -> int:
             fix="torch may hold freed memory: torch.cuda.empty_cache(), or PYTORCH_CUDA_ALLOC_CONF",
         )
     return pointer.value or 0
+
+
+class _Stream(NamedTuple):
+    """A stream as others than torch take it, by the CUDA stream protocol."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@lru_cache(maxsize=64)
+def cupy_stream(handle: int, index: int) -> Any:
+    """Return cupy's view of a stream of torch's. Not collective."""
+    stream = importlib.import_module("cupy").cuda
+    if hasattr(stream.Stream, "from_external"):  # cupy 14
+        with cupy_device(index):
+            return stream.Stream.from_external(_Stream(handle))
+    return stream.ExternalStream(handle, index)
+
+
+def cupy_device(index: int) -> Any:
+    """Return cupy's view of a device. Not collective."""
+    return importlib.import_module("cupy").cuda.Device(index)
 
 
 @cache

@@ -57,7 +57,7 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
 
     A mask stands once per dim that it covers, as (mask, k).
     """
-    items = [_as_tensor(i) for i in (index if type(index) is tuple else (index,))]
+    items = [_beside(x, _as_tensor(i)) for i in (index if type(index) is tuple else (index,))]
     consumed = 0
     for item in items:
         if isinstance(item, Tensor) and _is_mask(item):
@@ -105,6 +105,13 @@ def _as_tensor(item: Any) -> Any:
             fix="use an if statement, or torch.where",
         )
     return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
+
+
+def _beside(x: ShardTensor, item: Any) -> Any:
+    """Return a host's index as one where the indexed cells are: torch takes it so, and so do lists and arrays."""
+    if not isinstance(item, Tensor) or isinstance(item, ShardTensor) or not item.ndim or not item.is_cpu:
+        return item
+    return item.to(x.block.device)
 
 
 def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
