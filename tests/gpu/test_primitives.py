@@ -194,9 +194,11 @@ def test_memory_comes_back(make_mesh):
         WORLD.Barrier()
         return torch.cuda.mem_get_info()[0]
 
-    rounds()  # contexts, kernels, IPC handles of the MPI library
-    before = rounds()
+    for _ in range(3):
+        rounds()  # contexts, kernels, IPC handles of the MPI library
+    before, count = rounds(), 40
     WORLD.Barrier()
-    after = [rounds() for _ in range(3)][-1]
+    after = [rounds() for _ in range(count)][-1]
     WORLD.Barrier()
-    assert before - after < 1 << 20
+    # drivers take and give back a few MiB at a time; the smallest buffer that each round could lose has a quarter
+    assert before - after < count << 18

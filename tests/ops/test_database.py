@@ -72,6 +72,12 @@ REFUSED = {
     }.items()
 }
 
+if DEVICE == "cuda":
+    NOTHING_TO_SHARD -= {"nn.functional.batch_norm/without_cudnn", "torch.ops.aten._efficient_attention_forward"}
+    REFUSED["one device's kernel, which F.scaled_dot_product_attention chooses by itself"] = [
+        "torch.ops.aten._efficient_attention_forward"
+    ]
+
 
 class Call(NamedTuple):
     """A call of an entry, as a function of its tensors, and which of these have a gradient."""
@@ -118,6 +124,8 @@ def chosen(entry: Any, most: int) -> list[tuple[Any, Any, Callable[..., Any]]]:
 
 def calls(entry: Any, most: int) -> Iterator[Call]:
     """The calls of an entry that are tried, the same on every rank."""
+    if entry.name.startswith("jiterator"):
+        return  # kernels that are called past torch's dispatch: docs/gpu.md
     for leaves, spec, end in chosen(entry, most):
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout == torch.strided]
 

@@ -15,8 +15,8 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache, partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import cache, partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -264,21 +264,13 @@ class CudaDriver:
         self._launch("unpack", table, base, memory)
 
     def _launch(self, way: str, table: Any, base: int, memory: Memory) -> None:
-        import numpy as np
-
         planned, rows = table
         if not planned.segments:
             return
         assert self._kernels is not None
-        arguments = (
-            np.uint64(base),
-            np.uint64(memory.address),
-            np.uint64(rows.data_ptr()),
-            np.int32(len(planned.segments)),
-        )
-        handle = torch.cuda.current_stream(self.device).cuda_stream
-        with cupy_device(self.device.index), cupy_stream(handle, self.device.index):
-            self._kernels[f"{way}_{planned.unit}"]((planned.first_tiles[-1],), (THREADS,), arguments)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        arguments = (base, memory.address, rows.data_ptr(), len(planned.segments))
+        self._kernels.launch(f"{way}_{planned.unit}", planned.first_tiles[-1], stream, arguments)
 
     def lend(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Do nothing: MPI's use of memory is this driver's caller's to order."""
@@ -334,30 +326,6 @@ def _cuda_malloc(nbytes: int, device: torch.device) -> int:
     return pointer.value or 0
 
 
-class _Stream(NamedTuple):
-    """A stream as others than torch take it, by the CUDA stream protocol."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-@lru_cache(maxsize=64)
-def cupy_stream(handle: int, index: int) -> Any:
-    """Return cupy's view of a stream of torch's. Not collective."""
-    stream = importlib.import_module("cupy").cuda
-    if hasattr(stream.Stream, "from_external"):  # cupy 14
-        with cupy_device(index):
-            return stream.Stream.from_external(_Stream(handle))
-    return stream.ExternalStream(handle, index)
-
-
-def cupy_device(index: int) -> Any:
-    """Return cupy's view of a device. Not collective."""
-    return importlib.import_module("cupy").cuda.Device(index)
-
-
 @cache
 def _runtime() -> ctypes.CDLL:
     """Return the CUDA run-time library that torch has loaded."""
@@ -374,13 +342,49 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(loaded[0])
 
 
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("packed", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("segments", ctypes.c_int32),
+    )
+
+
+_Pointers = ctypes.c_void_p * len(_Arguments._fields_)
+_OFFSETS = tuple(getattr(_Arguments, name).offset for name, _ in _Arguments._fields_)
+
+
+class _Kernels:
+    """The compiled kernels of a device, launched by the CUDA driver: cupy's own launch costs more than the kernel."""
+
+    def __init__(self, cupy: Any, device: torch.device) -> None:
+        self._driver = cupy.cuda.driver
+        self._device = cupy.cuda.Device(device.index)
+        with self._device:
+            self._module = cupy.RawModule(code=SOURCE)
+            self._functions = {name: self._module.get_function(name).kernel.ptr for name in NAMES}
+            self._context = self._driver.ctxGetCurrent()
+
+    def launch(self, name: str, blocks: int, stream: int, arguments: tuple[int, int, int, int]) -> None:
+        """Queue a kernel on a stream. Not collective."""
+        values = _Arguments(*arguments)
+        at = ctypes.addressof(values)
+        pointers = _Pointers(*[at + offset for offset in _OFFSETS])
+        call = (self._functions[name], blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        if self._driver.ctxGetCurrent() == self._context:
+            self._driver.launchKernel(*call)
+            return
+        with self._device:  # another device's context, or a thread that has none yet
+            self._driver.ctxSetCurrent(self._context)
+            self._driver.launchKernel(*call)
+
+
 @cache
-def _kernels(device: torch.device) -> dict[str, Any] | None:
-    """Return the compiled kernels by name, None without cupy."""
+def _kernels(device: torch.device) -> _Kernels | None:
+    """Return the compiled kernels, None without cupy."""
     try:
         cupy = importlib.import_module("cupy")
     except ImportError:
         return None
-    with cupy.cuda.Device(device.index):
-        module = cupy.RawModule(code=SOURCE)
-        return {name: module.get_function(name) for name in NAMES}
+    return _Kernels(cupy, device)

@@ -58,7 +58,8 @@ def as_bytes(x: torch.Tensor) -> MPI.buffer:
 
 def byte_view(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, 1-D, outside autograd. Not collective."""
-    return x.detach().view(-1).view(torch.uint8)
+    # one element counts as contiguous whatever its strides are, of which torch would see no bytes
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def pieces(nbytes: int) -> Sequence[tuple[int, int]]:
