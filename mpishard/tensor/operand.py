@@ -38,6 +38,11 @@ def mesh_of(operands: Iterable[Any]) -> CartMesh:
     return mesh
 
 
+def beside(item: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor of the host on the GPU that ``x`` lies on, if it lies on one. Not collective."""
+    return item.to(x.device) if x.is_cuda and item.is_cpu else item
+
+
 @overload
 def resolved(x: ShardTensor) -> ShardTensor: ...
 

@@ -27,7 +27,7 @@ from mpishard.ops.index.basic import indexed
 from mpishard.ops.index.masked import picked_where
 from mpishard.ops.rule.agreement import agreed, blank, checked, in_range
 from mpishard.ops.rule.dim import normal_dim, settled
-from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
+from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -57,7 +57,7 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
 
     A mask stands once per dim that it covers, as (mask, k).
     """
-    items = [_beside(x, _as_tensor(i)) for i in (index if type(index) is tuple else (index,))]
+    items = [_as_tensor(i, x) for i in (index if type(index) is tuple else (index,))]
     consumed = 0
     for item in items:
         if isinstance(item, Tensor) and _is_mask(item):
@@ -91,8 +91,8 @@ def _is_mask(x: Tensor) -> bool:
     return x.dtype in (torch.bool, torch.uint8)
 
 
-def _as_tensor(item: Any) -> Any:
-    """Return lists, arrays and booleans as tensors, everything else as it is."""
+def _as_tensor(item: Any, x: ShardTensor) -> Any:
+    """Return lists, arrays and booleans as tensors, all on the GPU of the cells of ``x``; everything else as it is."""
     if isinstance(item, (list, tuple, range)):
         item = torch.as_tensor(list(item))
     elif isinstance(item, (np.ndarray, bool, np.bool_)):
@@ -104,14 +104,9 @@ def _as_tensor(item: Any) -> Any:
             got=repr(item),
             fix="use an if statement, or torch.where",
         )
+    if isinstance(item, Tensor) and item.ndim and not isinstance(item, ShardTensor):
+        item = beside(item, x.block)
     return item.long() if isinstance(item, Tensor) and not item.numel() and item.is_floating_point() else item
-
-
-def _beside(x: ShardTensor, item: Any) -> Any:
-    """Return a host's index as one where the indexed cells are: torch takes it so, and so do lists and arrays."""
-    if not isinstance(item, Tensor) or isinstance(item, ShardTensor) or not item.ndim or not item.is_cpu:
-        return item
-    return item.to(x.block.device)
 
 
 def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:

@@ -21,7 +21,7 @@ from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
-from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
+from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import R, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -399,7 +399,7 @@ def ctc_loss(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     given = (input_lengths, target_lengths)
-    lengths = [n if isinstance(n, Tensor) else torch.as_tensor(n, device=log_probs.device) for n in given]
+    lengths = [n if isinstance(n, Tensor) else beside(torch.as_tensor(n), log_probs) for n in given]
     batched = log_probs.ndim == 3
     batch = "batch" if batched and targets.ndim == 2 else None
     labels = (
@@ -415,7 +415,7 @@ def ctc_loss(
             return F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
         # torch refuses an empty batch; one sample has the graph of none
         one = scores.new_zeros(len(scores), 1, scores.shape[2]) + scores.sum()
-        lengths = [torch.tensor([n], device=scores.device) for n in (len(scores), 0)]
+        lengths = [beside(torch.tensor([n]), scores) for n in (len(scores), 0)]
         return F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
 
     loss = agreed(aligned, met.mesh, met.plan.operands)
