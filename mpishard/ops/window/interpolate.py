@@ -160,15 +160,8 @@ def interpolate(
     if plan.taps:
         y = _tapped(y, plan.taps)
     if plan.local is not None:
-        y = on_planes(lambda t: _by_torch(t, plan.local), y, ndim)
+        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, ndim)
     return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x.mesh)
-
-
-def _by_torch(x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    if x.is_cuda and arguments["antialias"] and not len(x):
-        # torch's kernel does not start for no samples (docs/upstream.md); one has the graph of none
-        return F.interpolate(x.new_zeros(1, *x.shape[1:]) + x.sum(), **arguments)[:0]
-    return F.interpolate(x, **arguments)
 
 
 def _upsample_rule(mode: str, antialias: bool) -> Any:

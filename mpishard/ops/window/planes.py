@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mpishard.ops.rule.empty_block import filled
+
 
 def cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
     """Return the part (dim, start, length) of ``y`` along some dims. Not collective."""
@@ -23,7 +25,7 @@ def on_planes(func: Callable[[Tensor], Any], x: Tensor, ndim: int) -> Any:
     lead = x.shape[:-ndim]
     if 0 not in lead:
         return func(x)
-    # torch allows no cells along the batch dim alone
-    out = func(x.reshape(0, 1, *x.shape[-ndim:]))
-    shaped = [t.reshape(*lead, *t.shape[2:]) for t in (out if isinstance(out, tuple) else (out,))]
+    # torch allows no cells along the batch dim alone, and not every kernel of a GPU does (docs/upstream.md)
+    out = func(filled(x.reshape(0, 1, *x.shape[-ndim:])))
+    shaped = [t[:0].reshape(*lead, *t.shape[2:]) for t in (out if isinstance(out, tuple) else (out,))]
     return tuple(shaped) if isinstance(out, tuple) else shaped[0]
