@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from mpishard.comm.agreement import Abandoned, threads_may_communicate
+from mpishard.comm.memory.buffer import byte_view, dense
 from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.insitu.field import Field
@@ -299,8 +300,7 @@ def told(hook: Hook) -> str:
         for t in (*model.parameters(), *model.buffers()):
             # what a lazy module will make is not there yet
             if not isinstance(t, ShardTensor) and not is_lazy(t) and t.layout is torch.strided and not t.is_meta:
-                cells = t.detach().reshape(-1).resolve_conj().resolve_neg().cpu().contiguous()
-                crc = zlib.crc32(cells.view(torch.uint8).numpy().data, crc)
+                crc = zlib.crc32(byte_view(dense(t.detach().cpu())).numpy().data, crc)
     return f"{hook!r} of a model whose parameters and buffers have the checksum {crc:08x}" if crc else repr(hook)
 
 

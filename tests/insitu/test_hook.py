@@ -109,6 +109,16 @@ def test_a_model_that_differs_between_ranks_is_refused(sim, host):
     sim.hook(ms.distribute_module(model, sim.mesh), ["u"], ["u"])
 
 
+def test_a_model_with_a_strided_number_is_compared(sim, host):
+    sim.field("u", host.array())
+    model = torch.nn.Linear(8, 8).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    model.register_buffer("scale", torch.arange(6.0).view(3, 2)[1:2, 1])
+    sim.hook(model, ["u"], ["u"])
+
+
 def test_a_lazy_module_is_made_by_its_first_run(host, sim):
     u, tau = host.array(), host.array() * 0
     sim.field("u", u)
