@@ -2,8 +2,12 @@
 
 A compiler runs a program once, on tensors without data, and keeps the operations that it meets. What communicates
 would read memory that is not there: it is kept as this operation instead, with a name, by which it is found when the
-compiled program runs, and with all that is known of its result. The operation has an effect (a token passes from one to
-the next), so a compiler neither leaves one out, nor does one twice, nor changes their order.
+compiled program runs, and with all that is known of its result. The operation has an effect, so a compiler neither
+leaves one out, nor does one twice. Each reads a token that the one before has written, so none changes their order: of
+effects alone, inductor loses it (docs/upstream.md), by the sizes of a rank's own blocks.
+
+What this rank alone computes, by another kernel than the compiler would call, is ``mpishard::compute``: the same
+without the effect, and without a name on which the ranks agree.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +54,13 @@ class Recording:
         self.uses: dict[tuple[int, tuple[int, ...]], None] = {}
         self.aliases: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self._program = next(_programs)
+        self._token: Tensor | None = None
+        self._computed = 0
 
     def restart(self, inputs: Sequence[Tensor]) -> None:
         """Begin anew, with these inputs: a compiler may run a program more than once. Not collective."""
         self.names.clear()
+        self._token, self._computed = None, 0
         self.aliases.clear()
         self.inputs = {id(x): i for i, x in enumerate(inputs)}
 
@@ -96,13 +104,35 @@ class Recording:
         if not self.tracing:
             with paused():
                 return run(*operands)
-        key = f"{name} ({self._program}.{len(self.names)})"
+        key = self._keep(f"{name} ({self._program}.{len(self.names)})", run)
+        shape = [int(n) for n in shape]
+        strides = _strides(shape, channels_last)
+        op = torch.ops.mpishard.communicate
+        y, self._token = op(list(operands), key, shape, strides, dtype, device, self._token)
+        return y  # type: ignore[no-any-return]
+
+    def compute(
+        self, name: str, run: Run, operands: Sequence[Tensor], shape: Sequence[int], *, channels_last: bool = False
+    ) -> Tensor:
+        """Do the same for a ``run`` that does not communicate, and gives what depends on its operands alone.
+
+        Not collective. The result has the dtype and the device of the first operand.
+        """
+        if not self.tracing:
+            with paused():
+                return run(*operands)
+        self._computed += 1
+        key = self._keep(f"{name} ({self._program}, {self._computed})", run)
+        shape = [int(n) for n in shape]
+        strides = _strides(shape, channels_last)
+        dtype, device = operands[0].dtype, operands[0].device
+        return torch.ops.mpishard.compute(list(operands), key, shape, strides, dtype, device)  # type: ignore[no-any-return]
+
+    def _keep(self, key: str, run: Run) -> str:
         if key not in _runs:
             self.kept.append(key)
         _runs[key] = run
-        shape = [int(n) for n in shape]
-        strides = _strides(shape, channels_last)
-        return torch.ops.mpishard.communicate(list(operands), key, shape, strides, dtype, device)  # type: ignore[no-any-return]
+        return key
 
     def forget(self) -> None:
         """Drop what the program would run. Not collective."""
@@ -128,13 +158,13 @@ def is_channels_last(x: Tensor) -> bool:
 @contextmanager
 def recorded(what: Recording) -> Iterator[Recording]:
     """Keep the communication of what runs inside. Not collective."""
-    global recording  # noqa: PLW0603
+    global recording
     _define()
     before, recording = recording, what
     try:
         yield what
     finally:
-        recording = before
+        recording, what._token = before, None
 
 
 @contextmanager
@@ -148,12 +178,12 @@ def paused() -> Iterator[None]:
         recording = before
 
 
-# -- the operation
+# -- the operations
 
 _library: torch.library.Library | None = None
 
 
-def _run(
+def _compute(
     operands: list[Tensor], call: str, shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     with paused():
@@ -165,14 +195,24 @@ def _run(
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(y)
 
 
-def _fake(
+def _communicate(operands: list[Tensor], *what: Any) -> tuple[Tensor, Tensor]:
+    *known, _ = what
+    return _compute(operands, *known), torch.empty(1)
+
+
+def _compute_fake(
     _operands: list[Tensor], _call: str, shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
+def _communicate_fake(operands: list[Tensor], *what: Any) -> tuple[Tensor, Tensor]:
+    *known, _ = what
+    return _compute_fake(operands, *known), torch.empty(1)
+
+
 def _define() -> None:
-    """Make the operation, where it is first needed: torch's compilers take long to import. Not collective."""
+    """Make the operations, where one is first needed: torch's compilers take long to import. Not collective."""
     global _library  # noqa: PLW0603
     if _library is not None:
         return
@@ -182,13 +222,14 @@ def _define() -> None:
     library = Library("mpishard", "DEF")
     # no CUDA graph: messages through the host would not be in it
     tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
-    library.define(
-        "communicate(Tensor[] operands, str call, int[] shape, int[] stride, ScalarType dtype, Device device)"
-        " -> Tensor",
-        tags=tags,
-    )
-    library.impl("communicate", _run, "CompositeExplicitAutograd")
-    register_fake("mpishard::communicate", _fake, lib=library)
+    given = "Tensor[] operands, str call, int[] shape, int[] stride, ScalarType dtype, Device device"
+    for name, more, result, run, fake in (
+        ("communicate", ", Tensor? after", "(Tensor, Tensor)", _communicate, _communicate_fake),
+        ("compute", "", "Tensor", _compute, _compute_fake),
+    ):
+        library.define(f"{name}({given}{more}) -> {result}", tags=tags)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        register_fake(f"mpishard::{name}", fake, lib=library)
     if hasattr(effects, "EffectType"):
         torch.library._register_effectful_op("mpishard::communicate", effects.EffectType.ORDERED)
     else:  # torch 2.8

@@ -140,6 +140,39 @@ def conjugates() -> bool:
     return torch.allclose(found, torch.linalg.pinv(x), atol=1e-4)
 
 
+def effects() -> bool:
+    """Whether inductor keeps the order of operations with an effect."""
+    order: list[str] = []
+    library = torch.library.Library("upstream", "DEF")
+    library.define("read(Tensor x) -> Tensor", tags=(torch.Tag.needs_exact_strides,))
+    library.define("draw(int n) -> Tensor")
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        order.append("read")
+        return x.clone()
+
+    def draw(n: int) -> torch.Tensor:
+        order.append("draw")
+        return torch.ones(n)
+
+    for name, run in (("read", read), ("draw", draw)):
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library._register_effectful_op(f"upstream::{name}", torch._library.effects.EffectType.ORDERED)
+    torch.library.register_fake("upstream::read", torch.empty_like, lib=library)
+    torch.library.register_fake("upstream::draw", torch.empty, lib=library)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, ops = x.sin(), torch.ops.upstream
+        s = ops.read((ops.read(y) ** 2).sum())
+        z = ops.read(y * ops.draw(64))
+        return s + z.sum(), z[:, :1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what inductor imports
+        torch.compile(f, fullgraph=True)(torch.ones(64, 64))
+    return order == ["read", "read", "draw", "read"]
+
+
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
@@ -155,6 +188,7 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "bilinear": bilinear,
     "einsum": einsum,
     "conjugates": conjugates,
+    "effects": effects,
 }
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
+from mpishard.comm import traced
 from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
 
@@ -404,18 +405,43 @@ def test_at_the_recompile_limit_of_one_rank_all_run_eagerly_that_time_alone():
     assert len(eager) == before
 
 
+# one small loop is compiled sooner than the headers are, or other processes start, or programs that try what
+# instructions the processor has
+QUICK = {"cpp_cache_precompile_headers": False, "compile_threads": 1, "cpp.vec_isa_ok": False}
+
+
 def test_inductor():
     x = shard(field(2 * SIZE, 3), mesh_of((SIZE,)), (ms.Shard(0),))
 
     def f(x):
         return (x.sin() * 2 + x[:1]).cumsum(0)
 
-    # one small loop is compiled sooner than the headers are, or other processes start, or programs that try what
-    # instructions the processor has
-    options = {"cpp_cache_precompile_headers": False, "compile_threads": 1, "cpp.vec_isa_ok": False}
     with torch.no_grad():
-        y = torch.compile(f, fullgraph=True, options=options)(x)
+        y = torch.compile(f, fullgraph=True, options=QUICK)(x)
     torch.testing.assert_close(gathered(y), f(field(2 * SIZE, 3)))
+
+
+def test_inductor_keeps_the_order(monkeypatch):
+    """Of what is drawn too, which reads nothing: by the sizes of its blocks, a rank would draw sooner."""
+    x, order = shard(field(8 * SIZE, 64), mesh_of((SIZE,)), (ms.Shard(0),)), []
+    keep = traced.Recording._keep
+
+    def noted(self, key, run):
+        return keep(self, key, lambda *operands: order.append(key) or run(*operands))
+
+    monkeypatch.setattr(traced.Recording, "_keep", noted)
+
+    def f(x):
+        y = x.sin()
+        s = (torch.roll(y, 1, 0) ** 2).sum()
+        z = torch.roll(y * torch.rand_like(x), 2, 0)
+        return s + z.sum(), z[:, :1]
+
+    with torch.no_grad():
+        torch.compile(f, fullgraph=True, options=QUICK)(x)
+    expected = ["roll", "all_reduce sum", "random", "roll", "all_reduce sum"]
+    names = [name.split(" (")[0] for name in order]
+    assert names == [name for name in expected if SIZE > 1 or not name.startswith("all_reduce")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -25,6 +25,7 @@ from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
 from mpishard.ops.window.conv_node import Fetched, Form, block_conv
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
 from mpishard.ops.window.conv_resident import Beside, plan_beside
+from mpishard.ops.window.conv_traced import TracedConv
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements
@@ -374,8 +375,10 @@ def _convolved(
     """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
     if autocast_enabled(weight.device.type):
         weight, bias = _autocast(weight, bias)
-    if plan.form is None or in_transform() or traced.recording is not None:
+    if plan.form is None or in_transform():
         return cropped(windowed(x, weight, bias), plan.crops)
+    if traced.recording is not None:
+        return cropped(TracedConv.apply(plan.form, x, weight, bias), plan.crops)  # type: ignore[no-untyped-call]
     return cropped(block_conv(plan.form, windowed, x, weight, bias), plan.crops)
 
 
@@ -421,7 +424,7 @@ def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPla
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             window = apply(plan.window, local)
-            if not plan.kernel.is_torch and traced.recording is None:
+            if not plan.kernel.is_torch:
                 return convolved(plan.kernel, plan.local, window, weight, bias)
             stride, padding, dilation, transposed, extra, groups = plan.local
             if transposed:

@@ -23,8 +23,10 @@ from torch.autograd import Function
 
 from mpishard.autograd.linear import again, differentiated_again, in_transform, node_of
 from mpishard.autograd.use import put_off
+from mpishard.comm import traced
 from mpishard.ops.window import conv_tiles
 from mpishard.ops.window.conv_tiles import Local
+from mpishard.ops.window.conv_traced import recorded_conv, recorded_gradients, with_bias
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -301,7 +303,13 @@ class _Convolved(Function):
     def forward(ctx: Any, kernel: Kernel, local: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.kernel, ctx.local = kernel, local
         ctx.save_for_backward(x, weight, bias)
-        return _forward(kernel, x, weight, bias, local)
+        if traced.recording is None:
+            return _forward(kernel, x, weight, bias, local)
+
+        def run(*operands: Tensor) -> Tensor:
+            return _forward(kernel, *with_bias(operands), local)
+
+        return recorded_conv(traced.recording.compute, run, (x, weight, bias), x.shape, local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -310,8 +318,13 @@ class _Convolved(Function):
         needs = ctx.needs_input_grad[2:]
         if differentiated_again():
             return None, None, *again(lambda *three: _torch_forward(*three, *local), (x, weight, bias), needs, g)
-        backward = partial(_backward, ctx.kernel, g, x, weight, local)
-        return None, None, *deferring(backward, g, weight, needs)
+
+        def backward(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
+            return _backward(ctx.kernel, g, x, weight, local, needs)
+
+        if traced.recording is not None:
+            return None, None, *recorded_gradients(traced.recording.compute, backward, g, (x, weight), needs)
+        return None, None, *deferring(partial(backward, g, x, weight), g, weight, needs)
 
 
 _node = node_of(_Convolved)

@@ -19,7 +19,21 @@ from mpishard.ops.window.conv_kernel import Gradients, convolution, convolution_
 
 
 class Form(Protocol):
-    """A way to convolve a block and its halo."""
+    """A way to convolve a block and its halo.
+
+    Attributes
+    ----------
+    window
+        Fetch of the input cells.
+    local
+        ``(stride, padding, dilation, transposed, output_padding, groups)`` of the local convolution.
+    read
+        Shape of what that reads: of the window, or of the block alone.
+    """
+
+    window: WindowOp
+    local: tuple[Any, ...]
+    read: tuple[int, ...]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Convolve; return the result and what backward needs of the halo. Neighborwise collective."""
@@ -44,8 +58,7 @@ class Fetched:
     """
 
     def __init__(self, window: WindowOp, local: tuple[Any, ...]) -> None:
-        self.window = window
-        self.local = local
+        self.window, self.local, self.read = window, local, window.out_shape
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Convolve; return the result and the cells beside the block. Neighborwise collective."""

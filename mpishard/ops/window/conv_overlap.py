@@ -67,7 +67,7 @@ class Overlapped:
     """
 
     def __init__(self, window: WindowOp, edges: Sequence[Edge], local: tuple[Any, ...]) -> None:
-        self.window, self.edges, self.local = window, tuple(edges), local
+        self.window, self.edges, self.local, self.read = window, tuple(edges), local, window.in_shape
         # the padding of a window that holds the halo of every edge
         reached = {edge.dim - 2 for edge in self.edges}
         self._inside = tuple(0 if i in reached else p for i, p in enumerate(local[1]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.memory.piece import empty_as
-from mpishard.layout.stencil import Sliding
+from mpishard.layout.stencil import Sliding, Transposed
 
 TILE = 1 << 18  # unfolded values of a tile, for each thread
 
@@ -81,8 +81,18 @@ class Tiling(NamedTuple):
 
 
 def slides(kernel: Sequence[int], local: Local) -> list[Sliding]:
-    """Return the geometry of each spatial dim of a convolution that is not transposed. Not collective."""
+    """Return the geometry of each spatial dim of a convolution, as one that is not transposed. Not collective."""
     return [Sliding(k, s, d, p, p) for k, s, p, d in zip(kernel, *local[:3])]
+
+
+def out_shape(shape: Sequence[int], weight: Sequence[int], local: Local) -> tuple[int, ...]:
+    """Return the shape of a convolution, transposed or not. Not collective."""
+    stride, padding, dilation, transposed, extra, groups = local
+    geometry: Sequence[Sliding | Transposed] = slides(weight[2:], local)
+    if transposed:
+        geometry = [Transposed(*g) for g in zip(weight[2:], stride, dilation, padding, extra)]
+    channels = weight[1] * groups if transposed else weight[0]
+    return shape[0], channels, *[g.n_out(n) for g, n in zip(geometry, shape[2:])]
 
 
 @lru_cache(maxsize=1024)
