@@ -40,7 +40,7 @@ class Owner:
                 "two threads communicate on one mesh",
                 expected="one thread, so that all ranks make the same calls in the same order",
                 got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
-                fix="make a mesh in every thread that communicates, or leave all communication to one",
+                fix="make a mesh for each thread that communicates, before they start, or leave it all to one",
             )
         self.ident = threading.get_ident()
 

@@ -354,14 +354,15 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
     sizes = list(layout.sizes)
     for dim, numbers in by_dim("rebalance", given, layout.ndim).items():
         count = len(sizes[dim] or ())
-        if not count or len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
+        total = sum(numbers)
+        exact = total == layout.shape[dim] and all(isinstance(v, int) for v in numbers)
+        if not count or len(numbers) != count or min(numbers) < 0 or not (exact or 0 < total < math.inf):
             raise LayoutError(
                 f"rebalance: numbers do not fit dim {dim}",
                 expected=f"{count} numbers >= 0, not all 0, for a sharded dim, one per block",
                 got=numbers,
                 fix="give one weight or size per rank along the mesh dims that shard the dim",
             )
-        exact = all(isinstance(v, int) for v in numbers) and sum(numbers) == layout.shape[dim]
         sizes[dim] = numbers if exact else weighted(layout.shape[dim], tuple(map(float, numbers)))
     return layout_of(layout.mesh_shape, layout.placements, layout.shape, sizes)
 

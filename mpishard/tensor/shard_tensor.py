@@ -269,11 +269,18 @@ class ShardTensor(Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         out = wrap(copy.deepcopy(self.block, memo), self.sharding, self.mesh)
-        memo[id(self)] = out
+        memo[id(self)] = self._as_kept(out)
         return out
 
     def __copy__(self) -> ShardTensor:
-        return self._twin(self.block)
+        return self._as_kept(self._twin(self.block))
+
+    def _as_kept(self, out: ShardTensor) -> ShardTensor:
+        """Return a copy as what a module keeps this tensor: as a parameter or a buffer, if it is one."""
+        for name in ("_is_param", "_is_buffer", "persistent"):  # torch's own
+            if hasattr(self, name):
+                setattr(out, name, getattr(self, name))
+        return out
 
     def _twin(self, local: Tensor) -> ShardTensor:
         """Return another tensor of the same cells; a Partial is for reading: writing sums it, here alone."""

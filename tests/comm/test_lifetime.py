@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from torch import nn
 
 import mpishard as ms
 from mpishard.comm import lifetime, tag
@@ -157,3 +159,33 @@ def test_a_sum_that_nobody_asks_for_when_its_mesh_is_freed():
         (y * 2).sum().backward()
         mesh.free()
         assert WORLD.allreduce(1) == WORLD.size
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="MPI allows one thread")
+def test_threads_with_a_mesh_each():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 3, padding=1)).double()
+    full = torch.rand(1, 2, 4 * SIZE, 5, dtype=torch.float64)
+    reference = copy.deepcopy(net)
+    reference(full).square().mean().backward()
+    failed = []
+
+    def train(mesh, model):
+        try:
+            x = ms.distribute_tensor(full, mesh, (ms.Shard(2),))
+            ms.distribute_module(model, mesh)
+            for k in range(30):
+                model.zero_grad()
+                (model(x).square().mean() * k).backward()
+                assert float((x * k).sum()) == pytest.approx(k * float(full.sum()))
+                for ours, theirs in zip(model.parameters(), reference.parameters()):
+                    torch.testing.assert_close(ours.grad, theirs.grad * k)
+        except BaseException as e:  # noqa: BLE001 (the thread ends with it)
+            failed.append(e)
+
+    threads = [threading.Thread(target=train, args=(ms.init_mesh((-1,)), copy.deepcopy(net))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

@@ -212,3 +212,20 @@ def test_parts_of_parameters(hooked):
             close(gradients(model), gradients(reference))
             found = [torch.autograd.grad(m(z), list(m.parameters())) for m, z in ((model, x), (reference, full))]
             close(*found)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_sharded_parameter_or_buffer_is_one(copied):
+    mesh = mesh_of((-1,))
+    cells = ms.ones(7, mesh=mesh, placements=(ms.Shard(0),))
+    for kind, told in ((nn.Parameter, "requires_grad"), (nn.Buffer, "persistent")):
+        for kept in (kind(cells), kind(cells.clone(), **{told: False})):
+            found = copied(kept)
+            assert isinstance(found, kind)
+            assert not isinstance(found, nn.Buffer if kind is nn.Parameter else nn.Parameter)
+            assert found.requires_grad == kept.requires_grad
+            assert getattr(found, "persistent", None) == getattr(kept, "persistent", None)
+    module = nn.Module()
+    module.w = copied(nn.Parameter(cells))
+    assert [name for name, _ in module.named_parameters()] == ["w"]
+    assert not isinstance(copied(cells), nn.Parameter)

@@ -229,6 +229,8 @@ def test_rebalance_knows_its_dims():
     for numbers in ((0,) * mesh.size, (float("nan"),) * mesh.size):
         with pytest.raises(ms.LayoutError, match="do not fit"):
             x.rebalance(numbers)
+    empty = shard(values()[:, :0], mesh, (ms.Shard(1),))
+    assert empty.rebalance(empty.sharding.sizes[1]).sharding == empty.sharding
 
 
 @pytest.mark.ranks(2, 3, 4)

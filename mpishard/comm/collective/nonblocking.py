@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -83,7 +84,8 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
     return PendingReduction(requests, finish, group)
 
 
-_left: deque[PendingReduction] = deque()
+# by communicator: MPI does not let two threads look at one request
+_left: dict[int, deque[PendingReduction]] = {}
 
 
 def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
@@ -93,12 +95,15 @@ def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
     """
     if x.nbytes > _LOCAL_NBYTES or in_order(None) or guard.looked_out():
         return None
-    while _left and _left[0].poke():
-        _left.popleft()
+    left = _left.get(id(group.comm))
+    if left is None:
+        _finish_at_end()
+        left = _left[id(group.comm)] = deque()
+    while left and left[0].poke():
+        left.popleft()
     pending = iall_reduce(x, group)
-    _finish_at_end()
     # nobody may ask for it: MPI writes to its memory until it is through
-    _left.append(pending)
+    left.append(pending)
     return pending
 
 
@@ -109,17 +114,20 @@ def _finish_at_end() -> None:
 
 def _wait_for_rest() -> None:
     while _left:
-        _left.popleft().wait()
+        for pending in _left.popitem()[1]:
+            pending.wait()
 
 
 # their results are of no use any more
 _abandoned: list[PendingReduction] = []
+_looking = threading.Lock()
 _SETTLED_S = 5.0
 
 
 def abandon(pending: Iterable[PendingReduction]) -> None:
     """Keep the memory of what a pass that failed has started, while MPI writes into it. Not collective."""
-    _abandoned[:] = [p for p in (*_abandoned, *pending) if not p.poke()]
+    with _looking:
+        _abandoned[:] = [p for p in (*_abandoned, *pending) if not p.poke()]
 
 
 def _settle(comms: list[MPI.Comm]) -> None:
@@ -129,13 +137,10 @@ def _settle(comms: list[MPI.Comm]) -> None:
     """
     gone = {id(comm) for comm in comms}
     limit = time.monotonic() + _SETTLED_S
-    for pending in [*_left, *_abandoned]:
-        while id(pending.comm) in gone and not pending.poke() and time.monotonic() < limit:
-            time.sleep(1e-4)
-    rest = [pending for pending in _left if not pending.poke()]
-    _left.clear()
-    _left.extend(rest)
-    abandon(())
+    abandon(pending for comm in gone for pending in _left.pop(comm, ()))
+    while any(id(pending.comm) in gone for pending in _abandoned) and time.monotonic() < limit:
+        abandon(())
+        time.sleep(1e-4)
 
 
 lifetime.before_free.append(_settle)
