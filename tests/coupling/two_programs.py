@@ -306,6 +306,21 @@ def gradients_know(me):
     link.close()
 
 
+def many_links(me):
+    """The writer leaves first: what a reader told each link of it then would fill up what MPI has for messages."""
+    u = fields_of(me)
+    links = [me.connect(OTHER, **side({"u": u}), timeout=20) for _ in range(200)]
+    for step, link in enumerate(links):
+        if SOLVER:
+            u.fill_(step)
+            link.put()
+        else:
+            link.get()
+            assert torch.equal(u.to_local(), torch.full_like(u.to_local(), step))
+    for link in reversed(links):
+        link.close()
+
+
 def main(*parts) -> None:
     torch.set_num_threads(1)
     me = ms.insitu.join(NAME, timeout=100)
@@ -332,4 +347,5 @@ if __name__ == "__main__":
         fields_and_layouts,
         reordered_mesh,
         gradients_know,
+        many_links,
     )

@@ -151,8 +151,9 @@ class Inlet:
 
     def stop(self) -> Callable[[], bool]:
         """Tell the writers that nothing is read any more; return a function to call until it is true. Collective."""
-        if not self.ended:
-            for p in self._parcels:
+        for i, p in enumerate(self._parcels):
+            # not to one that has left: what it never receives stays with MPICH, which has room for 64 such messages
+            if not self.ended and not self._drained(i):
                 self._tell(p.peer, wire.STOP, 0)
         self.ended = True
 
