@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import subprocess
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from mpishard.io.file.open import reserve
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
 
 
@@ -50,18 +50,62 @@ def test_a_full_disk_costs_nothing(mesh, small_disk, backend):
     assert torch.equal(ms.io.read(small_disk / "a.h5", "x", mesh, few.placements).full_tensor(), values((16, 16)))
 
 
-def test_room_that_is_not_there_is_not_taken(small_disk):
+@pytest.mark.parametrize("chunks", [None, (1, 4)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_disk_with_room_for_the_cells_alone(mesh, small_disk, backend, chunks):
+    """HDF5 keeps a file that it cannot write whole, and ends the process with it."""
     at, is_disk = small_disk
     if not is_disk:
         pytest.skip("no file system can be mounted here")
+    x = sharded(values((40, 200)), mesh)  # 64,000 bytes
+    ms.io.write(at / "old.h5", {"x": x}, backend=backend)
+    for free in (65536, 69632, 90112):
+        if WORLD.rank == 0:
+            disk = os.statvfs(at)
+            (at / "fill").write_bytes(bytes(disk.f_bavail * disk.f_frsize - free))
+        WORLD.Barrier()
+        written = True
+        try:
+            ms.io.write(at / "new.h5", {"x": x}, backend=backend, chunks=chunks)
+        except FileError as e:
+            written = "No space left" not in str(e)
+        assert WORLD.allgather(written) == [written] * WORLD.size
+        assert torch.equal(ms.io.read(at / "old.h5", "x", mesh, x.placements).full_tensor(), values((40, 200)))
+        WORLD.Barrier()
+        if WORLD.rank == 0:
+            (at / "fill").unlink()
+            (at / "new.h5").unlink(missing_ok=True)
+            shutil.rmtree(at / "new.h5.parts", ignore_errors=True)
+        WORLD.Barrier()
+
+
+def test_steps_until_the_disk_is_full(mesh, small_disk):
+    at, is_disk = small_disk
+    if not is_disk:
+        pytest.skip("no file system can be mounted here")
+    x, steps = sharded(values((40, 40)), mesh), 0
     if WORLD.rank == 0:
-        (at / "a").write_bytes(b"abc")
-        before = os.statvfs(at).f_bavail
-        with pytest.raises(OSError, match="No space left"):
-            reserve(at / "a", 4 << 20)
-        assert os.statvfs(at).f_bavail == before
-        assert (at / "a").read_bytes() == b"abc"
+        (at / "fill").write_bytes(bytes(500_000))
     WORLD.Barrier()
+
+    def full():
+        try:
+            ms.io.write(at / "a.h5", {"x": x}, append="time")
+        except FileError as e:
+            return "No space left" in str(e)
+        return False
+
+    while not full():
+        steps += 1
+    assert 10 < steps < 100
+    ms.io.write(at / "b.h5", {"x": sharded(values((4, 4)), mesh)})
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        (at / "fill").unlink()
+    WORLD.Barrier()
+    ms.io.write(at / "a.h5", {"x": x}, append="time")
+    found = ms.io.read(at / "a.h5", "x", mesh, (ms.Replicate(),) * mesh.ndim).full_tensor()
+    assert torch.equal(found, values((40, 40)).expand(steps + 1, 40, 40))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

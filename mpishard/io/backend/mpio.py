@@ -24,7 +24,7 @@ from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given,
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import LIBVER, empty, import_h5py, not_opened
-from mpishard.io.file.room import check_limit, no_room
+from mpishard.io.file.room import check_room, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
 from mpishard.io.file.trust import Path
 from mpishard.layout.slab import Box
@@ -71,7 +71,7 @@ def write_mpio(job: Job) -> str:
             full = no_room(job.path.parent, job.nbytes)
             if full is not None:
                 raise full
-            check_limit(job.path, job.form, exists=job.exists, filtered=True)
+            check_room(job.path, job.form, exists=job.exists, filtered=True)
             if job.group.rank == 0 and job.exists:
                 journal = begun(job.path)
         # the calls that follow are collective: all ranks or none

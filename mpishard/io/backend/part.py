@@ -72,7 +72,7 @@ def lay_out(folder: Path, rank: int, plan: Plan, planned: Iterable[Planned], loc
     path = folder / plan.name(rank)
     plain = [(r, v) for r, (v, layout) in blocks if Planned(v, layout).is_plain]
     nbytes = [math.prod(v.shape) * v.dtype.itemsize for _, v in plain]
-    if error := no_room(folder, sum(nbytes), SPARE + sum(_HEAD + _PAGE * (n >= _PAGE) for n in nbytes)):
+    if error := no_room(folder, SPARE + sum(n + _HEAD + _PAGE * (n >= _PAGE) for n in nbytes)):
         raise error
     options = {"alignment_threshold": _PAGE, "alignment_interval": _PAGE}
     file = h5py.File(path, "w", libver=LIBVER, locking=locking, **options)
@@ -154,7 +154,7 @@ class Part:
         if self._filtered is None:
             return
         size = self._filtered.id.get_filesize()
-        if error := no_room(self.path.parent, size, SPARE + self.path.stat().st_size):
+        if error := no_room(self.path.parent, size + SPARE, self.path.stat().st_size):
             raise error
         file = import_h5py().File(self.path, "r+", locking=self.locking)
         try:

@@ -12,7 +12,7 @@ from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
 from mpishard.io.file.journal import Journal, taken_back
 from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
-from mpishard.io.file.room import check_filtered, check_limit, no_room
+from mpishard.io.file.room import check_filtered, check_room, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
 
 
@@ -54,7 +54,7 @@ class _Target:
             h5py = import_h5py()
             if error := no_room(job.path.parent, job.nbytes):
                 raise error
-            check_limit(job.path, job.form, exists=job.exists)
+            check_room(job.path, job.form, exists=job.exists)
             if job.exists:
                 self.journal = begun(job.path)
             self.file = h5py.File(job.partial, "r+" if job.exists else "w", libver=LIBVER, locking=job.locking)

@@ -16,7 +16,7 @@ from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
-from mpishard.io.file.room import check_limit
+from mpishard.io.file.room import check_room
 from mpishard.io.file.schema import Schema, Variable, create, dataset_in
 from mpishard.layout import Replicate
 
@@ -112,7 +112,7 @@ def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]
 
         create(file, form, make)
 
-    check_limit(job.path, job.form, lay=lay)
+    check_room(job.path, job.form, lay=lay)
     file = import_h5py().File(job.partial, "w", libver=LIBVER, locking=job.locking)
     try:
         lay(file, job.form)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +12,6 @@ from mpishard.errors import FileError, MissingPackageError, MpishardError
 from mpishard.io.file.heap import Watched
 from mpishard.io.file.journal import check_settled
 from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
-
-_FALLOC_FL_KEEP_SIZE = 1  # fallocate(2)
 
 _NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
 
@@ -412,23 +408,6 @@ def shut(file: Any, make_room: Callable[[], object]) -> Exception | None:
     # it would be closed once more when it is collected, by a thread that can do nothing about it
     file.id.locked = 1
     return error
-
-
-def reserve(path: Path, nbytes: int) -> None:
-    """Allocate the blocks of what is appended to a file next at once, where the file system can. Not collective.
-
-    The length of the file stays: HDF5 need not know. Python's ``posix_fallocate`` would change it, and write to
-    every block where the file system cannot allocate.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if fallocate is None:
-        return
-    with open(path, "r+b") as file:
-        end = os.fstat(file.fileno()).st_size
-        failed = fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(end), ctypes.c_int64(nbytes))
-        if failed and ctypes.get_errno() == errno.ENOSPC:
-            os.ftruncate(file.fileno(), end)  # it may have taken all that there was
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write", str(path))
 
 
 def empty(path: Path | None) -> None:

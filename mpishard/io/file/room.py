@@ -20,28 +20,31 @@ from mpishard.io.file.schema import Schema, create, is_filtered, step_of
 # at most what HDF5 writes besides cells and what makes up a new file: of a file, of a dataset with chunks
 SPARE = 16 << 10
 _PER_DATASET = 1 << 10
+# free bytes from which there is room, whatever HDF5 adds to so many bytes of cells: to look takes longer than to write
+_AMPLE, _MOST_PER_BYTE = 64 << 20, 16
 # of the B-tree that finds chunks (HDF5 file format, III.A.1), whose nodes come to be half full at the least
 _FANOUT = 64
 
 
-def no_room(folder: Path, nbytes: int, own: int = 0) -> OSError | None:
-    """Return the error of writing ``nbytes`` to a file in ``folder`` where it is known before. Not collective.
+def no_room(folder: Path, more: int, before: int = 0) -> OSError | None:
+    """Return the error of a file in ``folder`` that gets longer, where it is known before. Not collective.
 
-    ``own``: what else is in the file then, at most.
+    ``before`` is its length, and ``more`` at most what it gets, in bytes.
     """
-    disk = os.statvfs(folder)
-    free, most, size = disk.f_bavail * disk.f_frsize, _limit(), nbytes + own
-    if nbytes > free:
-        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes to write, {free} bytes free")
+    free, most, size = _free(folder), _limit(), before + more
+    if more > free:
+        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: up to {more} bytes to write, {free} bytes free")
     if most is not None and size > most:
         return OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: up to {size} bytes, the limit is {most} (ulimit -f)")
     return None
 
 
-def check_limit(
+def check_room(
     path: Path, form: Schema, *, exists: bool = False, lay: Callable[..., object] = create, filtered: bool = False
 ) -> None:
-    """Raise where a new file, or one with a step more, may be longer than this process may write. Not collective.
+    """Raise where a new file, or one with a step more, may be longer than there is room, or this process may write.
+
+    Not collective.
 
     Parameters
     ----------
@@ -62,31 +65,31 @@ def check_limit(
     OSError
         It may be too long.
     """
-    if _limit() is None:
+    nbytes = sum(math.prod(v.shape) * v.dtype.itemsize for v in form.variables)
+    if _limit() is None and _free(path.parent) > _AMPLE + _MOST_PER_BYTE * nbytes:
         return
     with looked_at(path) if exists else memory_file() as file:
         if exists:
             step_of(file, form, path)
-            size = os.path.getsize(path)
+            before, more = os.path.getsize(path), SPARE
         else:
             lay(file, form)
             file.flush()
-            size = len(file.id.get_file_image())
-        size += SPARE
+            before, more = 0, len(file.id.get_file_image()) + SPARE
         for v in form.variables:
             box = [(0, n) for n in v.shape]
-            size += _growth(file[v.name], box if form.append is None else [(0, 1), *box], filtered=filtered)
+            more += _growth(file[v.name], box if form.append is None else [(0, 1), *box], filtered=filtered)
         if form.append is not None:
-            size += _growth(file[form.append], [(0, 1)])
-    if error := no_room(path.parent, 0, size):
+            more += _growth(file[form.append], [(0, 1)])
+    if error := no_room(path.parent, more, before):
         raise error
 
 
 def check_filtered(file: Any, dataset: Any, box: Sequence[tuple[int, int]]) -> None:
     """Raise OSError where a box of a dataset with filters may be too long, however they do. Not collective."""
-    if _limit() is not None and is_filtered(dataset):
-        nbytes = _growth(dataset, box, filtered=True)
-        if error := no_room(Path(file.filename).parent, 0, file.id.get_filesize() + nbytes + SPARE):
+    if is_filtered(dataset):
+        more = _growth(dataset, box, filtered=True) + SPARE
+        if error := no_room(Path(file.filename).parent, more, file.id.get_filesize()):
             raise error
 
 
@@ -106,6 +109,11 @@ def _growth(dataset: Any, box: Sequence[tuple[int, int]], *, filtered: bool = Fa
     node = 24 + _FANOUT * (key + 8) + key
     leaves = 1 + 2 * touched // _FANOUT
     return nbytes + _PER_DATASET + node * (leaves + 1 + 2 * leaves // _FANOUT)
+
+
+def _free(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _limit() -> int | None:
