@@ -19,7 +19,8 @@ import click
 def run(check: bool, module: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT on every rank of the job, under srun or mpiexec. Collective.
 
-    An uncaught error on one rank prints its traceback and ends the whole job. Where OMP_NUM_THREADS is not set, the
+    An uncaught error on one rank prints its traceback and ends the whole job; sys.exit, with any status, ends that
+    rank alone. Where OMP_NUM_THREADS is not set, the
     ranks of a node share its cores; where nothing is said of malloc, memory that arrays free stays the process's.
 
     \b
