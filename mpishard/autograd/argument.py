@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from mpishard.comm.memory.buffer import UNCOPIED, uncopied, unfit
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.mesh_argument import no_mesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
@@ -87,21 +89,37 @@ def require_plain(op: str, x: Any) -> None:
         )
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is numbers at strides, which torch can copy, and nothing else. Not collective."""
+    return x.layout is torch.strided and x.dtype not in UNCOPIED and not x.is_nested
+
+
 def is_plain(x: Any) -> bool:
     """Whether ``x`` is a tensor of torch's own, numbers at strides and nothing else. Not collective."""
-    return type(x) is Tensor and x.layout is torch.strided and not x.is_quantized
+    return type(x) is Tensor and x.layout is torch.strided and x.dtype not in UNCOPIED and not x.is_nested
+
+
+def valueless(x: Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is that has no values in memory of its own, and how to get some; None where it has.
+
+    Not collective.
+    """
+    if is_lazy(x):
+        return "one of a lazy module, without a shape", "call the module once before"
+    if x.is_meta:
+        return "one on the meta device, without values", "give it values before, e.g. with module.to_empty(device=...)"
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {type(x).__name__}, which has no cells of its own", "give the plain tensors that it is made of"
+    return None
 
 
 def require_dense(op: str, x: Any) -> None:
     """Raise unless ``x`` is a plain tensor that is numbers at strides. Not collective."""
     require_plain(op, x)
-    if x.layout is not torch.strided or x.is_quantized:
-        raise UnsupportedOperationError(
-            f"{op}: works on plain tensors",
-            expected="a dense torch.Tensor",
-            got="a quantized one" if x.is_quantized else f"one of layout {x.layout}",
-            fix="give x.dequantize()" if x.is_quantized else "give x.to_dense(), or what it is made of, one by one",
-        )
+    if odd := unfit(x) or uncopied(x):
+        got, fix = odd
+        what = f"{op}: works on plain tensors"
+        raise UnsupportedOperationError(what, expected="a dense torch.Tensor", got=got, fix=fix)
 
 
 def needs_grad(x: Tensor) -> bool:

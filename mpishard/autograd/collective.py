@@ -103,7 +103,7 @@ def all_reduce(
     --------
     >>> total = ms.all_reduce(x.sum(), mesh)
     """
-    if type(x) is not Tensor or x.layout is not torch.strided:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
         require_dense("all_reduce", x)
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)

@@ -84,7 +84,7 @@ def adopted_mesh(
         checked_names(names, len(extents), "adopt")
     except MpishardError as e:
         error = e
-    except (TypeError, ValueError, RuntimeError) as e:
+    except Exception as e:  # noqa: BLE001 (the others wait for this rank)
         error = MeshError("adopt: arguments of other types", expected="those of its docstring", got=e, fix="pass such")
     try:
         first_agreement(own, error, "" if error else f"adopt{(extents, periods, tuple(names))}")

@@ -227,7 +227,7 @@ def say(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
-        os.write(2, text.encode())
+        os.write(2, text.encode(errors="replace"))
 
 
 # in place of a standard error that somebody captures and, when the job is aborted, never shows: a descriptor

@@ -160,7 +160,7 @@ def _threads(comm: MPI.Intracomm) -> Finding:
 def _same(comm: MPI.Intracomm, check: str, mine: dict[str, str], advice: str) -> Finding:
     """Compare texts of all ranks by their hash; the first rank that differs sends its own."""
     text = "\n".join(f"{name}={value}" for name, value in mine.items())
-    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    digest = np.frombuffer(hashlib.sha256(text.encode(errors="replace")).digest(), np.uint8)
     of_first = digest.copy()
     comm.Bcast(of_first)
     other = comm.allreduce(comm.rank if (of_first != digest).any() else comm.size, MPI.MIN)

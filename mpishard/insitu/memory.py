@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.memory.block import Block, host_view
+from mpishard.comm.memory.buffer import unfit
 from mpishard.errors import (
     LayoutError,
     MeshError,
@@ -124,14 +125,16 @@ def _viewed(array: np.ndarray) -> np.ndarray:
 
 
 def _of_torch(name: str, array: Tensor, device: torch.device) -> Tensor:
-    fault = None
+    fault, fix = None, "pass x.detach() or x.to_local(), and require gradients of u.tensor.detach()"
     if hasattr(array, "to_local"):
         fault = "a ShardTensor"
     elif array.requires_grad:
         fault = "a tensor that requires grad"
     elif array.device.type not in ("cpu", device.type):
         fault = f"a tensor on {array.device}, which the fields are not on"
-    elif array.layout != torch.strided or array.is_quantized or array.is_conj() or array.is_neg():
+    elif odd := unfit(array):
+        fault, fix = odd
+    elif array.is_conj() or array.is_neg():
         fault = "a tensor without plain memory of its own"
     elif array.is_inference():
         fault = "a tensor made in inference mode, whose changes autograd does not see"
@@ -140,7 +143,7 @@ def _of_torch(name: str, array: Tensor, device: torch.device) -> Tensor:
             f"{name}: not the host's plain memory",
             expected="a plain strided tensor outside autograd",
             got=fault,
-            fix="pass x.detach() or x.to_local(), and require gradients of u.tensor.detach()",
+            fix=fix,
         )
     return array.detach()
 

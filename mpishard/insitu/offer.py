@@ -173,8 +173,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def checked_name(name: object) -> str:
     """Return a name that is one. Not collective."""
-    if isinstance(name, str) and 0 < len(name.encode()) < wire.NAME_NBYTES and "\0" not in name:
-        return name
+    if wire.is_name(name):
+        return str(name)
     raise MpishardError(
         "connect: no name of a field",
         expected=f"a text of 1 to {wire.NAME_NBYTES - 1} bytes",

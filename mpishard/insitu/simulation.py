@@ -90,7 +90,7 @@ def adopt(
         extents = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
         named = [f"dim{m}" for m in range(len(extents))] if names is None else names
         names = (named,) if isinstance(named, str) else tuple(named)
-    except (TypeError, ValueError) as e:
+    except Exception as e:  # noqa: BLE001 (Python's, of other kinds of arguments)
         error = e  # perhaps of this rank alone: the others must hear of it
     mesh = adopted_mesh(
         comm, names or (), periodic=periodic, grid=grid, coords=coords, handle=handle, device=device, error=error
@@ -192,7 +192,7 @@ class Simulation:
         error: Exception | None = None
         try:
             check()
-        except (MpishardError, TypeError, ValueError) as e:
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             error = e
         self.agreement.on(error, op, "" if error else signature())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,9 +27,9 @@ from mpishard.io.file.excepthook import noted
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written
 from mpishard.io.file.schema import Schema, Variable, any_filtered, checked_dims, chunks_of, extents, named, option
-from mpishard.io.file.trust import absolute, check_replaceable, open_own, told
+from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
-from mpishard.io.viewer.xdmf import write_xdmf
+from mpishard.io.viewer.xdmf import check_names, write_xdmf
 from mpishard.tensor import ShardTensor
 
 _WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}
@@ -146,7 +147,7 @@ def write(
     error: Exception | None = None
     choice = form = own = None
     exists = filtered = False
-    nbytes = 0
+    nbytes, packed = 0, b""
     signature = "io.write"
     try:
         _check_meshes(tensors)
@@ -167,6 +168,8 @@ def write(
             if value is not None:
                 require("io.write", argument, value, Mapping, "give {name: value}")
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
+        if xdmf:
+            check_names([own.name, *tensors])
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         filtered = any(v.compression is not None for v in form.variables)
         choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
@@ -178,18 +181,16 @@ def write(
                 exists = _may_append(own)
             # a file that is there has its own filters
             filtered = filtered or (exists and choice.name == "mpio" and any_filtered(own, tensors))
+            packed = pickle.dumps((form, secrets.token_hex(6), exists, own, filtered))
     except MpishardError as e:
         error = e
     except FAILURES as e:
         error = not_written(path, e)
-    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
-        error = e
     guard.agree(group.comm, error, signature)
     assert form is not None
     assert choice is not None
     # rank 0's, so that ranks cannot disagree
-    root = (form, secrets.token_hex(6), exists, own, filtered)
-    form, token, exists, own, filtered = _from_root(group.comm, root, path)
+    form, token, exists, own, filtered = _from_root(group.comm, packed, path)
     choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
     tell(mesh, choice, "write")
     with noted() as lost:
@@ -230,10 +231,10 @@ def _may_append(path: Path) -> bool:
     return True
 
 
-def _from_root(comm: Any, mine: tuple[Any, ...], path: Any) -> Any:
+def _from_root(comm: Any, packed: bytes, path: Any) -> Any:
     with guard.waiting("io.write", (0,), comm):
         try:
-            return comm.bcast(mine)
+            return pickle.loads(comm.bcast(packed))
         except MpishardError:
             raise
         except Exception as e:
@@ -258,10 +259,10 @@ def _form(
                 f"write: {option_name} of no dataset", expected=f"names of {[*tensors]}", got=odd, fix="name a tensor"
             )
     for name, x in tensors.items():
-        if not isinstance(name, str) or "\0" in name:
+        if not is_text(name) or "\0" in name:
             raise FileError(
                 f"write: {name!r} is no name of a dataset",
-                expected="text without zero bytes",
+                expected="text of whole characters, without zero bytes",
                 got=repr(name),
                 fix="give it another name",
             )

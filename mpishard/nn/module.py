@@ -13,8 +13,9 @@ from mpishard.autograd.replica import join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.device_mesh import names_device_mesh
+from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError
+from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.nn import sharded as sharding
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -86,6 +87,8 @@ def distribute_module(
         cannot be sharded.
     MeshError
         ``shard_parameters`` names no dim of the mesh.
+    UnsupportedOperationError
+        A parameter or buffer is quantized, sparse or nested.
     DesyncError
         They differ in name, shape or dtype between ranks; in a backward pass: their gradients differ.
 
@@ -161,6 +164,15 @@ def _checked(
             got=elsewhere,
             fix="distribute them on the mesh that the inputs live on",
         )
+    for name, t in named:
+        if not isinstance(t, ShardTensor) and (odd := unfit(t) or uncopied(t)):
+            got, fix = odd
+            raise UnsupportedOperationError(
+                f"distribute_module: {name!r} cannot be given to the other ranks",
+                expected="dense parameters and buffers",
+                got=got,
+                fix=fix,
+            )
     over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
     if not over and (gather_dtype is not None or offload):
         raise LayoutError(

@@ -16,10 +16,11 @@ from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
+from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
-from mpishard.errors import LayoutError, MpishardError
+from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout, layout_of
 from mpishard.nn.module import distribute_module
 from mpishard.tensor.function import block_of
@@ -173,11 +174,11 @@ class Pipeline(nn.Module):
         run = _Run()
         with torch.no_grad():
             for part in parts:
-                y = run(self.stage, self._taken(part))
+                inputs = self._taken(part)
                 if self.is_last:
-                    out.append(y)
+                    out.append(run(self.stage, inputs))
                 else:
-                    self._send_forward(None if y is None else _tuple(y))
+                    self._send_forward(run(lambda *given: _outputs(self.stage(*given)), inputs))
         guard.agree(self._comm, run.error)
         return _joined(out) if self.is_last else None
 
@@ -228,7 +229,8 @@ class Pipeline(nn.Module):
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def staged(i: int, *inputs: Any) -> tuple[Any, ...]:
-            outputs = _tuple(self.stage(*inputs))
+            returned = self.stage(*inputs)
+            outputs = _tuple(returned) if self.is_last else _outputs(returned)
             if self.is_last:
                 loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
                 own = loss.detach()
@@ -373,6 +375,25 @@ def _alone(comm: Any, device: torch.device) -> CartMesh:
 
 def _tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _outputs(x: Any) -> tuple[Any, ...]:
+    """Return what a stage returns for the next one; raise where that cannot be sent."""
+    for y in (own := _tuple(x)):
+        odd = (
+            (unfit(block_of(y)) or uncopied(block_of(y)))
+            if isinstance(y, Tensor)
+            else (type(y).__name__, "return tensors")
+        )
+        if odd:
+            got, fix = odd
+            raise UnsupportedOperationError(
+                "Pipeline: a stage returns what cannot be sent to the next one",
+                expected="a dense tensor, or a tuple of them",
+                got=got,
+                fix=fix,
+            )
+    return own
 
 
 def _dtype(x: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from contextlib import ExitStack
@@ -208,7 +209,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
         writer: Writer | None = None
         try:
             writer = Writer(path, self.to_dict())
-        except OSError as e:
+        except Exception as e:  # noqa: BLE001 (the others hand their spans over)
             failed = _not_written(path, e)
         for rank in range(self._mesh.size):
             label, left_out, events = mine
@@ -218,20 +219,22 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             try:
                 if failed is None and writer is not None:
                     writer.add(rank, f"{label} (the last {left_out} left out)" if left_out else label, events)
-            except OSError as e:
+            except Exception as e:  # noqa: BLE001 (the others hand their spans over)
                 failed = _not_written(path, e)
         if writer is not None:
             try:
                 writer.close() if failed is None else writer.drop()
-            except OSError as e:
+            except Exception as e:  # noqa: BLE001 (the others hand their spans over)
                 failed = failed or _not_written(path, e)
+                with contextlib.suppress(OSError):
+                    writer.drop()
         return failed
 
 
 def _writable(path: Path) -> None:
     try:
         writable(path)
-    except (OSError, TypeError, ValueError) as e:
+    except Exception as e:  # noqa: BLE001 (of any path)
         raise _not_written(path, e) from None
 
 

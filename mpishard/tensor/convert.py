@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
-from mpishard.autograd.argument import require, whole_number
+from mpishard.autograd.argument import is_dense, require, whole_number
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.device_mesh import names_device_mesh
@@ -32,7 +32,7 @@ from mpishard.tensor.dtensor import (
     with_grad_placements,
 )
 from mpishard.tensor.factory import asked, check_sizes, given_placements
-from mpishard.tensor.foreign import is_dense, shared
+from mpishard.tensor.foreign import shared
 from mpishard.tensor.infer import inferred, told
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.scatter import scattered
@@ -176,7 +176,7 @@ def distribute_tensor(
             return own.detach().to(mesh.device), src, own.requires_grad, (tuple(own.shape), own.dtype)
 
         return scattered("distribute_tensor", ours, mesh, placements, sizes, multiple)
-    elif not isinstance(tensor, Tensor) or not is_dense(tensor):
+    elif not isinstance(tensor, Tensor) or not is_dense(tensor) or (tensor.is_meta and mesh.device.type != "meta"):
         tensor = shared("distribute_tensor", tensor)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
 

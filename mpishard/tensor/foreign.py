@@ -8,13 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.autograd.argument import require_plain
+from mpishard.autograd.argument import require_plain, valueless
+from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.errors import MpishardError, UnsupportedDtypeError, UnsupportedOperationError
-
-
-def is_dense(x: Tensor) -> bool:
-    """Tell whether a tensor is cells at strides, and nothing else. Not collective."""
-    return x.layout is torch.strided and not x.is_nested and not x.is_quantized
 
 
 def shared(op: str, array: Any) -> Tensor:
@@ -31,9 +27,8 @@ def shared(op: str, array: Any) -> Tensor:
     """
     if isinstance(array, Tensor):
         require_plain(op, array)
-        if array.is_meta or not is_dense(array):
-            kind = "nested" if array.is_nested else "quantized" if array.is_quantized else str(array.layout)
-            raise _unfit(op, f"a tensor of layout {kind} on {array.device}", "give a dense one: x.to_dense()")
+        if odd := unfit(array) or uncopied(array) or (valueless(array) if array.is_meta else None):
+            raise _unfit(op, *odd)
         return array
     if isinstance(array, np.ma.MaskedArray):
         raise _unfit(op, "a masked array, whose mask would be lost", "fill it: x.filled(value)")

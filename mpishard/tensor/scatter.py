@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mpishard.autograd.argument import require_mesh, whole_number
+from mpishard.autograd.argument import require_mesh, valueless, whole_number
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
+from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, UnsupportedDtypeError
+from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
 from mpishard.layout import layout_of
 from mpishard.layout.partition import coords_of
 from mpishard.tensor.factory import asked, check_sizes, new_layout
@@ -58,6 +59,8 @@ def scatter_tensor(
         There is nothing to scatter, or placements or sizes do not fit it; `Partial` is refused.
     UnsupportedDtypeError
         It shall require a gradient, and has a dtype that has none.
+    UnsupportedOperationError
+        It is quantized, sparse, nested, or has no values.
     DesyncError
         The ranks' arguments differ.
 
@@ -85,6 +88,14 @@ def scatter_tensor(
                 expected=f"a plain tensor on rank {root}",
                 got=type(tensor).__name__,
                 fix="pass the full tensor on the source rank",
+            )
+        if odd := unfit(tensor) or uncopied(tensor) or (valueless(tensor) if mesh.device.type != "meta" else None):
+            got, fix = odd
+            raise UnsupportedOperationError(
+                "scatter_tensor: cells that cannot be cut and sent",
+                expected=f"a dense tensor on rank {root}",
+                got=got,
+                fix=fix,
             )
         if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UnsupportedDtypeError(

@@ -9,6 +9,22 @@ from mpi4py import MPI
 
 import mpishard as ms
 
+# tensors that are no cells at strides with values in them, and what makes them that
+ODD = {
+    "quantized": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "dequantize"),
+    "by channel": (
+        lambda x: torch.quantize_per_channel(x, torch.ones(len(x)), torch.zeros(len(x)), 0, torch.quint8),
+        "dequantize",
+    ),
+    "sparse": (torch.Tensor.to_sparse, "to_dense"),
+    "rows": (torch.Tensor.to_sparse_csr, "to_dense"),
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), "unbind"),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "unbind"),
+    "meta": (lambda x: x.to("meta"), "to_empty|move them"),
+}
+if torch.backends.mkldnn.is_available():
+    ODD["mkldnn"] = (torch.Tensor.to_mkldnn, "to_dense")
+ODD_WARNS = pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize|nested tensors)")
 WRONG = [None, 3, "text", [1, 2], {1: 2}, object(), torch.ones(2), np.ones(3), MPI.COMM_WORLD, torch.nn.Linear(1, 1)]
 NO_MESH = {
     "distribute_tensor": lambda mesh: ms.distribute_tensor(torch.ones(4), mesh, (ms.Shard(0),)),
@@ -96,7 +112,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize)")
+@ODD_WARNS
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_arguments_of_collectives(name, warm):
@@ -114,13 +130,68 @@ def test_arguments_of_collectives(name, warm):
             with pytest.raises((ms.LayoutError, ms.MeshError), match=r"\n  fix: ") as info:
                 call(x, mesh, **{**right, argument: value})
             texts.append(f"{type(info.value).__name__}: {info.value}")
-    for odd in (x.to_sparse(), x.to_sparse_csr(), torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)):
-        with pytest.raises(ms.MpishardError, match=r"works on plain tensors|no reduction") as info:
-            call(odd, mesh, **right)
+    for kind, (make, fix) in ODD.items():
+        if kind == "meta" and mesh.size == 1:  # nothing travels
+            continue
+        with pytest.raises(ms.MpishardError, match=rf"\n  fix: .*({fix})") as info:
+            call(make(x), mesh, **right)
         texts.append(f"{type(info.value).__name__}: {info.value}")
     said = mesh.comm.allgather(texts)
     assert said == said[:1] * mesh.size
     call(x, mesh, **right)
+    mesh.free()
+
+
+# those that keep, cut or send a tensor: each must say so of what it cannot
+TAKERS = {
+    "from_local": lambda mesh, at, x: ms.ShardTensor.from_local(x, mesh, (ms.Shard(0),)),
+    "distribute_tensor": lambda mesh, at, x: ms.distribute_tensor(x, mesh, (ms.Shard(0),)),
+    "of one rank": lambda mesh, at, x: ms.distribute_tensor(x, mesh, (ms.Shard(0),), src_data_rank=0),
+    "scatter_tensor": lambda mesh, at, x: ms.scatter_tensor(x, 0, mesh, (ms.Shard(0),)),
+    "extra": lambda mesh, at, x: ms.io.save_checkpoint(at, 1, extra={"x": x}, mesh=mesh),
+    "tensors": lambda mesh, at, x: ms.io.save_checkpoint(at, 1, tensors={"x": x}, mesh=mesh, asynchronous=True),
+    "export_safetensors": lambda mesh, at, x: ms.io.export_safetensors(at / "a", {"x": x}, mesh=mesh),
+    "import_dcp": lambda mesh, at, x: ms.io.import_dcp(at, {"x": x}, mesh=mesh),
+    "distribute_module": lambda mesh, at, x: ms.distribute_module(Keeper(x), mesh),
+}
+
+
+@ODD_WARNS
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", TAKERS)
+def test_tensors_that_are_no_cells_at_strides(tmp_path, name, kind):
+    mesh = ms.init_mesh((-1,), ("x",))
+    make, fix = ODD[kind]
+    folder = mesh.comm.bcast(tmp_path)
+    # of a model on meta torch says so itself
+    error = Exception if (name, kind) == ("distribute_module", "meta") else ms.MpishardError
+    with pytest.raises(error, match=fix) as info:
+        TAKERS[name](mesh, folder, make(torch.arange(1.0, 4 * mesh.size + 1).reshape(2 * mesh.size, 2)))
+    said = mesh.comm.allgather(str(info.value))
+    assert said == said[:1] * mesh.size
+    assert not list(folder.iterdir())
+    assert ms.all_reduce(torch.ones(()), mesh) == mesh.size
+    mesh.free()
+
+
+@pytest.mark.skipif(not hasattr(torch, "int4"), reason="torch has no integers of parts of a byte")
+def test_integers_of_parts_of_a_byte():
+    """Torch has no kernel that would copy them."""
+    mesh = ms.init_mesh((-1,), ("x",))
+    x = torch.empty(2 * mesh.size, dtype=torch.int4)
+    for call in (
+        lambda: ms.broadcast(x, mesh),
+        lambda: ms.all_gather(x, mesh),
+        lambda: ms.scatter_tensor(x, 0, mesh, (ms.Shard(0),)),
+        lambda: ms.distribute_tensor(x, mesh, (ms.Shard(0),)),
+        lambda: ms.distribute_module(Keeper(x), mesh),
+    ):
+        with pytest.raises(ms.UnsupportedOperationError, match=r"int4(.|\n)*view\(torch.uint8\)"):
+            call()
+    assert torch.equal(
+        ms.broadcast(x.view(torch.uint8), mesh).view(torch.int4).view(torch.uint8),
+        ms.broadcast(x.view(torch.uint8), mesh),
+    )
     mesh.free()
 
 
@@ -173,7 +244,14 @@ def test_one_rank_alone_is_wrong(tmp_path):
         (
             ms.io.export_safetensors,
             {"path": path.with_suffix(".st"), "model": {"u": points}, "mesh": mesh},
-            [{"path": 5}, {"metadata": 5}, {"model": {"u": 5}}],
+            [
+                {"path": 5},
+                {"metadata": 5},
+                {"metadata": {"a": 5}},
+                {"model": {"u": 5}},
+                {"model": 5},
+                {"model": Broken()},
+            ],
         ),
         (
             ms.io.save_checkpoint,
@@ -216,6 +294,14 @@ def test_one_rank_alone_is_wrong(tmp_path):
             with pytest.raises(ms.MpishardError):
                 call(**{**right, **wrong} if odd else right)
     mesh.free()
+
+
+class Keeper(torch.nn.Linear):
+    """A model that has a tensor of another kind."""
+
+    def __init__(self, x):
+        super().__init__(2, 2)
+        self.register_buffer("x", x)
 
 
 class Broken(torch.nn.Linear):

@@ -248,6 +248,11 @@ def test_fully_shard_around_shards():
         mesh.free()
 
 
+def quantized(x):
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
 def test_what_cannot_be():
     with pytest.raises(ms.MeshError, match="process_group: no ranks"):
         ms.process_group("y")
@@ -255,6 +260,18 @@ def test_what_cannot_be():
     try:
         with pytest.raises(ms.UnsupportedOperationError, match="no reduction 'band'"):
             dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+        for make in (torch.Tensor.to_sparse, lambda x: torch.nested.nested_tensor([x]), quantized):
+            parts = [make(torch.ones(2)) for _ in range(SIZE)]
+            for call in (
+                dist.all_reduce,
+                lambda x: dist.broadcast(x, 0),
+                lambda x, parts=parts: dist.all_gather(parts, x),
+                lambda x: dist.reduce(x, 0),
+                lambda x: dist.isend(x, RANK),
+                lambda x, parts=parts: dist.scatter(x, parts if RANK == 0 else None, 0),
+            ):
+                with pytest.raises(ms.UnsupportedOperationError, match="works on dense tensors"):
+                    call(make(torch.ones(2)))
         if SIZE > 1:
             turned = WORLD.Split(0, -RANK)
             with pytest.raises(ms.MeshError, match="another order"):

@@ -65,6 +65,9 @@ BUFFERS = {
     "negative stride": lambda a: (a.ctypes.data, "f8", a.shape, (-8, 8)),
     "description": lambda a: (a.ctypes.data, "f8"),
     "meta": lambda a: torch.empty(a.shape, dtype=torch.float64, device="meta"),
+    "quantized": lambda a: torch.quantize_per_tensor(torch.from_numpy(a).float(), 0.1, 0, torch.qint8),
+    "nested": lambda a: torch.nested.nested_tensor(list(torch.from_numpy(a))),
+    "sparse": lambda a: torch.from_numpy(a).to_sparse(),
     "extents": lambda a: (a.ctypes.data, "f8", ("rows", 8), None),
     "rude": lambda a: Rude(),
     "device": lambda a: type(
@@ -73,6 +76,7 @@ BUFFERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_buffers(host, sim, kind):
     """One rank's buffer is not what was said, at first or later: an error on all."""

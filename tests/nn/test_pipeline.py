@@ -253,6 +253,38 @@ def test_what_a_stage_raises_all_raise(mesh, where, late):
         close(p.grad, q.grad, "gradient")
 
 
+class Gives(nn.Module):
+    """Returns what the next stage cannot get."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda x: x.to_sparse(), "to_dense"),
+        (lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8), "dequantize"),
+        (lambda x: (x, torch.nested.nested_tensor([x.detach()])), "unbind"),
+        (lambda x: {"x": x}, "return tensors"),
+        (lambda x: (x, 3), "return tensors"),
+    ],
+)
+def test_what_a_stage_cannot_send_on(make, fix):
+    mesh = ms.init_mesh((-1,), ("stage",))
+    pipe = ms.Pipeline([Gives(make), *[nn.Identity() for _ in range(mesh.size - 1)]], mesh, "stage", microbatches=2)
+    x = torch.ones(4, 2, dtype=torch.float64) if mesh.rank == 0 else None
+    for call in (lambda: pipe(x), lambda: pipe.step(x, torch.ones(4, 2), lambda y, t: (y - t).sum())):
+        with pytest.raises(ms.UnsupportedOperationError, match=rf"Pipeline: a stage returns(.|\n)*{fix}"):
+            call()
+
+
 def saved_pipeline(spatial, mesh=None):
     """Return a pipeline that differs from stage to stage, its optimizer, and a function that trains it a step."""
     if mesh is None:

@@ -232,6 +232,22 @@ def test_misuse_on_all_ranks(mesh, folder):
         pass
 
 
+def test_whatever_rank_0_raises_all_raise(mesh, folder, monkeypatch):
+    with ms.profile(mesh, trace=folder / "t.json", quiet=True) as prof:
+        pass
+
+    def fail(*_):
+        raise AttributeError("of rank 0")
+
+    for name in ("add", "close"):
+        monkeypatch.setattr(f"mpishard.profiling.trace.Writer.{name}", fail)  # only rank 0 calls it
+        with pytest.raises(ms.errors.FileError, match="of rank 0"):
+            prof.save(folder / "again.json")
+        monkeypatch.undo()
+    mesh.comm.Barrier()
+    assert [path.name for path in folder.iterdir()] == ["t.json"]
+
+
 @pytest.mark.ranks(2, 3)
 def test_arguments_that_differ(mesh):
     with pytest.raises(ms.DesyncError, match="different calls"), ms.profile(mesh, quiet=WORLD.rank == 0):

@@ -50,7 +50,7 @@ def greet(
         circle.agree(error, timeout_s)
     except MpishardError as e:
         if circle.rank == 0:
-            _send(far, tag, wire.WITHDRAW, str(e).encode(), timeout_s)
+            _send(far, tag, wire.WITHDRAW, str(e).encode(errors="replace"), timeout_s)
         raise
     theirs = b""
     if circle.rank == 0:

@@ -79,7 +79,7 @@ def meet(name: object, timeout_s: float) -> Meeting:
     _attempts += 1
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
-    mine = Roll(_attempts, (_entry(name, rank),)) if _is_name(name) else Roll(_attempts, (), _bad_name(name, rank))
+    mine = Roll(_attempts, (_entry(name, rank),)) if wire.is_name(name) else Roll(_attempts, (), _bad_name(name, rank))
     roll = _called(world, mine, timeout_s)
     if roll.text:
         raise guard.common(PeerError(roll.text), world)
@@ -218,10 +218,6 @@ def _absent(ranks: Sequence[int], roll: Roll, size: int, timeout_s: float) -> st
     )
 
 
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name.encode()) < wire.NAME_NBYTES and "\0" not in name
-
-
 def _bad_name(name: object, rank: int) -> str:
     return described(
         f"join: no name of a program on rank {rank}",
@@ -236,7 +232,7 @@ def _entry(name: object, rank: int) -> Entry:
         with open("/proc/self/cmdline", "rb") as file:
             command = file.read()
     except OSError:
-        command = "\0".join(sys.orig_argv).encode()
+        command = os.fsencode("\0".join(sys.orig_argv))
     script = sys.argv[0] if sys.argv and sys.argv[0] else sys.executable
     program = os.path.realpath(script) if os.path.exists(script) else f"{sys.executable} {' '.join(sys.orig_argv[1:])}"
     appnum = MPI.COMM_WORLD.Get_attr(MPI.APPNUM)

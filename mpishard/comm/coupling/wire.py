@@ -86,7 +86,18 @@ def other_version(version: int | None) -> str:
 
 def clipped(text: str, nbytes: int) -> bytes:
     """Return a text that fits with a zero byte behind it. Not collective."""
-    return text.encode()[: nbytes - 1].decode(errors="ignore").encode()
+    return text.encode(errors="replace")[: nbytes - 1].decode(errors="ignore").encode()
+
+
+def is_name(name: object) -> bool:
+    """Tell whether there is room for a name, and the other side can read it: half a surrogate pair is no text.
+
+    Not collective.
+    """
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    data = name.encode(errors="ignore")
+    return 0 < len(data) < NAME_NBYTES and data.decode() == name
 
 
 def text_of(field: bytes) -> str:

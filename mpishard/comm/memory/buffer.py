@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -13,6 +14,10 @@ from mpishard.comm import traced
 MESSAGE_NBYTES = 1 << 30  # below every MPI's count limit; larger payloads travel in pieces
 
 address = MPI.buffer.fromaddress
+
+_DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
+# torch copies none of these as cells: they go with a scale of their own, or take less than a byte
+UNCOPIED = frozenset(d for d in _DTYPES if re.fullmatch(r"torch\.(qu?int.*|quint.*|u?int[1-7])", str(d)))
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
@@ -73,3 +78,25 @@ def spans(counts: Sequence[int]) -> list[tuple[int, int]]:
     """Return where blocks of these lengths begin and end, one after the other. Not collective."""
     ends = list(accumulate(counts))
     return list(zip([0, *ends], ends))
+
+
+def unfit(x: torch.Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is that is no numbers at strides, and how to make it that; None where it is.
+
+    Not collective.
+    """
+    if x.is_quantized:
+        return "a quantized one", "give x.dequantize()"
+    if x.is_nested:
+        return "a nested one", "give what it is made of, one by one: x.unbind()"
+    if x.layout is not torch.strided:
+        return f"one of layout {x.layout}", "give x.to_dense(), or what it is made of, one by one"
+    return None
+
+
+def uncopied(x: torch.Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is whose cells torch does not copy, and what to give instead; None of others.
+
+    Not collective.
+    """
+    return (f"one of {x.dtype}", "give its bytes: x.view(torch.uint8)") if x.dtype in UNCOPIED else None

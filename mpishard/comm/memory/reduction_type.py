@@ -85,7 +85,7 @@ def rule_of(op: str, dtype: torch.dtype) -> Rule:
             f"no reduction {op!r} of {dtype}",
             expected=f"for {op!r}, one of {', '.join(able)}" if able else f"an op among avg, {', '.join(_OPS)}",
             got=f"{op!r} of {dtype}",
-            fix="convert the tensor first" if able else "name one of them",
+            fix="convert the tensor first, a quantized one with x.dequantize()" if able else "name one of them",
         )
     return rule
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import iall_reduce
-from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host
+from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host, unfit
 from mpishard.comm.mesh import Group
 from mpishard.comm.torch_distributed.work import Work, keep
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
@@ -43,6 +43,13 @@ def _require(op: str, what: str, expected: object, got: object) -> None:
             got=got,
             fix="give every rank's tensor its place, in the dtype that travels",
         )
+
+
+def _check(op: str, *tensors: Tensor) -> None:
+    for x in tensors:
+        if odd := unfit(x):
+            got, fix = odd
+            raise UnsupportedOperationError(f"{op}: works on dense tensors", expected="one", got=got, fix=fix)
 
 
 def _kind(x: Tensor) -> str:
@@ -115,6 +122,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce in place. Collective."""
         op = _name_of(opts)
         (x,) = tensors
+        _check("all_reduce", x)
         if op != "sum" or blocking.in_order(None):
             _reduced(x.detach(), op, self._group)
             return Work(tensors)
@@ -136,6 +144,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place. Collective."""
+        _check("all_reduce", *tensors)
         for x in tensors:
             _reduced(x.detach(), _name_of(opts), self._group)
         return Work(tensors)
@@ -143,6 +152,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce onto one rank. Collective."""
         (x,) = tensors
+        _check("reduce", x)
         op = _name_of(opts)
         if op == "sum":
             y = blocking.reduce(x.detach(), self._group, opts.rootRank)
@@ -155,12 +165,14 @@ class MPIProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Send one rank's tensor to all. Collective."""
         (x,) = tensors
+        _check("broadcast", x)
         blocking.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
         return Work(tensors)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
         for parts, x in zip(outputs, inputs):
+            _check("all_gather", x, *parts)
             _require("all_gather", "tensors to fill, one for each rank,", self.size(), len(parts))
             counts = [p.numel() for p in parts]
             _require("all_gather", "the numbers given", counts[self.rank()], x.numel())
@@ -173,6 +185,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
+        _check("all_gather_into_tensor", input, output)
         expected = f"{input.numel() * self.size()} of {input.dtype}"
         _require("all_gather_into_tensor", "the numbers to fill", expected, _kind(output))
         flat = blocking.all_gather(input.detach().reshape(-1), self._group, 0, (input.numel(),) * self.size())
@@ -193,6 +206,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
+        _check("reduce_scatter_tensor", input, output)
         op, n = _name_of(opts), output.numel()
         _require("reduce_scatter_tensor", "the numbers given", f"{n * self.size()} of {output.dtype}", _kind(input))
         flat = input.detach().reshape(-1)
@@ -221,6 +235,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Reduce lists of tensors and keep one of them each. Collective."""
         for output, parts in zip(outputs, inputs):
+            _check("reduce_scatter", output, *parts)
             _require("reduce_scatter", "the tensors given, one for each rank,", self.size(), len(parts))
             alike = all(p.numel() == output.numel() for p in parts)
             if alike:
@@ -234,6 +249,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Send a tensor to every rank and receive one from each. Collective."""
+        _check("all_to_all", *inputs, *outputs)
         most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
         # how they travel depends on the largest of all ranks
         with guard.waiting("all_to_all", (), self.comm):
@@ -253,6 +269,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send rows of a tensor to every rank and receive rows from each. Collective."""
+        _check("all_to_all_single", input, output)
         size = self.size()
         sends, recvs = (
             list(splits) or [t.shape[0] // size] * size
@@ -295,8 +312,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Raise on all ranks where one rank's list has no tensor for each of them. Collective."""
         error: MpishardError | None = None
         try:
+            _check(op, x)
             if self.rank() == root:
                 (parts,) = lists
+                _check(op, *parts)
                 _require(op, "tensors of the list, one for each rank,", self.size(), len(parts))
                 _require(op, "the numbers of this rank", _kind(x), _kind(parts[root]))
         except MpishardError as e:
@@ -342,6 +361,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             raise UnsupportedOperationError(
                 f"{way}: a tag that MPI may not have", expected=f"0 to {TAGS - 1}", got=tag, fix="take another"
             )
+        _check(way, x)
         comm = self.comm if op else self._messages
         own = x.detach()
         host = dense(own) if own.device.type == "cpu" else to_host(own)

@@ -28,7 +28,8 @@ from mpishard.tensor.operand import resolved
 # Of cells that are copied on their way: what a rank holds besides its block.
 STAGED_NBYTES = 64 << 20
 
-FAILURES = (OSError, RuntimeError, TypeError, ValueError, KeyError)
+# whatever one rank raises, the others wait for it
+FAILURES = (Exception,)
 
 
 class Job(NamedTuple):

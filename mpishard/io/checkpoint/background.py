@@ -273,8 +273,8 @@ def in_background(taken: Snapshot) -> Saving:
             error: MpishardError | None = None
             try:
                 call()
-            except (OSError, RuntimeError, TypeError, ValueError) as e:
-                error = unwritable(taken.folder, e)
+            except Exception as e:  # noqa: BLE001 (the others wait for this rank)
+                error = e if isinstance(e, MpishardError) else unwritable(taken.folder, e)
             guard.agree(whole.comm, error)
     except MpishardError:
         if whole.rank == 0:

@@ -72,7 +72,7 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         error: MpishardError | None = None
         try:
             self._before = {s: signal.signal(s, self._note) for s in self._signals}
-        except (OSError, ValueError) as e:
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             error = MpishardError(
                 "preemption: signals cannot be noticed here",
                 expected="the main thread, and signals that can be caught",

@@ -23,7 +23,7 @@ from mpishard.io.checkpoint.checksum import first_wrong_cells, tile_count, tile_
 from mpishard.io.checkpoint.folder import TENSORS, damaged, read_state
 from mpishard.io.checkpoint.snapshot import FIRST, rows_of, stored_dtype, the_mesh
 from mpishard.io.checkpoint.stages import Stages
-from mpishard.io.checkpoint.state import DTYPES, Keys, decode
+from mpishard.io.checkpoint.state import DTYPES, Keys, decode, encode, items
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.open import check_sources, found, opened
 from mpishard.io.file.parts import files_at, narrowed
@@ -116,15 +116,15 @@ class ReadRequest:
         wanted = [key for key, thing in named.items() if thing is not None]
         lacking = [key for key in wanted if key not in tree]
         fields = tree.get("tensors", {})
-        if not isinstance(fields, dict):
-            raise damaged(path, f"its tensors are no dict, but {shown(fields)}")
+        there = items(path, fields)
         if self.tensors is not None:
-            lacking += [f"tensors[{name!r}]" for name in self.tensors if name not in fields]
-            fields = {name: fields[name] for name in self.tensors if name in fields}
+            lacking += [f"tensors[{name!r}]" for name in self.tensors if name not in there]
+            own = [name for name in self.tensors if name in there]
+            fields = {"$dict": [[encode(name, ("tensors",), {}), there[name]] for name in own]}
         if lacking:
             raise FileError(
                 f"load_checkpoint: {path} does not have {', '.join(lacking)}",
-                expected=f"some of {', '.join([*tree, *tree.get('tensors', {})])}",
+                expected=f"some of {', '.join([*tree, *map(str, there)])}",
                 got=", ".join(lacking),
                 fix="load only what was saved",
             )
@@ -139,8 +139,9 @@ class ReadRequest:
     def _check_model(self, tree: Mapping[str, Any], path: Path) -> None:
         if self.model is None or not self.strict:
             return
-        missing = [k for k in self.current if k not in tree["model"]]
-        unexpected = [k for k in tree["model"] if k not in self.current]
+        there = items(path, tree["model"])
+        missing = [k for k in self.current if k not in there]
+        unexpected = [k for k in there if k not in self.current]
         if missing or unexpected:
             raise LayoutError(
                 f"load_checkpoint: {path} is of another model",
@@ -152,7 +153,8 @@ class ReadRequest:
     def _check_optimizer(self, tree: Mapping[str, Any], path: Path) -> None:
         if not self.params:
             return
-        saved = [len(group["params"]) for group in tree["optimizer"]["param_groups"]]
+        groups = items(path, tree["optimizer"])["param_groups"]
+        saved = [len(items(path, group)["params"]) for group in groups]
         own = [len(group["params"]) for group in self.optimizer.param_groups]
         if saved != own:
             raise LayoutError(
@@ -184,7 +186,7 @@ class ReadRequest:
         mesh, section = self.mesh, keys[0]
         if section == "model":
             return self._like(keys, self.current.get(keys[1]), shape)
-        if section == "optimizer" and keys[1] == "state" and self.params:
+        if section == "optimizer" and keys[1] == "state" and self.params and type(keys[2]) is int:
             p = self.params[keys[2]]
             fits = tuple(p.shape) == shape and (shape or sharded is not None)
             return p.sharding if fits and isinstance(p, ShardTensor) else None
@@ -258,8 +260,8 @@ def restored(checkpoint: Path, wanted: ReadRequest, stages: Stages) -> dict[str,
     if stages.group.rank == 0:
         try:
             stages.check(checkpoint, read_state(checkpoint).get("stages"))
-        except (FileError, LayoutError) as e:
-            error = e
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
+            error = e if isinstance(e, MpishardError) else damaged(checkpoint, f"{type(e).__name__}: {e}")
     guard.agree(stages.group.comm, error)
     try:
         taken = _restored(stages.folder(checkpoint), wanted)
@@ -288,6 +290,8 @@ def _restored(path: Path, wanted: ReadRequest, whole: Stages | None = None) -> d
             error = e
         except FileError as e:
             error = damaged(path, str(e)) if "load_checkpoint" not in str(e) else e
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
+            error = damaged(path, f"{type(e).__name__}: {e}")
     try:
         guard.agree(group.comm, error)
         taken = _decoded(path, broadcast_text(text, group), file, wanted, group)

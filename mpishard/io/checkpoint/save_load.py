@@ -133,8 +133,8 @@ def save_checkpoint(
     if stages.group.rank == 0:
         try:
             hidden = folder_of.begin(taken.folder, step, stages)
-        except MpishardError as e:
-            error = e
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
+            error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
     own = generators_hash(taken)
     if guard.agree(stages.group.comm, error, "", (own, -own)) == (own, -own):
         taken = without_rows(taken)
@@ -168,19 +168,24 @@ def _agreed(taken: Snapshot) -> Iterator[None]:
     error: MpishardError | None = None
     try:
         yield
-    except (MpishardError, OSError, Warning) as e:
+    except Exception as e:  # noqa: BLE001 (the others wait for this rank)
         error = e if isinstance(e, MpishardError) else folder_of.unwritable(taken.folder, e)
     guard.agree(taken.stages.group.comm, error)
 
 
 def _check_numbers(step: int, keep: int | None) -> None:
-    if type(step) is not int or step < 0 or (keep is not None and (type(keep) is not int or keep < 1)):
+    if type(step) is not int or not 0 <= step < 1 << 63 or (keep is not None and (type(keep) is not int or keep < 1)):
         raise MpishardError(
             "save_checkpoint: step or keep",
-            expected="step: an integer >= 0; keep: an integer >= 1, or None for all",
-            got=f"step={step!r}, keep={keep!r}",
+            expected="step: an integer >= 0, below 2**63; keep: an integer >= 1, or None for all",
+            got=f"step={_shown(step)}, keep={_shown(keep)}",
             fix="count steps from 0, and keep at least the checkpoint that is saved",
         )
+
+
+def _shown(number: Any) -> str:
+    # Python has no text of longer ones
+    return f"an integer of {number.bit_length()} bits" if type(number) is int and number >= 1 << 63 else repr(number)
 
 
 @counter.named("io.load_checkpoint")
@@ -275,7 +280,7 @@ def load_checkpoint(
     if group.rank == 0:
         try:
             names = _candidates(folder, step, fallback)
-        except (FileError, Warning) as e:  # the user's filters make errors of warnings
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank; the user's filters make errors of warnings)
             error = e
     guard.agree(group.comm, error)
     names = broadcast_text("\n".join(names), group).split("\n")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import require, valueless
+from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
@@ -149,10 +151,13 @@ def snapshot(
     info: dict[str, dict[str, Any]] = {}
     x: Any
     for name, x in plain.items():
-        if x.layout is not torch.strided:
-            what = f"save_checkpoint: {name} cannot be stored"
-            raise MpishardError(what, expected="a dense tensor", got=x.layout, fix="x.to_dense()")
         sharded = isinstance(x, ShardTensor)
+        block = x.block if sharded else x
+        if odd := unfit(block) or valueless(block):
+            got, fix = odd
+            raise MpishardError(
+                f"save_checkpoint: {name} cannot be stored", expected="a dense tensor with values", got=got, fix=fix
+            )
         dims = [p.dim if isinstance(p, Shard) else None for p in x.sharding.placements] if sharded else None
         dtype = str(x.dtype).removeprefix("torch.")
         info[name] = {"shape": list(x.shape), "dtype": dtype, "sharded": dims}
@@ -170,6 +175,14 @@ def storable(taken: Snapshot) -> Snapshot:
             local = (local.resolve_conj() if local.is_complex() else local).resolve_neg()
             tensors[name] = wrap(local.view(stored_dtype(local.dtype)), x.sharding, taken.mesh)
     return taken._replace(tensors=tensors)
+
+
+def state_of(call: str, model: Any) -> dict[Any, Any]:
+    """Return the state dict of a model, or the one that is given; LayoutError for another thing. Not collective."""
+    if isinstance(model, torch.nn.Module):
+        return dict(model.state_dict())
+    require(call, "model", model, Mapping, "give a torch.nn.Module, or {name: tensor}")
+    return dict(model)
 
 
 def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any]) -> CartMesh:

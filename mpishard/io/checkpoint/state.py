@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 from mpishard.errors import FileError, MpishardError, UnsupportedDtypeError
+from mpishard.io.file.trust import shown
 
 Keys = tuple[Any, ...]
 # of dicts in dicts and the like: Python's own limit must not be met half way
 DEPTH = 64
+# Python writes and reads no longer integers as text
+_MOST = 10**4300
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -50,6 +54,13 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
         There is something else in it.
     """
     kind = type(value)
+    if kind is int and not -_MOST < value < _MOST:
+        raise MpishardError(
+            f"save_checkpoint: {'/'.join(map(str, keys))} is too long for JSON",
+            expected="an integer of at most 4300 digits",
+            got=f"one of {value.bit_length()} bits",
+            fix="store it as text, e.g. hex(x), or as bytes",
+        )
     if value is None or kind in (bool, int, str):
         return value
     if len(keys) > DEPTH:
@@ -71,15 +82,17 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
             raise _foreign(value.dtype, keys)
         return encode(item, keys, tensors)
     if isinstance(value, Counter):
-        return {"$counter": [[encode(k, keys, tensors), n] for k, n in value.items()]}
+        return {"$counter": [[encode(k, keys, tensors), encode(n, (*keys, "n"), tensors)] for k, n in value.items()]}
     if isinstance(value, Mapping):
         if all(type(k) is str and not k.startswith("$") for k in value):
             return {k: encode(v, (*keys, k), tensors) for k, v in value.items()}
-        parts = _distinct(value)
-        return {"$dict": [[encode(k, (*keys, k), tensors), encode(v, (*keys, p), tensors)] for (k, v), p in parts]}
+        # before they are named after their text, which not every key has
+        named = [encode(k, keys, tensors) for k in value]
+        return {"$dict": [[k, encode(v, (*keys, p), tensors)] for k, (v, p) in zip(named, _distinct(value))]}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(v, (*keys, i), tensors) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else {f"${'tuple' if isinstance(value, tuple) else 'set'}": items}
+        kinds = {tuple: "$tuple", frozenset: "$frozenset", set: "$set"}
+        return items if isinstance(value, list) else {next(kinds[k] for k in kinds if isinstance(value, k)): items}
     if kind is complex:
         return {"$complex": [encode(value.real, keys, tensors), encode(value.imag, keys, tensors)]}
     if kind is bytes:
@@ -87,7 +100,7 @@ def encode(value: Any, keys: Keys, tensors: dict[str, Tensor]) -> Any:
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, enum.Enum) and isinstance(value, (int, str)):
-        return value.value
+        return encode(value.value, keys, tensors)
     raise MpishardError(
         f"save_checkpoint: {'/'.join(map(str, keys))} cannot be stored without pickle",
         expected="tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them",
@@ -113,15 +126,15 @@ def _foreign(dtype: np.dtype[Any], keys: Keys) -> UnsupportedDtypeError:
     )
 
 
-def _distinct(value: Mapping[Any, Any]) -> list[tuple[tuple[Any, Any], str]]:
-    """Return the items of a dict, each with a name of its own: 1 and "1" are two keys."""
+def _distinct(value: Mapping[Any, Any]) -> list[tuple[Any, str]]:
+    """Return the values of a dict, each with a name of its own: 1 and "1" are two keys."""
     taken, out = {k for k in value if type(k) is str}, []
     for k, v in value.items():
         part = str(k)
         while type(k) is not str and part in taken:
             part += "~"
         taken.add(part)
-        out.append(((k, v), part))
+        out.append((v, part))
     return out
 
 
@@ -136,7 +149,33 @@ def _named(keys: Keys, value: Tensor, tensors: dict[str, Tensor]) -> str:
 def _part(key: Any) -> str:
     # one key, one level of the file: a name with a slash could be another one's group
     text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    # half a surrogate pair is no text for HDF5
+    text = re.sub("[\ud800-\udfff]", lambda half: f"%{ord(half[0]):X}", text)
     return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
+
+
+def items(path: Any, value: Any) -> dict[Any, Any]:
+    """Return a dict's items, of what `encode` made of it: keys as they were, values as they lie in JSON.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        It was no dict. The checkpoint at ``path`` is named.
+    """
+    tag = next(iter(value), "") if isinstance(value, dict) else "$"
+    if not tag.startswith("$"):
+        return value  # type: ignore[no-any-return]
+    if tag != "$dict":
+        raise FileError(
+            f"load_checkpoint: {path} is damaged",
+            expected="a dict of tensors, of a model or of an optimizer",
+            got=shown(value),
+            fix="load another checkpoint (fallback=True)",
+        )
+    # a tensor may be a key, too
+    return {decode(k, (), lambda name, _: name): v for k, v in value[tag]}  # type: ignore[arg-type,return-value]
 
 
 def decode(value: Any, keys: Keys, tensor: Callable[[str, Keys], Tensor]) -> Any:
@@ -184,9 +223,9 @@ def _decoded(tag: str, content: Any, keys: Keys, tensor: Callable[[str, Keys], T
     if tag == "$dtype":
         return DTYPES[content]
     if tag == "$counter":
-        return Counter({decode(k, keys, tensor): n for k, n in content})
+        return Counter({decode(k, keys, tensor): decode(n, keys, tensor) for k, n in content})
     if tag == "$dict":
         pairs = [(decode(k, keys, tensor), v) for k, v in content]
         return {k: decode(v, (*keys, k), tensor) for k, v in pairs}
-    kind = {"$tuple": tuple, "$set": set}[tag]
+    kind: Any = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag]
     return kind(decode(v, (*keys, i), tensor) for i, v in enumerate(content))

@@ -148,20 +148,25 @@ def absolute(path: Any) -> pathlib.Path:
     Raises
     ------
     FileError
-        It is of another type, or has a NUL in it.
+        It is of another type, has a NUL in it, or a lone surrogate that no file's name has.
     """
     try:
         text = os.fspath(path)
-        if not isinstance(text, str) or "\0" in text:
+        if not isinstance(text, str) or b"\0" in os.fsencode(text):
             raise ValueError("no path")
         return pathlib.Path(os.path.abspath(text))
     except (TypeError, ValueError):
         raise FileError(
             f"{shown(path)} is no path",
-            expected="a str or a pathlib.Path, without NUL",
+            expected="a str or a pathlib.Path, without NUL, that a file can be named by",
             got=shown(path),
             fix="give one",
         ) from None
+
+
+def is_text(value: Any) -> bool:
+    """Tell whether a value is text that others can read: half a surrogate pair is none. Not collective."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
 def shown(text: Any) -> str:

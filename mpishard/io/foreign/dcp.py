@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import require, valueless
 from mpishard.comm import guard
+from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError
-from mpishard.io.checkpoint.snapshot import the_mesh
+from mpishard.io.checkpoint.snapshot import state_of, the_mesh
 from mpishard.io.checkpoint.state import DTYPES
 from mpishard.io.file.trust import absolute, check_memory, is_inside, open_regular, read_bounded, shown, told
 from mpishard.io.foreign.inert_pickle import Name, Pairs, Record, RefusedError, read
@@ -91,32 +93,69 @@ def import_dcp(
     FileError
         It is missing or damaged, its pieces overlap or leave a gap, or its list names anything but tensors.
     LayoutError
-        A tensor is not there, or has another shape.
+        A tensor is not there, or has another shape; or an argument is of another kind.
 
     Examples
     --------
     >>> ms.io.import_dcp("step-1000", model, prefix="model.", mesh=mesh)
     """
-    wanted = dict(model.state_dict() if isinstance(model, torch.nn.Module) else model)
+    error: Exception | None = None
+    wanted: dict[Any, Any] = {}
+    try:
+        wanted = state_of("import_dcp", model)
+    except Exception as e:
+        # without a mesh it is not known who the other ranks are
+        if mesh is None:
+            raise
+        error = e
     mesh = the_mesh("import_dcp", mesh, wanted.values())
     comm = mesh.group(tuple(range(mesh.ndim))).comm
-    error: MpishardError | None = None
     found: dict[str, Tensor] = {}
     try:
+        require("import_dcp", "prefix", prefix, str, 'leave it out, or give text, as "model."')
+        _check(wanted, strict or not isinstance(model, torch.nn.Module))
         stored = _Stored(absolute(path))
         for name, like in wanted.items():
             if prefix + name in stored.tensors or strict:
                 found[name] = stored.like(prefix + name, like)
     except MpishardError as e:
-        error = e
+        error = error or e
     except RefusedError as e:
-        error = _refused(path, f"a list of contents of which {e}", "ask who made it")
+        error = error or _refused(path, f"a list of contents of which {e}", "ask who made it")
     except Exception as e:  # noqa: BLE001 (a damaged pickle can raise anything)
-        error = _refused(path, f"{type(e).__name__}: {e}", "check that it is complete, and holds plain tensors")
-    guard.agree(comm, error, f"import_dcp {told(path)} {sorted(wanted)} {prefix!r} strict={strict}")
+        fix = "check that it is complete, and holds plain tensors"
+        error = error or _refused(path, f"{type(e).__name__}: {e}", fix)
+    guard.agree(comm, error, f"import_dcp {told(path)} {sorted(map(repr, wanted))} {prefix!r} strict={strict}")
     if isinstance(model, torch.nn.Module):
         model.load_state_dict(found, strict=strict)
     return found
+
+
+def _check(wanted: dict[Any, Any], everything: bool) -> None:
+    """Raise where what is to be read is not named, or not told by a tensor.
+
+    What a model keeps besides tensors is left out, unless ``everything`` must be there.
+    """
+    for name, like in [*wanted.items()]:
+        if not isinstance(name, str):
+            what = "import_dcp: a name in model= is of another kind"
+            raise LayoutError(what, expected="a str", got=repr(name), fix="name it as it was saved")
+        if not isinstance(like, Tensor):
+            if not everything:
+                del wanted[name]
+                continue
+            raise LayoutError(
+                f"import_dcp: {name!r} in model= is of another kind",
+                expected="a tensor of the shape that was saved",
+                got=type(like).__name__,
+                fix="leave it out; strict=False leaves out what a model keeps besides tensors",
+            )
+        block = like.block if isinstance(like, ShardTensor) else like
+        if odd := unfit(block) or valueless(block):
+            got, fix = odd
+            raise LayoutError(
+                f"import_dcp: {name!r} cannot be read into", expected="a dense tensor with values", got=got, fix=fix
+            )
 
 
 class _Stored:

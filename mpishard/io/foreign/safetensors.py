@@ -16,18 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpishard.autograd.argument import require, valueless
 from mpishard.comm import guard
 from mpishard.comm.collective.gather_slabs import Intervals, funnel
+from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.io.backend.job import given
 from mpishard.io.checkpoint.folder import flush
-from mpishard.io.checkpoint.snapshot import stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import state_of, stored_dtype, the_mesh
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.trust import absolute, check_replaceable, fresh, told
+from mpishard.io.file.trust import absolute, check_replaceable, fresh, is_text, shown, told
+from mpishard.tensor import ShardTensor
 from mpishard.tensor.operand import on_mesh
 
 _SLAB_NBYTES = 64 << 20
+# the format's own key, and the longest header that its readers take
+_METADATA, _HEADER_NBYTES = "__metadata__", 100_000_000
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -67,7 +72,7 @@ def export_safetensors(
     model
         A model, or its state dict; plain tensors (those of rank 0 count) and ShardTensors.
     metadata
-        Text to go with them.
+        Text to go with them: name -> text.
     mesh
         Needed where no tensor is sharded.
 
@@ -78,33 +83,48 @@ def export_safetensors(
     UnsupportedDtypeError
         The format has no such type.
     LayoutError
-        There is something else than tensors in the state dict.
+        There is something else than dense tensors in the state dict, or a name or metadata that the format cannot hold:
+        what is no text, has half a surrogate pair, or a tensor named ``__metadata__``.
 
     Examples
     --------
     >>> ms.io.export_safetensors("model.safetensors", model, mesh=mesh)
     """
-    state = dict(model.state_dict() if isinstance(model, torch.nn.Module) else model)
+    error: Exception | None = None
+    state: dict[Any, Any] = {}
+    try:
+        state = state_of("export_safetensors", model)
+    except Exception as e:
+        # without a mesh it is not known who the other ranks are
+        if mesh is None:
+            raise
+        error = e
     mesh = the_mesh("export_safetensors", mesh, state.values())
     group = mesh.group(tuple(range(mesh.ndim)))
-    error: Exception | None = None
     header: dict[str, Any] = {}
-    end, own = 0, Path()
+    end, own, text = 0, Path(), b""
     try:
         own = absolute(path)
-        if metadata:
-            header["__metadata__"] = dict(metadata)
+        if metadata is not None:
+            require("export_safetensors", "metadata", metadata, Mapping, "give {name: text}")
+            for key, value in metadata.items():
+                _check_text("a name of the metadata", key)
+                _check_text(f"metadata[{key!r}]", value)
+            if metadata:
+                header[_METADATA] = dict(metadata)
         for name, x in state.items():
+            _check_text("a name of a tensor", name)
             _check(name, x)
             begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
             header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        text = _packed(header)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
-        error = e
+        error = error or e
     guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}")
     target = None
     try:
         if group.rank == 0:
-            target = _Target(own, header, end)
+            target = _Target(own, header, text, end)
             error = target.open()
         guard.agree(group.comm, error)
         for name, x in state.items():
@@ -120,10 +140,47 @@ def export_safetensors(
             target.discard()
 
 
+def _check_text(what: str, text: Any) -> None:
+    if is_text(text):
+        return
+    raise LayoutError(
+        f"export_safetensors: {what} that the format cannot hold",
+        expected="text of whole characters",
+        got=shown(text) if isinstance(text, str) else type(text).__name__,
+        fix="convert it with str(), and leave lone surrogates out",
+    )
+
+
+def _packed(header: dict[str, Any]) -> bytes:
+    """Return the header as it lies in the file; LayoutError where readers would refuse it. Not collective."""
+    text = json.dumps(header).encode()
+    if len(text) > _HEADER_NBYTES:
+        raise LayoutError(
+            "export_safetensors: names, shapes and metadata that readers take for damage",
+            expected=f"at most {_HEADER_NBYTES} bytes of them",
+            got=len(text),
+            fix="leave metadata out, or export parts of the model",
+        )
+    return text + b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+
+
 def _check(name: str, x: Any) -> None:
+    if name == _METADATA:
+        raise LayoutError(
+            f"export_safetensors: a tensor named {name!r}",
+            expected="another name: that one is the metadata's",
+            got=name,
+            fix="rename it, or leave it out; text goes into metadata=",
+        )
     if not isinstance(x, Tensor):
         raise LayoutError(
             f"export_safetensors: {name!r}", expected="a tensor", got=type(x).__name__, fix="leave it out"
+        )
+    block = x.block if isinstance(x, ShardTensor) else x
+    if odd := unfit(block) or valueless(block):
+        got, fix = odd
+        raise LayoutError(
+            f"export_safetensors: {name!r} cannot be stored", expected="a dense tensor with values", got=got, fix=fix
         )
     if x.dtype not in _NAMES:
         raise UnsupportedDtypeError(
@@ -137,27 +194,25 @@ def _check(name: str, x: Any) -> None:
 class _Target:
     """The file on rank 0; errors are kept until all ranks ask for them."""
 
-    def __init__(self, path: Path, header: dict[str, Any], nbytes: int) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], text: bytes, nbytes: int) -> None:
         self.path = path
         self.partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
         self.header = header
+        self.text = text
         self.nbytes = nbytes
-        self.start = 0
+        self.start = 8 + len(text)
         self.error: MpishardError | None = None
 
     def open(self) -> MpishardError | None:
-        text = json.dumps(self.header).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-        self.start = 8 + len(text)
         try:
             check_replaceable(self.path)
             with fresh(self.partial) as file:
-                file.write(len(text).to_bytes(8, "little") + text)
+                file.write(len(self.text).to_bytes(8, "little") + self.text)
                 file.flush()
                 if self.nbytes:
                     # now, while a full disk is an error: later, in mapped memory, it would be a signal
                     os.posix_fallocate(file.fileno(), self.start, self.nbytes)
-        except OSError as e:
+        except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             self._failed(e)
         return self.error
 
@@ -169,7 +224,7 @@ class _Target:
                     whole = np.memmap(self.partial, NUMPY[dtype], "r+", at, shape or (1,))
                     whole[tuple(slice(lo, hi) for lo, hi in box) or ...] = cells.numpy()
                     whole.flush()
-                except (OSError, ValueError) as e:
+                except Exception as e:  # noqa: BLE001 (the others hand their cells over)
                     self._failed(e)
 
         return put
@@ -179,7 +234,7 @@ class _Target:
             try:
                 flush(self.partial)
                 os.replace(self.partial, self.path)
-            except OSError as e:
+            except Exception as e:  # noqa: BLE001 (the others wait for this rank)
                 self._failed(e)
         return self.error
 

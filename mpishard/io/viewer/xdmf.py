@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpishard.errors import FileError
 from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.viewer.grid import Grid, grids, replaced
 
@@ -19,6 +21,22 @@ _TYPES = {
     "float32": ("Float", 4),
     "float64": ("Float", 8),
 }
+
+
+# XML has no word for these
+_UNTOLD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise FileError where a name cannot be told in XML: no viewer would read the companion. Not collective."""
+    for name in names:
+        if _UNTOLD.search(name):
+            raise FileError(
+                f"write: {name!r} is no name in XDMF",
+                expected="text without control characters",
+                got=ascii(name),
+                fix="give it another name, or leave xdmf out",
+            )
 
 
 def write_xdmf(path: Path, form: Schema) -> None:

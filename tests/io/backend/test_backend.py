@@ -191,6 +191,40 @@ def test_a_failed_step_is_taken_back(mesh, folder, monkeypatch):
     assert len(ms.io.Dataset(folder / "a.h5", "x", mesh, x.placements)) == 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_rank_0_alone_cannot_send_or_write(mesh, folder, backend):
+    """Its description of the file is sent to all; what cannot travel, or be named, is an error of all."""
+    x = sharded(values((4, 6)), mesh)
+    for wrong in (
+        {"compression": {"x": lambda: 0}},
+        {"attrs": {"a": memoryview(b"xy")}},
+        {"attrs": {"a": "\ud800"}},
+        {"attrs": {"a": 10**5000}},
+        {"dims": ("y", "\ud800")},
+        {"tensors": {"x\ud800": x}},
+        {"path": folder / "\ud800.h5"},
+    ):
+        with pytest.raises(ms.errors.FileError) as e:
+            ms.io.write(**{"path": folder / "a.h5", "tensors": {"x": x}, "backend": backend, **wrong})
+        assert len(set(WORLD.allgather(str(e.value)))) == 1
+    WORLD.Barrier()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", [AttributeError, MemoryError, OverflowError, UserWarning])
+def test_whatever_one_rank_raises_all_raise(mesh, folder, monkeypatch, kind):
+    def fail(*_):
+        raise kind("of rank 0")
+
+    for name in ("create", "selection", "finish"):
+        monkeypatch.setattr(root, name, fail)  # only rank 0 calls it
+        with pytest.raises(ms.errors.FileError, match="of rank 0"):
+            ms.io.write(folder / "a.h5", {"x": sharded(values((4, 6)), mesh)}, backend="root")
+        monkeypatch.undo()
+    WORLD.Barrier()
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_many_pieces_and_views(mesh, folder, name, monkeypatch):
     for module in (job, mpio, root):

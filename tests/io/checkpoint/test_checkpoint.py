@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
@@ -24,7 +26,7 @@ from torch import nn
 import mpishard as ms
 from mpishard.comm import guard
 from mpishard.errors import FileError, MpishardError
-from mpishard.io.checkpoint import background, checksum
+from mpishard.io.checkpoint import background, checksum, restore
 from mpishard.io.checkpoint import folder as folders
 from mpishard.io.checkpoint.snapshot import Snapshot
 from mpishard.io.checkpoint.stages import Stages
@@ -263,6 +265,140 @@ def test_anything_but_pickle(mesh, folder):
             ms.io.save_checkpoint(folder, 1, extra=thing, mesh=mesh)
         same_on_all(e)
     assert listed(folder) == ["latest", "step_0000000000"]
+
+
+NAMES = [
+    "$rho",
+    "$",
+    "$dict",
+    "$tensor",
+    0,
+    -1,
+    True,
+    None,
+    1.5,
+    b"x",
+    (1, "a"),
+    frozenset({2}),
+    "a/b",
+    "\ud800",
+    "%D800",
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_names_are_found_again(mesh, folder, seed):
+    """Names that JSON lacks, or that look like its own: all of them, some of them, and those of a model's parts."""
+    draw = random.Random(seed)
+    names = [*draw.sample(NAMES, 5), "u"]
+    tensors = {name: on(mesh, values((6,), seed=i), 0) for i, name in enumerate(names)}
+    ms.io.save_checkpoint(folder, 1, tensors=tensors, mesh=mesh, asynchronous=bool(seed % 2))
+
+    def same(found, wanted):
+        assert list(found) == wanted
+        assert all(torch.equal(found[name].full_tensor(), tensors[name].full_tensor()) for name in wanted)
+
+    same(ms.io.load_checkpoint(folder, mesh=mesh).tensors, names)
+    some = draw.sample(names, 3)
+    like = {name: draw.choice([tensors[name], (ms.Shard(0),) + (ms.Replicate(),) * (mesh.ndim - 1)]) for name in some}
+    same(ms.io.load_checkpoint(folder, tensors=like, mesh=mesh).tensors, some)
+    with pytest.raises(FileError, match=r"does not have tensors\['none'\](.|\n)*some of tensors, rng, ") as e:
+        ms.io.load_checkpoint(folder, tensors={"u": None, "none": None}, mesh=mesh)
+    same_on_all(e)
+
+
+class Parts(nn.Module):
+    """A model whose parts have names of their own kind."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+
+
+def test_a_model_with_any_names(mesh, folder):
+    saved, other = Parts("$a", "$dict", "b"), Parts("$a", "$dict", "b")
+    optimizers = [torch.optim.Adam([{"params": m.parameters(), 3: "own"}]) for m in (saved, other)]
+    for p in saved.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers[0].step()
+    ms.io.save_checkpoint(folder, 1, model=saved, optimizer=optimizers[0], mesh=mesh)
+    ms.io.load_checkpoint(folder, model=other, optimizer=optimizers[1], mesh=mesh)
+    for name, p in other.state_dict().items():
+        assert torch.equal(p, saved.state_dict()[name])
+    assert optimizers[1].param_groups[0][3] == "own"
+    assert len(optimizers[1].state) == 6
+    with pytest.raises(ms.LayoutError, match=r"not in the file: \['\$c\.weight', '\$c\.bias'\]") as e:
+        ms.io.load_checkpoint(folder, model=Parts("$a", "$dict", "$c"), mesh=mesh)
+    same_on_all(e)
+
+
+def test_counts_sets_and_enumerations(mesh, folder):
+    """What a scheduler or a program may hold, and JSON does not."""
+    extra = {
+        "counter": Counter({3: np.int64(2), "a": 0.5, None: float("inf")}),
+        "sets": {frozenset({1, (2, frozenset({"x"}))}): {frozenset(), frozenset({b"y"})}},
+        "enumerations": [enum.IntEnum("E", {"A": 3}).A, enum.Enum("E", {"A": np.int64(4)}, type=int).A],
+        "long": 10**4299,
+        "half": ["\ud800", {"\udc00": torch.ones(2), "%DC00": torch.zeros(2)}],
+    }
+    ms.io.save_checkpoint(folder, 1, extra=extra, mesh=mesh)
+    back = ms.io.load_checkpoint(folder, mesh=mesh).extra
+    assert torch.equal(back["half"][1].pop("\udc00"), torch.ones(2))
+    assert torch.equal(back["half"][1].pop("%DC00"), torch.zeros(2))
+    extra["half"][1].clear()
+    assert back == extra
+
+
+@ASYNCHRONOUS
+def test_numbers_that_json_has_no_text_for(mesh, folder, asynchronous):
+    """Python writes no integer of more digits: all ranks know before anything is written."""
+    for extra in (
+        {"x": 10**5000},
+        [-(10**4300)],
+        {10**5000: 1},
+        {(1, 10**5000): 1},
+        Counter({"a": 10**5000}),
+        {"x": Counter({"a": object()})},
+    ):
+        with pytest.raises(MpishardError, match=r"save_checkpoint: extra.* (is too long|cannot be stored)") as e:
+            ms.io.save_checkpoint(folder, 1, extra=extra, mesh=mesh, asynchronous=asynchronous)
+        same_on_all(e)
+    for step in (10**5000, 1 << 63):
+        with pytest.raises(MpishardError, match="step or keep") as e:
+            ms.io.save_checkpoint(folder, step, mesh=mesh, asynchronous=asynchronous)
+        same_on_all(e)
+    assert not listed(folder)
+
+
+@ASYNCHRONOUS
+@pytest.mark.parametrize("where", ["begin", "write_state", "commit", "read_state", "sizes"])
+@pytest.mark.parametrize("kind", [ValueError, AttributeError, MemoryError])
+def test_whatever_one_rank_raises_all_raise(mesh, folder, monkeypatch, asynchronous, where, kind):
+    def fail(*_, **__):
+        raise kind("of rank 0")
+
+    ms.io.save_checkpoint(folder, 1, mesh=mesh)
+    monkeypatch.setattr(folders, where, fail)  # only rank 0 calls it
+    with pytest.raises(FileError, match="of rank 0") as e:
+        ms.io.save_checkpoint(folder, 2, mesh=mesh, asynchronous=asynchronous).wait()
+    same_on_all(e)
+    monkeypatch.undo()
+    assert listed(folder) == ["latest", "step_0000000001"] or where == "begin"
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, AttributeError, MemoryError, FileError])
+def test_whatever_one_rank_raises_in_loading_all_raise(mesh, folder, monkeypatch, kind):
+    def fail(*_, **__):
+        raise kind("of rank 0")
+
+    ms.io.save_checkpoint(folder, 1, mesh=mesh)
+    for module, name in ((folders, "look"), (restore, "read_state")):
+        monkeypatch.setattr(module, name, fail)  # only rank 0 calls it
+        with pytest.raises(MpishardError if SIZE > 1 else (MpishardError, kind), match="of rank 0"):
+            ms.io.load_checkpoint(folder, mesh=mesh)
+        monkeypatch.undo()
 
 
 # -- what is kept

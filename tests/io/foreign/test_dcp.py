@@ -83,6 +83,19 @@ def test_a_list_that_python_3_13_wrote(mesh, folder, monkeypatch):
     assert torch.equal(ms.io.import_dcp(at, {"x": torch.zeros(4, 6)}, mesh=mesh)["x"], values((4, 6)))
 
 
+class Odd(nn.Linear):
+    """A model that keeps something besides tensors."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def get_extra_state(self):
+        return {"a": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
 class Trap:
     def __reduce__(self):
         return (os.mkdir, ("trapped",))
@@ -101,7 +114,15 @@ def test_what_is_refused(mesh, folder):
     refused(ms.LayoutError, "no such tensor", {"y": torch.zeros(3)})
     refused(ms.LayoutError, "no such tensor", prefix="model.")
     refused(ms.LayoutError, "shape", {"x": torch.zeros(3)})
+    refused(ms.LayoutError, "a name in model= is of another kind(.|\n)* 5", {5: torch.zeros(4, 6)})
+    refused(ms.LayoutError, "a name in model= is of another kind", {"x": torch.zeros(4, 6), 5: torch.zeros(4, 6)})
+    refused(ms.LayoutError, "'x' in model= is of another kind(.|\n)* int", {"x": 3})
+    refused(ms.LayoutError, "'x' in model= is of another kind", {"x": 3}, strict=False)
+    refused(ms.LayoutError, "model= is of another kind", 3)
+    refused(ms.LayoutError, "prefix= is of another kind(.|\n)* NoneType", prefix=None)
     assert ms.io.import_dcp(at, {"y": torch.zeros(3)}, strict=False, mesh=mesh) == {}
+    assert ms.io.import_dcp(at, Odd(), strict=False, mesh=mesh) == {}
+    refused(ms.LayoutError, "strict=False leaves out", Odd())
     listed = (at / ".metadata").read_bytes()
     (piece,) = at.glob("*.distcp")
     cells = piece.read_bytes()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import mpishard as ms
 from mpishard.errors import FileError
+from mpishard.io.foreign import safetensors
 from tests.compare import mesh_of, mesh_shapes
 
 WORLD = MPI.COMM_WORLD
@@ -64,6 +66,79 @@ def test_models_go_out_and_come_in(mesh, folder):
     raw.seek(0)
     model.load_state_dict(torch.load(raw, weights_only=True))
     assert all(torch.equal(p, q) for p, q in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_name_is_read_again_or_refused(mesh, folder, seed):
+    """Names and metadata drawn from all of Unicode: what others cannot read takes no file's place."""
+    draw = random.Random(seed)
+    x = ms.distribute_tensor(torch.arange(6.0), mesh, [ms.Shard(0)] * mesh.ndim)
+    at = folder / "a.safetensors"
+    ms.io.export_safetensors(at, {"before": x})
+
+    def text():
+        kinds = [(0, 0x80), (0x80, 0xD800), (0xD800, 0xE000), (0xE000, 0x110000)]
+        return "".join(chr(draw.randrange(*draw.choices(kinds, (8, 4, 1, 4))[0])) for _ in range(draw.randrange(4)))
+
+    for _ in range(8):
+        names, metadata = [text(), text()], {text(): text()}
+        bad = any("\ud800" <= c < "\ue000" for t in (*names, *metadata, *metadata.values()) for c in t)
+        if bad:
+            with pytest.raises(ms.LayoutError, match="cannot hold") as e:
+                ms.io.export_safetensors(at, dict.fromkeys(names, x), metadata=metadata)
+            assert len(set(WORLD.allgather(str(e.value)))) == 1
+            continue
+        ms.io.export_safetensors(at, dict.fromkeys(names, x), metadata=metadata)
+        WORLD.Barrier()
+        back = load_file(at)
+        assert sorted(back) == sorted(set(names))
+        with safe_open(at, "pt") as file:
+            assert file.metadata() == metadata
+        WORLD.Barrier()
+    WORLD.Barrier()
+    load_file(at)
+
+
+def test_what_readers_refuse_replaces_no_file(mesh, folder, monkeypatch):
+    x = ms.distribute_tensor(torch.arange(6.0), mesh, [ms.Shard(0)] * mesh.ndim)
+    at = folder / "a.safetensors"
+    ms.io.export_safetensors(at, {"before": x})
+    for model, metadata in (
+        ({"__metadata__": x}, None),
+        ({0: x}, None),
+        ({0: x, "0": x}, None),
+        ({("a", 1): x}, None),
+        ({"a\udc80": x}, None),
+        ({"a": x}, {"x": 1}),
+        ({"a": x}, {b"x": "1"}),
+        ({"a": x}, {1: "x"}),
+        ({"a": x}, {"x": object()}),
+        ({"a": x}, 3),
+        (3, None),
+    ):
+        with pytest.raises(ms.LayoutError, match="export_safetensors") as e:
+            ms.io.export_safetensors(at, model, metadata=metadata, mesh=mesh)
+        assert len(set(WORLD.allgather(str(e.value)))) == 1
+    monkeypatch.setattr(safetensors, "_HEADER_NBYTES", 1000)
+    with pytest.raises(ms.LayoutError, match="at most 1000 bytes"):
+        ms.io.export_safetensors(at, {"a": x}, metadata={"a": "x" * 1000})
+    WORLD.Barrier()
+    assert os.listdir(folder) == ["a.safetensors"]
+    assert list(load_file(at)) == ["before"]
+
+
+@pytest.mark.parametrize("where", ["fresh", "flush", "check_replaceable"])
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError, UserWarning, KeyError])
+def test_whatever_one_rank_raises_all_raise(mesh, folder, monkeypatch, where, kind):
+    def fail(*_, **__):
+        raise kind("of rank 0")
+
+    monkeypatch.setattr(safetensors, where, fail)  # only rank 0 calls it
+    x = ms.distribute_tensor(torch.arange(6.0), mesh, [ms.Shard(0)] * mesh.ndim)
+    with pytest.raises(FileError, match="of rank 0"):
+        ms.io.export_safetensors(folder / "a", {"x": x})
+    WORLD.Barrier()
+    assert not os.listdir(folder)
 
 
 def test_what_cannot_be_exported(mesh, folder):

@@ -77,3 +77,13 @@ def test_steps(mesh, folder):
             grid = opened(folder / "a.xdmf", step / 2)
             assert np.array_equal(array(grid, "x", full.shape), full.numpy() + step)
     WORLD.Barrier()
+
+
+def test_names_that_xml_lacks(mesh, folder):
+    x = sharded(values((5, 6)), mesh)
+    for path, name in (("a.h5", "a\x01"), ("a.h5", "\ufffe"), ("a\x1f.h5", "a")):
+        with pytest.raises(ms.errors.FileError, match="no name in XDMF"):
+            ms.io.write(folder / path, {name: x}, xdmf=True)
+    assert not list(folder.iterdir())
+    ms.io.write(folder / "a.h5", {"a\x01": x})
+    assert torch.equal(ms.io.read(folder / "a.h5", "a\x01", mesh, x.placements).full_tensor(), x.full_tensor())
