@@ -120,7 +120,7 @@ def _wait_for_rest() -> None:
 
 # their results are of no use any more
 _abandoned: list[PendingReduction] = []
-_looking = threading.Lock()
+_looking = threading.RLock()
 _SETTLED_S = 5.0
 
 

@@ -31,12 +31,14 @@ class TracedConv(Function):
     def forward(ctx: Any, form: Form, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve. Neighborwise collective."""
         assert traced.recording is not None
-        dtype, device = x.dtype, x.device
+        dtype, device, needed = x.dtype, x.device, any(ctx.needs_input_grad)
         halos: list[Tensor] = []
         shapes: list[torch.Size] = []
 
         def run(*operands: Tensor) -> Tensor:
-            y, halos[:] = form.forward(*with_bias(operands))
+            y, found = form.forward(*with_bias(operands))
+            if needed:
+                halos[:] = found
             return y
 
         def beside() -> Tensor:
@@ -45,7 +47,7 @@ class TracedConv(Function):
             return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
         y = recorded_conv(traced.recording.call, run, (x, weight, bias), form.read, form.local)
-        if any(ctx.needs_input_grad):
+        if needed:
             cells = math.prod(form.window.out_shape) - math.prod(form.window.in_shape) * form.window.resident
             halo = traced.recording.call(f"halo of {_OP}", beside, [], (cells,), dtype=dtype, device=device)
             ctx.form, ctx.shapes = form, shapes
