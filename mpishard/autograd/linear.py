@@ -142,6 +142,8 @@ class Linear(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         """Carry the cotangent back. Collective as the op is."""
         back, g = ctx.op.adjoint, grads[0]
+        if g._is_zerotensor():  # type: ignore[attr-defined]
+            g = g.clone()  # torch's zeros that own no memory, as of `sgn`
         return None, apply(back, g) if g.requires_grad or in_transform() else back(g)
 
     @staticmethod

@@ -176,3 +176,22 @@ def test_a_transfer_lays_out_what_arrives_as_it_is_asked_to():
     (g,) = torch.autograd.grad(y, x, 2 * y.detach())
     assert torch.equal(g, 2 * x.detach())
     assert g.permute(0, 3, 1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.roll(x, 1, 0),
+        lambda x: x.redistribute(placements=(ms.Shard(1),)),
+        lambda x: x.reshape(-1),
+        lambda x: x.sort(0)[0],
+        lambda x: torch.nn.functional.pad(x, (1, 1, 2, 2)),
+        lambda x: x.cumsum(0),
+    ],
+)
+def test_zeros_that_own_no_memory_travel(f):
+    """Of ``sgn`` torch's gradient is such, and so are its views, whose addresses are not zero."""
+    x = ms.distribute_tensor(torch.linspace(-1, 1, 40).reshape(8, 5), mesh_of((-1,)), (ms.Shard(0),)).requires_grad_()
+    torch.sgn(f(x)).sum().backward()
+    assert not x.grad.full_tensor().any()

@@ -9,8 +9,6 @@ from itertools import accumulate
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import traced
-
 MESSAGE_NBYTES = 1 << 30  # below every MPI's count limit; larger payloads travel in pieces
 
 address = MPI.buffer.fromaddress
@@ -24,10 +22,10 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as one block of memory that holds its values as they are. Not collective."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
+    if x._is_zerotensor():  # type: ignore[attr-defined]
+        x = x.clone()  # autograd's symbolic zeros own no memory, nor do views of them
     if not x.is_contiguous():
         x = x.contiguous()
-    if traced.recording is None and x.data_ptr() == 0 and x.numel():
-        x = x.clone()  # autograd's symbolic zeros own no memory
     return x
 
 
