@@ -82,11 +82,13 @@ def underivable(name: str, value: Tensor, operands: Iterable[Any]) -> Tensor:
 
 
 def before(node: Any, call: Callable[[Any, Any], None]) -> None:
-    """Have ``call(node, cotangents)`` called, without a graph, before autograd runs the node. Not collective."""
+    """Have ``call(node, cotangents)`` called before autograd runs the node; as there, grad mode tells of a graph.
+
+    Not collective.
+    """
 
     def prehook(cotangents: Any) -> None:
         # a hook that held its node would keep both
-        with torch.no_grad():
-            call(torch._C._current_autograd_node(), cotangents)
+        call(torch._C._current_autograd_node(), cotangents)
 
     node.register_prehook(prehook)

@@ -10,6 +10,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from mpishard.autograd.batch import vmap_refused
+from mpishard.autograd.graph import packs
 
 
 class LinearOp(Protocol):
@@ -134,6 +135,11 @@ class Linear(Function):
     def forward(ctx: Any, op: LinearOp, x: torch.Tensor) -> torch.Tensor:
         """Run the op."""
         ctx.op = op
+        ctx.packed = packs()
+        if ctx.packed:
+            # a checkpoint makes its calls again when what it keeps is first asked for: here at the latest, where all
+            # ranks are, as the nodes of torch before may differ between them
+            ctx.save_for_backward(x.new_empty(0))
         y = op(x)
         # of what is a view when it comes from a node, torch lets nobody write into it
         return _unsafe_view(y, y.shape) if y._is_view() and y is not x else y
@@ -141,6 +147,8 @@ class Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         """Carry the cotangent back. Collective as the op is."""
+        if ctx.packed:
+            ctx.saved_tensors  # noqa: B018
         back, g = ctx.op.adjoint, grads[0]
         if g._is_zerotensor():  # type: ignore[attr-defined]
             g = g.clone()  # torch's zeros that own no memory, as of `sgn`
@@ -164,7 +172,7 @@ class TransformedLinear(Linear):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: torch.Tensor) -> None:
         """Keep the op."""
-        ctx.op = inputs[0]
+        ctx.op, ctx.packed = inputs[0], False
 
     @staticmethod
     def vmap(*_: Any) -> NoReturn:

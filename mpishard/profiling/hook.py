@@ -18,10 +18,9 @@ from mpishard.autograd.linear import transforms_active
 from mpishard.comm import counter, guard
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.profiling.recorder import Recorder
-from mpishard.tensor.registry import name_of
+from mpishard.tensor.registry import BACKWARD, name_of
 from mpishard.tensor.shard_tensor import ShardTensor
 
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # module, class, name of its rows, methods; "" for the call itself
 _METHODS = (
     ("comm.halo.exchanger", "HaloExchanger", "HaloExchanger", "__call__ start finish"),
@@ -43,7 +42,7 @@ class _Operations(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outer = func in _BACKWARD
+        outer = func in BACKWARD
         if not outer and not any(issubclass(kind, ShardTensor) for kind in types):
             return func(*args, **(kwargs or {}))
         name = _short_name(func)

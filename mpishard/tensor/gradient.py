@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpishard.autograd.batch import batch_refused, refuse_batched
 from mpishard.autograd.bucket import bucketed, finish_withheld
+from mpishard.autograd.graph import packs
 from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.function import apply_function, as_it_was, block_of, kind_of
@@ -206,6 +208,24 @@ def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
     return saver
 
 
+def _keep_blocks(frame: Any) -> None:
+    """Have the frames of checkpoints do the same where one lies in another, since torch 2.12. Not collective.
+
+    The other packs what is kept, and of what it gives back torch makes a plain tensor.
+    """
+    save, give = frame.save_inputs, frame.get_inputs
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        self.mpishard_kinds = list(map(kind_of, args)) if packs() else None
+        save(self, *(args if self.mpishard_kinds is None else map(block_of, args)))
+
+    def get_inputs(self: Any) -> list[Any]:
+        inputs, kinds = give(self), self.mpishard_kinds
+        return inputs if kinds is None else list(map(as_it_was, inputs, kinds))
+
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+
+
 def _checkpointed(apply: Any, function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:
     """Run a reentrant checkpoint on blocks: its function, now and again in backward, sees ShardTensors.
 
@@ -279,7 +299,9 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _install() -> None:
-    """Put `_guarded_apply` where every ``Function.apply`` passes."""
+    """Put `_guarded_apply` where every ``Function.apply`` passes, and have checkpoints keep blocks."""
+    if hasattr(checkpoint._CheckpointFrame, "save_inputs"):
+        _keep_blocks(checkpoint._CheckpointFrame)
     if isinstance(vars(Function)["apply"], classmethod):
         # not Function.apply itself: many a program has its bound method, op = MyFunction.apply, from before this import
         _SingleLevelFunction.apply = classmethod(_guarded_apply)  # type: ignore[attr-defined]

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpishard.autograd.graph import before, own_nodes, replayed_views
+from mpishard.autograd.graph import before, own_nodes, packs, replayed_views
 from mpishard.autograd.linear import transforms_active
 from mpishard.comm.thread import Depth
 from mpishard.layout import watch_empty_blocks
-from mpishard.tensor.registry import RULES, Rule, tensors_in
+from mpishard.tensor.registry import BACKWARD, RULES, Rule, tensors_in
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _KEPT = 65536
@@ -139,6 +139,8 @@ def _shards(values: Iterable[Any]) -> Iterator[ShardTensor]:
 
 def _asked(function: Any, rule: Rule) -> Rule:
     """Return the rule that asks torch where this rank's block is empty."""
+    if function in BACKWARD:
+        return rule  # its nodes ask for themselves
 
     def idle(*args: Any, **kwargs: Any) -> Any:
         # autocast does not reach through the mode, and casts to dtypes that have kernels
@@ -192,16 +194,30 @@ def _kind(a: Any) -> Any:
 def _ask_in_backward(key: Any, found: Any, operands: Iterable[Tensor]) -> None:
     """Have torch asked after the kernels of the backward of a call, when it comes to it."""
     results = found if isinstance(found, (list, tuple)) else [found]
-    asking = _Asking(key)
+    asking, packed = _Asking(key), packs()
 
-    def ask(_node: Any, _gradients: Any) -> None:
+    def ask(node: Any, cotangents: Any) -> None:
+        # a formula that torch takes under a mode may be another, and so the graph of the gradient: the node runs once
+        # more for that; but what a checkpoint keeps is given once
+        if _depth.value or (packed and torch.is_grad_enabled()):
+            return
         _backwards.add(key)
-        if not _depth.value:
-            # the node itself runs so, once, as a checkpoint wants it; torch forgets the mode after it
-            torch._C._push_on_torch_dispatch_stack(asking)
+        if packed:
+            torch._C._push_on_torch_dispatch_stack(asking)  # which torch forgets after the node
+            return
+        with torch.no_grad(), asking:
+            _run(node, cotangents)
 
     for node in own_nodes(_blocks(results), _blocks(operands)):
         before(node, ask)
+
+
+def _run(node: Any, cotangents: Any) -> None:
+    """Run a node of torch once more, with what autograd adds to it: sums of what was broadcast. Not collective."""
+    found = node(*cotangents)
+    for g, (after, i) in zip(found if isinstance(found, tuple) else [found], node.next_functions):
+        if g is not None and after is not None:
+            g.sum_to_size(after._input_metadata[i].shape)
 
 
 def _blocks(values: Iterable[Any]) -> list[Tensor]:

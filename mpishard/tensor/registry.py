@@ -35,6 +35,8 @@ class _Rules(dict[Any, Rule]):
 
 
 RULES = _Rules()
+# what run the nodes of calls before them
+BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 # whose functions torch makes of the schemas of aten, argument by argument
 _OF_ATEN = (

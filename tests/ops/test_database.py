@@ -230,27 +230,31 @@ def outcomes(entry: Any, draw: random.Random | None) -> dict[str, str] | None:
     return found
 
 
+def entries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Torch's table, which takes long to import, and without what takes long to draw its samples."""
+    if not has_gpu():
+        # each of the thousands of samples is drawn after torch's own, which formats a stack for every kind of device
+        monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+    # not above: every collection of tests would wait for it
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
+
+    for module in (common_utils, core):
+        # nor look for a unittest through the source of each frame, which is most of the time
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None, raising=False)
+    return op_db
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_entries(part, request, monkeypatch):
     """Each entry on one of its samples, on all in a run that leaves none out."""
-    if not has_gpu():
-        # each of the thousands of samples is drawn after torch's own, which formats a stack for every kind of device
-        monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
     whole = request.config.getoption("--sample") == 1
     draw = None if whole else random.Random(request.config.option.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torch deprecates
-        # not above: every collection of tests would wait for it
-        from torch.testing._internal import common_utils
-        from torch.testing._internal.common_methods_invocations import op_db
-        from torch.testing._internal.opinfo import core
-
-        for module in (common_utils, core):
-            # nor look for a unittest through the source of each frame, which is most of the time
-            monkeypatch.setattr(module, "extract_test_fn", lambda: None, raising=False)
-        entries = op_db[part::PARTS]
-        came = {name_of(entry): outcomes(entry, draw) for entry in entries}
+        came = {name_of(entry): outcomes(entry, draw) for entry in entries(monkeypatch)[part::PARTS]}
     reasons = {word: reason for reason, words in REFUSED.items() for word in words}
     wrong, listed = [], {word: False for word in reasons if word.partition("@")[0] in came}
     for name, found in came.items():

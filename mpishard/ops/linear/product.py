@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.layout import layout_of
 from mpishard.ops.rule.dim import gathered, kept, normal_dim, require_dtype
+from mpishard.ops.rule.empty_block import scanned
 from mpishard.ops.rule.whole import whole
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
@@ -68,7 +69,8 @@ def vander(x: ShardTensor, N: int | None = None) -> ShardTensor:
 
 
 def _powers(x: ShardTensor, n: int) -> ShardTensor:
-    rising = x.block.unsqueeze(-1).expand(*x.block.shape, max(n - 1, 0)).cumprod(-1)
+    same, more = x.block.unsqueeze(-1), max(n - 1, 0)
+    rising = scanned(torch.cumprod, same.expand(*x.block.shape, more), x.ndim, {}, (*x.shape, more))
     ones = torch.ones((*x.block.shape, 1), dtype=rising.dtype, device=rising.device)
     layout = x.sharding
     out = layout_of(layout.mesh_shape, layout.placements, (*layout.shape, n), (*layout.sizes, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, windows
 from mpishard.ops.rule.dim import normal_dim, whole_along
-from mpishard.ops.rule.empty_block import filled, unfilled
+from mpishard.ops.rule.empty_block import filled, scanned, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced, stacked, worst
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -51,29 +51,18 @@ def _scan_rule(
         over = reduced(x.sharding, dim).over
         extra, shape = {} if dtype is None else {"dtype": dtype}, x.sharding.shape
         if not over:
-            return wrap(_scanned(func, x.block, dim, extra, shape), x.sharding, x.mesh)
+            return wrap(scanned(func, x.block, dim, extra, shape), x.sharding, x.mesh)
         if func is torch.logcumsumexp and differentiated(x.block):
             # its graph differs between the first rank and the others: gradients of gradients, and tangents, would
             # not meet, so the dim is gathered
             whole = whole_along(x, (dim,))
-            return moved(wrap(_scanned(func, whole.block, dim, extra, shape), whole.sharding, x.mesh), x.sharding)
+            return moved(wrap(scanned(func, whole.block, dim, extra, shape), whole.sharding, x.mesh), x.sharding)
         result = func(x.block.new_zeros(1), 0, **extra).dtype
         wide = x.block.to(torch.float32 if result in HALVES else result)
         before = _before(total_of(wide, dim), x, over)
-        return wrap(join(_scanned(func, wide, dim, {}, shape), before).to(result), x.sharding, x.mesh)
+        return wrap(join(scanned(func, wide, dim, {}, shape), before).to(result), x.sharding, x.mesh)
 
     return rule
-
-
-def _scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """Scan a block of a tensor of ``shape``: torch's graph for one cell or none alone ends at the first gradient."""
-    if x.numel() > 1 or not (x.requires_grad and shape) or 1 in (math.prod(shape), shape[dim]):
-        return func(x, dim, **extra)
-    if x.numel():
-        more = torch.cat([x, torch.ones_like(x)], dim)
-    else:
-        more = x.new_ones([max(n, 1 + (d == dim)) for d, n in enumerate(x.shape)]) + x.sum()
-    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]
 
 
 implements(torch.cumsum, torch.Tensor.cumsum, sharded="reduction")(
@@ -98,9 +87,12 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
         x = resolved(input)
         dim = normal_dim(dim, x.ndim)
         over = reduced(x.sharding, dim).over
-        # of no cells, torch's gradient is the argument itself, which requires one
-        block = filled(x.block) if math.prod(x.shape) else x.block
-        values, index = (unfilled(t, x.block.shape) for t in func(block, dim))
+
+        def scan(t: Tensor, dim: int) -> Iterator[Tensor]:
+            # of no cells, torch's gradient is the argument itself, which requires one
+            return (unfilled(y, t.shape) for y in func(filled(t) if math.prod(x.shape) else t, dim))
+
+        values, index = scan(x.block, dim)
         if over:
             lo, hi = x.sharding.interval(dim, x.mesh.coords)
             if hi > lo:
@@ -108,19 +100,14 @@ def _cumulative_extreme_rule(func: Callable[..., Any], largest: bool) -> Callabl
             else:  # keeps a graph, so that all ranks take part in backward
                 total = x.block.sum(dim, keepdim=True).to(values.dtype) + worst(values.dtype, largest)
                 at = torch.zeros(total.shape, dtype=torch.int64, device=total.device)
-            totals = _before(total, x, over)
-            positions = _before(at, x, over)
-            index = index + lo
-            if len(totals):
-                best, row = func(totals, 0)
-                best, at = best[-1], positions.gather(0, row[-1:])[0]
-                # of equal values the last counts, as in torch; NaN wins and stays
-                stays = ((values >= best) if largest else (values <= best)) | (values != values)
-                values = torch.where(stays, values, best)
-                index = torch.where(stays, index, at)
-            else:
-                # the graph of the other ranks, and the dtype: a sum of integers is wider
-                values = values + totals.sum(0).to(values.dtype)
+            # with the worst in front, so that the first rank has what others have, and their graph
+            totals = torch.cat([torch.full_like(total, worst(values.dtype, largest))[None], _before(total, x, over)])
+            positions = torch.cat([torch.zeros_like(at)[None], _before(at, x, over)])
+            best, row = (t[-1:] for t in scan(totals, 0))
+            # of equal values the last counts, as in torch; NaN wins and stays
+            stays = ((values >= best[0]) if largest else (values <= best[0])) | (values != values)
+            values = torch.where(stays, values, best[0])
+            index = torch.where(stays, index + lo, positions.gather(0, row)[0])
         return kind((wrap(values, x.sharding, x.mesh), wrap(index, x.sharding, x.mesh)))
 
     return rule

@@ -140,7 +140,8 @@ def agree_in_backward(
         raise _unnamed()
 
     def try_first(node: Any, gradients: Any) -> None:
-        agreed(lambda: node(*gradients), mesh, layouts)
+        with torch.no_grad():
+            agreed(lambda: node(*gradients), mesh, layouts)
 
     for node in own_nodes(own, operands):
         if node.name() in _OF_PHASES:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,18 @@ def filled(x: Any, cells: int = 1) -> Any:
 def unfilled(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return what belongs to a block of ``shape`` that was filled. Not collective."""
     return y[tuple(slice(n) for n in shape)] if 0 in shape else y
+
+
+def scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Scan a block of a tensor of ``shape``: torch's graph for one cell or none alone ends at the first gradient.
+
+    Not collective.
+    """
+    if x.numel() > 1 or not (x.requires_grad and shape):
+        return func(x, dim, **extra)
+    cells = min(shape[dim], 2)  # of one, it may end on every rank
+    if x.numel():
+        more = torch.cat([x, torch.ones_like(x)], dim) if cells > 1 else x
+    else:
+        more = x.new_ones([max(n, cells if d == dim else 1) for d, n in enumerate(x.shape)]) + x.sum()
+    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]

@@ -20,6 +20,7 @@ from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, of_every_kind, paddings_meet, pairs, per_dim, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.rule.empty_block import filled
 from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
 from mpishard.ops.window.conv_node import Fetched, Form, block_conv
@@ -419,21 +420,35 @@ def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPla
                 window = read_beside(x, beside.window, beside.extents, saved=saved)
             if window is not None:
                 stride, _, dilation = geometry
-                y = func(window, *_autocast(weight, bias), stride, beside.padding, dilation, groups)
+                geometry = (stride, beside.padding, dilation, groups)
+                y = _of_window(func, window, *_autocast(weight, bias), geometry, x.shape)
                 return wrap(cropped(y, beside.crops), plan.out, mesh)
 
         def windowed(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             window = apply(plan.window, local)
-            if not plan.kernel.is_torch:
+            if not plan.kernel.is_torch and len(window):
                 return convolved(plan.kernel, plan.local, window, weight, bias)
             stride, padding, dilation, transposed, extra, groups = plan.local
-            if transposed:
-                return func(window, weight, bias, stride, padding, extra, groups, dilation)
-            return func(window, weight, bias, stride, padding, dilation, groups)
+            geometry = (extra, groups, dilation) if transposed else (dilation, groups)
+            return _of_window(func, window, weight, bias, (stride, padding, *geometry), x.shape)
 
         return wrap(_convolved(plan, windowed, x.block, weight, bias), plan.out, mesh)
 
     return rule
+
+
+def _of_window(
+    func: Callable[..., Tensor],
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[Any],
+    shape: Sequence[int],
+) -> Tensor:
+    """Convolve the window of a tensor of ``shape``: of no samples, torch ends the graph at the first gradient."""
+    if len(window) or not shape[0]:
+        return func(window, weight, bias, *geometry)
+    return func(filled(window), weight, bias, *geometry)[:0]
 
 
 def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:

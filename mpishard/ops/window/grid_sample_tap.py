@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import unpacked
+
 _A = -0.75  # of the cubic convolution, as torch has it
 
 
@@ -112,7 +114,8 @@ def _rounds_once(ndim: int, dtype: torch.dtype, device: torch.device) -> bool:
         point = (x[k] - 1).item()
         if x[k] != torch.tensor(point, dtype=dtype) + 1:
             continue
-        with torch.inference_mode(False), torch.enable_grad():
+        # in a checkpoint it counts for nothing: it is not made again with the rest
+        with torch.inference_mode(False), torch.enable_grad(), unpacked():
             grid = torch.zeros((1,) * (ndim + 1) + (ndim,), dtype=dtype, device=device)
             grid[..., 0] = point
             grid.requires_grad_()

@@ -274,7 +274,7 @@ def test_strided_windows_of_own_cells_are_not_copied(kernel, n):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         F.conv2d(x, w, stride=2)
-    assert set(kept) <= {x.to_local().data_ptr(), w.data_ptr()}
+    assert set(kept) - {0} <= {x.to_local().data_ptr(), w.data_ptr()}
 
 
 @pytest.mark.ranks(2, 3, 4)
