@@ -101,6 +101,9 @@ def from_local(
     else:
         local = shared("from_local", local)
         layout, gapped = told(local, mesh, placements, sharding_shapes), False
+    if 1 in local.shape and local.is_contiguous() and not local.requires_grad:
+        # steps that do not count, of a row in a larger array, would tell this rank alone of gaps
+        local = local.view(local.shape)
     if run_check:
         as_first_rank_has(local, layout, mesh)
     x = ShardTensor(local, layout, mesh)

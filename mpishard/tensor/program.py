@@ -27,6 +27,8 @@ from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
+# `_gathered_view`, `_gapped` and `_turned` of a ShardTensor
+Flags = tuple[bool, bool | None, bool | tuple[int, ...]]
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 
@@ -39,7 +41,7 @@ class _Output(NamedTuple):
 
     layout: Layout | None
     is_input: int | None
-    flags: tuple[bool, bool | None, bool]
+    flags: Flags
 
 
 def key_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -227,7 +229,7 @@ def _block(x: Any) -> Any:
     return x.block if isinstance(x, ShardTensor) else x
 
 
-def _flagged(x: ShardTensor, flags: tuple[bool, bool | None, bool]) -> ShardTensor:
+def _flagged(x: ShardTensor, flags: Flags) -> ShardTensor:
     x._gathered_view, x._gapped, x._turned = flags
     return x
 

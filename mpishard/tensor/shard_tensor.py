@@ -58,7 +58,8 @@ class ShardTensor(Tensor):
     # block that lies in the part whole does not show them. None: of a view whose dims were turned round, where they do
     # not tell whether there are gaps
     _gapped: bool | None = False
-    _turned: bool = False
+    # of a view whose dims were turned round: which dim each was, where that is known
+    _turned: bool | tuple[int, ...] = False
     # of a gathered view: the tensor it was taken from, and the basic index, or the shape that it was given
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
@@ -290,7 +291,7 @@ class ShardTensor(Tensor):
         if self._gapped is not False:
             out._gapped = self._gapped
         if self._turned:
-            out._turned = True
+            out._turned = self._turned
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:

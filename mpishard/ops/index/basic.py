@@ -6,7 +6,6 @@ sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.i
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,6 +22,7 @@ from mpishard.ops.rule.dim import (
     CACHED,
     beside,
     normal_dim,
+    on_domain,
     prepare_write,
     require_writable,
     settled,
@@ -107,7 +107,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
     sizes: list[tuple[int, ...] | None] = []
     drop: list[int] = []
     selected: list[int] = []
-    dim, gapped = 0, False
+    dim, cuts = 0, False
     for item in items:
         if item is None:
             local.append(None)
@@ -134,7 +134,7 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             count = len(range(start, stop, step))
         sources.append(dim)
         shape.append(count)
-        gapped |= cut is not None and count < n and (step > 1 or math.prod(layout.shape[:dim]) > 1)
+        cuts |= cut is not None and count < n
         if cut is None:
             sizes.append(None)
             local.append(slice(start, start + count * step, step))
@@ -147,11 +147,22 @@ def plan_index(layout: Layout, key: Key, coords: tuple[int, ...]) -> Basic:
             local.append(slice(lo, lo + (first[i + 1] - first[i]) * step, step) if sizes[-1][i] else slice(0, 0))
         dim += 1
     base = unsharded(layout, tuple(selected))
+    gapped = cuts and not on_domain(_is_dense, layout.shape, key)
     position = {s: i for i, s in enumerate(sources) if s >= 0}
     placements: list[Placement] = [Shard(position[p.dim]) if type(p) is Shard else p for p in base.placements]
     kept = layout_of(layout.mesh_shape, placements, shape, sizes)
     whole = unsharded(kept, tuple(drop))
     return Basic(tuple(local), kept, tuple(drop), whole, without(whole, tuple(drop)), gapped)
+
+
+def _given(key: Key) -> tuple[Any, ...]:
+    """Return a basic index as the user gave it. Not collective."""
+    return tuple(slice(*i) if type(i) is tuple else i for i in key)
+
+
+def _is_dense(shape: tuple[int, ...], key: Key) -> bool:
+    """Tell whether a basic index of a tensor is a part without gaps. Not collective."""
+    return torch.empty(shape, device="meta")[_given(key)].is_contiguous()
 
 
 def indexed(x: ShardTensor, key: Key) -> ShardTensor:
@@ -170,8 +181,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         if plan.gapped:
             out._gapped = None if x._turned else True
     if out._gathered_view:
-        # as the user gave it
-        out._origin = x, tuple(slice(*i) if type(i) is tuple else i for i in key)
+        out._origin = x, _given(key)
     return out
 
 

@@ -209,7 +209,7 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     """Return the tensor if its blocks are contiguous, or a copy. Collective where it is Partial."""
     x = settled(input)
     local = x.block.contiguous(memory_format=memory_format)
-    if x._halo is not None or x._gapped:
+    if x._halo is not None or (x._gapped and x.numel() > 1):
         # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
         return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
     if x._gapped is None:  # a copy in torch, or not
@@ -218,11 +218,11 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
         return out
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)
-    if x._gathered_view:
-        return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
     if (1 in local.shape or 0 in local.shape) and not is_ordered(x, memory_format):
         # in that order only as a dim has one cell here, or none: on other ranks this is a copy
         return wrap(local.clone(memory_format=memory_format), x.sharding, x.mesh)
+    if x._gathered_view:
+        return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
     return x
 
 

@@ -164,6 +164,8 @@ def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
     """Differences of neighbours along a dim, ``n`` times. Neighborwise collective where it is sharded."""
     if n < 0:
         raise RuntimeError(f"order must be non-negative but got {n}")
+    if not input.ndim:
+        raise RuntimeError("diff expects input to be at least one-dimensional")
     parts = [t for t in (prepend, input, append) if t is not None]
     x = resolved(torch.cat(parts, dim) if len(parts) > 1 else input)
     if n == 0:
@@ -179,6 +181,8 @@ def _areas(y: Any, x: Any, dim: int) -> tuple[Any, int]:
     """
     if isinstance(y, ShardTensor):
         y = resolved(y)
+    if not y.ndim:
+        raise IndexError(f"Dimension specified as {dim} but tensor has no dimensions")
     dim = normal_dim(dim, y.ndim)
 
     def both(t: Tensor) -> Tensor:

@@ -120,6 +120,10 @@ def is_ordered(x: ShardTensor, memory_format: torch.memory_format = torch.contig
 
     Of blocks that torch finds contiguous: one of a single row is in every order, and one without cells.
     """
+    if type(x._turned) is tuple and memory_format is torch.contiguous_format:
+        moved = [d for d, n in zip(x._turned, x.sharding.shape) if n > 1]
+        if moved != sorted(moved):
+            return False
     shape, here = x.block.shape, x.block.stride()
     dense = torch.empty(shape, device="meta", memory_format=memory_format).stride()
     dims = range(x.ndim) if memory_format is torch.contiguous_format else (0, *range(2, x.ndim), 1)

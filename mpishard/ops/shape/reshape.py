@@ -17,7 +17,6 @@ from mpishard.layout import (
     Shard,
     balanced,
     bounds,
-    largest,
     layout_of,
     repeated,
     runs_of,
@@ -182,13 +181,9 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
 
 
 def _copied_elsewhere(x: ShardTensor, out: Layout) -> bool:
-    """Tell whether ranks with more cells copy in this reshape: a block of one row is dense in every order."""
-    before, after = (
-        [n if sizes is None else largest(sizes) for n, sizes in zip(layout.shape, layout.sizes)]
-        for layout in (x.sharding, out)
-    )
+    """Tell whether torch copies in this reshape of the whole: a block of one row is dense in every order."""
     try:
-        on_domain(lambda: torch.empty_strided(before, x.block.stride(), device="meta").view(after))
+        on_domain(lambda: torch.empty_strided(x.sharding.shape, x.block.stride(), device="meta").view(out.shape))
     except (RuntimeError, ValueError):  # the latter in the hands of a compiler
         return True
     return False
@@ -206,7 +201,8 @@ def view(self: ShardTensor, *given: Any, size: Any = None, dtype: torch.dtype | 
     shape = local_shape(out, x.mesh.coords)
     seen = x if steps else _apart(x)
     try:
-        local = seen.block.view(shape)
+        # of the same shape with the steps that it has, which torch forgets of dims of one cell
+        local = seen.block[...] if out.shape == x.sharding.shape else seen.block.view(shape)
     except (RuntimeError, ValueError):  # the latter in the hands of a compiler
         _joined_up(self, seen)
         local = seen.block.reshape(shape)

@@ -61,6 +61,8 @@ def roll(input: ShardTensor, shifts: Any, dims: Any = None) -> ShardTensor:
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
     x = resolved(input)
     layout, mesh, local = x.sharding, x.mesh, x.block
+    if not x.ndim:
+        local.roll(shifts, dims)  # raises torch's own error
     whole: list[tuple[int, int]] = []
     for shift, dim in zip(shifts, dims):
         d = normal_dim(dim, x.ndim)
@@ -82,9 +84,11 @@ def flip(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
 
     The result has the layout of the argument.
     """
-    x = resolved(input)
+    x, dims = resolved(input), ints(given) if dims is None else tuple(dims)
     layout, mesh, local = x.sharding, x.mesh, x.block
-    wanted = [normal_dim(d, x.ndim) for d in (ints(given) if dims is None else tuple(dims))]
+    if not x.ndim:
+        return wrap(local.flip(dims), layout, mesh)
+    wanted = [normal_dim(d, x.ndim) for d in dims]
     if len(set(wanted)) != len(wanted):
         raise RuntimeError(f"dim {wanted[0]} appears multiple times in the list of dims")
     for d in wanted:

@@ -29,41 +29,45 @@ from mpishard.tensor.shard_tensor import ShardTensor
 
 
 @lru_cache(maxsize=CACHED)
-def _permuted(layout: Layout, dims: tuple[int, ...]) -> Layout:
+def _permuted(layout: Layout, dims: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
     order = tuple(normal_dim(d, layout.ndim) for d in dims)
     if sorted(order) != list(range(layout.ndim)):
         raise RuntimeError(f"permute(sparse_coo): dims {dims} are not a permutation of {layout.ndim} dims")
-    return mapped(layout, order)
+    return mapped(layout, order), order
 
 
 @implements(torch.permute, torch.Tensor.permute, sharded="local")
 def permute(input: ShardTensor, *given: Any, dims: Any = None) -> ShardTensor:
     """Reorder dims. Not collective."""
-    order = ints(given) if dims is None else tuple(dims)
     x = settled(input) if input.sharding.partial_dims else input
-    out = _permuted(x.sharding, order)
-    return _turned(viewed(x, x.block.permute(order), out, steps=True))
+    out, order = _permuted(x.sharding, ints(given) if dims is None else tuple(dims))
+    return _turned(viewed(x, x.block.permute(order), out, steps=True), x, order)
 
 
-def _turned(x: ShardTensor) -> ShardTensor:
-    x._turned = True
-    return x
+def _turned(view: ShardTensor, x: ShardTensor, order: tuple[int, ...]) -> ShardTensor:
+    """Note of a view of ``x`` in another order which dim each was. Not collective."""
+    before = x._turned or tuple(range(x.ndim))
+    if before is not True:
+        now = tuple([before[d] for d in order])
+        view._turned = now != tuple(range(x.ndim)) and now
+    return view
 
 
 @lru_cache(maxsize=CACHED)
-def _swapped(layout: Layout, dim0: int, dim1: int) -> Layout:
+def _swapped(layout: Layout, dim0: int, dim1: int) -> tuple[Layout, tuple[int, ...]]:
     order = list(range(layout.ndim))
     a, b = normal_dim(dim0, layout.ndim), normal_dim(dim1, layout.ndim)
     if order:
         order[a], order[b] = order[b], order[a]
-    return mapped(layout, tuple(order))
+    return mapped(layout, tuple(order)), tuple(order)
 
 
 @implements(*spellings("transpose", "swapdims"), sharded="local")
 def transpose(input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dims. Not collective."""
     x = settled(input) if input.sharding.partial_dims else input
-    return _turned(viewed(x, x.block.transpose(dim0, dim1), _swapped(x.sharding, dim0, dim1), steps=True))
+    out, order = _swapped(x.sharding, dim0, dim1)
+    return _turned(viewed(x, x.block.transpose(dim0, dim1), out, steps=True), x, order)
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes, sharded="local")

@@ -12,7 +12,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Layout, Shard, bounds, layout_of, scaled, sizes_of
 from mpishard.layout.stencil import Sliding, per_dim, windows
-from mpishard.ops.rule.dim import frozen, normal_dim, on_domain
+from mpishard.ops.rule.dim import frozen, normal_dim, on_domain, viewed
 from mpishard.ops.window.planes import cropped
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.registry import implements
@@ -26,6 +26,15 @@ class UnfoldPlan(NamedTuple):
     padding: tuple[int, ...]
     crops: tuple[tuple[int, int, int], ...]
     out: Layout
+
+
+class DimPlan(NamedTuple):
+    """Fetch of the cells of a dim that is cut, what to keep, the result, and whether torch's has gaps or overlaps."""
+
+    window: WindowOp | None
+    crops: tuple[tuple[int, int, int], ...]
+    out: Layout
+    gapped: bool
 
 
 class FoldPlan(NamedTuple):
@@ -68,29 +77,32 @@ def unfold_dim(self: ShardTensor, dimension: int, size: int, step: int) -> Shard
     dim = normal_dim(dimension, x.ndim)
     key = ("Tensor.unfold", x.sharding, x.dtype, dim, size, step)
     plan = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: _plan_dim(x, dim, size, step))
-    window = apply(plan.window, x.block)
-    out = wrap(cropped(window.unfold(dim, size, step), plan.crops), plan.out, x.mesh)
-    blocks = x.sharding.sizes[dim]
-    if x._gathered_view or (blocks is not None and len(blocks) > 1):
-        out._gathered_view = True
+    if plan.window is None:
+        return viewed(x, x.block.unfold(dim, size, step), plan.out)
+    out = wrap(cropped(apply(plan.window, x.block).unfold(dim, size, step), plan.crops), plan.out, x.mesh)
+    out._gathered_view = True
+    out._gapped = None if x._turned or x._gapped is None else x._gapped or plan.gapped
     return out
 
 
-def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> UnfoldPlan:
+def _plan_dim(x: ShardTensor, dim: int, size: int, step: int) -> DimPlan:
     layout, mesh = x.sharding, x.mesh
-    shape = tuple(on_domain(torch.Tensor.unfold, x, dim, size, step).shape)
-    wanted, crops, sizes = [], [], [*layout.sizes, None]
-    own = layout.sizes[dim]
+    # of a tensor in its order
+    found = on_domain(torch.Tensor.unfold, x, dim, size, step)
+    sizes, own = [*layout.sizes, None], layout.sizes[dim]
+    window, crops = None, []
     if own is not None:
         g = Sliding(size, step, 1, 0, 0)
-        borders = g.follow(own, shape[dim])
-        wanted.append(intervals_wanted(layout.shape[dim], dim, windows(g, borders)))
+        borders = g.follow(own, found.shape[dim])
         sizes[dim] = sizes_of(borders)
-        index = layout.index(dim, mesh.coords)
-        if borders[index] == borders[index + 1]:
-            crops.append((dim, 0, 0))
-    out = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
-    return UnfoldPlan(window_op(mesh, layout, x.dtype, wanted, op="unfold"), (), tuple(crops), out)
+        if len(own) > 1:
+            wanted = intervals_wanted(layout.shape[dim], dim, windows(g, borders))
+            window = window_op(mesh, layout, x.dtype, [wanted], op="unfold")
+            index = layout.index(dim, mesh.coords)
+            if borders[index] == borders[index + 1]:
+                crops.append((dim, 0, 0))
+    out = layout_of(layout.mesh_shape, layout.placements, tuple(found.shape), sizes)
+    return DimPlan(window, tuple(crops), out, not found.is_contiguous())
 
 
 def _of_rows(layout: Layout) -> Layout:

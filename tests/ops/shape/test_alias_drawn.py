@@ -1,0 +1,100 @@
+"""Views of views, drawn, and a write into the last: it is in the tensor where torch has it there, or refused by all.
+
+Of dims that are turned round the order is not always known from a block of one row: those blocks are larger here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import mpishard as ms
+from mpishard.errors import UnsupportedOperationError
+from tests.compare import WORLD, gathered, mesh_of, mesh_shapes, shard
+
+DRAWS = 80
+
+
+def shapes(rng: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of as many cells."""
+    n = torch.Size(shape).numel()
+    found = [(n,), (1, n), (n, 1), (*shape, 1), (1, *shape), *((q, n // q) for q in (2, 3) if n % q == 0)]
+    return rng.choice([*found, (shape[0] * shape[1], *shape[2:])] if len(shape) > 1 else found)
+
+
+def step(rng: random.Random, shape: tuple[int, ...], turns: bool) -> Callable[[Tensor], Tensor]:
+    """A view of a tensor of this shape, or a copy where torch makes one."""
+    d, e = (rng.randrange(len(shape)) for _ in range(2))
+    n = shape[d]
+    lo, by, length = rng.randint(0, max(n - 1, 0)), rng.randint(1, 2), rng.randint(1, max(n, 1))
+    order, to = rng.sample(range(len(shape)), len(shape)), shapes(rng, shape)
+    turned = [lambda x: x.transpose(d, e), lambda x: x.transpose_(d, e), lambda x: x.permute(order)]
+    return rng.choice(
+        [
+            *(turned if turns else []),
+            lambda x: x.contiguous(),
+            lambda x: x.reshape(to),
+            lambda x: x.view(to),
+            lambda x: x.view(x.shape),
+            lambda x: x.flatten(),
+            lambda x: x.unsqueeze(d),
+            lambda x: x.unsqueeze_(d),
+            lambda x: x.squeeze(),
+            lambda x: x.unfold(d, length, by),
+            lambda x: x.narrow(d, lo, min(length, n - lo)),
+            lambda x: x[(slice(None),) * d + (slice(lo, None, by),)],
+            lambda x: x.select(d, lo),
+        ]
+    )
+
+
+def overlaps(x: Tensor) -> bool:
+    cells = torch.arange(x.untyped_storage().nbytes() // x.itemsize)
+    return len(cells.as_strided(x.shape, x.stride(), x.storage_offset()).unique()) < x.numel()
+
+
+def cut(rng: random.Random, n: int, parts: int, least: int) -> tuple[int, ...]:
+    spare = n - least * parts
+    ends = [0, *(k * least + at for k, at in enumerate(sorted(rng.randint(0, spare) for _ in range(parts - 1)), 1)), n]
+    return tuple(hi - lo for lo, hi in zip(ends, ends[1:]))
+
+
+def test_writes_into_views_of_views(request):
+    for i in range(DRAWS):
+        rng = random.Random(request.config.option.seed * 1000 + i)
+        turns = rng.random() < 0.5
+        shape = rng.choices(range(1, 9 if turns else 7), k=rng.randint(1, 3))
+        full = torch.arange(1.0, 1 + torch.Size(shape).numel())
+        base = y = full.view(shape).clone()
+        steps = []
+        try:
+            for _ in range(rng.randint(1, 4)):
+                steps.append(step(rng, tuple(y.shape), turns))
+                y = steps[-1](y)
+        except (RuntimeError, IndexError, ValueError):
+            continue  # no such view
+        if overlaps(y):
+            continue
+        y.add_(100)
+        mesh, free, placements, sizes = mesh_of(rng.choice(mesh_shapes(2))), list(range(len(shape))), [], {}
+        for count in mesh.shape:
+            dim = rng.choice([None, *(d for d in free if not turns or shape[d] >= 2 * count)])
+            placements.append(ms.Replicate() if dim is None else ms.Shard(dim))
+            if dim is not None:
+                free.remove(dim)
+                sizes[dim] = cut(rng, shape[dim], count, 2 * turns)
+        x = z = shard(full.view(shape), mesh, placements, sizes)
+        refused = ""
+        try:
+            for each in steps:
+                z = each(z)
+            z.add_(100)
+        except UnsupportedOperationError as e:
+            refused = str(e)
+        assert len(set(WORLD.allgather(bool(refused)))) == 1, (i, refused)
+        if not refused:
+            torch.testing.assert_close(gathered(x), base, msg=lambda m, i=i: f"draw {i}: {m}")
+            torch.testing.assert_close(gathered(z), y, msg=lambda m, i=i: f"draw {i}, the view: {m}")
