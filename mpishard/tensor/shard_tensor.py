@@ -122,8 +122,17 @@ class ShardTensor(Tensor):
 
     is_leaf = property(lambda self: root_of(self)[0].is_leaf, doc="As of any tensor.")  # type: ignore[assignment]
     retains_grad = property(lambda self: root_of(self)[0].retains_grad, doc="As of any tensor.")  # type: ignore[assignment]
-    output_nr = property(lambda self: root_of(self)[0].output_nr, doc="As of any tensor.")  # type: ignore[assignment]
     _version = property(lambda self: self.block._version, doc="As of any tensor.")  # type: ignore[assignment]
+
+    @property
+    def output_nr(self) -> NoReturn:  # type: ignore[override]
+        """Refuse: with respect to an edge of the graph autograd gives this rank's block. Not collective."""
+        raise UnsupportedOperationError(
+            "the gradient edge (get_gradient_edge, output_nr) of a ShardTensor",
+            expected="tensors, whose gradients are laid out as they are",
+            got=outline(self),
+            fix="hand the ShardTensor itself over: torch.autograd.grad(y, x)",
+        )
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -93,7 +93,15 @@ def test_one_cell_has_a_global_value(x):
         x.item()
 
 
-@pytest.mark.parametrize("call", [pickle.dumps, lambda t: t.numpy(), lambda t: t.data_ptr()])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pickle.dumps,
+        lambda t: t.numpy(),
+        lambda t: t.data_ptr(),
+        lambda t: torch.autograd.graph.get_gradient_edge(t.detach().requires_grad_() * 2),
+    ],
+)
 def test_what_needs_the_whole_is_refused(x, call):
     with pytest.raises(ms.UnsupportedOperationError, match="ShardTensor"):
         call(x)
