@@ -35,6 +35,7 @@ CASES = {
         MATRIX + 1,
     ),
     "least squares by name": (lambda x, y: torch.linalg.lstsq(input=x, b=y)[0], MATRIX, MATRIX + 1),
+    "prelu of a number": (lambda x, w: F.prelu(x.sum(), w[:1]), MATRIX, VECTOR),
     "flip of a number": (lambda x, y: y.sum().flip(0) + y.sum().roll(2) * x, MATRIX, MATRIX),
     "bucketize": (torch.bucketize, VECTOR, VECTOR.sort()[0]),
     "gather nothing": (lambda x, i: x.gather(0, i), MATRIX, NONE),

@@ -347,6 +347,8 @@ def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
         raise RuntimeError(f"Mismatch of parameter numbers and input channel size: {weight.numel()}, {input.shape}")
     if weight.numel() != 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
+    elif not input.ndim:
+        weight = weight.reshape(())
     return torch.where(input > 0, input, weight * input)
 
 
