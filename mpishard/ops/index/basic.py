@@ -239,6 +239,13 @@ def _cut(x: ShardTensor, dim: int, start: int, stop: int) -> ShardTensor:
     return indexed(x, (*(_ALL,) * dim, (start, stop, None)))
 
 
+def _dim_and_extent(x: ShardTensor, dim: int, name: str) -> tuple[int, int]:
+    if not x.ndim:
+        raise RuntimeError(f"{name} expects at least a 1-dimensional tensor")
+    d = normal_dim(dim, x.ndim)
+    return d, x.sharding.shape[d]
+
+
 @implements(torch.narrow, torch.Tensor.narrow, sharded="local")
 def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     """Return cells ``[start, start + length)`` of a dim, where they are. Not collective."""
@@ -248,8 +255,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
         start = int(start)
     if not isinstance(input, ShardTensor):
         return torch.narrow(input, dim, start, length)
-    d = normal_dim(dim, input.ndim)
-    n = input.sharding.shape[d]
+    d, n = _dim_and_extent(input, dim, "narrow")
     start = start + n if start < 0 else start
     if length < 0 or not 0 <= start <= n or start + length > n:
         raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({n}).")
@@ -288,8 +294,7 @@ def _equal_parts(n: int, length: int) -> list[int]:
 def split(tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     """Cut a dim into parts, whose cells stay where they are. Not collective."""
     given = split_size_or_sections if split_size is None else split_size
-    d = normal_dim(dim, tensor.ndim)
-    n = tensor.sharding.shape[d]
+    d, n = _dim_and_extent(tensor, dim, "split")
     sizes = _equal_parts(n, given) if isinstance(given, int) else [int(s) for s in given]
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(
@@ -304,8 +309,7 @@ def chunk(input: ShardTensor, chunks: int, dim: int = 0) -> Any:
     """Cut a dim into so many parts. Not collective."""
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
-    d = normal_dim(dim, input.ndim)
-    n = input.sharding.shape[d]
+    d, n = _dim_and_extent(input, dim, "chunk")
     sizes = _equal_parts(n, -(-n // chunks)) if n else [0] * chunks
     return _parts(settled(input), d, sizes)
 
@@ -325,8 +329,7 @@ def tensor_split(
         given = given.tolist()
     if not isinstance(input, ShardTensor):
         return torch.tensor_split(input, given, dim)
-    d = normal_dim(dim, input.ndim)
-    n = input.sharding.shape[d]
+    d, n = _dim_and_extent(input, dim, "tensor_split")
     x = settled(input)
     if isinstance(given, int):
         if given <= 0:
@@ -341,6 +344,8 @@ def _axis_split(dim_of: Any) -> Any:
     def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
         given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
         d = dim_of(input.ndim)
+        if input.ndim <= d:
+            raise RuntimeError(f"a split along dim {d} requires a tensor of more dimensions than {input.ndim}")
         if isinstance(given, int) and (given <= 0 or input.sharding.shape[d] % given):
             raise RuntimeError(f"the size of dim {d}, {input.sharding.shape[d]}, is not divisible by {given}")
         return tensor_split(input, given, d)
@@ -348,7 +353,7 @@ def _axis_split(dim_of: Any) -> Any:
     return rule
 
 
-implements(torch.hsplit, torch.Tensor.hsplit, sharded="local")(_axis_split(lambda ndim: 0 if ndim == 1 else 1))
+implements(torch.hsplit, torch.Tensor.hsplit, sharded="local")(_axis_split(lambda ndim: 0 if ndim <= 1 else 1))
 implements(torch.vsplit, torch.Tensor.vsplit, sharded="local")(_axis_split(lambda _: 0))
 implements(torch.dsplit, torch.Tensor.dsplit, sharded="local")(_axis_split(lambda _: 2))
 

@@ -96,6 +96,9 @@ def cat(tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Sha
     dim = dim if axis is None else axis
     if not any(isinstance(t, ShardTensor) for t in cells):
         return torch.cat(cells, dim)  # type: ignore[return-value]
+    for i, t in enumerate(cells):
+        if not t.ndim:
+            raise RuntimeError(f"zero-dimensional tensor (at position {i}) cannot be concatenated")
     dim = normal_dim(dim, cells[0].ndim)
     return _joined(_concatenated, plan_cat, cells, dim)
 
