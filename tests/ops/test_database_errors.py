@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 import zlib
 
@@ -27,10 +28,15 @@ def test_errors(monkeypatch):
         name = database.name_of(entry)
         if entry.error_inputs_func is None or name.startswith(PYTHON):
             continue
+        torch.manual_seed(1)
         for i, error in enumerate(entry.error_inputs("cpu")):
             sample = error.sample_input
             given, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
             at = [k for k, x in enumerate(given) if isinstance(x, Tensor)]
+            # some come in the order of a set of words, which each rank has for itself
+            what = repr([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in given])
+            if len(set(WORLD.allgather(zlib.crc32(re.sub("0x[0-9a-f]+", "", what).encode())))) > 1:
+                continue
             if not at or any(given[k].layout != torch.strided or given[k].is_meta for k in at):
                 continue
 
