@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -66,6 +67,13 @@ def skew(n: int, count: int) -> tuple[int, ...]:
         rest[1] = min(1, n)
         rest[-1] = n - rest[1]
     return tuple(rest)
+
+
+def drawn_sizes(rng: random.Random, n: int, parts: int, least: int = 0) -> tuple[int, ...]:
+    """Block sizes that are drawn, of at least so many cells; with none, some are empty where it happens."""
+    spare = n - least * parts
+    ends = [0, *(k * least + at for k, at in enumerate(sorted(rng.randint(0, spare) for _ in range(parts - 1)), 1)), n]
+    return tuple(hi - lo for lo, hi in zip(ends, ends[1:]))
 
 
 def shard(full: Tensor, mesh: ms.CartMesh, placements: Any, sizes: Any = None, requires_grad: bool = False) -> Any:

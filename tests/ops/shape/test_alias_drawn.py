@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mpishard as ms
 from mpishard.errors import UnsupportedOperationError
-from tests.compare import WORLD, gathered, mesh_of, mesh_shapes, shard
+from tests.compare import WORLD, drawn_sizes, gathered, mesh_of, mesh_shapes, shard
 
 DRAWS = 80
 
@@ -56,12 +56,6 @@ def overlaps(x: Tensor) -> bool:
     return len(cells.as_strided(x.shape, x.stride(), x.storage_offset()).unique()) < x.numel()
 
 
-def cut(rng: random.Random, n: int, parts: int, least: int) -> tuple[int, ...]:
-    spare = n - least * parts
-    ends = [0, *(k * least + at for k, at in enumerate(sorted(rng.randint(0, spare) for _ in range(parts - 1)), 1)), n]
-    return tuple(hi - lo for lo, hi in zip(ends, ends[1:]))
-
-
 def test_writes_into_views_of_views(request):
     for i in range(DRAWS):
         rng = random.Random(request.config.option.seed * 1000 + i)
@@ -85,7 +79,7 @@ def test_writes_into_views_of_views(request):
             placements.append(ms.Replicate() if dim is None else ms.Shard(dim))
             if dim is not None:
                 free.remove(dim)
-                sizes[dim] = cut(rng, shape[dim], count, 2 * turns)
+                sizes[dim] = drawn_sizes(rng, shape[dim], count, 2 * turns)
         x = z = shard(full.view(shape), mesh, placements, sizes)
         refused = ""
         try:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.errors import NoShardingRule, UnsupportedOperationError
-from tests.compare import WORLD, flat, gathered, mesh_of, mesh_shapes, shard
+from tests.compare import WORLD, drawn_sizes, flat, gathered, mesh_of, mesh_shapes, shard
 from tests.ops import test_database as database
 
 PARTS = 4
@@ -40,14 +40,6 @@ HOW = {
 }
 
 
-def cut(rng: random.Random, n: int, parts: int) -> tuple[int, ...] | None:
-    """Block sizes, with empty ones where it happens, or None: balanced."""
-    if rng.random() < 0.3:
-        return None
-    ends = [0, *sorted(rng.randint(0, n) for _ in range(parts - 1)), n]
-    return tuple(hi - lo for lo, hi in zip(ends, ends[1:]))
-
-
 def placed(t: Tensor, mesh: ms.CartMesh, rng: random.Random, requires_grad: bool) -> Any:
     free, placements, sizes = list(range(t.ndim)), [], {}
     for count in mesh.shape:
@@ -57,9 +49,8 @@ def placed(t: Tensor, mesh: ms.CartMesh, rng: random.Random, requires_grad: bool
             continue
         free.remove(dim)
         placements.append(ms.Shard(dim))
-        blocks = cut(rng, t.shape[dim], count)
-        if blocks is not None:
-            sizes[dim] = blocks
+        if rng.random() >= 0.3:  # the others are balanced
+            sizes[dim] = drawn_sizes(rng, t.shape[dim], count)
     return shard(t, mesh, placements, sizes or None, requires_grad)
 
 
