@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
 import subprocess
 
+import h5py
 import pytest
 import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
-from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
+from mpishard.io.backend import root
+from tests.io.files import BACKENDS, WORLD, outcome, same_on_all, sharded, values
 
 
 @pytest.fixture
@@ -106,6 +109,44 @@ def test_steps_until_the_disk_is_full(mesh, small_disk):
     ms.io.write(at / "a.h5", {"x": x}, append="time")
     found = ms.io.read(at / "a.h5", "x", mesh, (ms.Replicate(),) * mesh.ndim).full_tensor()
     assert torch.equal(found, values((40, 40)).expand(steps + 1, 40, 40))
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("chunks", [None, (7, 20)])
+@pytest.mark.parametrize("append", ["time", None])
+def test_a_disk_that_is_filled_meanwhile(mesh, small_disk, monkeypatch, append, chunks, held):
+    """Between the look for room and the writing; some file systems hold room. The program goes on, also later on."""
+    at, is_disk = small_disk
+    if not is_disk:
+        pytest.skip("no file system can be mounted here")
+    if not held:
+        if h5py.version.hdf5_version_tuple < (1, 14):
+            pytest.skip("once it could not write a file, this HDF5 ends the process at the next")
+        monkeypatch.setattr(root, "hold", lambda *_: None)
+
+    def look(*args, look=root.check_room, **kwargs):
+        found = look(*args, **kwargs)
+        disk = os.statvfs(at)
+        (at / "fill").write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
+        return found
+
+    monkeypatch.setattr(root, "check_room", look)
+    x, options = sharded(values((40, 200)), mesh), {"backend": "root", "append": append, "chunks": chunks}
+    steps, failed = 0, 0
+    for pages in (256, 0, 1, 2, 5, 9, 14, 256):
+        free = 4096 * pages
+        _, error = outcome(lambda: ms.io.write(at / "a.h5", {"x": x}, **options))
+        steps, failed = steps + (error is None), failed + (error is not None)
+        assert error is None or pages < 256
+        del error
+        gc.collect()
+        if WORLD.rank == 0:
+            (at / "fill").unlink()
+            ms.io.heal(at / "a.h5")
+        WORLD.Barrier()
+        found = ms.io.read(at / "a.h5", "x", mesh, x.placements).full_tensor()
+        assert torch.equal(found, values((40, 200)).expand(steps, 40, 200) if append else values((40, 200)))
+    assert failed > 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,9 +21,10 @@ from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.file_hints import info_of
 from mpishard.comm.mesh import Group
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, is_host_dense
+from mpishard.io.file.close import abandon, empty
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import LIBVER, empty, import_h5py, not_opened
+from mpishard.io.file.open import LIBVER, import_h5py, not_opened
 from mpishard.io.file.room import check_room, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
 from mpishard.io.file.trust import Path
@@ -62,6 +63,7 @@ def write_mpio(job: Job) -> str:
     file: Any = None
     journal: Journal | None = None
     closed: bool | None = None
+    held: list[Any] = []
     modes: set[str] = set()
     try:
         error: BaseException | None = None
@@ -71,15 +73,16 @@ def write_mpio(job: Job) -> str:
             full = no_room(job.path.parent, job.nbytes)
             if full is not None:
                 raise full
-            check_room(job.path, job.form, exists=job.exists, filtered=True)
             if job.group.rank == 0 and job.exists:
+                # takes room, too
                 journal = begun(job.path)
+            check_room(job.path, job.form, exists=job.exists, filtered=True)
         # the calls that follow are collective: all ranks or none
         with job.together(), guard.waiting("io.write", (), comm):
             file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)
         with job.together(), guard.waiting("io.write", (), comm):
             if not job.exists:
-                create(file, job.form)
+                held += create(file, job.form)
             if job.form.append is not None:
                 step = step_of(file, job.form, job.path)
                 grow(file, job.form, step + 1)
@@ -93,16 +96,14 @@ def write_mpio(job: Job) -> str:
         if step is not None and job.form.append is not None:
             error = _stamp(file, job, job.form.append, step) or error
         # on disk before success is told
-        try:
-            with guard.waiting("io.write", (), comm):
-                file.flush()
-        except FAILURES as e:
-            error = error or e
-        if comm.allreduce(int(error is not None)) and job.group.rank == 0:
+        failed = _flushed(file, job.group)
+        error = error or failed
+        wrong = bool(comm.allreduce(int(error is not None)))
+        if wrong and job.group.rank == 0:
             # room for what is left to write at the close
             with contextlib.suppress(OSError):
                 empty(job.scrap) if journal is None else journal.put_back()
-        failed = _closed(file, job.group)
+        failed = _closed(file, job.group, flushed=not wrong)
         closed = failed is None
         error = failed or error or (job.lost[0] if job.lost else None)
         if error is None and job.group.rank == 0:
@@ -147,7 +148,7 @@ def opened_together(path: Path, group: Group) -> Iterator[Any]:
     try:
         yield file
     finally:
-        _closed(file, group)
+        _closed(file, group, flushed=True)
 
 
 def read_mpio(dataset: Any, group: Group, block: BlockReader) -> tuple[str, Exception | None]:
@@ -189,7 +190,22 @@ def _opened(
         return h5py.File(path, mode, driver="mpio", libver=LIBVER, comm=group.comm, info=info, **options)
 
 
-def _closed(file: Any, group: Group) -> Exception | None:
+def _flushed(file: Any, group: Group) -> Exception | None:
+    try:
+        with guard.waiting("io.write", (), group.comm):
+            file.flush()
+    except FAILURES as e:
+        return e
+    return None
+
+
+def _closed(file: Any, group: Group, *, flushed: bool = False) -> Exception | None:
+    """Close a file, one that could not be flushed on some rank only when it can be now on all (see `abandon`)."""
+    if not flushed:
+        error = _flushed(file, group)
+        if group.comm.allreduce(int(error is not None)):
+            abandon(file)
+            return error or OSError("another rank cannot flush it")
     try:
         with guard.waiting("closing a file", (), group.comm):
             file.close()

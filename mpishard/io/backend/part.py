@@ -6,7 +6,6 @@ writes that need no order; only those that HDF5 filters go through it, one rank 
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +18,10 @@ from torch import Tensor
 from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.memory.buffer import address
 from mpishard.io.backend.job import STAGED_NBYTES, is_host_dense
-from mpishard.io.file.open import LIBVER, empty, import_h5py, opened, shut
+from mpishard.io.file.close import made
+from mpishard.io.file.open import LIBVER, import_h5py, opened
 from mpishard.io.file.parts import Plan, memory_file, place, writes
-from mpishard.io.file.room import SPARE, no_room
+from mpishard.io.file.room import SPARE, no_room, reserve
 from mpishard.io.file.schema import Variable, dataset_in
 from mpishard.layout import Layout
 from mpishard.layout.partition import coords_of
@@ -68,21 +68,15 @@ def lay_out(folder: Path, rank: int, plan: Plan, planned: Iterable[Planned], loc
                 blocks.append((r, Planned(variable._replace(shape=layout.local_shape(coords)), layout)))
     if not blocks:
         return
-    h5py = import_h5py()
     path = folder / plan.name(rank)
     plain = [(r, v) for r, (v, layout) in blocks if Planned(v, layout).is_plain]
     nbytes = [math.prod(v.shape) * v.dtype.itemsize for _, v in plain]
     if error := no_room(folder, SPARE + sum(n + _HEAD + _PAGE * (n >= _PAGE) for n in nbytes)):
         raise error
-    options = {"alignment_threshold": _PAGE, "alignment_interval": _PAGE}
-    file = h5py.File(path, "w", libver=LIBVER, locking=locking, **options)
-    try:
+    options: dict[str, Any] = {"alignment_threshold": _PAGE, "alignment_interval": _PAGE}
+    with made(path, libver=LIBVER, locking=locking, **options) as file:
         for r, v in plain:
             with_room(file, place(r, v.name), v.shape, v.dtype)
-    finally:
-        error = shut(file, lambda: empty(path))  # type: ignore[assignment]
-    if error is not None:
-        raise error
 
 
 def with_room(file: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -104,7 +98,7 @@ def fill(path: Path, blocks: Iterable[tuple[int, Tensor]], pause: Callable[[], o
     """
     with open(path, "r+b", buffering=0) as raw:
         for offset, block in blocks:
-            _reserve(raw.fileno(), offset, block.nbytes)
+            reserve(raw.fileno(), offset, block.nbytes)
             _write(raw.fileno(), offset, block, pause)
 
 
@@ -156,16 +150,16 @@ class Part:
         size = self._filtered.id.get_filesize()
         if error := no_room(self.path.parent, size + SPARE, self.path.stat().st_size):
             raise error
-        file = import_h5py().File(self.path, "r+", locking=self.locking)
+        with open(self.path, "r+b", buffering=0) as raw:
+            # HDF5 ends the process where there is none for a copy, and cuts the file to its length when it is closed
+            reserve(raw.fileno(), 0, self.path.stat().st_size + size + SPARE)
         try:
-            group = str(self.rank)
-            for name in _datasets(self._filtered[group]):
-                self._filtered.copy(f"{group}/{name}", file, f"{group}/{name}")
+            with made(self.path, "r+", locking=self.locking) as file:
+                group = str(self.rank)
+                for name in _datasets(self._filtered[group]):
+                    self._filtered.copy(f"{group}/{name}", file, f"{group}/{name}")
         finally:
-            failed = shut(file, lambda: empty(self.path))
             self.close()
-        if failed is not None:
-            raise failed
 
     def close(self) -> None:
         """Let go of what is held in memory."""
@@ -187,15 +181,6 @@ def _slabs(block: Tensor) -> Iterable[tuple[Any, Tensor]]:
     staged = max(1, STAGED_NBYTES // block.element_size())
     for box in [whole] if is_host_dense(block) else slabs(whole, staged):
         yield box, cells_of(block, (0,) * block.ndim, box)
-
-
-def _reserve(fd: int, offset: int, nbytes: int) -> None:
-    """Have the disk's blocks of a part of a file, so that a full disk is found out at once."""
-    try:
-        os.posix_fallocate(fd, offset, nbytes)
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise
 
 
 def _write(fd: int, offset: int, block: Tensor, pause: Callable[[], object]) -> None:

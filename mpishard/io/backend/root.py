@@ -10,9 +10,10 @@ import numpy as np
 
 from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, selection
+from mpishard.io.file.close import empty, shut
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
-from mpishard.io.file.room import check_filtered, check_room, no_room
+from mpishard.io.file.open import LIBVER, import_h5py
+from mpishard.io.file.room import check_filtered, check_room, hold, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
 
 
@@ -44,6 +45,8 @@ class _Target:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.file: Any = None
+        self.closed = True
+        self.held: list[Any] = []
         self.step: int | None = None
         self.journal: Journal | None = None
         self.error: BaseException | None = None
@@ -54,12 +57,14 @@ class _Target:
             h5py = import_h5py()
             if error := no_room(job.path.parent, job.nbytes):
                 raise error
-            check_room(job.path, job.form, exists=job.exists)
             if job.exists:
+                # takes room, too
                 self.journal = begun(job.path)
+            most = check_room(job.path, job.form, exists=job.exists)
             self.file = h5py.File(job.partial, "r+" if job.exists else "w", libver=LIBVER, locking=job.locking)
+            hold(self.file, most)
             if not job.exists:
-                create(self.file, job.form)
+                self.held = create(self.file, job.form)
             if job.form.append is not None:
                 self.step = step_of(self.file, job.form, job.path)
                 grow(self.file, job.form, self.step + 1)
@@ -86,7 +91,7 @@ class _Target:
     def close(self) -> BaseException | None:
         lost = self.job.lost
         try:
-            error = shut(self.file, self._make_room)
+            error = self._shut()
             self.error = self.error or error or (lost[0] if lost else None)
             if self.error is None:
                 finish(self.job)
@@ -101,11 +106,21 @@ class _Target:
         return self.error
 
     def discard(self) -> None:
-        error = shut(self.file, self._make_room) if self.file else None
+        self._shut()
         self.job.discard()
         if self.journal is not None:
-            taken_back(self.journal, closed=error is None)
+            taken_back(self.journal, closed=self.closed)
             self.journal = None
+
+    def _shut(self) -> Exception | None:
+        """Close the file, once."""
+        file, self.file = self.file, None
+        if file is None:
+            return None
+        error = shut(file, self._make_room, None if self.journal is None else self.journal.image)
+        self.closed = not file
+        self.held.clear()
+        return error
 
     def _make_room(self) -> None:
         empty(self.job.scrap)

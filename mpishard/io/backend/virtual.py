@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
-from mpishard.io.file.open import LIBVER, empty, import_h5py, shut
+from mpishard.io.file.close import empty, made
+from mpishard.io.file.open import LIBVER
 from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
-from mpishard.io.file.room import check_room
+from mpishard.io.file.room import check_room, hold
 from mpishard.io.file.schema import Schema, Variable, create, dataset_in
 from mpishard.layout import Replicate
 
@@ -102,7 +102,7 @@ def prune(path: Path, keep: Path | None) -> None:
 def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]) -> None:
     tell(job.parts, plan, parts)
 
-    def lay(file: Any, form: Schema) -> None:
+    def lay(file: Any, form: Schema) -> list[Any]:
         def make(v: Variable) -> Any:
             if v.name in scalars:
                 return file.create_dataset(v.name, data=np.asarray(scalars[v.name], v.dtype))
@@ -110,18 +110,12 @@ def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]
                 return dataset_in(file, v)
             return show(file, v.name, v.dtype, parts[v.name])
 
-        create(file, form, make)
+        return create(file, form, make)
 
-    check_room(job.path, job.form, lay=lay)
-    file = import_h5py().File(job.partial, "w", libver=LIBVER, locking=job.locking)
-    try:
-        lay(file, job.form)
-        file.flush()
-    except FAILURES:
-        empty(job.partial)
-        raise
-    finally:
-        error = shut(file, partial(empty, job.partial))
-    if error is not None:
-        raise error
+    most = check_room(job.path, job.form, lay=lay)
+    with made(job.partial, libver=LIBVER, locking=job.locking) as file:
+        hold(file, most)
+        _held = lay(file, job.form)
+    if job.lost:
+        raise job.lost[0]
     finish(job)

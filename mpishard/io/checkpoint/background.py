@@ -34,8 +34,10 @@ from mpishard.errors import FileError, MpishardError
 from mpishard.io.backend.part import Part, Planned, fill, lay_out, make_folders, with_room
 from mpishard.io.checkpoint.folder import TENSORS, discard, flush, unwritable
 from mpishard.io.checkpoint.snapshot import Snapshot
+from mpishard.io.file.close import made
 from mpishard.io.file.dtype import NUMPY
-from mpishard.io.file.open import LIBVER, import_h5py
+from mpishard.io.file.excepthook import noted
+from mpishard.io.file.open import LIBVER
 from mpishard.io.file.parts import Parts, Plan, gives, show, show_boxes, tell, writes
 from mpishard.io.file.schema import Variable
 from mpishard.tensor import ShardTensor, wrap
@@ -348,10 +350,10 @@ def _write_whole(taken: Snapshot, parts: dict[str, Parts], pace: _Pace) -> None:
     path = taken.own / TENSORS
     plain = {n: x.block for n, x in taken.tensors.items() if n not in parts}
     large: list[tuple[int, Tensor]] = []
-    h5py = import_h5py()
     with (
+        noted() as lost,
         _room(path, sum(b.nbytes for b in plain.values()), len(taken.tensors)),
-        h5py.File(path, "w", libver=LIBVER) as file,
+        made(path, libver=LIBVER) as file,
     ):
         for name, block in plain.items():
             if block.nbytes < _DIRECT_NBYTES:
@@ -366,6 +368,8 @@ def _write_whole(taken: Snapshot, parts: dict[str, Parts], pace: _Pace) -> None:
             else:
                 file.create_dataset(name, shape=each.layout.shape, dtype=dtype)
         file.attrs["step"] = taken.step
+    if lost:
+        raise lost[0]
     # h5py would keep the program's Python waiting
     fill(path, large, pace)
     flush(path)

@@ -110,6 +110,10 @@ class Journal:
         with open_own(self.path, mine=False) as file:
             _put_back(self.path, file, self._file)
 
+    def image(self, file: IO[bytes]) -> None:
+        """Write the bytes that are kept into an empty file, each to its place."""
+        _put_back(self.path, file, self._file, whole=False)
+
     def close(self) -> None:
         """Let go of the journal; where it is still there, the file waits to be put back (see `heal`)."""
         self._file.close()
@@ -266,7 +270,7 @@ def _digest_of(head: dict[str, Any]) -> Any:
     return hashlib.blake2b(json.dumps([head["size"], head["regions"]]).encode(), digest_size=16)
 
 
-def _put_back(path: str | os.PathLike[str], file: IO[bytes], journal: IO[bytes]) -> None:
+def _put_back(path: str | os.PathLike[str], file: IO[bytes], journal: IO[bytes], *, whole: bool = True) -> None:
     """Write what the journal keeps; the same result however often, and however many do it."""
     journal.seek(0)
     magic = journal.read(len(_WHOLE))
@@ -276,7 +280,7 @@ def _put_back(path: str | os.PathLike[str], file: IO[bytes], journal: IO[bytes])
     head = _head_of(journal) if magic == _WHOLE else None
     if head is None:
         raise _refused(path, "its journal is damaged", fix)
-    if os.fstat(file.fileno()).st_size < head.size:
+    if whole and os.fstat(file.fileno()).st_size < head.size:
         raise _refused(path, "a journal of a longer file", f"remove {journal_of(path)}, unless the file was cut")
     for offset, count in head.regions:
         file.seek(offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, MpishardError
@@ -388,33 +388,6 @@ def _outside(path: Path, name: str, got: str, fix: str | None = None) -> FileErr
         got=got,
         fix=fix or "where you trust who made it: external=True",
     )
-
-
-def shut(file: Any, make_room: Callable[[], object]) -> Exception | None:
-    """Close a file that was written, and return the error where that fails.
-
-    Not collective, unless the file is open on several ranks. Where there is no room for what HDF5 still holds,
-    ``make_room`` is called before it is tried again: what it then writes is lost anyway.
-    """
-    error: Exception | None = None
-    for _ in range(2):
-        try:
-            file.close()
-        except (OSError, RuntimeError, ValueError) as e:  # noqa: PERF203
-            error = error or e
-            make_room()
-        else:
-            return error
-    # it would be closed once more when it is collected, by a thread that can do nothing about it
-    file.id.locked = 1
-    return error
-
-
-def empty(path: Path | None) -> None:
-    """Make room of a file that is lost. Not collective."""
-    if path is not None:
-        with contextlib.suppress(OSError):
-            os.truncate(path, 0)
 
 
 def damaged(path: Path, name: str, e: Exception) -> FileError:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.errors import FileError, MpishardError
+from mpishard.io.file.close import made
 from mpishard.io.file.open import LIBVER, import_h5py, source_name, virtual_source
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
@@ -215,7 +216,7 @@ def show_boxes(folder: Path, rank: int, datasets: Sequence[tuple[str, Any, Parts
             if k * SOURCES % parts.plan.size == rank:
                 mine.setdefault(k, []).append((name, dtype, parts, ranges))
     for k, each in mine.items():
-        with h5py.File(folder / _index(k), "w", libver=LIBVER, locking=False) as file:
+        with made(folder / _index(k), libver=LIBVER, locking=False) as file:
             for name, dtype, parts, ranges in each:
                 box = _cells(parts, ranges)
                 part = h5py.VirtualLayout(tuple(hi - lo for lo, hi in box), dtype)
@@ -322,7 +323,7 @@ def narrowed(dataset: Any, path: Any, box: Sequence[tuple[int, int]]) -> Any:
     fd, at = tempfile.mkstemp(prefix="mpishard-", suffix=".h5")
     os.close(fd)
     try:
-        with h5py.File(at, "w", locking=False) as file:
+        with made(at, locking=False) as file:
             file.create_virtual_dataset(name, whole)
         return h5py.File(at, "r", locking=False)[name]
     finally:

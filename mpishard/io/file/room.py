@@ -5,6 +5,7 @@ It keeps such a file, and ends the process when it tries again. For one process;
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
@@ -22,6 +23,9 @@ SPARE = 16 << 10
 _PER_DATASET = 1 << 10
 # free bytes from which there is room, whatever HDF5 adds to so many bytes of cells: to look takes longer than to write
 _AMPLE, _MOST_PER_BYTE = 64 << 20, 16
+# of fallocate(2)
+_KEEP_SIZE = 1
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 # of the B-tree that finds chunks (HDF5 file format, III.A.1), whose nodes come to be half full at the least
 _FANOUT = 64
 
@@ -41,10 +45,10 @@ def no_room(folder: Path, more: int, before: int = 0) -> OSError | None:
 
 def check_room(
     path: Path, form: Schema, *, exists: bool = False, lay: Callable[..., object] = create, filtered: bool = False
-) -> None:
+) -> int:
     """Raise where a new file, or one with a step more, may be longer than there is room, or this process may write.
 
-    Not collective.
+    Not collective. Returns how long it may be at most, 0 where there is ample room.
 
     Parameters
     ----------
@@ -67,7 +71,7 @@ def check_room(
     """
     nbytes = sum(math.prod(v.shape) * v.dtype.itemsize for v in form.variables)
     if _limit() is None and _free(path.parent) > _AMPLE + _MOST_PER_BYTE * nbytes:
-        return
+        return 0
     with looked_at(path) if exists else memory_file() as file:
         if exists:
             step_of(file, form, path)
@@ -83,14 +87,54 @@ def check_room(
             more += _growth(file[form.append], [(0, 1)])
     if error := no_room(path.parent, more, before):
         raise error
+    return before + more
 
 
 def check_filtered(file: Any, dataset: Any, box: Sequence[tuple[int, int]]) -> None:
     """Raise OSError where a box of a dataset with filters may be too long, however they do. Not collective."""
     if is_filtered(dataset):
-        more = _growth(dataset, box, filtered=True) + SPARE
-        if error := no_room(Path(file.filename).parent, more, file.id.get_filesize()):
+        path, size = Path(file.filename), file.id.get_filesize()
+        most = size + _growth(dataset, box, filtered=True) + SPARE
+        # with what is held for it already
+        has = max(size, 512 * os.stat(path).st_blocks)
+        if error := no_room(path.parent, max(0, most - has), has):
             raise error
+        if _free(path.parent) < _AMPLE + most - size:
+            hold(file, most)
+
+
+def reserve(fd: int, offset: int, nbytes: int) -> None:
+    """Have the disk's blocks of a part of a file, so that a full disk is found out at once. Not collective.
+
+    Raises
+    ------
+    OSError
+        There is no room.
+    """
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as e:
+        if e.errno in _FULL:
+            raise
+
+
+def hold(file: Any, nbytes: int) -> None:
+    """Have the disk keep room for a file of so many bytes, that nobody else can take meanwhile. Not collective.
+
+    Once HDF5 has failed to write a part it cannot close the file, and some versions end the process later. The file
+    gets no longer by this; `mpishard.io.file.close.shut` lets go of what it has not used.
+
+    Raises
+    ------
+    OSError
+        There is none.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if not nbytes or fallocate is None:
+        return
+    args = ctypes.c_int(file.id.get_vfd_handle()), ctypes.c_int(_KEEP_SIZE), ctypes.c_int64(0), ctypes.c_int64(nbytes)
+    if fallocate(*args) and (code := ctypes.get_errno()) in _FULL:
+        raise OSError(code, os.strerror(code))
 
 
 def _growth(dataset: Any, box: Sequence[tuple[int, int]], *, filtered: bool = False) -> int:

@@ -133,7 +133,7 @@ def extents(form: Schema) -> dict[str, int]:
     return out
 
 
-def create(file: Any, form: Schema, make: Any = None) -> None:
+def create(file: Any, form: Schema, make: Any = None) -> list[Any]:
     """Make the datasets, dims and attributes in a new file; datasets that grow begin with no step.
 
     Not collective, unless the file is open on several ranks: then all of them.
@@ -146,14 +146,21 @@ def create(file: Any, form: Schema, make: Any = None) -> None:
         What to make.
     make
         ``make(variable)`` makes a dataset and returns it; plain ones if not given.
+
+    Returns
+    -------
+    list
+        The datasets, to be held until the file is flushed: what HDF5 cannot flush as it is let go ends the process.
     """
+    held = []
     for v in form.variables:
-        dataset = (make or (lambda v: dataset_in(file, v, form.append)))(v)
+        held.append((make or (lambda v: dataset_in(file, v, form.append)))(v))
         for key, value in v.attrs.items():
-            dataset.attrs[key] = value
+            held[-1].attrs[key] = value
     for key, value in form.attrs.items():
         file.attrs[key] = value
-    _add_dims(file, form)
+    _add_dims(file, form, held)
+    return held
 
 
 def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
@@ -174,21 +181,22 @@ def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
     return file.create_dataset(v.name, shape=shape, dtype=v.dtype, **options)
 
 
-def _add_dims(file: Any, form: Schema) -> None:
+def _add_dims(file: Any, form: Schema, held: list[Any]) -> None:
     names = {v.name for v in form.variables}
     sizes = extents(form)
     if form.append is not None:
         values = np.asarray(form.scales.get(form.append, 0))
-        scale = file.create_dataset(form.append, (0,), values.dtype, maxshape=(None,), chunks=(512,))
-        scale.make_scale(form.append)
+        held.append(file.create_dataset(form.append, (0,), values.dtype, maxshape=(None,), chunks=(512,)))
+        held[-1].make_scale(form.append)
     for dim, n in sizes.items():
         if dim in form.scales:
-            scale = file.create_dataset(dim, data=np.asarray(form.scales[dim]))
-            scale.make_scale(dim)
+            held.append(file.create_dataset(dim, data=np.asarray(form.scales[dim])))
+            held[-1].make_scale(dim)
         elif dim in names:
             file[dim].make_scale(dim)
         else:
-            file.create_dataset(dim, shape=(n,), dtype=">f4").make_scale(f"{_NO_VARIABLE}{n:10d}")
+            held.append(file.create_dataset(dim, shape=(n,), dtype=">f4"))
+            held[-1].make_scale(f"{_NO_VARIABLE}{n:10d}")
     for dim, attributes in form.scale_attrs.items():
         for key, value in attributes.items():
             file[dim].attrs[key] = value

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.io.file.close import made
 from mpishard.io.file.open import import_h5py, virtual_source
 from mpishard.io.file.schema import Schema
 from mpishard.io.viewer.grid import Grid, grids, replaced
@@ -31,7 +32,7 @@ def write_vtkhdf(path: Path, form: Schema) -> None:
 
 def _write(at: Path, path: Path, grid: Grid) -> None:
     h5py = import_h5py()
-    with h5py.File(at, "w") as file:
+    with made(at) as file:
         image = file.create_group("VTKHDF")
         origin, spacing = _even(grid)
         # of a scale that falls; VTK wants spacings above 0
