@@ -26,7 +26,7 @@ from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.excepthook import noted
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written
-from mpishard.io.file.schema import Schema, Variable, any_filtered, checked_dims, chunks_of, extents, named, option
+from mpishard.io.file.schema import Schema, Variable, any_filtered, check_places, checked_dims, chunks_of, named, option
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, write_xdmf
@@ -91,7 +91,8 @@ def write(
         As h5py has it: ``"gzip"``, ``"lzf"``, or a gzip level. One for all, or name -> compression.
     dims
         Names of each dataset's dims, as in netCDF: name -> names, or one sequence for all. Where some dims have
-        names, or the file is appended to, others are named by place and extent: ``"dim0_64"``.
+        names, or the file is appended to, others are named by place and extent: ``"dim0_64"``. A dataset with the
+        name of a dim gives its values, and lies along it alone.
     scales
         Dim name -> its values (of the dim appended along: the step's value), kept as dimension scales.
     variable_attrs
@@ -300,7 +301,7 @@ def _form(
     for where, attributes in everything:
         for key, value in attributes.items():
             _check_attribute(where, key, value)
-    extents(form)
+    check_places(form)
     return form
 
 

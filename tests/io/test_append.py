@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mpishard as ms
-from mpishard.errors import FileError
+from mpishard.errors import FileError, LayoutError
 from mpishard.io.file import journal, schema
 from mpishard.io.file.journal import Journal, journal_of
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
@@ -375,6 +375,7 @@ def test_every_step_has_all_datasets(mesh, folder, backend):
     [
         ("a\0b", {}, "is no name of a dataset"),
         (1, {}, "is no name of a dataset"),
+        ("/./", {}, "is no name of a dataset"),
         ("a", {"chunks": {"b": (1, 1)}}, "chunks of no dataset"),
         ("a", {"compression": {"b": "gzip"}}, "compression of no dataset"),
         ("a", {"chunks": 7}, "chunks of 'a'"),
@@ -385,6 +386,44 @@ def test_names_and_options_that_fit_no_dataset(mesh, folder, name, options, said
         ms.io.write(folder / "a.h5", {name: sharded(FULL, mesh)}, **options)
     same_on_all(e)
     assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("g/a/b", "g/a"), ("g/a", "/g//a")])
+def test_datasets_at_one_place(mesh, folder, names):
+    with pytest.raises(FileError, match="is no name of a dataset beside") as e:
+        ms.io.write(folder / "a.h5", {name: sharded(FULL, mesh) for name in names})
+    same_on_all(e)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "said"),
+    [
+        (("y", "x"), {}, "a dim and a dataset"),  # a grid that is not of straight lines
+        (("x", "y"), {}, "a dim and a dataset"),
+        (("x", "x"), {}, "a dim and a dataset"),
+        (("y", "x"), {"scales": {"x": range(12)}}, "a dim and a dataset"),
+        (("y", "z"), {"append": "x"}, "a dim and a dataset"),
+        (("g/y", "z"), {}, "is no name of a dim"),
+        (("", "z"), {}, "is no name of a dim"),
+        (("h", "z"), {}, "is no name of a dim"),
+    ],
+)
+def test_dims_that_no_netcdf_has(mesh, folder, dims, options, said):
+    square = sharded(FULL[:, :12], mesh)
+    with pytest.raises(LayoutError, match=said) as e:
+        ms.io.write(folder / "a.nc", {"x": square, "h/t": square}, dims={"x": dims}, **options)
+    same_on_all(e)
+    assert os.listdir(folder) == []
+
+
+def test_values_of_a_dim_by_a_dataset(mesh, folder):
+    row = ms.ones(6, mesh=mesh, placements=[ms.Shard(0), ms.Replicate()])
+    fields = {"x": row, "a": ms.ones(4, 6, mesh=mesh, placements=[ms.Shard(0), ms.Shard(1)])}
+    ms.io.write(folder / "a.nc", fields, dims={"x": ("x",), "a": ("y", "x")})
+    with h5py.File(folder / "a.nc", "r", locking=False) as f:
+        assert f["a"].dims[1][0] == f["x"]
+    with pytest.raises(LayoutError, match="a dim and a dataset"):
+        ms.io.write(folder / "b.nc", fields, dims={"x": ("x",), "a": ("y", "x")}, append="time")
 
 
 @pytest.mark.parametrize("dims", [None, {"a": ("y", "x")}])

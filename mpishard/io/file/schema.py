@@ -93,6 +93,52 @@ def named(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     )
 
 
+def check_places(form: Schema) -> None:
+    """Refuse datasets and dims of one file that cannot lie beside each other. Not collective.
+
+    Raises
+    ------
+    FileError
+        Two datasets at one place, or one in another.
+    LayoutError
+        A dim with the name of a dataset that does not give its values, or with one that netCDF lacks.
+    """
+    at = {_place(v.name): v for v in form.variables}
+    for v in form.variables:
+        own = _place(v.name)
+        groups = [own[:i] for i, c in enumerate(own) if c == "/"]
+        other = at[own] if at[own] is not v else next((at[g] for g in groups if g in at), None)
+        if not own or other is not None:
+            raise FileError(
+                f"write: {v.name!r} is no name of a dataset" + ("" if other is None else f" beside {other.name!r}"),
+                expected="a place of its own for each, in no other dataset",
+                got=[*(v.name for v in form.variables)],
+                fix="give it another name",
+            )
+    for dim in extents(form) | ({} if form.append is None else {form.append: 0}):
+        beside = at.get(dim)
+        if not dim or "/" in dim or any(place.startswith(f"{dim}/") for place in at):
+            raise LayoutError(
+                f"write: {dim!r} is no name of a dim",
+                expected="text without '/', which no group of a dataset has",
+                got=repr(dim),
+                fix="give it another name",
+            )
+        if beside is not None and (beside.dims != (dim,) or dim in form.scales or form.append is not None):
+            raise LayoutError(
+                f"write: a dim and a dataset with the name {dim!r}",
+                expected="a dataset that gives the values of that dim: along it alone, in a file without steps",
+                got=f"dataset {beside.name!r} along {beside.dims}"
+                + (", and scales=" if dim in form.scales else "")
+                + ("" if form.append is None else f", append={form.append!r}"),
+                fix=f"give the dim another name, or its values by scales={{{dim!r}: ...}} and no dataset",
+            )
+
+
+def _place(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
 def extents(form: Schema) -> dict[str, int]:
     """Return the extent of every named dim.
 
