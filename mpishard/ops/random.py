@@ -234,11 +234,21 @@ def randint_like(
     return _like(input, lambda _: integers(low, high), dtype, requires_grad, generator, options)
 
 
+def _check_probabilities(p: Tensor) -> None:
+    if not bool(((p >= 0) & (p <= 1)).all()):
+        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
+
+
 def _probabilities(x: ShardTensor, p: Any, dtype: torch.dtype, generator: Any) -> Tensor:
     """Return zeros and ones, one with probability ``p``, a number or a tensor. Collective."""
     if not isinstance(p, Tensor):
         return _drawn(x, torch.bool, chosen(p), generator).to(dtype)
-    local = fitted(resolved(p), x.mesh, x.sharding).detach()
+    own = resolved(p)
+    if isinstance(own, ShardTensor):
+        own = _checked(_check_probabilities, own)
+    else:
+        _check_probabilities(own)
+    local = fitted(own, x.mesh, x.sharding).detach()
     return (_drawn(x, torch.float64, uniform(torch.float64), generator) < local).to(dtype)
 
 
@@ -247,12 +257,7 @@ def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> ShardTenso
     """Zeros and ones with the probabilities ``input``, or ``p``. Collective."""
     x = resolved(input)
     if p is None:
-
-        def check(x: Tensor) -> None:
-            if not bool(((x >= 0) & (x <= 1)).all()):
-                raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true")
-
-        p = x = _checked(check, x)
+        p = x = _checked(_check_probabilities, x)
     drawn = _probabilities(x, p, x.block.dtype, generator)
     # of probabilities, a zero gradient, as in torch
     return wrap(drawn + 0 * x.block if p is x else drawn, x.sharding, x.mesh)

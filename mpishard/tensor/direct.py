@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mpishard.errors import MpishardError
+from mpishard.tensor.refusal import STUMBLES, explained
 from mpishard.tensor.registry import RULES, by_torch_names
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -25,9 +26,14 @@ def _method(function: Any) -> Any:
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _modes_active():
             return function(self, *args, **kwargs)
-        if kwargs:
-            return RULES[function](self, *args, **by_torch_names(function, kwargs))
-        return RULES[function](self, *args)
+        try:
+            if kwargs:
+                return RULES[function](self, *args, **by_torch_names(function, kwargs))
+            return RULES[function](self, *args)
+        except STUMBLES as e:
+            if told := explained(function, (self, *args), kwargs, e):
+                raise told from None
+            raise
 
     method.__name__ = method.__qualname__ = getattr(function, "__name__", "method")
     method.__doc__ = getattr(function, "__doc__", None)

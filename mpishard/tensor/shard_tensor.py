@@ -17,6 +17,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
 from mpishard.tensor.out import call_into
+from mpishard.tensor.refusal import STUMBLES, explained
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
 
 if TYPE_CHECKING:
@@ -89,10 +90,15 @@ class ShardTensor(Tensor):
         rule = RULES.get(func) or rule_below(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
-        if not kwargs:
-            return rule(*args)
-        kwargs = by_torch_names(func, kwargs)
-        return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
+        try:
+            if not kwargs:
+                return rule(*args)
+            kwargs = by_torch_names(func, kwargs)
+            return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
+        except STUMBLES as e:
+            if told := explained(func, args, kwargs or {}, e):
+                raise told from None
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # type: ignore[override]

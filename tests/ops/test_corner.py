@@ -159,6 +159,8 @@ REFUSED = {
     "_log_softmax_backward_data": lambda x: torch.ops.aten._log_softmax_backward_data(
         x.long(), x.long(), 0, torch.int64
     ),
+    "bernoulli_ of no probabilities": lambda x: x.clone().bernoulli_(x.abs() + 2),
+    "einsum of no square": lambda x: torch.einsum("ii->i", x.reshape(x.shape[0], -1)[:, :2]),
     "bernoulli of integers": lambda x: torch.bernoulli((x > 0).long()),
     "cauchy_ of integers": lambda x: x.long().cauchy_(),
     "dropout of integers": lambda x: F.dropout(x.long()),

@@ -147,7 +147,7 @@ FAMILIES = {
     "linear/matmul, contraction": (lambda x: F.linear(x.mT, values(5, ROWS)), NOTHING, NOTHING),
     "loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), each("all_reduce", 8), NOTHING),
     "loss/torch_loss": (
-        lambda x: torch.hinge_embedding_loss(x, torch.ones_like(x)),
+        lambda x: torch.hinge_embedding_loss(x, torch.ones_like(x), 1.0, 1),
         each("all_reduce", 8),
         NOTHING,
     ),

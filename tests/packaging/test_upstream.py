@@ -173,6 +173,12 @@ def effects() -> bool:
     return order == ["read", "read", "draw", "read"]
 
 
+def reduction() -> bool:
+    return (
+        torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim == torch.ops.aten.kl_div(torch.zeros(2), torch.zeros(2)).ndim
+    )
+
+
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
@@ -189,6 +195,7 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "einsum": einsum,
     "conjugates": conjugates,
     "effects": effects,
+    "reduction": reduction,
 }
 
 

@@ -340,11 +340,11 @@ def tensor_split(
     return tuple(_cut(x, d, a, b) for a, b in zip(borders[:-1], borders[1:]))
 
 
-def _axis_split(dim_of: Any) -> Any:
+def _axis_split(dim_of: Any, least: int = 1) -> Any:
     def rule(input: ShardTensor, indices_or_sections: Any = None, **named: Any) -> Any:
         given = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
         d = dim_of(input.ndim)
-        if input.ndim <= d:
+        if input.ndim < max(d + 1, least):
             raise RuntimeError(f"a split along dim {d} requires a tensor of more dimensions than {input.ndim}")
         if isinstance(given, int) and (given <= 0 or input.sharding.shape[d] % given):
             raise RuntimeError(f"the size of dim {d}, {input.sharding.shape[d]}, is not divisible by {given}")
@@ -354,7 +354,7 @@ def _axis_split(dim_of: Any) -> Any:
 
 
 implements(torch.hsplit, torch.Tensor.hsplit, sharded="local")(_axis_split(lambda ndim: 0 if ndim <= 1 else 1))
-implements(torch.vsplit, torch.Tensor.vsplit, sharded="local")(_axis_split(lambda _: 0))
+implements(torch.vsplit, torch.Tensor.vsplit, sharded="local")(_axis_split(lambda _: 0, 2))
 implements(torch.dsplit, torch.Tensor.dsplit, sharded="local")(_axis_split(lambda _: 2))
 
 

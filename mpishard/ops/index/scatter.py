@@ -73,6 +73,8 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> ShardTensor:
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ShardTensor:
     """Write a slice of a dim in a copy. Collective where the source is laid out differently."""
     require_complex_derivative(_sliced, input, src)
+    if input.ndim == 0:
+        raise IndexError("slice() cannot be applied to a 0-dim tensor.")
     d = normal_dim(dim, input.ndim)
     n = len(range(*slice(start, end, step).indices(input.shape[d])))
     _require_shape("slice_scatter", src, (*input.shape[:d], n, *input.shape[d + 1 :]))

@@ -330,9 +330,14 @@ def _on_diagonals(x: Any, labels: Labels) -> bool:
 def _of_diagonals(operands: Sequence[Any], labels: Sequence[Labels], out: Labels) -> ShardTensor:
     """Evaluate an einsum of whose operands the diagonals are taken first. Collective where their planes are sharded."""
     found: list[Any] = []
-    for x, own in zip(operands, labels):
+    for i, (x, own) in enumerate(zip(operands, labels)):
         rest = list(own)
         for label in dict.fromkeys(own):
+            sizes = [x.shape[d] for d, s in enumerate(own) if s == label]
+            if len(set(sizes)) > 1:
+                raise RuntimeError(
+                    f"einsum(): subscript {chr(label)} is repeated for operand {i} but the sizes don't match, {sizes}"
+                )
             while rest.count(label) > 1:
                 a = rest.index(label)
                 b = rest.index(label, a + 1)

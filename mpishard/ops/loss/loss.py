@@ -78,6 +78,10 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
                 stacklevel=3,
             )
         mesh, out = broadcast_of(tensors)
+        if func is F.soft_margin_loss and out.shape != tuple(tensors[0].shape):
+            raise RuntimeError(
+                f"output with shape {list(tensors[0].shape)} doesn't match the broadcast shape {list(out.shape)}"
+            )
         local = {k: fitted(v, mesh, out) if k in names else v for k, v in named.items()}
         if len(shapes) > 1:
             shape = out.local_shape(mesh.coords)
@@ -319,6 +323,7 @@ def _composed(func: Callable[..., Tensor]) -> Callable[[R], R]:
 @_composed(F.multilabel_soft_margin_loss)
 def _soft_margins(input: Any, target: Any, weight: Any) -> Any:
     """Mean over classes of the binary cross entropies of logits."""
+    input.shape[-1]
     loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     return (loss if weight is None else loss * weight).mean(-1)
 
@@ -331,8 +336,10 @@ def _likelihoods(input: Any, target: Any, var: Any, full: bool, eps: float) -> A
         if var < 0:
             raise ValueError("var has negative entry/entries")
         var = var * torch.ones_like(x)
-    elif bool((var < 0).any()):
-        raise ValueError("var has negative entry/entries")
+    else:
+        if bool((var < 0).any()):
+            raise ValueError("var has negative entry/entries")
+        torch.empty(0, dtype=var.dtype).clamp_(min=eps)  # torch's own error
     if tuple(var.shape) != tuple(x.shape):
         if tuple(x.shape[:-1]) == tuple(var.shape):
             var = var.unsqueeze(-1)

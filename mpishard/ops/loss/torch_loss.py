@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpishard.tensor.registry import RULES, implements
+from mpishard.tensor.registry import RULES, aten, implements
 
 _REDUCTIONS = ("none", "mean", "sum")
+# of torch's functions, if none is given: another one than their signatures say (docs/upstream.md)
+_DEFAULT = "mean" if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim == 0 else "none"
 
 # arguments of torch's function before the reduction, in its order
 _LOSSES: dict[str, tuple[str, ...]] = {
@@ -24,20 +26,21 @@ _LOSSES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _loss_rule(name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def _loss_rule(name: str, arguments: tuple[str, ...], default: str) -> Callable[..., Any]:
     func = getattr(F, name)
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         """Reduce as the function of the same name. Collective where the loss is reduced."""
         named = {**dict(zip((*arguments, "reduction"), args)), **kwargs}
-        named["reduction"] = _REDUCTIONS[named.get("reduction", 1)]
+        named["reduction"] = _REDUCTIONS[named["reduction"]] if "reduction" in named else default
         return RULES[func](**named)
 
     return rule
 
 
 for _name, _arguments in _LOSSES.items():
-    implements(getattr(torch, _name), sharded="reduction")(_loss_rule(_name, _arguments))
+    implements(getattr(torch, _name), sharded="reduction")(_loss_rule(_name, _arguments, _DEFAULT))
+    implements(*aten(_name), sharded="reduction")(_loss_rule(_name, _arguments, "mean"))
 
 
 @implements(torch.embedding, sharded="local")

@@ -51,7 +51,9 @@ def histc(input: ShardTensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Sh
 
 
 @implements(torch.histogram, torch.Tensor.histogram, sharded="reduction")
-def histogram(input: ShardTensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def histogram(
+    input: ShardTensor, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
     """Count (or weigh) cells in bins. Collective: small all-reduces; the cells stay."""
     own = on_mesh(input, mesh_of((input, bins, weight)))
     if range is None and not isinstance(bins, Tensor):
@@ -121,6 +123,7 @@ def unique(
     With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is. Every NaN is a value of its own, as
     torch has it; they are numbered by rank.
     """
+    torch.unique(torch.empty(0), sorted=sorted, return_inverse=return_inverse, return_counts=return_counts)  # its word
     given = resolved(input)
     x = given.detach()
     if dim is not None:
@@ -182,6 +185,8 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
 
     The counts are whole on every rank.
     """
+    if input.ndim < 2:
+        raise RuntimeError("torch.histogramdd: input tensor should have at least 2 dimensions")
     edges = [gathered(b) for b in bins] if isinstance(bins, (tuple, list)) else bins
     own = on_mesh(input, mesh_of((input, weight, *(edges if isinstance(edges, list) else ()))))
     if range is None and not (isinstance(edges, list) and isinstance(edges[0], Tensor)):

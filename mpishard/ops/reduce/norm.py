@@ -82,6 +82,10 @@ def norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> ShardTensor:
     if dim == -1:
         return _norm(v, pow, None, False)
     kept = normal_dim(dim, v.ndim)
+    if v.ndim == 0:
+        raise IndexError(f"Dimension specified as {dim} but tensor has no dimensions")
+    if v.ndim == 1:
+        return _norm(v.unsqueeze(1), pow, 1, False)
     return _norm(v, pow, [d for d in range(v.ndim) if d != kept], True)
 
 
@@ -159,6 +163,10 @@ def norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dty
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Cosine between vectors along a dim. Collective where it is sharded."""
     mesh = mesh_of((x1, x2))
+    common = torch.result_type(x1, x2)
+    if not (common.is_floating_point or common.is_complex):
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
+    x1, x2 = x1.to(common), x2.to(common)
     a, b = torch.broadcast_tensors(x1, x2) if tuple(x1.shape) != tuple(x2.shape) else (x1, x2)
     a, b = (t if isinstance(t, ShardTensor) else _like(t, a if isinstance(a, ShardTensor) else b, mesh) for t in (a, b))
     return ((a / _norm(a, 2, dim, True).clamp_min(eps)) * (b / _norm(b, 2, dim, True).clamp_min(eps))).sum(dim)

@@ -270,11 +270,11 @@ def _view_dtype(self: ShardTensor, dtype: torch.dtype) -> ShardTensor:
 def flatten(input: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Merge neighbouring dims. As `reshape`."""
     shape = input.sharding.shape
-    if not shape:
-        return reshape(input, 1)
     a, b = normal_dim(start_dim, len(shape)), normal_dim(end_dim, len(shape))
     if a > b:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    if not shape:
+        return reshape(input, 1)
     return input if a == b else reshape(input, *shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :])
 
 

@@ -16,6 +16,7 @@ from mpishard.ops.rule.dim import (
     local_shape,
     mapped,
     normal_dim,
+    on_domain,
     settled,
     unsharded,
     viewed,
@@ -108,6 +109,9 @@ def _matrix_transposed(self: ShardTensor) -> ShardTensor:
 
 
 def _adjoint(self: ShardTensor) -> ShardTensor:
+    if self.ndim == 0:  # deprecated, by torch's own word
+        on_domain(torch.adjoint, self)
+        return viewed(self, self.block.conj(), self.sharding)
     swapped = _matrix_transposed(self)
     return viewed(swapped, swapped.block.conj(), swapped.sharding)
 
@@ -147,9 +151,11 @@ def unsqueeze(input: ShardTensor, dim: int) -> ShardTensor:
 def squeezed_dims(layout: Layout, dim: Any) -> tuple[int, ...]:
     """Return the dims of one cell among those that are asked for: None, one, or several. Not collective."""
     dims = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    if layout.ndim == 0:
-        return ()
-    return tuple(sorted({d for d in (normal_dim(d, layout.ndim) for d in dims) if layout.shape[d] == 1}))
+    own = [normal_dim(d, layout.ndim) for d in dims]
+    for d in own:
+        if own.count(d) > 1:
+            raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
+    return () if layout.ndim == 0 else tuple(sorted(d for d in own if layout.shape[d] == 1))
 
 
 @implements(torch.squeeze, torch.Tensor.squeeze, sharded="local")

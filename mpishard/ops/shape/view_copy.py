@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpishard.ops.rule.dim import ints, settled, trivially_sharded
+from mpishard.ops.rule.dim import ints, normal_dim, settled, trivially_sharded
 from mpishard.ops.shape.view import squeezed_dims
 from mpishard.tensor.registry import aten, implements
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -21,7 +21,9 @@ _IN_PLACE = "unsqueeze transpose swapaxes swapdims t".split()
 
 
 def _slice(input: ShardTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    return input[(*(slice(None),) * (dim % input.ndim), slice(start, end, step))]
+    if input.ndim == 0:
+        raise IndexError("slice() cannot be applied to a 0-dim tensor.")
+    return input[(*(slice(None),) * normal_dim(dim, input.ndim), slice(start, end, step))]
 
 
 _OTHER: dict[str, Callable[..., Any]] = {

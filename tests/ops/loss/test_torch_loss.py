@@ -24,10 +24,25 @@ CASES = {
 }
 
 
+DEFAULTS = {
+    "hinge": lambda of, x: of.hinge_embedding_loss(x, SIGNS),
+    "divergence": lambda of, x: of.kl_div(x.log_softmax(1), OTHER.softmax(1)),
+    "ranking": lambda of, x: of.margin_ranking_loss(x, OTHER, SIGNS),
+    "triplet": lambda of, x: of.triplet_margin_loss(x, OTHER, OTHER * 2),
+    "cosine": lambda of, x: of.cosine_embedding_loss(x, OTHER, SIGNS[:, 0]),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_losses(name):
     for reduction in range(3):
         check(lambda x: CASES[name](x, reduction), field(6, 5), (0, 1), reduction + len(name), count=3)
+
+
+def test_losses_without_a_reduction():
+    for name, loss in DEFAULTS.items():
+        for of in (torch, torch.ops.aten):
+            check(lambda x: loss(of, x), field(6, 5), (0, 1), len(name), count=2)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="older torch")

@@ -10,7 +10,7 @@ import torch
 
 import mpishard as ms
 from mpishard.ops.rule import reduction
-from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, mesh_shapes, shard
 from tests.release import RELEASE
 
 INF = float("inf")
@@ -501,3 +501,15 @@ def test_values_that_torch_refuses_on_one_rank_are_refused_on_all(at, empty):
         with pytest.raises(type(expected.value)) as got:
             call(ms.distribute_tensor(matrices, mesh, (ms.Shard(0),), sizes=sizes))
         assert len(set(WORLD.allgather(str(got.value)))) == 1
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_norms_of_the_cells_of_a_vector(dim):
+    """All dims but the one that there is."""
+    for mesh_shape in mesh_shapes(1):
+        mesh = mesh_of(mesh_shape)
+        for placement in (ms.Shard(0), ms.Replicate()):
+            x = ms.distribute_tensor(torch.arange(-3.0, 4.0), mesh, (placement,))
+            torch.testing.assert_close(
+                torch.norm_except_dim(x, 2, dim).full_tensor(), torch.norm_except_dim(torch.arange(-3.0, 4.0), 2, dim)
+            )

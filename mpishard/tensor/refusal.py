@@ -1,0 +1,58 @@
+"""What torch says of a call that no rule was written for: wrong numbers of dims, words, things that are no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+from torch.utils._pytree import tree_map
+
+from mpishard.errors import MpishardError
+
+# what Python raises where a rule looks for a dim or an attribute that is not there
+STUMBLES = (IndexError, KeyError, AttributeError, TypeError, ValueError, AssertionError, ZeroDivisionError)
+
+
+def explained(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Exception | None:
+    """Return what torch raises of the same call of whole tensors without data, or None if ``error`` is as clear.
+
+    Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
+    the program's functions that it calls.
+    """
+    if isinstance(error, MpishardError) or not _is_ours(error):
+        return None
+    with torch.no_grad(), _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+        for stand_in in (_without_data, _of_ones):
+            try:
+                function(*tree_map(stand_in, tuple(args)), **tree_map(stand_in, dict(kwargs)))
+            except Exception as e:  # noqa: BLE001, PERF203 (the answer)
+                # torch's rules for meta stumble, too
+                if not isinstance(e, NotImplementedError) and "meta" not in str(e) and str(e) != str(error):
+                    return e.with_traceback(None)
+            else:
+                return None
+    return None
+
+
+def _is_ours(error: Exception) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("mpishard.")
+
+
+def _without_data(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _of_ones(x: Any) -> Any:
+    """Return a stand-in of one value, and of few cells: numbers of dims are what rules stumble over."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.ones((), dtype=x.dtype).expand([min(n, 8) for n in x.shape])
