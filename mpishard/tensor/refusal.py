@@ -16,6 +16,9 @@ from mpishard.errors import MpishardError
 # what Python raises where a rule looks for a dim or an attribute that is not there
 STUMBLES = (IndexError, KeyError, AttributeError, TypeError, ValueError, AssertionError, ZeroDivisionError)
 
+# what goes wrong in them is not theirs
+_GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
 
 def explained(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
@@ -25,7 +28,7 @@ def explained(
     Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
     the program's functions that it calls.
     """
-    if isinstance(error, MpishardError) or not _is_ours(error):
+    if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
     with torch.no_grad(), _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
         for stand_in in (_without_data, _of_ones):
