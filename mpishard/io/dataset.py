@@ -7,7 +7,7 @@ import operator
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -460,7 +460,8 @@ class Loader:
 def _all(datasets: Any) -> list[Dataset]:
     if isinstance(datasets, Dataset):
         return [datasets]
-    own = list(datasets.values() if isinstance(datasets, Mapping) else datasets)
+    given = datasets.values() if isinstance(datasets, Mapping) else datasets
+    own = list(given) if isinstance(given, Iterable) else []
     if own and all(isinstance(ds, Dataset) for ds in own):
         return own
     raise FileError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mpishard.autograd.argument import require
 from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
@@ -72,6 +73,7 @@ def parameter_memory(module: nn.Module, optimizer: torch.optim.Optimizer | None 
     --------
     >>> ms.parameter_memory(model, optimizer)
     """
+    require("parameter_memory", "module", module, nn.Module, "give the model")
     parameters = list(module.parameters())
     states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
     schedule = _schedules.get(module, Schedule())

@@ -106,7 +106,7 @@ def machine_named(name: str) -> Machine:
     JobError
         There is none of this name, or its table lacks a number.
     """
-    path, _, table = name.partition(":")
+    path, _, table = str(name).partition(":")
     if path.endswith(".toml"):
         try:
             assumed = _published()[machine_names()[0]]

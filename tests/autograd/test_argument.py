@@ -41,6 +41,7 @@ NO_MESH = {
     "read": lambda mesh: ms.io.read("none.h5", "u", mesh, (ms.Shard(0),)),
     "HaloExchanger": lambda mesh: ms.HaloExchanger(mesh, (4,), 1, torch.float32),
     "Pipeline": lambda mesh: ms.Pipeline([torch.nn.Linear(2, 2)], mesh, 0),
+    "choose_backend": lambda mesh: ms.io.choose_backend(mesh, 1),
     "Dataset": lambda mesh: ms.io.Dataset("none.h5", "u", mesh, (ms.Shard(0),)),
 }
 
@@ -68,6 +69,8 @@ def test_other_arguments(tmp_path):
         "x": lambda wrong: ms.halo_exchange(wrong, {0: 1}),
         "sizes": lambda wrong: ms.distribute_tensor(torch.ones(4), mesh, (ms.Shard(0),), sizes=wrong),
         "module": lambda wrong: ms.distribute_module(wrong, mesh),
+        "module of parameter_memory": ms.parameter_memory,
+        "key": lambda wrong: ms.neighborhood_attention(x, wrong, x, 3),
         "tensors": lambda wrong: ms.io.write(tmp_path / "a.h5", wrong),
         "attrs": lambda wrong: ms.io.write(tmp_path / "a.h5", {"u": x}, attrs=wrong),
         "scales": lambda wrong: ms.io.write(tmp_path / "a.h5", {"u": x}, scales=wrong),
@@ -77,7 +80,7 @@ def test_other_arguments(tmp_path):
     }
     for argument, call in calls.items():
         for wrong in ("text", [1, 2], object(), 3):
-            with pytest.raises(ms.LayoutError, match=f"{argument}= is of another kind"):
+            with pytest.raises(ms.LayoutError, match=f"{argument.partition(' ')[0]}= is of another kind"):
                 call(wrong)
     assert not list(tmp_path.iterdir())
     mesh.free()

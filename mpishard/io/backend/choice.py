@@ -8,6 +8,7 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
+from mpishard.autograd.argument import require_mesh
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.io.file.open import import_h5py
@@ -61,6 +62,7 @@ def choose_backend(
     >>> ms.io.choose_backend(mesh, 10 << 30)
     Choice(name='virtual', reason='h5py was built without MPI, and 10240 MiB are too many for one rank')
     """
+    require_mesh("choose_backend", mesh)
     asked, by = _asked(backend)
     if asked == "mpio":
         problem = mpio_obstacle()
@@ -105,6 +107,7 @@ def choose_reading(
 
     ``"mpio"`` reads collectively; with ``"virtual"`` and ``"root"`` every rank reads its own part.
     """
+    require_mesh("choose_reading", mesh)
     asked, by = _asked(backend)
     if asked == "mpio":
         choose_backend(mesh, 0, "mpio")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from mpishard.autograd.argument import require
 from mpishard.autograd.linear import again, apply, differentiated_again, in_transform
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
@@ -227,6 +228,8 @@ def neighborhood_attention(
     --------
     >>> y = ms.neighborhood_attention(q, k, v, kernel_size=7, dilation=2)
     """
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        require("neighborhood_attention", argument, x, Tensor, "give a ShardTensor, or a tensor that all ranks have")
     dims = _checked(query, key, value, kernel_size, dilation, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     operands = (query, key, value)
