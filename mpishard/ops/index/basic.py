@@ -7,6 +7,7 @@ sharded dim is broadcast by its owner. Tensors as indices are in `mpishard.ops.i
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,6 +64,21 @@ class Basic(NamedTuple):
     whole: Layout
     out: Layout
     gapped: bool
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _LISTS_ARE_TUPLES = torch.zeros(2)[[[0, 1]]].ndim == 1  # to be changed, torch says
+
+
+def as_torch_takes(index: Any) -> Any:
+    """Return an index, a list of lists or tensors as the tuple that torch takes it for. Not collective."""
+    if _LISTS_ARE_TUPLES and type(index) is list and len(index) < 32:
+        sequences = (Tensor, list, tuple, range, np.ndarray, str, slice)
+        if any(i is None or i is Ellipsis or isinstance(i, sequences) for i in index):
+            warnings.warn("a list of indices is taken as a tuple: use x[tuple(seq)] instead of x[seq]", stacklevel=4)
+            return tuple(index)
+    return index
 
 
 def key_of(index: Any) -> Key | None:

@@ -37,6 +37,8 @@ from mpishard.tensor.shard_tensor import ShardTensor
 def put(x: ShardTensor, index: Any, value: Any, accumulate: bool = False) -> None:
     """Write ``x[index] = value`` (or add), with tensors in the index. Collective where the value must travel."""
     require_writable(x, "x[index] = value")
+    if isinstance(value, (list, tuple, str)):
+        raise TypeError(f"can't assign a {type(value).__name__} to a {x.block.type()}")
     if is_boolean(alone := sole(index)):
         if bool(alone):
             write_at(x, (Ellipsis,), value)
@@ -62,11 +64,14 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
         one = not isinstance(value, Tensor) or value.numel() == 1
         if mask.dtype == torch.uint8 and one and not accumulate:
             raise RuntimeError("masked_fill_ only supports boolean masks, but got mask with dtype unsigned char")
+        _check_dtype(y, value, one)
         broadcasts = not isinstance(value, Tensor) or value.ndim <= after
         if broadcasts and not accumulate:
             mask = mask.bool().reshape(*mask.shape, *(1,) * after)
             y.copy_(torch.where(mask, value, y)) if isinstance(value, Tensor) else y.masked_fill_(mask, value)
             return
+    else:
+        _check_dtype(y, value, False)
     layout, points = y.sharding, points_of(y.sharding, per_dim)
     indices: Sequence[Tensor] = torch.broadcast_tensors(*map(everywhere, points.indices))
     lead, shape, dims = points.at, indices[0].shape, points.dims
@@ -97,6 +102,15 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     if mine is not None and value.ndim:
         value = value.index_select(lead, mine)
     _written(y.block, items, value, accumulate, y)
+
+
+def _check_dtype(y: ShardTensor, value: Any, one: bool) -> None:
+    """Refuse cells of another dtype, unless it is one for a mask, as torch does."""
+    if isinstance(value, Tensor) and value.dtype != y.dtype and not one:
+        raise RuntimeError(
+            f"Index put requires the source and destination dtypes match, got {y.dtype} for the destination and "
+            f"{value.dtype} for the source."
+        )
 
 
 def _written(block: Tensor, items: list[Tensor | None], value: Tensor, accumulate: bool, y: ShardTensor) -> Tensor:

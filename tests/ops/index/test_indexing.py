@@ -288,3 +288,56 @@ def test_augmented_assignment_to_what_an_index_takes(index):
 
     for mesh, placements, sizes in layouts(SHAPE, (0, 1)):
         compare(f, [(field(*SHAPE), mesh, placements, sizes)], what=f"{placements} {sizes}")
+
+
+LISTS = [
+    [[0, 1]],
+    [[0, 1], [1, 2]],
+    [(4, 1), (2, 2), [0, 0]],
+    [slice(0, 2)],
+    [None],
+    [Ellipsis, 0],
+    [PICKED[:3] % 5],
+    [torch.tensor([0, 1]), torch.tensor([0, 1])],
+    [0, slice(None)],
+    [range(2)],
+    [[0, 1], 0],
+    [0, 3, 3],
+    [True, False, True, True, False],
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence", "ignore:a list of indices is taken as a tuple")
+@pytest.mark.parametrize("index", LISTS)
+def test_lists_are_tuples_where_torch_takes_them_so(index):
+    def read_and_written(x):
+        y = x * 1
+        y[index] = 3.0
+        return x[index], y
+
+    check(read_and_written, field(*SHAPE), range(3), len(index), count=3)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "said"),
+    [
+        ([0, 3], [1], "can't assign a list"),
+        ((slice(None), [0, 3]), "text", "can't assign a str"),
+        ([0, 3], torch.tensor(2.0), "dtypes match"),
+        (([0, 1], [1, 2]), torch.ones(2, 6), "dtypes match"),
+        (torch.arange(5) > 2, torch.ones(2, 7, 6), "dtypes match"),
+        ([], torch.tensor(2.0), "dtypes match"),
+    ],
+)
+def test_values_that_torch_does_not_assign(index, value, said):
+    whole = field(*SHAPE).long()
+    for mesh_shape, placements in (((WORLD.size,), (ms.Shard(0),)), ((1, WORLD.size), (ms.Shard(1), ms.Replicate()))):
+        x = shard(whole, mesh_of(mesh_shape), placements)
+        for y in (whole.clone(), x):
+            with pytest.raises((RuntimeError, TypeError), match=said):
+                y[index] = value
+        torch.testing.assert_close(gathered(x), whole)
+    y = shard(whole, mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for place in (whole, y):
+        place[WHERE] = torch.tensor(2.5)  # one for a mask is converted
+    torch.testing.assert_close(gathered(y), whole)
