@@ -12,6 +12,7 @@ from torch import Tensor
 from mpishard.autograd.graph import underivable
 from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
+from mpishard.ops.rule.dim import normal_dim
 from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import aten, implements, spellings
@@ -224,11 +225,11 @@ def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
         raise RuntimeError("_chunk_cat expects non-empty tensor")
     parts = []
     for t in tensors:
-        d = dim % t.ndim
+        d = normal_dim(dim, t.ndim)
         n = -(-t.shape[d] // num_chunks) * num_chunks
         t = F.pad(t, (0, 0) * (t.ndim - 1 - d) + (0, n - t.shape[d]))
         parts.append(t.reshape(*t.shape[:d], num_chunks, -1))
-    joined = torch.cat(parts, dim % tensors[0].ndim + 1)
+    joined = torch.cat(parts, normal_dim(dim, tensors[0].ndim) + 1)
     operands = [t.block if isinstance(t, ShardTensor) else t for t in tensors]
     return wrap(underivable("aten::_chunk_cat", joined.block.detach(), operands), joined.sharding, joined.mesh)
 

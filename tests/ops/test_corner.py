@@ -34,6 +34,7 @@ CASES = {
         MATRIX,
         MATRIX + 1,
     ),
+    "normalize without an exponent": (lambda x: F.normalize(x, None), MATRIX),
     "least squares by name": (lambda x, y: torch.linalg.lstsq(input=x, b=y)[0], MATRIX, MATRIX + 1),
     "prelu of a number": (lambda x, w: F.prelu(x.sum(), w[:1]), MATRIX, VECTOR),
     "flip of a number": (lambda x, y: y.sum().flip(0) + y.sum().roll(2) * x, MATRIX, MATRIX),
@@ -160,6 +161,9 @@ REFUSED = {
         x.long(), x.long(), 0, torch.int64
     ),
     "bernoulli_ of no probabilities": lambda x: x.clone().bernoulli_(x.abs() + 2),
+    "tensordot, number of dims": lambda x: torch.tensordot(x, x, -1),
+    "tensordot, dims": lambda x: torch.tensordot(x, x, ([7], [0])),
+    "_chunk_cat, dim": lambda x: torch._chunk_cat([x], 5, 2),
     "einsum of no square": lambda x: torch.einsum("ii->i", x.reshape(x.shape[0], -1)[:, :2]),
     "bernoulli of integers": lambda x: torch.bernoulli((x > 0).long()),
     "cauchy_ of integers": lambda x: x.long().cauchy_(),

@@ -15,7 +15,7 @@ from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, contract
-from mpishard.ops.rule.dim import into_plain, whole_along
+from mpishard.ops.rule.dim import into_plain, normal_dim, whole_along
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -226,10 +226,12 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
+        if dims < 0:
+            raise RuntimeError(f"tensordot expects dims >= 0, but got dims={dims}")
         own, theirs = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     else:
         own, theirs = ([int(d)] if isinstance(d, int) else [int(k) for k in d] for d in dims)
-    own, theirs = [d % a.ndim for d in own], [d % b.ndim for d in theirs]
+    own, theirs = [normal_dim(d, a.ndim) for d in own], [normal_dim(d, b.ndim) for d in theirs]
     first: list[Label] = list(range(a.ndim))
     second: list[Label] = list(range(a.ndim, a.ndim + b.ndim))
     for d, e in zip(own, theirs):

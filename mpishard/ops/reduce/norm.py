@@ -23,7 +23,7 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
     """Vector norm over dims. Collective where one of them is sharded."""
     x = resolved(x)
     plan, local = reduced(x.sharding, dim, keepdim), x.block
-    p = float(p)
+    p = 2.0 if p is None else float(p)
     if not plan.over and (local.numel() or (p >= 0 and p != math.inf) or not math.prod(x.shape)):
         return wrap(torch.linalg.vector_norm(local, p, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
     result = torch.linalg.vector_norm(local.new_zeros(1), p, dtype=dtype).dtype
