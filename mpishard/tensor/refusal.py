@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mpishard.errors import MpishardError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there
 STUMBLES = (IndexError, KeyError, AttributeError, TypeError, ValueError, AssertionError, ZeroDivisionError)
 
+# torch's rules for meta are Python, too, and see less than its kernels
+_STUMBLES_OF_META = (NotImplementedError, KeyError, AttributeError, AssertionError, ZeroDivisionError)
+_FEW = 1 << 16  # cells, of which a kernel soon says what it thinks
 # what goes wrong in them is not theirs
 _GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -23,7 +26,7 @@ _GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 def explained(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> Exception | None:
-    """Return what torch raises of the same call of whole tensors without data, or None if ``error`` is as clear.
+    """Return what torch raises of the same call of whole tensors without their data, or None if ``error`` is as clear.
 
     Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
     the program's functions that it calls.
@@ -31,15 +34,13 @@ def explained(
     if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
     with torch.no_grad(), _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
-        for stand_in in (_without_data, _of_ones):
+        few = all(x.numel() <= _FEW for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        for stand_in in (_without_data, _of_ones) if few else (_without_data,):
             try:
                 function(*tree_map(stand_in, tuple(args)), **tree_map(stand_in, dict(kwargs)))
             except Exception as e:  # noqa: BLE001, PERF203 (the answer)
-                # torch's rules for meta stumble, too
-                if not isinstance(e, NotImplementedError) and "meta" not in str(e) and str(e) != str(error):
+                if not isinstance(e, _STUMBLES_OF_META) and "meta" not in str(e) and str(e) != str(error):
                     return e.with_traceback(None)
-            else:
-                return None
     return None
 
 
@@ -55,7 +56,4 @@ def _without_data(x: Any) -> Any:
 
 
 def _of_ones(x: Any) -> Any:
-    """Return a stand-in of one value, and of few cells: numbers of dims are what rules stumble over."""
-    if not isinstance(x, Tensor):
-        return x
-    return torch.ones((), dtype=x.dtype).expand([min(n, 8) for n in x.shape])
+    return torch.ones((), dtype=x.dtype).expand(x.shape) if isinstance(x, Tensor) else x

@@ -82,6 +82,8 @@ def embedding(
     sharded over its rows is gathered (collective). For ``max_norm`` and ``scale_grad_by_freq`` the indices of all ranks
     are counted.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"embedding(): argument 'weight' (position 1) must be Tensor, not {type(weight).__name__}")
     if weight.ndim != 2:
         raise RuntimeError(f"'weight' must be 2-D, got {weight.ndim} dims")
     weight = _with_options(weight, input, max_norm, norm_type, scale_grad_by_freq, sparse)
