@@ -68,7 +68,7 @@ class Basic(NamedTuple):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    _LISTS_ARE_TUPLES = torch.zeros(2)[[[0, 1]]].ndim == 1  # to be changed, torch says
+    _LISTS_ARE_TUPLES = torch.zeros(2, device="cpu")[[[0, 1]]].ndim == 1  # to be changed, torch says
 
 
 def as_torch_takes(index: Any) -> Any:

@@ -12,7 +12,8 @@ from mpishard.tensor.registry import RULES, aten, implements
 
 _REDUCTIONS = ("none", "mean", "sum")
 # of torch's functions, if none is given: another one than their signatures say (docs/upstream.md)
-_DEFAULT = "mean" if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim == 0 else "none"
+_CELLS = torch.zeros(2, device="cpu")
+_DEFAULT = "mean" if torch.kl_div(_CELLS, _CELLS).ndim == 0 else "none"
 
 # arguments of torch's function before the reduction, in its order
 _LOSSES: dict[str, tuple[str, ...]] = {
