@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from mpishard.errors import UnsupportedOperationError
+from mpishard.tensor.refusal import without_data
 from mpishard.tensor.registry import name_of, outline, spellings, tensors_in
 
 # cells that torch is asked with, along each dim (a cross product needs three), and in all
@@ -106,7 +107,7 @@ def _require_cast(
             return e
         return None
 
-    ways: list[Callable[[Any], Any]] = [partial(_small, most=_FEW), partial(_small, most=1), _without_cells]
+    ways: list[Callable[[Any], Any]] = [partial(_small, most=_FEW), partial(_small, most=1), without_data]
     if sum(x.numel() for x in tensors_in([*args, *given.values()])) < _MANY:
         ways.insert(2, partial(_small, most=_MANY))  # without cells, torch casts more
     with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=()):
@@ -125,7 +126,3 @@ def _small(x: Any, most: int) -> Any:
     # indices count from 0, pivots from 1
     make = torch.zeros if x.dtype in (torch.int64, torch.bool) else torch.ones
     return make([min(n, most) for n in x.shape], dtype=x.dtype)
-
-
-def _without_cells(x: Any) -> Any:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def explained(
     """
     if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
-    with torch.no_grad(), _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+    with torch.no_grad(), unseen():
         few = all(x.numel() <= _FEW for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        for stand_in in (_without_data, _of_ones) if few else (_without_data,):
+        for stand_in in (without_data, _of_ones) if few else (without_data,):
             try:
                 function(*tree_map(stand_in, tuple(args)), **tree_map(stand_in, dict(kwargs)))
             except Exception as e:  # noqa: BLE001, PERF203 (the answer)
@@ -51,7 +51,13 @@ def _is_ours(error: Exception) -> bool:
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("mpishard.")
 
 
-def _without_data(x: Any) -> Any:
+def unseen() -> AbstractContextManager[Any]:
+    """Return a context in which modes that count operations and memory see nothing. Not collective."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
+def without_data(x: Any) -> Any:
+    """Return a tensor of the same global shape on the ``meta`` device; what is none, as it is. Not collective."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 

@@ -129,8 +129,8 @@ def hold(file: Any, nbytes: int) -> None:
     OSError
         There is none.
     """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if not nbytes or fallocate is None:
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if nbytes else None
+    if fallocate is None:
         return
     args = ctypes.c_int(file.id.get_vfd_handle()), ctypes.c_int(_KEEP_SIZE), ctypes.c_int64(0), ctypes.c_int64(nbytes)
     if fallocate(*args) and (code := ctypes.get_errno()) in _FULL:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import lru_cache, wraps
 from numbers import Integral, Number, Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
+from mpishard.tensor.refusal import unseen, without_data
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
 CACHED = 65536
@@ -309,12 +308,8 @@ def on_domain(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     function, args, named
         What is called. Each tensor, sharded or not, is replaced by one of its global shape on the ``meta`` device.
     """
-    with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
-        return function(*map(_without_data, args), **named)
-
-
-def _without_data(x: Any) -> Any:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+    with unseen():
+        return function(*map(without_data, args), **named)
 
 
 def require_dtype(x: Tensor, function: Callable[[Tensor], Any]) -> None:
