@@ -142,6 +142,16 @@ def on_rows(call):
     return case
 
 
+def on_plane(call):
+    """Return a case of a plane, which is cut by all ranks."""
+
+    def case(mesh):
+        x = ms.empty(1, 2, 16 * mesh.size, 64, mesh=mesh, placements=[ms.Shard(2)] * mesh.ndim)
+        return lambda: call(x)
+
+    return case
+
+
 def sequence(mesh, cells):
     """Return queries, sharded over all ranks."""
     shape = (1, 2, cells * mesh.size, 16)
@@ -310,6 +320,10 @@ CASES = {
     "interpolate, trilinear": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")),
     "interpolate, by 1.5": on_field(lambda x: F.interpolate(x, scale_factor=1.5, mode="trilinear")),
     "interpolate, corners": on_field(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=True)),
+    "interpolate, bicubic": on_plane(lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic")),
+    "interpolate, antialiased": on_plane(
+        lambda x: F.interpolate(x, scale_factor=0.75, mode="bilinear", antialias=True)
+    ),
     "pad, reflect": on_field(lambda x: F.pad(x, (1, 1) * 3, mode="reflect")),
     "flip": on_field(lambda x: x.flip(2)),
     "cat": on_field(lambda x: torch.cat([x, x], 2)),

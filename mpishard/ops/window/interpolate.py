@@ -2,8 +2,8 @@
 
 A source cell depends on the global index and extents, which torch's own operation on a window does not know.
 Where the ratio is a power of two it does not matter: a shifted window gives the same weights to the last bit.
-Else the weights of every output cell are taken from torch itself, by interpolating combs along the dim alone,
-and applied dim by dim to the fetched window.
+Else the weights of the block's output cells are computed as torch does (`Along`), and applied dim by dim to the fetched
+window.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +26,7 @@ from mpishard.layout import Each, Layout, bounds, layout_of, moved_borders, size
 from mpishard.layout.stencil import pairs
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
+from mpishard.ops.window.taps import NEAREST, Along, Taps
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -40,31 +42,8 @@ _SUPPORT = {
     "lanczos": 3,
 }
 
-# modes that torch has for a dim alone
-_ALONE = {
-    "nearest": "nearest",
-    "nearest-exact": "nearest-exact",
-    "linear": "linear",
-    "bilinear": "linear",
-    "trilinear": "linear",
-}
-
-
-class Taps(NamedTuple):
-    """Which cells every output cell along a dim reads, and their weights (None: one cell, as it is).
-
-    Attributes
-    ----------
-    index, weight
-        (taps, cells out).
-    """
-
-    index: Tensor
-    weight: Tensor | None
-
-    def beyond(self, first: int, device: torch.device) -> Taps:
-        """Return the same on a device, counted from cell ``first``."""
-        return Taps((self.index - first).to(device), None if self.weight is None else self.weight.to(device))
+# extents of planes, added up, to which torch's kernel for "nearest" on a CPU is the one with short cuts
+_PLANES = 128
 
 
 class InterpolatePlan(NamedTuple):
@@ -220,8 +199,10 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
     shape = (*layout.shape[:2], *extents)
     scales = request.scales()
     sharded = [d for d in range(2, x.ndim) if layout.sizes[d] is not None]
-    ratios = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in sharded}
-    if not sharded or (not request.align_corners and not request.antialias and all(ratios.values())):
+    every = {d: _shift_exact(layout.shape[d], shape[d], scales and scales[d - 2]) for d in range(2, x.ndim)}
+    ratios = {d: every[d] for d in sharded}
+    own_ways = request.align_corners or request.antialias or (_by_size(request, ndim) and not all(every.values()))
+    if not sharded or (not own_ways and all(ratios.values())):
         return _plan_shifted(x, request, shape, ratios, scales)
     if request.mode not in ("nearest", "nearest-exact") and not x.dtype.is_floating_point:
         raise UnsupportedOperationError(
@@ -231,6 +212,11 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
             fix="convert with x.float() and round the result",
         )
     return _plan_tapped(x, request, shape, sharded, scales)
+
+
+def _by_size(request: _Request, ndim: int) -> bool:
+    """Return whether torch has two kernels that round differently, one for small tensors, as a block may be."""
+    return ndim == 2 and request.mode in NEAREST
 
 
 def _interpolated(whole: Tensor, request: _Request) -> Tensor:
@@ -297,25 +283,25 @@ def _plan_tapped(
     layout, mesh, ndim = x.sharding, x.mesh, x.ndim - 2
     wanted, crops, taps, sizes = [], [], [], list(layout.sizes)
     local_size, local_scales = list(shape[2:]), list(scales or ())
-    # Whole dims are torch's, with two exceptions that are wrong there where no dim of a block changes its size or
-    # one cell comes out along the last: extents that stay though the scale is not 1, and antialiasing
-    # (docs/upstream.md).
+    # Whole dims are torch's, with exceptions that are wrong there where no dim of a block changes its size, the block
+    # is small, or one cell comes out along the last: extents that stay though the scale is not 1, what `_by_size`
+    # says, and antialiasing (docs/upstream.md).
     for dim in range(2, x.ndim):
         stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
-        if dim not in sharded and not stays and not request.antialias:
+        if dim not in sharded and not (stays or request.antialias or _by_size(request, ndim)):
             continue
         n, own = layout.shape[dim], layout.sizes[dim] or (layout.shape[dim],)
-        every = _Every(n, shape[dim], dim - 2, ndim, scales and scales[dim - 2], request, x)
-        borders = (0, *every.first_beyond(bounds(own)[1:-1]), shape[dim])
+        along = _along(x, request, shape, dim, scales)
+        borders = (0, *along.first_beyond(bounds(own)[1:-1]), shape[dim])
         cells = pairs(borders)
         index = layout.index(dim, mesh.coords)
         (a, b), lo = cells[index], 0
         if dim in sharded:
-            windows = every.windows(cells)
+            windows = along.windows(cells)
             lo = windows[index][0]
             wanted.append(intervals_wanted(n, dim, windows))
             sizes[dim] = sizes_of(borders)
-        taps.append((dim, every.taps(a, b).beyond(lo, x.device)))
+        taps.append((dim, along.taps(a, b).beyond(lo, x.device)))
         local_size[dim - 2] = b - a
         if scales:
             local_scales[dim - 2] = 1.0
@@ -331,77 +317,28 @@ def _plan_tapped(
     )
 
 
-class _Every:
-    """What the output cells along one spatial dim read, as torch has it: asked for all, looked at block by block."""
+def _along(x: ShardTensor, request: _Request, shape: Sequence[int], dim: int, scales: Sequence[float] | None) -> Along:
+    """Return what is read along a dim, with the short cuts that torch takes."""
+    n, n_out, mode, cpu = x.shape[dim], shape[dim], request.mode, x.device.type in ("cpu", "meta")
+    scale, dtype = scales and scales[dim - 2], np.float64 if x.dtype == torch.float64 else np.float32
+    if mode in NEAREST:
+        planes = cpu and _by_size(request, x.ndim - 2) and sum(shape[2:]) <= _PLANES
+        if planes and mode == "nearest" and n_out in (n, 2 * n):
+            scale = None
+        if planes or not cpu:
+            dtype = np.float32
+    elif n == n_out and scale not in (None, 1) and not request.align_corners and _copied(x, request, shape):
+        return Along(n, n, None, "nearest")
+    return Along(n, n_out, scale, mode, corners=bool(request.align_corners), antialias=request.antialias, dtype=dtype)
 
-    def __init__(
-        self, n: int, n_out: int, i: int, ndim: int, scale: float | None, request: _Request, x: ShardTensor
-    ) -> None:
-        if request.align_corners:
-            ratio = (n - 1) / (n_out - 1) if n_out > 1 else 0.0
-        else:
-            ratio = 1 / scale if scale else n / n_out
-        support = _SUPPORT[request.mode]
-        if request.antialias:
-            support = math.ceil(support * max(1.0, ratio))
-        self.n, self.support, self.ratio = n, support, ratio
-        # antialiasing has its centres between the cells in any case
-        self.aligned = bool(request.align_corners) and not request.antialias
-        # the cells that one comb marks are so far apart that an output cell reads one of them at most, also where
-        # torch's rounding finds its centre on the other side of a cell
-        self.count = count = 2 * support + 2
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if support:
-            combs = torch.eye(count, dtype=dtype).repeat(1, -(-n // count))[:, :n]
-        else:
-            combs = torch.arange(n, dtype=dtype)[None]
-        if n != n_out and not request.antialias and request.mode in _ALONE:
-            # the same numbers to the last bit, in less time
-            i, ndim, request = 0, 1, request._replace(mode=_ALONE[request.mode])
-        # the other dims change their size too: torch has a short cut where no dim does
-        shape, size, scales = [1] * ndim, [2] * ndim, [2.0] * ndim
-        shape[i], size[i], scales[i] = n, n_out, scale or 1.0
-        # no values on a planning mesh: a CPU's are as good
-        device = "cpu" if x.device.type == "meta" else x.device
-        field = combs.reshape(1, -1, *[n if d == i else 1 for d in range(ndim)]).expand(1, -1, *shape).to(device)
-        answer = F.interpolate(field, **request.arguments(size, scales if scale else None))
-        # a copy: a view would keep the other dims
-        self.answer = answer[(0, slice(None), *[slice(None) if d == i else 0 for d in range(ndim)])].cpu().contiguous()
 
-    def first_beyond(self, borders: Sequence[int]) -> list[int]:
-        """Return for borders between input cells the first output cell whose centre lies beyond each."""
-        places = self._centres(0, self.answer.shape[1]) + 0.5 if self.support else self.answer[0].double()
-        return torch.searchsorted(places, torch.tensor(borders, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
-
-    def _centres(self, a: int, b: int) -> Tensor:
-        j = torch.arange(a, b, dtype=torch.float64)
-        return j * self.ratio if self.aligned else (j + 0.5) * self.ratio - 0.5
-
-    def windows(self, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """Return the first cell that blocks of output cells read, and the one after the last: none falls."""
-
-        def window(i: int) -> tuple[int, int]:
-            a, b = cells[i]
-            if not self.support:
-                return int(self.answer[0, a]), int(self.answer[0, b - 1]) + 1
-            # all that may count, not what does: a weight of zero at one cell would let the next one's window fall
-            first, last = (int(self._centres(j, j + 1).floor()) for j in (a, b - 1))
-            return max(first - self.support, 0), min(last + self.support + 2, self.n)
-
-        return Each(len(cells), window)
-
-    def taps(self, a: int, b: int) -> Taps:
-        """Return the taps of the output cells from ``a`` to ``b``."""
-        answer = self.answer[:, a:b]
-        if not self.support:
-            return Taps(answer.long(), None)
-        index = self._centres(a, b).floor().long() - self.support + torch.arange(self.count)[:, None]
-        weight = answer.gather(0, index % self.count).masked_fill((index < 0) | (index >= self.n), 0)
-        # the cells that count come first, so that the rest can be left out
-        order = (weight == 0).to(torch.int8).argsort(dim=0, stable=True)
-        longest = max(1, int((weight != 0).sum(0).max()))
-        index, weight = index.gather(0, order)[:longest], weight.gather(0, order)[:longest]
-        return Taps(torch.where(weight == 0, index[:1].clamp(0, self.n - 1), index), weight)
+def _copied(x: ShardTensor, request: _Request, shape: Sequence[int]) -> bool:
+    """Ask torch whether a dim whose extent stays is copied, though its scale is not 1."""
+    stays = tuple(shape[2:]) == tuple(x.shape[2:])
+    cells = torch.arange(4.0, device="cpu" if x.device.type == "meta" else x.device)
+    scales = (1.2, *[1.2 if stays else 2.0] * (x.ndim - 3))
+    answer = F.interpolate(cells.reshape(1, 1, 4, *[1] * (x.ndim - 3)), **request.arguments((), scales))
+    return torch.equal(answer.reshape(4, -1)[:, 0], cells)
 
 
 def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import compare, layouts, mesh_of, skew
+from mpishard.ops.window.taps import Along
+from tests.compare import compare, drawn_sizes, layouts, mesh_of, mesh_shapes, skew
 from tests.ops.windows import refused_alike
 
 SHAPES = {1: (2, 3, 11), 2: (1, 3, 9, 7), 3: (1, 2, 7, 5, 4)}
@@ -86,6 +90,90 @@ def test_float32_coordinates_are_those_of_torch(mode):
         # of bilinear: an ulp of 1531
         atol=1e-5 if mode == "nearest" else 3e-4,
     )
+
+
+def drawn(rng):
+    """A tensor and how to interpolate it: also by scales that leave an extent, or double it, though they are others."""
+    ndim = rng.randint(1, 3)
+    spatial = [rng.randint(1, (300, 80, 14)[ndim - 1]) for _ in range(ndim)]
+    modes = ["nearest", "nearest-exact", ("linear", "bilinear", "trilinear")[ndim - 1]]
+    how = {"mode": rng.choice([*modes, *(["bicubic", "lanczos"] if ndim == 2 else [])])}
+    if how["mode"] == "lanczos" or (how["mode"] in ("bilinear", "bicubic") and rng.random() < 0.5):
+        how["antialias"] = True
+    if how["mode"] in (*MODES[ndim], "bicubic") and rng.random() < 0.3:
+        how["align_corners"] = True
+    if rng.random() < 0.4:
+        how["size"] = tuple(rng.choice([max(1, int(n * rng.uniform(0.3, 3))), n, 2 * n]) for n in spatial)
+    else:
+        how["scale_factor"] = tuple(rng.choice([rng.uniform(0.4, 3), 1.5, 1.01, 2.02, 3, 1.0]) for _ in spatial)
+    dtype = rng.choice([torch.float32, torch.float64])
+    return torch.randn(1, rng.randint(1, 5), *spatial, dtype=dtype, generator=torch.Generator().manual_seed(1)), how
+
+
+def test_what_is_drawn(request):
+    seen = 0
+    for i in range(60):
+        rng = random.Random(request.config.option.seed * 1000 + i)
+        full, how = drawn(rng)
+        try:
+            shape = F.interpolate(full, **how).shape
+        except RuntimeError:
+            continue  # no cell comes out
+        if how.get("antialias") and shape[-1] == 1:
+            continue  # of other weights in torch: docs/upstream.md
+        mesh, placements, sizes = mesh_of(rng.choice(mesh_shapes(2))), [], {}
+        free = list(range(1, full.ndim))
+        for count in mesh.shape:
+            dim = free.pop(rng.randrange(len(free)))
+            placements.append(ms.Shard(dim))
+            sizes[dim] = drawn_sizes(rng, full.shape[dim], count)
+        x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
+        got, want = F.interpolate(x, **how).full_tensor(), F.interpolate(full, **how)
+        close = {"rtol": 1e-12, "atol": 1e-12} if full.dtype == torch.float64 else {"rtol": 1e-5, "atol": 2e-5}
+        torch.testing.assert_close(got, want, **close, msg=lambda m, i=i, how=how: f"draw {i}, {how}: {m}")
+        seen += 1
+    assert seen > 20
+
+
+LONG = [
+    *({"mode": m, "align_corners": c} for m, c in itertools.product(("linear", "bicubic"), (False, True))),
+    *({"mode": m, "antialias": True} for m in ("bilinear", "bicubic", "lanczos")),
+    *({"mode": m} for m in ("nearest", "nearest-exact")),
+]
+
+
+@pytest.mark.parametrize("how", LONG, ids=str)
+@pytest.mark.parametrize("scale", [1.37, 2 / 3])
+def test_places_among_half_a_million_cells(how, scale):
+    """In float32 they are rounded to a sixteenth of a cell and more: as torch rounds them."""
+    n, mode = 500_001, how["mode"]
+    full = torch.randn(1, 1, n, generator=torch.Generator().manual_seed(5))
+    alone = mode in ("linear", "nearest", "nearest-exact")
+    scales = (scale,) if alone else (scale, 2.0)
+    want = F.interpolate(full if alone else full[..., None], scale_factor=scales, **how).flatten(2)[0, 0]
+    want = want if alone else want[::2]
+    corners = how.get("align_corners", False)
+    along = Along(n, len(want), scale, mode, corners=corners, antialias=how.get("antialias", False), dtype=np.float32)
+    for a in (0, 123_456, len(want) - 700):
+        index, weight = along.taps(a, a + 700)
+        got = full[0, 0][index] if weight is None else full[0, 0][index] * weight
+        torch.testing.assert_close(got.sum(0), want[a : a + 700], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bicubic"])
+def test_what_a_block_reads_is_found_without_the_rest_of_the_dim(mode):
+    n = 1 << 23
+    tracemalloc.start()
+    try:
+        along = Along(n, n // 2 * 3, None, mode)
+        index, _ = along.taps(n, n + 3)
+        first = along.first_beyond([0, 1, n // 3, n])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+    assert (index[len(index) // 2] - torch.tensor([n, n + 1, n + 2]) * 2 // 3).abs().max() <= 1
+    assert np.abs(np.array(first) - np.array([0, 1, n // 3, n]) * 1.5).max() <= 2
 
 
 def test_second_derivatives():
