@@ -15,9 +15,8 @@ windows of the rounds before it (so they carry the corners) and the block along 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -25,135 +24,125 @@ from mpishard.comm.exchange.persistent import Exchange
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.memory.piece import empty_as
 
-if TYPE_CHECKING:
-    from mpishard.layout import Piece
+Cuts = list["tuple[int, _Narrow, _Narrow]"]
+_Narrow = tuple["tuple[int, int, int]", ...]  # arguments of a tensor's narrow, one after the other
 
 
 class Frame:
-    """The parts of one window, or of its cotangent.
+    """Where the parts of the windows of one plan lie, and what travels to and from them.
+
+    The parts of one window, or of its cotangent, are a list: the block, and the slabs, low and high of every round;
+    those of rounds that have not run yet are missing.
 
     Parameters
     ----------
     window
-        Its plan, of windows that hold the whole block and zeros beyond the domain.
-    block
-        This rank's.
-    halo
-        The slabs, low and high of every round; those of rounds that have not run yet are missing.
+        The plan, of windows that hold the whole block and zeros beyond the domain.
     """
 
-    def __init__(self, window: WindowOp, block: Tensor, halo: Sequence[Tensor] = ()) -> None:
+    def __init__(self, window: WindowOp) -> None:
         self._stages, self._rounds = window.stages, window.rounds
         # where the block begins in the window, along the dim of every round
         self._at: list[int] = [stage.resident for stage in self._stages]  # type: ignore[misc]
-        self._dims = tuple([stage.dim for stage in self._stages])
-        self._ends = tuple([at + stage.n_in for at, stage in zip(self._at, self._stages)])
-        self.block, self.halo = block, list(halo)
+        self._ends = [at + stage.n_in for at, stage in zip(self._at, self._stages)]
+        self._shapes = [tuple(window.in_shape)]
+        self._places: list[list[tuple[int, int, int, int]]] = []
+        shape = list(window.in_shape)
+        for k, stage in enumerate(self._stages):
+            for width in (self._at[k], stage.n_out - self._ends[k]):
+                shape[stage.dim] = width
+                self._shapes.append(tuple(shape))
+            shape[stage.dim] = stage.n_out
+            pieces = chain.from_iterable(parts for _, parts in self._rounds[k].recvs)
+            self._places.append([self._place(k, p.dst, p.count) for (p,) in pieces])
+        self._strips: dict[int, list[Cuts]] = {}
 
-    def start(self, k: int) -> Exchange | None:
+    def start(self, k: int, parts: Sequence[Tensor]) -> Exchange | None:
         """Send the strips of round ``k``. Neighborwise collective."""
-        exchange = self._rounds[k].take(self.block)
+        exchange = self._rounds[k].take(parts[0])
         if exchange is not None:
-            for (p,), view in self._rounds[k].parts(exchange, adjoint=True):
-                self.read(view, self._origin(k, p))
+            for view, cuts in zip(chain.from_iterable(exchange.sends), self._strips_of(k, exchange)):
+                read(view, parts, cuts)
             exchange.start()
         return exchange
 
-    def finish(self, k: int, exchange: Exchange | None) -> None:
-        """Wait for the slabs of round ``k``. Neighborwise collective."""
-        stage, shape = self._stages[k], list(self.block.shape)
-        for before in self._stages[:k]:
-            shape[before.dim] = before.n_out
-        for width in (self._at[k], stage.n_out - self._at[k] - stage.n_in):
-            shape[stage.dim] = width
-            slab = empty_as(self.block, shape)
-            self.halo.append(slab.zero_() if stage.fill else slab)
+    def finish(self, k: int, exchange: Exchange | None, parts: list[Tensor]) -> None:
+        """Wait for the slabs of round ``k``, which are added to the parts. Neighborwise collective."""
+        beyond = self._stages[k].fill
+        for shape in self._shapes[2 * k + 1 : 2 * k + 3]:
+            slab = empty_as(parts[0], shape)
+            parts.append(slab.zero_() if beyond else slab)
         if exchange is not None:
             exchange.finish()
-            for (p,), view in self._rounds[k].parts(exchange):
-                self._slab(k, p).copy_(view)
+            for (i, *cut), view in zip(self._places[k], chain.from_iterable(exchange.recvs)):
+                parts[i].narrow(*cut).copy_(view)
             exchange.release()
 
-    def start_adjoint(self, k: int) -> Exchange | None:
+    def start_adjoint(self, k: int, parts: Sequence[Tensor]) -> Exchange | None:
         """Send home the cotangents of the slabs of round ``k``. Neighborwise collective."""
-        exchange = self._rounds[k].take(self.block, adjoint=True)
+        exchange = self._rounds[k].take(parts[0], adjoint=True)
         if exchange is not None:
-            for (p,), view in self._rounds[k].parts(exchange):
-                view.copy_(self._slab(k, p))
+            for (i, *cut), view in zip(self._places[k], chain.from_iterable(exchange.recvs)):
+                view.copy_(parts[i].narrow(*cut))
             exchange.start(adjoint=True)
         return exchange
 
-    def finish_adjoint(self, k: int, exchange: Exchange | None) -> None:
+    def finish_adjoint(self, k: int, exchange: Exchange | None, parts: Sequence[Tensor]) -> None:
         """Add what comes back to the cotangents of the block and of the rounds before. Neighborwise collective."""
         if exchange is not None:
             exchange.finish(adjoint=True)
-            for (p,), view in self._rounds[k].parts(exchange, adjoint=True):
-                self.add(view, self._origin(k, p))
+            for view, cuts in zip(chain.from_iterable(exchange.sends), self._strips_of(k, exchange)):
+                for i, taken, given in cuts:
+                    _cut(parts[i], given).add_(_cut(view, taken))
             exchange.release()
 
-    def read(self, out: Tensor, origin: Sequence[int]) -> None:
-        """Fill ``out`` with the window from cell ``origin`` on, one number per round. Not collective."""
-        for into, part in self._shared(out, origin):
-            into.copy_(part)
+    def cuts(self, out: Sequence[int], origin: Sequence[int]) -> Cuts:
+        """Return which parts a box of shape ``out`` meets that begins at cell ``origin``, one number per round.
 
-    def add(self, values: Tensor, origin: Sequence[int]) -> None:
-        """Add ``values`` to the cells that `read` reads: its adjoint. Not collective."""
-        for share, part in self._shared(values, origin):
-            part.add_(share)
+        Not collective. Per part: its number, what is cut out of the box, and what out of the part.
+        """
+        found = []
+        for i, shape in enumerate(self._shapes):
+            starts, k = list(self._at), (i - 1) // 2
+            if i:
+                starts[: k + 1] = [0] * k + [0 if i % 2 else self._ends[k]]
+            taken, given = [], []
+            for stage, start, first in zip(self._stages, starts, origin):
+                d = stage.dim
+                lo, hi = max(start, first), min(start + shape[d], first + out[d])
+                if lo >= hi:
+                    break
+                if hi - lo < out[d]:
+                    taken.append((d, lo - first, hi - lo))
+                if hi - lo < shape[d]:
+                    given.append((d, lo - start, hi - lo))
+            else:
+                found.append((i, tuple(taken), tuple(given)))
+        return found
 
-    def _origin(self, k: int, p: Piece) -> list[int]:
-        """Return where in the window the strip of a piece begins that round ``k`` sends."""
-        return [0] * k + [self._at[k] + p.src] + self._at[k + 1 :]
+    def _strips_of(self, k: int, exchange: Exchange) -> list[Cuts]:
+        """Return what the strips of round ``k`` are made of: of parts of the rounds before."""
+        strips = self._strips.get(k)
+        if strips is None:
+            pieces = chain.from_iterable(parts for _, parts in self._rounds[k].sends)
+            origins = [[0] * k + [self._at[k] + p.src] + self._at[k + 1 :] for (p,) in pieces]
+            views = chain.from_iterable(exchange.sends)
+            strips = self._strips[k] = [self.cuts(view.shape, origin) for view, origin in zip(views, origins)]
+        return strips
 
-    def _slab(self, k: int, p: Piece) -> Tensor:
-        """Return the cells of a slab that a piece brings."""
-        stage, end = self._stages[k], self._ends[k]
-        slab, first = (self.halo[2 * k], 0) if p.dst < self._at[k] else (self.halo[2 * k + 1], end)
-        return slab.narrow(stage.dim, p.dst - first, p.count)
-
-    def _shared(self, out: Tensor, origin: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the cells of ``out`` that each part of the window has, and these."""
-        parts = (self.block, *self.halo)
-        shapes = tuple([part.shape for part in parts])
-        for i, taken, given in _overlaps(self._dims, tuple(self._at), self._ends, shapes, out.shape, tuple(origin)):
-            into, part = out, parts[i]
-            for cut in taken:
-                into = into.narrow(*cut)
-            for cut in given:
-                part = part.narrow(*cut)
-            yield into, part
+    def _place(self, k: int, at: int, count: int) -> tuple[int, int, int, int]:
+        """Return the part, and the cells of it, that come from cell ``at`` of the window on in round ``k``."""
+        i, first = (2 * k + 1, 0) if at < self._at[k] else (2 * k + 2, self._ends[k])
+        return i, self._stages[k].dim, at - first, count
 
 
-_Cuts = tuple[tuple[int, int, int], ...]  # of a tensor's narrow
+def read(out: Tensor, parts: Sequence[Tensor], cuts: Cuts) -> None:
+    """Fill ``out`` with the cells of the parts that it meets. Not collective."""
+    for i, taken, given in cuts:
+        _cut(out, taken).copy_(_cut(parts[i], given))
 
 
-@lru_cache(maxsize=1024)
-def _overlaps(
-    dims: tuple[int, ...],
-    begins: tuple[int, ...],
-    ends: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    out: tuple[int, ...],
-    origin: tuple[int, ...],
-) -> list[tuple[int, _Cuts, _Cuts]]:
-    """Return which parts of a window, the block and its slabs, a box of shape ``out`` at ``origin`` meets, and where.
-
-    Not collective. Per part: its number, what is cut out of the box, and what out of the part.
-    """
-    found = []
-    for i, shape in enumerate(shapes):
-        starts, k = list(begins), (i - 1) // 2
-        if i:
-            starts[: k + 1] = [0] * k + [0 if i % 2 else ends[k]]
-        taken, given = [], []
-        for d, start, first in zip(dims, starts, origin):
-            lo, hi = max(start, first), min(start + shape[d], first + out[d])
-            if lo >= hi:
-                break
-            if hi - lo < out[d]:
-                taken.append((d, lo - first, hi - lo))
-            if hi - lo < shape[d]:
-                given.append((d, lo - start, hi - lo))
-        else:
-            found.append((i, tuple(taken), tuple(given)))
-    return found
+def _cut(x: Tensor, cuts: _Narrow) -> Tensor:
+    for cut in cuts:
+        x = x.narrow(*cut)
+    return x

@@ -143,7 +143,7 @@ def choose(
     unfolds = len(space) == 3 and not large and math.prod(shape[:4]) <= TORCH_LIMIT
     if unfolds and not transposed and (COLUMNS_PADDED if any(padding) else COLUMNS) <= unfolded < COLUMNS_LARGE:
         return _COLUMNS
-    if not vector or unfolded < (UNFOLDED_DENSE if dense and channels >= 8 and math.prod(kernel) >= 27 else UNFOLDED):
+    if not vector or unfolded < (UNFOLDED_DENSE if dense and channels >= 8 and math.prod(kernel) >= 9 else UNFOLDED):
         return _TORCH
     small = "too few cells for torch to ask oneDNN" if unfolds else ""
     if transposed:
