@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.mesh_argument import checked_names
+from mpishard.comm.mesh_argument import checked_names, of_handle
 from mpishard.comm.mesh_device import as_device
 from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
@@ -114,25 +113,15 @@ def _communicator(comm: Any, handle: str) -> MPI.Intracomm:
     if comm is None:
         return MPI.COMM_SELF
     if not isinstance(comm, MPI.Comm):
-        if handle not in ("fortran", "c"):
-            raise MeshError("adopt: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
-        try:
-            number = operator.index(getattr(comm, "value", comm))  # ctypes' integers and pointers have a value
-        except TypeError:
-            raise _no_communicator(type(comm).__name__) from None
-        comm = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+        comm = of_handle("adopt", comm, handle)
     if comm == MPI.COMM_NULL or comm.Is_inter():
-        raise _no_communicator("MPI.COMM_NULL" if comm == MPI.COMM_NULL else "an inter-communicator")
+        raise MeshError(
+            "adopt: not an intra-communicator",
+            expected="an mpi4py communicator that this rank belongs to, the integer handle of one, or None",
+            got="MPI.COMM_NULL" if comm == MPI.COMM_NULL else "an inter-communicator",
+            fix="call adopt on the ranks of the communicator",
+        )
     return comm  # type: ignore[no-any-return]
-
-
-def _no_communicator(got: str) -> MeshError:
-    return MeshError(
-        "adopt: not an intra-communicator",
-        expected="an mpi4py communicator that this rank belongs to, the integer handle of one, or None",
-        got=got,
-        fix="call adopt on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
-    )
 
 
 def _refuse_other(what: str, given: Sequence[int] | None, own: Sequence[int]) -> None:

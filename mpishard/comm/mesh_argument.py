@@ -34,13 +34,29 @@ def checked_comm(comm: MPI.Comm | None) -> MPI.Intracomm:
     return comm  # type: ignore[return-value]
 
 
+def of_handle(op: str, given: Any, handle: str) -> MPI.Comm:
+    """Return the communicator that a host's handle means; one of ctypes' integers and pointers too. Not collective."""
+    if handle not in ("fortran", "c"):
+        raise MeshError(f"{op}: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
+    try:
+        number = operator.index(getattr(given, "value", given))
+        comm = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+        if comm != MPI.COMM_NULL:
+            comm.Is_inter()  # MPI's own look at the handle
+    except (TypeError, OverflowError, MPI.Exception):
+        raise MeshError(
+            f"{op}: not an intra-communicator",
+            expected="an mpi4py communicator that this rank belongs to, or the integer handle of one",
+            got=given if isinstance(given, int) else kind_of(given),
+            fix="call it on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
+        ) from None
+    return comm
+
+
 def checked_cart(comm: MPI.Comm | int, handle: str) -> MPI.Cartcomm:
     """Return the communicator that `CartMesh.from_comm` adopts, which may be given by its handle. Not collective."""
     if not isinstance(comm, MPI.Comm):
-        if handle not in ("fortran", "c"):
-            raise MeshError("from_comm: unknown handle kind", expected="'fortran' or 'c'", got=handle, fix="name one")
-        number = operator.index(comm)
-        comm = MPI.Comm.f2py(number) if handle == "fortran" else MPI.Comm.fromhandle(number)
+        comm = of_handle("from_comm", comm, handle)
     if comm == MPI.COMM_NULL or comm.Get_topology() != MPI.CART or MPI.Cartcomm(comm).Get_dim() == 0:
         raise MeshError(
             "from_comm: not a Cartesian communicator",

@@ -212,6 +212,9 @@ def test_communicators_that_cannot_be_adopted():
         CartMesh.from_comm(0, handle="pascal")
     with pytest.raises(MeshError, match="not an intra-communicator"):
         init_mesh((-1,), comm=MPI.COMM_NULL)
+    for comm in (-7, 1 << 40, "world"):
+        with pytest.raises(MeshError, match="not an intra-communicator"):
+            CartMesh.from_comm(comm)
 
 
 @pytest.mark.ranks(2, 3, 4)

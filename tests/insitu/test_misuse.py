@@ -197,6 +197,8 @@ def test_boxes_that_differ_beside_each_other():
         {"comm": "world"},
         {"comm": MPI.COMM_NULL},
         {"comm": 3.5},
+        {"comm": -7},
+        {"comm": 1 << 40},
         {"handle": "rust", "comm": 0},
         {"grid": (SIZE + 1, 1)},
         {"grid": (SIZE,)},
