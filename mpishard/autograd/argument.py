@@ -89,11 +89,6 @@ def require_plain(op: str, x: Any) -> None:
         )
 
 
-def is_dense(x: Tensor) -> bool:
-    """Whether a tensor is numbers at strides, which torch can copy, and nothing else. Not collective."""
-    return x.layout is torch.strided and x.dtype not in UNCOPIED and not x.is_nested
-
-
 def is_plain(x: Any) -> bool:
     """Whether ``x`` is a tensor of torch's own, numbers at strides and nothing else. Not collective."""
     return type(x) is Tensor and x.layout is torch.strided and x.dtype not in UNCOPIED and not x.is_nested
@@ -108,8 +103,6 @@ def valueless(x: Tensor) -> tuple[str, str] | None:
         return "one of a lazy module, without a shape", "call the module once before"
     if x.is_meta:
         return "one on the meta device, without values", "give it values before, e.g. with module.to_empty(device=...)"
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"a {type(x).__name__}, which has no cells of its own", "give the plain tensors that it is made of"
     return None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
-from mpishard.autograd.argument import is_dense, require, whole_number
+from mpishard.autograd.argument import is_plain, require, whole_number
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.device_mesh import names_device_mesh
@@ -179,7 +179,7 @@ def distribute_tensor(
             return own.detach().to(mesh.device), src, own.requires_grad, (tuple(own.shape), own.dtype)
 
         return scattered("distribute_tensor", ours, mesh, placements, sizes, multiple)
-    elif not isinstance(tensor, Tensor) or not is_dense(tensor) or (tensor.is_meta and mesh.device.type != "meta"):
+    elif not is_plain(tensor) or (tensor.is_meta and mesh.device.type != "meta"):
         tensor = shared("distribute_tensor", tensor)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
 

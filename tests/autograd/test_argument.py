@@ -21,10 +21,11 @@ ODD = {
     "nested": (lambda x: torch.nested.nested_tensor(list(x)), "unbind"),
     "jagged": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "unbind"),
     "meta": (lambda x: x.to("meta"), "to_empty|move them"),
+    "masked": (lambda x: torch.masked.masked_tensor(x, x > 2), "give the plain tensors"),
 }
 if torch.backends.mkldnn.is_available():
     ODD["mkldnn"] = (torch.Tensor.to_mkldnn, "to_dense")
-ODD_WARNS = pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize|nested tensors)")
+ODD_WARNS = pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize|nested tensors|MaskedTensors)")
 WRONG = [None, 3, "text", [1, 2], {1: 2}, object(), torch.ones(2), np.ones(3), MPI.COMM_WORLD, torch.nn.Linear(1, 1)]
 NO_MESH = {
     "distribute_tensor": lambda mesh: ms.distribute_tensor(torch.ones(4), mesh, (ms.Shard(0),)),

@@ -89,6 +89,8 @@ def unfit(x: torch.Tensor) -> tuple[str, str] | None:
         return "a nested one", "give what it is made of, one by one: x.unbind()"
     if x.layout is not torch.strided:
         return f"one of layout {x.layout}", "give x.to_dense(), or what it is made of, one by one"
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(x).__name__}, which has no cells of its own", "give the plain tensors that it is made of"
     return None
 
 
