@@ -33,15 +33,19 @@ def explained(
     """
     if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
+    answer: Exception | None = None
     with torch.no_grad(), unseen():
         few = all(x.numel() <= _FEW for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        for stand_in in (without_data, _of_ones) if few else (without_data,):
+        for stand_in in (_of_ones, without_data) if few else (without_data,):
             try:
                 function(*tree_map(stand_in, tuple(args)), **tree_map(stand_in, dict(kwargs)))
             except Exception as e:  # noqa: BLE001, PERF203 (the answer)
-                if not isinstance(e, _STUMBLES_OF_META) and "meta" not in str(e) and str(e) != str(error):
-                    return e.with_traceback(None)
-    return None
+                if str(e) == str(error):
+                    if stand_in is _of_ones:
+                        return None  # it is torch's own
+                elif not isinstance(e, _STUMBLES_OF_META) and "meta" not in str(e):
+                    answer = e.with_traceback(None)
+    return answer
 
 
 def _is_ours(error: Exception) -> bool:
@@ -62,4 +66,4 @@ def without_data(x: Any) -> Any:
 
 
 def _of_ones(x: Any) -> Any:
-    return torch.ones((), dtype=x.dtype).expand(x.shape) if isinstance(x, Tensor) else x
+    return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x

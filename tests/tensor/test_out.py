@@ -1,6 +1,7 @@
 """``out=``: what a function gives lies in it afterwards, laid out as it was."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -158,6 +159,17 @@ def calls_with_out(entry, dtype, draw):
         parts = [result] if isinstance(result, torch.Tensor) else result
         if isinstance(parts, (tuple, list)) and all(type(t) is torch.Tensor for t in parts):
             yield leaves, call, [(t.shape, t.dtype) for t in parts], isinstance(result, torch.Tensor)
+
+
+def test_what_torch_refuses_is_told_in_its_words():
+    """Not in those of its rules for tensors without data, which are others here."""
+    mesh = mesh_of((WORLD.size,))
+    x, out = torch.ones(5, 2, dtype=torch.complex64), torch.zeros(5, 4)
+    with pytest.raises(TypeError) as theirs:
+        torch.column_stack([x, x], out=out)
+    sharded = shard(x, mesh, (ms.Shard(0),))
+    with pytest.raises(TypeError, match=re.escape(str(theirs.value))):
+        torch.column_stack([sharded, sharded], out=shard(out, mesh, (ms.Shard(0),)))
 
 
 @pytest.mark.ranks(1)

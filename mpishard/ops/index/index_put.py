@@ -172,8 +172,9 @@ def _slices(name: str, x: ShardTensor, dim: int, index: Any, source: Any) -> tup
 def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> ShardTensor:
     """Add to cells along a dim, in place. Collective where the source must travel."""
     cells, source = _slices("index_add_", self, dim, index, source)
-    alpha = alpha if source.is_floating_point() or source.is_complex() else int(alpha)
-    put(cells, along("index_add_", cells, dim, index), source if alpha == 1 else source * alpha, accumulate=True)
+    # in the dtype, as torch takes it: of booleans whether it is 0
+    scaled = source if alpha == 1 else source * torch.full((), alpha, dtype=source.dtype)
+    put(cells, along("index_add_", cells, dim, index), scaled, accumulate=True)
     return self
 
 

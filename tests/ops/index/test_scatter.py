@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -160,3 +162,18 @@ def test_views_in_place():
         x.mul_(3)
         torch.testing.assert_close(gathered(x), field(6, 5) * 3)
         torch.testing.assert_close(gathered(x.swapaxes_(0, 1).sum(0)), field(6, 5).sum(1) * 3)
+
+
+@pytest.mark.parametrize("alpha", [0, 2, 2.5, True, 300])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8])
+def test_index_add_takes_alpha_in_the_dtype(dtype, alpha):
+    mesh = mesh_of((WORLD.size,))
+    full, source, rows = torch.zeros(5, 3, dtype=dtype), torch.ones(3, 3, dtype=dtype), torch.tensor([0, 2, 2])
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
+    try:
+        want = full.index_add(0, rows, source, alpha=alpha)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            x.index_add(0, rows, source, alpha=alpha)
+    else:
+        assert torch.equal(x.index_add(0, rows, source, alpha=alpha).full_tensor(), want)
