@@ -99,15 +99,6 @@ class Round:
         assert x.dtype == self.dtype, "planned for another dtype"
         return self._pool.take(x)
 
-    def parts(self, exchange: Exchange, adjoint: bool = False) -> Iterator[tuple[Part, Tensor]]:
-        """Yield every part that comes, or, in the adjoint direction, that comes back, and its place in a message.
-
-        Not collective. What comes in one direction goes in the other.
-        """
-        side, views = (self.sends, exchange.sends) if adjoint else (self.recvs, exchange.recvs)
-        for (_, parts), own in zip(side, views):
-            yield from zip(parts, own)
-
     def start(self, x: Tensor, at: int = 0) -> Exchange | None:
         """Send strips of ``x``, whose own block begins at cell ``at`` of the dims. Neighborwise collective."""
         exchange = self.take(x)

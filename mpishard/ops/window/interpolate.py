@@ -39,7 +39,6 @@ _SUPPORT = {
     "bilinear": 1,
     "trilinear": 1,
     "bicubic": 2,
-    "lanczos": 3,
 }
 
 # extents of planes, added up, to which torch's kernel for "nearest" on a CPU is the one with short cuts
@@ -204,7 +203,7 @@ def _plan(x: ShardTensor, request: _Request) -> InterpolatePlan | tuple[int, ...
     own_ways = request.align_corners or request.antialias or (_by_size(request, ndim) and not all(every.values()))
     if not sharded or (not own_ways and all(ratios.values())):
         return _plan_shifted(x, request, shape, ratios, scales)
-    if request.mode not in ("nearest", "nearest-exact") and not x.dtype.is_floating_point:
+    if request.mode not in NEAREST and not x.dtype.is_floating_point:
         raise UnsupportedOperationError(
             f"interpolate: mode {request.mode!r} of integers by this ratio over a sharded dim",
             expected="a floating-point tensor, or ratios that are powers of two",

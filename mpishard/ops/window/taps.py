@@ -84,6 +84,8 @@ class Along:
         else:
             self.exact = 1 / scale if scale else n / n_out
             self.ratio = dtype(1 / scale) if scale else dtype(n) / dtype(n_out)
+        # how much wider than over cells a filter is
+        self.stretch = max(self.ratio, dtype(1))
 
     def first_beyond(self, borders: Sequence[int]) -> list[int]:
         """Return for borders between cells that are read the first output cell whose place lies beyond each."""
@@ -125,7 +127,7 @@ class Along:
         """Return the first cell that output cells read, and the one after the last: neither falls."""
         places = self._places(j)
         if self.antialias:
-            half = self._half()
+            half = _FILTERS[self.mode] * self.stretch
             first = np.maximum((places - half + self.dtype(0.5)).astype(np.int64), 0)
             return first, np.minimum((places + half + self.dtype(0.5)).astype(np.int64), self.n)
         first = self._floor(places)
@@ -138,9 +140,6 @@ class Along:
     def _floor(self, places: Places) -> Cells:
         # torch's function for it is that of float32, also for float64
         return np.minimum(np.floor(places.astype(np.float32)).astype(np.int64), self.n - 1)
-
-    def _half(self) -> np.floating:
-        return _FILTERS[self.mode] * max(self.ratio, self.dtype(1))
 
     def windows(self, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """Return the first cell that blocks of output cells read, and the one after the last: none falls."""
@@ -165,10 +164,7 @@ class Along:
         first = self._floor(places)
         t = np.clip(places - first.astype(self.dtype), 0, 1)
         if self.mode == "bicubic":
-            first, weight = (
-                first - 1,
-                np.stack([_cubic(t + 1, -0.75), _cubic(t, -0.75), _cubic(1 - t, -0.75), _cubic(2 - t, -0.75)]),
-            )
+            first, weight = first - 1, _cubic(np.stack([t + 1, t, 1 - t, 2 - t]), -0.75)
         else:
             weight = np.stack([1 - t, t])
         return np.clip(first + np.arange(len(weight))[:, None], 0, self.n - 1), weight
@@ -176,7 +172,7 @@ class Along:
     def _filtered(self, j: Cells, places: Places) -> tuple[Cells, Places]:
         first, beyond = self._reach(j)
         index = first + np.arange((beyond - first).max())[:, None]
-        x = (index.astype(self.dtype) - places + self.dtype(0.5)) / max(self.ratio, self.dtype(1))
+        x = (index.astype(self.dtype) - places + self.dtype(0.5)) / self.stretch
         weight = np.where(index < beyond, _filter(self.mode, x), self.dtype(0))
         return np.minimum(index, beyond - 1), weight / weight.sum(0)
 
