@@ -191,10 +191,20 @@ class Flight:
         at_most: bool = False,
     ) -> None:
         self._comm, self._op, self._exact, self._at_most = comm, op, exact, at_most
-        self.requests: list[Any] = [request for _, request, _, _ in recvs] + [request for _, request in sends]
-        self._peers = [peer for peer, *_ in (*recvs, *sends)]
-        self._statuses = [MPI.Status() for _ in self.requests]
-        self._expected = [(status, tag, n) for status, (_, _, tag, n) in zip(self._statuses, recvs)]
+        self.requests: list[Any] = []
+        self._peers: list[int] = []
+        self._statuses: list[MPI.Status] = []
+        self._expected: list[tuple[MPI.Status, int, int]] = []
+        for peer, request, tag, nbytes in recvs:
+            status = MPI.Status()
+            self.requests.append(request)
+            self._peers.append(peer)
+            self._statuses.append(status)
+            self._expected.append((status, tag, nbytes))
+        for peer, request in sends:
+            self.requests.append(request)
+            self._peers.append(peer)
+            self._statuses.append(MPI.Status())
         self._pending = guard.unfinished(self.requests, self._peers, len(self._expected))
 
     def start(self) -> None:

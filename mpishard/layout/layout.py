@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from mpishard.errors import LayoutError
 from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of
 from mpishard.layout.partition import balanced
-from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
+from mpishard.layout.placement import Frozen, Partial, Placement, Shard, as_placements, set_once
 
 Sizes = tuple["tuple[int, ...] | None", ...]
 V = TypeVar("V")
@@ -129,7 +129,7 @@ class Layout(Frozen):
     @property
     def is_replicated(self) -> bool:
         """True where every rank holds the whole tensor."""
-        return all(type(p) is Replicate for p in self.placements)
+        return not self.sharded_mesh_dims and not self.partial_dims
 
     def index(self, dim: int, coords: Sequence[int]) -> int:
         """Return which block along a tensor dim a rank holds. Not collective.
@@ -185,7 +185,7 @@ class Layout(Frozen):
         tuple of tuple of int
             Per tensor dim its `interval`.
         """
-        return tuple(self.interval(d, coords) for d in range(self.ndim))
+        return tuple([self.interval(d, coords) for d in range(self.ndim)])
 
     def local_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the block that a rank holds. Not collective.
@@ -199,7 +199,7 @@ class Layout(Frozen):
         -------
         tuple of int
         """
-        return tuple(hi - lo for lo, hi in self.box(coords))
+        return tuple([hi - lo for lo, hi in self.box(coords)])
 
     def offset(self, coords: Sequence[int]) -> tuple[int, ...]:
         """Return where the block that a rank holds begins. Not collective.

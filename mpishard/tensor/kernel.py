@@ -11,7 +11,7 @@ Views of an empty block are taken so that their graph goes on where they are wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -125,16 +125,19 @@ def _with_cells(x: Any, single: bool, written: bool) -> Any:
 
 def _is_idle(values: Iterable[Any]) -> bool:
     """Tell whether this rank's block of an argument is empty, and none of the arguments are. Not collective."""
-    return any(not x.block.numel() for x in _shards(values)) and all(0 not in x.shape for x in tensors_in(values))
+    return _has_empty_block(values) and all(0 not in x.shape for x in tensors_in(values))
 
 
-def _shards(values: Iterable[Any]) -> Iterator[ShardTensor]:
+def _has_empty_block(values: Iterable[Any]) -> bool:
+    # in the way of every operation
     for a in values:
         kind = type(a)
         if kind is ShardTensor:
-            yield a
-        elif kind is list or kind is tuple:
-            yield from _shards(a)
+            if not a.block.numel():
+                return True
+        elif (kind is list or kind is tuple) and _has_empty_block(a):
+            return True
+    return False
 
 
 def _asked(function: Any, rule: Rule) -> Rule:

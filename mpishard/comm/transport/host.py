@@ -272,20 +272,19 @@ class Host:
         ``in_order`` as for a `device_message.Relay`; ``bulk`` as on a device, where it may be faster; ``at_most`` says
         that less may come, in one message. The caller counts.
         """
-        comm, kept = self.comm, [(r, dense(x)) for r, x in sends]
-        coming, going = (
-            [(r, address(x.data_ptr() + a, n)) for r, x in side for a, n in pieces(x.nbytes) if n]
-            for side in (recvs, kept)
-        )
-        any_tag = MPI.ANY_TAG if in_order else tag
-        flight = Flight(
-            comm,
-            op,
-            [(r, comm.Irecv(b, r, any_tag), tag, len(b)) for r, b in coming],
-            [(r, comm.Isend(b, r, tag)) for r, b in going],
-            at_most=at_most,
-        )
-        return Posted(flight, kept)
+        comm, any_tag = self.comm, MPI.ANY_TAG if in_order else tag
+        coming, going, kept = [], [], []
+        for r, x in recvs:
+            for a, n in pieces(x.nbytes):
+                if n:
+                    coming.append((r, comm.Irecv(address(x.data_ptr() + a, n), r, any_tag), tag, n))
+        for r, given in sends:
+            x = dense(given)
+            kept.append(x)
+            for a, n in pieces(x.nbytes):
+                if n:
+                    going.append((r, comm.Isend(address(x.data_ptr() + a, n), r, tag)))
+        return Posted(Flight(comm, op, coming, going, at_most=at_most), kept)
 
     def send_recv(self, x: Tensor, y: Tensor, to: int, of: int, tag: int, call: str) -> int:
         """Send ``x`` to a rank and fill ``y`` from one; return how many bytes came. Neighborwise collective.

@@ -88,7 +88,12 @@ def key_of(index: Any) -> Key | None:
         if i is None or i is Ellipsis or type(i) is int:
             key.append(i)
         elif type(i) is slice:
-            key.append((_number(i.start), _number(i.stop), _number(i.step)))
+            ends = (i.start, i.stop, i.step)
+            for end in ends:
+                if end is not None and type(end) is not int:
+                    ends = tuple(map(_number, ends))
+                    break
+            key.append(ends)
         elif isinstance(i, np.integer) or (isinstance(i, (Tensor, np.ndarray)) and i.ndim == 0 and _is_integer(i)):
             key.append(int(i))
         else:
@@ -103,7 +108,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _number(i: Any) -> int | None:
-    return i if i is None or type(i) is int else operator.index(i)
+    return None if i is None else operator.index(i)
 
 
 @lru_cache(maxsize=CACHED)
@@ -240,7 +245,8 @@ def fitted_shape(value: Any, shape: Sequence[int]) -> Any:
     own = tuple(value.shape)
     while len(own) > len(shape) and own[0] == 1:
         value, own = value.squeeze(0), own[1:]
-    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(reversed(own), reversed(shape))):
+    fits = own == tuple(shape) or all(n in (1, m) for n, m in zip(reversed(own), reversed(shape)))
+    if len(own) > len(shape) or not fits:
         raise RuntimeError(
             f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to indexing result of "
             f"shape {list(shape)}"

@@ -44,8 +44,8 @@ def summed_products(labels: tuple[Labels, ...], out: Labels, blocks: Sequence[Te
     way = _way(labels, out, (tuple(x.shape), tuple(y.shape)), (x.stride(), y.stride()))
     if way is None:
         return None
-    x, y = (_spread(block, *how) for block, how in zip(blocks, way.operands))
-    return (x * y).sum(way.summed).permute(way.back)
+    of_x, of_y = way.operands
+    return (_spread(x, *of_x) * _spread(y, *of_y)).sum(way.summed).permute(way.back)
 
 
 def _spread(x: Tensor, dims: list[int], missing: list[int]) -> Tensor:

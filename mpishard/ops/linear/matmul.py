@@ -263,7 +263,8 @@ def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
 
 
 @lru_cache(maxsize=1024)
-def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels, ...], Labels]:
+def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels, ...], Labels, bool]:
+    """Return the labels of the operands and of the result, and whether an operand has one twice."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     wrong = [c for c in left + right if not (c.isascii() and c.isalpha()) and c not in ",."]
     if wrong:
@@ -280,12 +281,13 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
         rest = max(rest, n)
         # letters above the numbers of the dims that an ellipsis stands for, which count from the last
         labels.append((*map(ord, before), *range(n - 1, -1, -1), *map(ord, after)))
+    twice = any(len({*own}) < len(own) for own in labels)
     ellipsis = tuple(range(rest - 1, -1, -1))
     if arrow:
         before, dots, after = right.partition("...")
-        return tuple(labels), (*map(ord, before), *(ellipsis if dots else ()), *map(ord, after))
+        return tuple(labels), (*map(ord, before), *(ellipsis if dots else ()), *map(ord, after)), twice
     letters = [ord(c) for c in left if c.isalpha()]
-    return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1))
+    return tuple(labels), (*ellipsis, *sorted(c for c in letters if letters.count(c) == 1)), twice
 
 
 def _summed(equation: str, *blocks: Tensor) -> Tensor:
@@ -305,8 +307,8 @@ def einsum(*args: Any) -> ShardTensor:
         equation, operands = _from_lists(args)
     elif len(operands) == 1 and not isinstance(operands[0], Tensor):
         operands = tuple(operands[0])
-    labels, out = _einsum_labels(equation, tuple(x.ndim for x in operands))
-    if any(_on_diagonals(x, own) for x, own in zip(operands, labels)):
+    labels, out, twice = _einsum_labels(equation, tuple([x.ndim for x in operands]))
+    if twice and any(_on_diagonals(x, own) for x, own in zip(operands, labels)):
         return _of_diagonals(operands, labels, out)
     dtype = None
     if torch._C._is_any_autocast_enabled():

@@ -69,13 +69,14 @@ _ADJOINT_NORM = {None: "forward", "backward": "forward", "forward": "backward"}
 class Pass(NamedTuple):
     """Transforms of dims that are whole in a layout: how a block gets there, what to do with it, and what comes out.
 
-    ``gathers`` says that no other dim could be cut in that layout.
+    ``shape`` is that of this rank's block of ``after``. ``gathers`` says that no other dim could be cut in that layout.
     """
 
     arrive: Step | None
     before: Layout
     run: LocalMap
     after: Layout
+    shape: tuple[int, ...]
     dtype: torch.dtype
     gathers: bool
 
@@ -114,22 +115,21 @@ def _transformed(name: str, func: Transform, x: ShardTensor, extents: Any, dims:
     local, layout = x.block, x.sharding
     if plan.joined is not None and traced.recording is None and not in_transform():
         for part in plan.joined:
-            local = apply(part, local) if isinstance(part, Step) else _run(part, local, mesh)
+            local = apply(part, local) if isinstance(part, Step) else _run(part, local)
         return wrap(local, plan.out, mesh)
     for step in plan.passes:
         if step.gathers:
             notice_gather(mesh, layout, step.before, local.itemsize)
         if step.arrive is not None:
             local = apply(step.arrive, local)
-        local, layout = _run(step, local, mesh), step.after
+        local, layout = _run(step, local), step.after
     return wrap(local if plan.leave is None else apply(plan.leave, local), plan.out, mesh)
 
 
-def _run(step: Pass, local: Tensor, mesh: CartMesh) -> Tensor:
+def _run(step: Pass, local: Tensor) -> Tensor:
     """Return the transform of a block that has arrived."""
-    shape = step.after.local_shape(mesh.coords)
     # torch conjugates some lazily, and refuses to view such a one as real: on ranks with cells alone
-    return _of_no_cells(local, shape, step.dtype) if 0 in shape else step.run(local).resolve_conj()
+    return _of_no_cells(local, step.shape, step.dtype) if 0 in step.shape else step.run(local).resolve_conj()
 
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -217,17 +217,20 @@ def _plan(
                 leg.before,
                 run,
                 leg.after,
+                leg.after.local_shape(x.mesh.coords),
                 dtype,
                 len(leg.before.sharded_mesh_dims) < len(layout.sharded_mesh_dims),
             )
         )
         now, inner = leg.after, leg.dims
     leave = way(legs[-1].after, ())
-    return FourierPlan(tuple(passes), leave, legs[-1].after, _joined(x.mesh, tuple(passes), ways, turns, family.halves))
+    fewer = _joined(x.mesh, x.dtype, tuple(passes), ways, turns, family.halves)
+    return FourierPlan(tuple(passes), leave, legs[-1].after, fewer)
 
 
 def _joined(
     mesh: CartMesh,
+    given: torch.dtype,
     passes: tuple[Pass, ...],
     ways: Sequence[tuple[Any, ...]],
     turns: Sequence[Turn | None],
@@ -249,7 +252,7 @@ def _joined(
             after = turns[i] if i < len(passes) and (halves or i == moves[-1]) else None
             if before is not None:
                 parts.pop()
-            step = joined(mesh, *way, passes[i - 1 if i else 0].dtype, (before, after))
+            step = joined(mesh, *way, passes[i - 1].dtype if i else given, (before, after))
             if step is None:
                 return None
             parts.append(step)

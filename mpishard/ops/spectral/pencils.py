@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.linear import LocalMap, Step, pair
-from mpishard.comm.collective.banded import fits, run_banded
+from mpishard.comm.collective.banded import Banded, fits
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
-from mpishard.layout import Layout, Shard, Transfer, largest, plan_transfer
+from mpishard.layout import Layout, Shard, largest, plan_transfer
 
 
 class Turn(NamedTuple):
@@ -74,8 +74,8 @@ def joined(
         return None
     first, last = turns
     ways = (
-        _Way(mesh, source, target, dims, inner, inner_back),
-        _Way(mesh, target, source, dims[::-1], inner_back, inner),
+        _Way(mesh, source, target, dims, inner, inner_back, dtype),
+        _Way(mesh, target, source, dims[::-1], inner_back, inner, dtype),
     )
 
     def forward(x: Tensor) -> Tensor:
@@ -107,15 +107,20 @@ class _Way:
         dims: tuple[int, int],
         inner: tuple[int, ...],
         sent: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
-        self._mesh, self._layouts, self._dims = mesh, (source, target), dims
+        self._mesh, self._layouts, self._dims, self._dtype = mesh, (source, target), dims, dtype
         self._inner, self._sent = inner, sent
-        self._leaves, self._comes = (layout.local_shape(mesh.coords) for layout in self._layouts)
+        self._leaves = source.local_shape(mesh.coords)
         self._ends: tuple[int, int] | None = None  # of the last band
 
     @cached_property
-    def _plan(self) -> Transfer:
-        return plan_transfer(*self._layouts, self._mesh.coords)
+    def _transfer(self) -> Banded:
+        source, target = self._layouts
+        coords = self._mesh.coords
+        ways = {"call": self._layouts, "inner": self._inner, "sent": self._sent}
+        plan = plan_transfer(source, target, coords)
+        return Banded(self._mesh, plan, target.local_shape(coords), self._dims, self._dtype, **ways)
 
     def __call__(self, x: Tensor, run: LocalMap | None) -> Tensor:
         """Transform, if that is to be, and transfer. Collective as the transfer is."""
@@ -125,8 +130,7 @@ class _Way:
         if run is not None:
             shape = [hi - lo if d == dim else n for d, n in enumerate(self._leaves)]
             x = _ran(run, x, tuple(shape))
-        ways = {"call": self._layouts, "inner": self._inner, "sent": self._sent}
-        return run_banded(self._mesh, self._plan, x, self._dims, lo, self._comes, **ways)
+        return self._transfer(x, lo)
 
 
 def _band(x: Tensor, dim: int, guess: tuple[int, int] | None) -> tuple[int, int]:

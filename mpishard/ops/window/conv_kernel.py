@@ -50,9 +50,10 @@ PADDING_AVX2 = 3
 # which costs more than the sums that it hides
 DEFERRED_NBYTES = 1 << 20
 
-_torch_forward = torch.ops.aten.convolution.default
+# by name where torch has one: a call by the operator takes twice as long
+_torch_forward = torch.convolution
 _torch_backward = torch.ops.aten.convolution_backward.default
-_onednn_forward = torch.ops.aten.mkldnn_convolution.default
+_onednn_forward = torch.mkldnn_convolution
 _dilated_forward = torch.ops.aten.slow_conv_dilated3d.default
 _transposed_forward = torch.ops.aten.slow_conv_transpose3d.default
 
@@ -100,7 +101,7 @@ def kernel_of(x: Tensor, weight: Tensor, local: Local) -> Kernel:
     """Return what computes the convolution of ``x``. Not collective."""
     if x.dtype is not weight.dtype:
         return _TORCH
-    return kernel_for(x, tuple(x.shape), tuple(weight.shape), local)
+    return kernel_for(x, x.shape, weight.shape, local)
 
 
 def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], local: Local) -> Kernel:
@@ -114,7 +115,7 @@ def kernel_for(like: Tensor, shape: tuple[int, ...], weight: tuple[int, ...], lo
         return choose_wide(shape, weight, local)
     if like.dtype is not torch.float32:
         return _TORCH
-    if not torch._C._get_mkldnn_enabled() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return _TORCH
     return choose(shape, weight, *local, VECTOR)
 
