@@ -20,8 +20,9 @@ from mpishard.comm.memory.buffer import uncopied, unfit
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.comm.point_to_point.send_recv import send_recv
 from mpishard.comm.tag import hashed
-from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
-from mpishard.layout import Layout, layout_of
+from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
+from mpishard.layout import Layout
+from mpishard.nn.microbatch import Cut, cut_of, joined, parts_of
 from mpishard.nn.module import distribute_module
 from mpishard.tensor.function import block_of
 from mpishard.tensor.gradient import autograd_backward
@@ -169,7 +170,7 @@ class Pipeline(nn.Module):
         x
             The batch, on the ranks of the first stage; ignored elsewhere. Without gradients: `step` finds these.
         """
-        parts = self._cut("forward", x, None)[0]
+        parts, cut = self._cut("forward", x)
         out: list[Any] = []
         run = _Run()
         with torch.no_grad():
@@ -180,7 +181,7 @@ class Pipeline(nn.Module):
                 else:
                     self._send_forward(run(lambda *given: _outputs(self.stage(*given)), inputs))
         guard.agree(self._comm, run.error)
-        return _joined(out) if self.is_last else None
+        return joined(out, cut) if self.is_last else None
 
     def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
         """Run a batch forward and backward, adding to the gradients of all stages. Collective.
@@ -193,7 +194,8 @@ class Pipeline(nn.Module):
         x
             The batch, on the ranks of the first stage; ignored elsewhere. Where it requires a gradient, it gets it.
         target
-            What ``loss_fn`` compares with, on the ranks of the last stage; cut as ``x`` is. Ignored elsewhere.
+            What ``loss_fn`` compares with, on the ranks of the last stage. Laid out as ``x`` along the samples, it is
+            cut where it is; else its samples are found, and moved. Ignored elsewhere.
         loss_fn
             Called with an output and its part of the target on the last stage.
         reduction
@@ -211,6 +213,8 @@ class Pipeline(nn.Module):
         LayoutError
             On every rank: there is no batch or no target where it belongs, fewer samples than micro-batches, or an
             unknown reduction.
+        MeshError
+            On every rank: batch or target is on another mesh than ``self.mesh``.
         MpishardError
             On every rank: what a stage or ``loss_fn`` raised, or its text where that is no error of this package, when
             all stages have come to the end of the step. What gradients have got by then is undefined.
@@ -220,11 +224,12 @@ class Pipeline(nn.Module):
         The result is that of one process on the whole batch, but where a stage mixes samples (batch norm in training):
         then it is that of one process which accumulates over the same micro-batches.
         """
-        parts, targets, weights = self._cut("step", x, target, reduction)
+        parts, cut = self._cut("step", x, target, reduction)
         count = len(parts)
         ahead = min(self.count - 1 - self.index, count)
         flying: deque[tuple[_Inputs, _Inputs]] = deque()
         run = _Run()
+        targets: Any = run(parts_of, (target, cut)) if self.is_last else None
         # the loss, and which dtype it has
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
 
@@ -232,7 +237,8 @@ class Pipeline(nn.Module):
             returned = self.stage(*inputs)
             outputs = _tuple(returned) if self.is_last else _outputs(returned)
             if self.is_last:
-                loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weights[i]
+                weight = targets[i].shape[0] / target.shape[0] if reduction == "mean" else 1.0
+                loss = loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets[i]) * weight
                 own = loss.detach()
                 total[0] += own.full_tensor() if isinstance(own, ShardTensor) else own
                 total[1] = _DTYPES.index(own.dtype)
@@ -334,34 +340,42 @@ class Pipeline(nn.Module):
 
     # -- micro-batches
 
-    def _cut(self, what: str, x: Any, target: Any, reduction: str = "mean") -> tuple[list[Any], list[Any], list[float]]:
-        """Return the parts of batch and target, and what the loss of each counts; agreed on all ranks."""
+    def _cut(self, what: str, x: Any, target: Any = None, reduction: str = "mean") -> tuple[list[Any], Cut]:
+        """Return the parts of the batch, and how it was cut; agreed on all ranks."""
         error: MpishardError | None = None
         given = {"x": x} if self.is_first else {}
         if self.is_last and what == "step":
             given["target"] = target
-        counts = [_counts(v, self._microbatches) for v in given.values()]
-        if any(c is None or min(c) < 1 for c in counts):
+        count = self._microbatches
+        cuts = [cut_of(v, count) for v in given.values()]
+        of_batch = cuts[0] if self.is_first else None
+        # the last part has the fewest
+        empty = of_batch is not None and of_batch.length(count - 1) < 1
+        if empty or any(cut is None or cut.samples < count for cut in cuts):
             error = LayoutError(
                 f"Pipeline.{what}: a batch or target that does not fit",
-                expected=f"tensors of at least {self._microbatches} samples, on every rank that holds some: x at "
+                expected=f"tensors of at least {count} samples, on every rank that holds some: x at "
                 "the first stage, target at the last",
                 got={k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in given.items()},
                 fix="give larger batches or fewer micro-batches",
+            )
+        elsewhere = {k: v.mesh for k, v in given.items() if isinstance(v, ShardTensor) and v.mesh is not self.mesh}
+        if elsewhere:
+            error = MeshError(
+                f"Pipeline.{what}: a batch or target on another mesh",
+                expected=f"plain tensors, or ShardTensors on {self.mesh}" if self.mesh else "plain tensors",
+                got=elsewhere,
+                fix="shard them on pipe.mesh: the mesh dims beside that of the stages",
             )
         if reduction not in ("mean", "sum"):
             error = LayoutError(
                 f"Pipeline.{what}: reduction", expected="'mean' or 'sum'", got=repr(reduction), fix="give one of them"
             )
         guard.agree(self._comm, error, f"Pipeline.{what} {reduction}")
-        empty = [None] * self._microbatches
-        parts = _parts(x, self._microbatches) if self.is_first else empty
-        if "target" not in given:
-            return parts, empty, []
-        found = counts[-1]
-        assert found is not None
-        weights = [n / sum(found) if reduction == "mean" else 1.0 for n in found]
-        return parts, _parts(target, self._microbatches), weights
+        comm = self._group.comm
+        with guard.waiting("Pipeline", (), comm):
+            cut: Cut = comm.bcast(of_batch)
+        return parts_of(x, cut) if self.is_first else [None] * count, cut
 
 
 def _alone(comm: Any, device: torch.device) -> CartMesh:
@@ -418,49 +432,3 @@ def _as(y: Tensor, g: Tensor | None) -> Tensor | None:
 def _gradient(x: Tensor) -> Tensor:
     block = block_of(x)
     return torch.zeros_like(block) if block.grad is None else block.grad
-
-
-def _share(n: int, count: int, i: int) -> int:
-    """Return the length of part ``i`` of ``n``, as `torch.tensor_split` has it."""
-    return n // count + (i < n % count)
-
-
-def _counts(x: Any, count: int) -> list[int] | None:
-    """Return the number of samples of every part, or None of what is no batch."""
-    if not isinstance(x, Tensor) or not x.ndim:
-        return None
-    sizes = x.sharding.sizes[0] if isinstance(x, ShardTensor) else None
-    return [sum(_share(n, count, i) for n in sizes or (x.shape[0],)) for i in range(count)]
-
-
-def _parts(x: Tensor, count: int) -> list[Tensor]:
-    """Cut a batch along its first dim, each rank what it holds of it."""
-    if not isinstance(x, ShardTensor):
-        return list(x.tensor_split(count))
-    layout = x.sharding
-    return [wrap(block, _part(layout, count, i), x.mesh) for i, block in enumerate(x.block.tensor_split(count))]
-
-
-def _part(layout: Layout, count: int, i: int) -> Layout:
-    sizes = list(layout.sizes)
-    own = sizes[0]
-    if own is not None:
-        sizes[0] = own = tuple(_share(n, count, i) for n in own)
-    first = _share(layout.shape[0], count, i) if own is None else sum(own)
-    return layout_of(layout.mesh_shape, layout.placements, (first, *layout.shape[1:]), sizes)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Put outputs of parts together as the batch lay."""
-    if isinstance(parts[0], (tuple, list)):
-        return tuple(_joined(column) for column in zip(*parts))
-    if not isinstance(parts[0], ShardTensor):
-        return torch.cat(list(parts))
-    parts = [resolved(p) for p in parts]
-    layout = parts[0].sharding
-    sizes = list(layout.sizes)
-    if sizes[0] is not None:
-        sizes[0] = tuple(map(sum, zip(*[p.sharding.sizes[0] for p in parts])))
-    shape = (sum(p.shape[0] for p in parts), *layout.shape[1:])
-    whole = layout_of(layout.mesh_shape, layout.placements, shape, sizes)
-    return wrap(torch.cat([p.block for p in parts]), whole, parts[0].mesh)

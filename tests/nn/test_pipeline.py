@@ -100,6 +100,62 @@ def test_stages_with_batch_and_parameters_sharded():
         close(out, whole(reference, full).detach(), "output, in the order of the batch")
 
 
+class Relaid(nn.Module):
+    """Lays what has an odd number of samples out otherwise than the rest."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *x):
+        y = self.inner(*x)
+        first = y[0] if isinstance(y, tuple) else y
+        if not isinstance(first, ms.ShardTensor) or first.shape[0] % 2 == 0:
+            return y
+        moved = [t.redistribute([ms.Shard(0)]) for t in (y if isinstance(y, tuple) else (y,))]
+        return tuple(moved) if isinstance(y, tuple) else moved[0]
+
+
+@pytest.mark.parametrize("of_x", [ms.Shard(0), ms.Shard(2), ms.Replicate(), None], ids=str)
+@pytest.mark.parametrize("of_target", [ms.Shard(0), ms.Shard(3), None], ids=str)
+def test_a_target_that_lies_otherwise_than_the_batch(mesh, of_x, of_target):
+    """Parts of a batch that is sharded along its samples are not made of neighbours: so must be those of targets."""
+    full, target = data(7, 3, 9, 8), data(7, 2, 9, 8, seed=2)
+    reference = [make() for make in stages_of(mesh.shape[0])]
+    F.mse_loss(whole(reference, full), target).backward()
+    stages = [Relaid(make()) for make in stages_of(mesh.shape[0])]
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=3)
+    x, y = (t if p is None else ms.distribute_tensor(t, pipe.mesh, [p]) for t, p in ((full, of_x), (target, of_target)))
+    # each part is a mean over its samples, of which they may have different numbers
+    loss = pipe.step(x, y, F.mse_loss)
+    expected = F.mse_loss(whole(reference, full), target)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+    for (name, p), q in zip(pipe.stage.named_parameters(), reference[mesh.coords[0]].parameters(), strict=True):
+        close(p.grad, q.grad, name)
+    out = pipe(x)
+    if pipe.is_last:
+        close(out, whole(reference, full).detach(), "output, in the order of the batch")
+
+
+def test_targets_of_several_rows_a_sample(mesh):
+    full, target = data(6, 3, 9, 8), data(12, 2, 9, 8, seed=2)
+    reference = [make() for make in stages_of(mesh.shape[0])]
+    expected = F.mse_loss(whole(reference, full).repeat_interleave(2, 0), target)
+    pipe = ms.Pipeline(stages_of(mesh.shape[0]), mesh, "stage", microbatches=2)
+    x = ms.distribute_tensor(full, pipe.mesh, [ms.Shard(0)])
+    sizes = {0: [2 * n for n in x.sharding.sizes[0]]}
+    y = ms.distribute_tensor(target, pipe.mesh, [ms.Shard(0)], sizes=sizes)
+
+    def loss_fn(out, part):
+        return F.mse_loss(out.repeat_interleave(2, 0), part)
+
+    for given in (y, target):
+        loss = pipe.step(x, given, loss_fn)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+    with pytest.raises(ms.LayoutError, match="a target that does not fit the batch"):
+        pipe.step(x, target[:-1], loss_fn)
+
+
 def test_plain_tensors_and_dtypes_that_change_between_stages():
     """No other mesh dim; and the next stage is given half the digits, so that messages of both ways differ."""
     mesh = ms.init_mesh((-1,), ("stage",))
@@ -147,6 +203,11 @@ def test_what_is_refused(mesh):
     few = ms.distribute_tensor(data(3, 3, 9, 8), pipe.mesh, [ms.Shard(2)])
     for x, target in ((few, few), (None, few), (few, None)):
         with pytest.raises(ms.LayoutError, match="a batch or target that does not fit"):
+            pipe.step(x, target, F.mse_loss)
+    batch = ms.distribute_tensor(data(4, 3, 9, 8), pipe.mesh, [ms.Shard(2)])
+    on_all = ms.distribute_tensor(data(4, 3, 9, 8), mesh, [ms.Replicate(), ms.Shard(2)])
+    for x, target in ((on_all, batch), (batch, on_all)):
+        with pytest.raises(ms.MeshError, match="a batch or target on another mesh"):
             pipe.step(x, target, F.mse_loss)
 
 
