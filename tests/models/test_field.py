@@ -98,11 +98,17 @@ def test_training_with_lbfgs():
             optimiser.step(closure)
         return [p.detach() for p in model.parameters()]
 
-    expected = train(seeded(Siren, x.dtype), x.clone().requires_grad_())
+    def made(seed=0):
+        model = seeded(Siren, x.dtype, seed)
+        model.unused = nn.Parameter(torch.ones(8, 2, dtype=x.dtype))  # of which the gradient is None
+        return model
+
+    expected = train(made(), x.clone().requires_grad_())
     for mesh, placements in meshes((0,)):
-        model = ms.distribute_module(seeded(Siren, x.dtype, mesh.rank), mesh)
-        got = train(model, ms.distribute_tensor(x, mesh, placements).requires_grad_())
-        close(got, expected, "parameters", 1e-6)
+        for over in (None, mesh.mesh_dim_names[0]):
+            model = ms.distribute_module(made(mesh.rank), mesh, shard_parameters=over)
+            got = train(model, ms.distribute_tensor(x, mesh, placements).requires_grad_())
+            close(got, expected, f"parameters, sharded over {over}", 1e-6)
 
 
 def test_siren_on_a_grid():

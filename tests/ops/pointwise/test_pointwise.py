@@ -304,6 +304,10 @@ def test_tensors_of_the_same_kind():
         lambda t: t.new_ones(()),
         lambda t: t.new_empty(3, 2).zero_(),
         lambda t: t.new_tensor([[1, 2], [3, 4]]),
+        lambda t: t.new(3, 2).zero_(),
+        lambda t: t.new(t.shape).zero_(),
+        lambda t: t.new([1, 2]),
+        lambda t: t.new(),
     ):
         got, expected = f(x), f(X)
         assert got.dtype == expected.dtype
@@ -311,6 +315,8 @@ def test_tensors_of_the_same_kind():
         torch.testing.assert_close(gathered(got), expected)
     with pytest.raises(ms.UnsupportedOperationError, match="another device"):
         x.new_zeros(3, device="meta")
+    with pytest.raises(TypeError, match="extents or a list"):
+        x.new(x)
 
 
 def test_conversions():
