@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.errors import LayoutError
-from mpishard.layout import Layout, layout_of, repeated, runs_of
+from mpishard.layout import Layout, balanced, bounds, layout_of, repeated, runs_of
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -56,21 +56,21 @@ class Cut(NamedTuple):
 
     def share(self, n: int, i: int) -> int:
         """Return how many rows of a block of ``n`` samples are in a part."""
-        return self.rows * (n // self.count + (i < n % self.count))
+        return self.rows * balanced(n, self.count)[i]
 
-    def intervals(self, i: int) -> list[tuple[int, int]]:
-        """Return where the rows of a part lie in the whole, one interval per block."""
+    def places(self, i: int) -> Tensor:
+        """Return where the rows of a part lie in the whole, ascending."""
         found, at = [], 0
-        for n in self.sizes:
-            first = at + sum(self.share(n, k) for k in range(i))
-            found.append((first, first + self.share(n, i)))
-            at += self.rows * n
-        return found
+        for n, k in runs_of(self.sizes):
+            first = at + self.rows * bounds(balanced(n, self.count))[i]
+            blocks = self.rows * n * torch.arange(k)
+            found.append((blocks[:, None] + torch.arange(first, first + self.share(n, i))).flatten())
+            at += self.rows * n * k
+        return torch.cat(found)
 
     def cuts(self, layout: Layout) -> bool:
         """Tell whether each rank has whole samples of its own in its block of a tensor."""
-        dims, sizes = layout.shard_dims.get(0, ()), layout.sizes[0] or (layout.shape[0],)
-        return sizes == self.blocks and (len(sizes) == 1 or dims == self.mesh_dims)
+        return layout.sizes[0] == self.blocks and layout.shard_dims[0] == self.mesh_dims
 
 
 def cut_of(x: Any, count: int) -> Cut | None:
@@ -102,10 +102,10 @@ def parts_of(x: Tensor, cut: Cut) -> list[Tensor]:
             fix="give targets of this batch",
         )
     cut = cut._replace(rows=rows)
-    if not isinstance(x, ShardTensor) and len(cut.sizes) == 1:
+    if len(cut.sizes) == 1:
         return list(x.split([cut.length(i) for i in range(cut.count)]))
     if not isinstance(x, ShardTensor) or not cut.cuts(x.sharding):
-        return [torch.cat([x[a:b] for a, b in cut.intervals(i)]) for i in range(cut.count)]
+        return [x[cut.places(i)] for i in range(cut.count)]
     layout, own = x.sharding, x.block.shape[0] // rows
     blocks = x.block.split([cut.share(own, i) for i in range(cut.count)])
     return [wrap(block, _laid(layout, cut.part(i)), x.mesh) for i, block in enumerate(blocks)]
@@ -114,8 +114,7 @@ def parts_of(x: Tensor, cut: Cut) -> list[Tensor]:
 def _laid(layout: Layout, sizes: Sequence[int]) -> Layout:
     """Return the layout of as many blocks of other rows."""
     rows = sum(n * k for n, k in runs_of(sizes))
-    cut = (None if layout.sizes[0] is None else sizes, *layout.sizes[1:])
-    return layout_of(layout.mesh_shape, layout.placements, (rows, *layout.shape[1:]), cut)
+    return layout_of(layout.mesh_shape, layout.placements, (rows, *layout.shape[1:]), (sizes, *layout.sizes[1:]))
 
 
 def joined(parts: Sequence[Any], cut: Cut) -> Any:
@@ -146,5 +145,4 @@ def joined(parts: Sequence[Any], cut: Cut) -> Any:
         ):
             whole = _laid(first, cut.blocks)
             return wrap(torch.cat([p.block for p in parts]), whole, parts[0].mesh)
-    shares = [p.split([b - a for a, b in cut.intervals(i)]) for i, p in enumerate(parts)]
-    return torch.cat([share for block in zip(*shares) for share in block])
+    return torch.cat(parts)[torch.cat([cut.places(i) for i in range(cut.count)]).argsort()]

@@ -363,7 +363,7 @@ class Pipeline(nn.Module):
         if elsewhere:
             error = MeshError(
                 f"Pipeline.{what}: a batch or target on another mesh",
-                expected=f"plain tensors, or ShardTensors on {self.mesh}" if self.mesh else "plain tensors",
+                expected=f"plain tensors, or ShardTensors on {self.mesh}" if self.mesh is not None else "plain tensors",
                 got=elsewhere,
                 fix="shard them on pipe.mesh: the mesh dims beside that of the stages",
             )

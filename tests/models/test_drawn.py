@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
-from tests.compare import WORLD, mesh_of, mesh_shapes
+from tests.compare import WORLD, gathered, mesh_of, mesh_shapes
 from tests.models.twin import close, data, seeded
 
 DRAWS = 6
@@ -199,8 +199,12 @@ def test_pipelines(request, i):
         expected.backward()
         loss = pipe.step(*placed, lambda y, t: draw.loss(y, t, reduction), reduction=reduction)
         close(loss, expected.detach(), what, RTOL)
-        for (name, p), q in zip(pipe.stage.named_parameters(), whole[pipe.index].parameters(), strict=True):
-            close(p.grad, q.grad, f"{what}, {name}", RTOL)
+        # of some, as of a bias before a norm, all is rounding: relative to the largest of the model
+        scale = max(float(q.grad.abs().max()) for q in whole.parameters())
+        for p, q in zip(pipe.stage.parameters(), whole[pipe.index].parameters(), strict=True):
+            torch.testing.assert_close(
+                gathered(p.grad), q.grad, rtol=RTOL, atol=1e-10 * scale, msg=lambda m: f"{what}: {m}"
+            )
         out = pipe(placed[0])
         if pipe.is_last:
             close(out, whole(x).detach(), what, RTOL)

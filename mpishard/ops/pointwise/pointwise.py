@@ -385,12 +385,11 @@ def new(self: ShardTensor, *given: Any, size: Any = None) -> ShardTensor:
     """Make a tensor as torch's old constructor does: of extents, or of the values in a list. Not collective."""
     if any(isinstance(n, Tensor) and n.ndim for n in given):
         raise TypeError("new() takes extents or a list of values here, no tensors")
-    extents = (given or (0,)) if size is None else size
-    if size is None and len(given) == 1 and isinstance(given[0], (list, tuple)):
-        if not isinstance(given[0], torch.Size):
-            return new_tensor(self, given[0])
-        (extents,) = given
-    return self.new_empty(extents)  # type: ignore[no-any-return]
+    if not given:
+        return self.new_empty((0,) if size is None else size)  # type: ignore[no-any-return]
+    if isinstance(given[0], (list, tuple)) and not isinstance(given[0], torch.Size):
+        return new_tensor(self, *given)
+    return self.new_empty(*given)  # type: ignore[no-any-return]
 
 
 def _made(like: ShardTensor, local: Tensor, layout: Layout) -> ShardTensor:
