@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.parcel import Parcel, Part, Way, accumulating
 from mpishard.autograd.replica import Replica, compare
 from mpishard.autograd.withhold import all_taken, held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
@@ -78,17 +79,36 @@ class Buckets:
         self._open: dict[_Key, _Bucket] = {}
         self._travelling: list[tuple[PendingReduction, _Bucket]] = []
         self._suspect: dict[Replica, Tensor] = {}
-        self._postponed: deque[tuple[Callable[[], None], PendingReduction | None]] = deque()
+        # under way: of which unit, what waits for it, and for what
+        self._scattered: deque[tuple[object, Callable[[], None], PendingReduction]] = deque()
+        self._parcel: Parcel | None = None
         self._deferred: _Deferred | None = None
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
         self._withholds = is_withholding()
 
-    def postpone(self, finish: Callable[[], None], pending: PendingReduction | None) -> None:
-        """Have what is under way finished later in the pass; few at a time, as each holds memory."""
-        while len(self._postponed) > 1:
-            self._postponed.popleft()[0]()
-        self._postponed.append((finish, pending))
+    def collect(self, unit: object, count: int, way: Way, part: Part) -> bool:
+        """Take one of ``count`` small gradients of sharded parameters, which travel together; return whether all came.
+
+        Collective: those of another unit are sent then.
+        """
+        if self._parcel is None or self._parcel.unit is not unit:
+            self.send_parcel()
+            self._parcel = Parcel(unit, count)
+        return self._parcel.add(way, part)
+
+    def send_parcel(self) -> None:
+        """Send what was collected, if anything. Collective."""
+        parcel, self._parcel = self._parcel, None
+        while parcel is not None and parcel.ways:
+            (way, _), parts = parcel.ways.popitem()
+            self.send(parcel.unit, way, parts)
+
+    def send(self, unit: object, way: Way, parts: list[Part]) -> None:
+        """Send gradients of sharded parameters, of one unit at a time, as they hold memory. Collective."""
+        while self._scattered and self._scattered[0][0] is not unit:
+            self._scattered.popleft()[1]()
+        self._scattered.append((unit, *accumulating(way, parts)))
 
     def defer(self, node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return zeros for the gradient of a weight that goes to its ``node``, whose share is computed later.
@@ -198,17 +218,17 @@ class Buckets:
         self._open.clear()
         self._suspect.clear()
         self._early.clear()
-        self._deferred = None
-        postponed = (pending for _, pending in self._postponed if pending is not None)
-        abandon([*(pending for pending, _ in self._travelling), *postponed])
+        self._parcel = self._deferred = None
+        abandon([*(pending for pending, _ in self._travelling), *(pending for *_, pending in self._scattered)])
         self._travelling.clear()
-        self._postponed.clear()
+        self._scattered.clear()
 
     def finish(self) -> None:
         """Wait for all sums and add them to the parameters' gradients. Collective."""
         self.run_deferred()
-        while self._postponed:
-            self._postponed.popleft()[0]()
+        self.send_parcel()
+        while self._scattered:
+            self._scattered.popleft()[1]()
         if held and not self._withholds:
             for key, (param, share) in all_taken():
                 self._put(key, (param,), (share.numel(),), share)
@@ -290,17 +310,6 @@ def _hand_on(buckets: Buckets | None) -> None:
         _empty(_SLOT)
     else:
         torch._C._stash_obj_in_tls(_SLOT, buckets)  # type: ignore[attr-defined]
-
-
-def postpone(finish: Callable[[], None], pending: PendingReduction | None) -> bool:
-    """Have what is under way finished later in the backward pass, if that is one which allows it. Not collective.
-
-    ``pending``: for what it waits, if for anything.
-    """
-    buckets = current()
-    if buckets is not None:
-        buckets.postpone(finish, pending)
-    return buckets is not None
 
 
 def run_deferred(*, hides_sums: bool = False) -> None:

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpishard.autograd.bucket import is_postponing, postpone
-from mpishard.autograd.linear import apply, in_transform, pair
+from mpishard.autograd.bucket import current, is_postponing
+from mpishard.autograd.graph import unseen
+from mpishard.autograd.linear import apply, in_transform, node_of, pair
+from mpishard.autograd.padded import Padded
+from mpishard.autograd.parcel import Part, accumulate, scatter
 from mpishard.autograd.redistribute import use_step
 from mpishard.comm.collective import blocking
-from mpishard.comm.collective.nonblocking import PendingReduction, iall_gather, ireduce_scatter
-from mpishard.comm.memory.buffer import pack
+from mpishard.comm.collective.nonblocking import PendingReduction, iall_gather
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
+
+# cells of a parameter that shares a message: copies take less time than a message of its own
+_SMALL = 1 << 15
 
 
 class Schedule:
@@ -39,21 +45,44 @@ class Schedule:
     def __init__(self) -> None:
         self.lent: dict[int, Gathered] = {}
         self.nbytes = self.peak_nbytes = 0
-        self._forward: Unit | None = None
+        self._forward: Turn | None = None
+        # of a layer that has computed, for the next one
+        self._kept: Unit | None = None
         self._backward: Unit | None = None
         self._task = -1
 
     def begin(self) -> None:
-        """Note that the model starts. Not collective."""
+        """Note that the model starts, or has computed. Collective where it did not go as last time."""
         self._forward = None
+        self._keep(None)
 
-    def forward(self, unit: Unit) -> None:
-        """Note that a layer computes, and send for the one that followed it last time. Collective."""
-        if self._forward is not None:
-            self._forward.after = unit
-        self._forward = unit
+    def forward(self, turn: Turn) -> None:
+        """Note that a layer computes, and send for the unit that followed its own last time. Collective."""
+        last, unit = self._forward, turn.unit
+        self._forward = turn
+        self._keep(unit)
+        if last is not None:
+            last.after = turn
+            if last.unit is unit:
+                return
+            last.unit.after = unit
         if unit.after is not None:
             unit.after.start()
+
+    def computed(self, turn: Turn) -> None:
+        """Note that a layer has computed: its unit is dropped, unless the next layer is of it too. Collective."""
+        unit = turn.unit
+        if self._backward is unit:
+            return  # computed again in backward, which comes to it
+        if self._forward is turn and turn.after is not None and turn.after.unit is unit:
+            self._keep(unit)
+        else:
+            unit.free()
+
+    def _keep(self, unit: Unit | None) -> None:
+        if self._kept is not None and self._kept is not unit:
+            self._kept.free()
+        self._kept = unit
 
     def backward(self, unit: Unit) -> None:
         """Note that a layer differentiates, send for it, and for the one that followed it last time. Collective.
@@ -74,35 +103,96 @@ class Schedule:
         if unit.before is not None:
             unit.before.start()
 
-    def is_at(self, unit: Unit) -> bool:
-        """Tell whether the backward pass is at a layer. Not collective."""
-        return self._backward is unit
-
     def _end(self) -> None:
         if self._backward is not None:
             self._backward.free()
         self._backward, self._task = None, -1
 
 
+class Turn:
+    """A layer in the order of the forward pass.
+
+    Attributes
+    ----------
+    unit : Unit
+        With which its parameters are gathered.
+    after : Turn or None
+        What followed it in the last pass.
+    """
+
+    unit: Unit
+    after: Turn | None = None
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Gather apart from what computes: the next pass may have a backward, and checkpoints count operations."""
+    with torch.inference_mode(False), unseen():
+        yield
+
+
 class Unit:
-    """The parameters of one layer, which are gathered together."""
+    """Parameters of a layer, or of some small ones, which are gathered together.
+
+    Attributes
+    ----------
+    small : int
+        How many of them share a message.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.members: list[Gathered] = []
+        self.small = 0
         # what followed it in the last pass
         self.after: Unit | None = None
         self.before: Unit | None = None
+        self._pending: list[tuple[PendingReduction, list[Gathered]]] = []
+        self._nbytes = 0
 
     def start(self) -> None:
-        """Send for all parameters. Collective."""
-        for member in self.members:
-            member.start()
+        """Send for the blocks of the others, if that was not done. Collective."""
+        members = self.members
+        blocks = [member.block() for member in members]
+        if self._nbytes and all(map(Gathered.is_of, members, blocks)):
+            return
+        self.free()
+        parcels: dict[object, list[Gathered]] = {}
+        for member, block in zip(members, blocks):
+            member.sent_block, member.version = block, block._version
+            dtype = member.whole_dtype(block)
+            self._nbytes += member.numel * dtype.itemsize
+            parcels.setdefault(dtype if member.is_small else member, []).append(member)
+        with _aside():
+            self._pending = [(iall_gather([m.row() for m in some], some[0].group), some) for some in parcels.values()]
+        self._count(self._nbytes)
+
+    def finish(self) -> None:
+        """Wait for what was sent for. Collective."""
+        pending, self._pending = self._pending, []
+        with _aside():
+            for parcel, some in pending:
+                rows = parcel.wait()
+                parts = [rows] if len(some) == 1 else rows.split([member.padded.width for member in some], 1)
+                for member, part in zip(some, parts):
+                    member.take(part)
 
     def free(self) -> None:
-        """Drop the whole parameters. Collective."""
+        """Drop whole parameters, also where none was asked for: they are gathered anew on all ranks. Collective."""
+        if not self._nbytes:
+            return
+        for parcel, _ in self._pending:
+            parcel.wait()
+        self._pending = []
         for member in self.members:
-            member.free()
+            member.drop()
+        self._count(-self._nbytes)
+        self._nbytes = 0
+
+    def _count(self, nbytes: int) -> None:
+        schedule = self.schedule
+        schedule.nbytes += nbytes
+        schedule.peak_nbytes = max(schedule.nbytes, schedule.peak_nbytes)
 
 
 class Gathered:
@@ -113,9 +203,9 @@ class Gathered:
     block
         Returns this rank's block, a leaf.
     layout, mesh
-        How the mesh holds the parameter: one tensor dim is sharded.
+        How the mesh holds the parameter: one tensor dim is sharded, evenly.
     unit
-        The layer.
+        With which it is gathered.
     dtype
         Of the whole parameter; None: that of the block.
     """
@@ -123,133 +213,125 @@ class Gathered:
     def __init__(
         self, block: Callable[[], Tensor], layout: Layout, mesh: CartMesh, unit: Unit, dtype: torch.dtype | None
     ) -> None:
-        self.mesh, self.unit = mesh, unit
-        self._block, self._dtype = block, dtype
+        self.mesh, self.unit, self.block = mesh, unit, block
+        self._dtype = dtype
         ((self._dim, self._mesh_dims),) = layout.shard_dims.items()
-        self._group = mesh.group(self._mesh_dims)
-        sizes = layout.sizes[self._dim]
-        assert sizes is not None
-        self._sizes, self._shape = sizes, layout.shape
-        row = math.prod(layout.shape) // layout.shape[self._dim]
-        self._counts = [n * row for n in sizes]
+        self.group = mesh.group(self._mesh_dims)
+        self.padded = Padded(layout.shape, self._dim, self.group.size)
+        self.shape, self.numel = layout.shape, math.prod(layout.shape)
+        # a message of its own takes longer than copies into one that it shares
+        self.is_small = self.numel <= _SMALL
         self._interval = layout.interval(self._dim, mesh.coords)
-        self._pending: PendingReduction | None = None
+        # of which the whole is, or comes
+        self.sent_block: Tensor | None = None
+        self.version = -1
         self._whole: Tensor | None = None
-        self._sent_block: Tensor | None = None
-        self._version = -1
-        self._nbytes = 0
         # of another block that autograd saved, and that block
         self._other: tuple[weakref.ref[Tensor], Tensor] | None = None
         self.slice = pair(self._cut, self._joined)
+        unit.members.append(self)
+        unit.small += self.is_small
 
     # -- the whole
 
-    def start(self) -> None:
-        """Send for the blocks of the others, if that was not done. Collective."""
-        block = self._block()
-        known = self._sent_block is block and self._version == block._version
-        if known and (self._pending or self._whole is not None):
-            return
-        self.free()
-        self._sent_block, self._version = block, block._version
-        with torch.inference_mode(False):  # the next forward may have a backward
-            self._pending = self._sent(block.detach())
-        self._count(math.prod(self._shape) * (self._dtype or block.dtype).itemsize)
+    def whole_dtype(self, block: Tensor) -> torch.dtype:
+        """Return the dtype of the whole. Not collective."""
+        return self._dtype or block.dtype
 
-    def whole(self) -> Tensor:
-        """Return the parameter. Collective where it is not there."""
-        self.start()
-        if self._whole is None:
-            assert self._pending is not None
-            with torch.inference_mode(False):
-                flat, self._pending = self._pending.wait(), None
-                self._whole = self._of_ranks(flat)
-            self.unit.schedule.lent[self._whole.untyped_storage()._cdata] = self
+    def is_of(self, block: Tensor) -> bool:
+        """Tell whether the whole is, or comes, of a block as it is. Not collective."""
+        return self.sent_block is block and self.version == block._version
+
+    def row(self) -> Tensor:
+        """Return what of the whole is sent from here. Not collective."""
+        assert self.sent_block is not None
+        return self._row_of(self.sent_block.detach())
+
+    def take(self, rows: Tensor) -> None:
+        """Take the blocks of all ranks. Not collective."""
+        self._whole = self.padded.whole_of(rows)
+        self.unit.schedule.lent[self._whole.untyped_storage()._cdata] = self
+
+    def drop(self) -> None:
+        """Drop the whole. Not collective."""
+        self._other = None
+        if self._whole is not None:
+            self.unit.schedule.lent.pop(self._whole.untyped_storage()._cdata, None)
+            self._whole = None
+
+    def whole(self, block: Tensor) -> Tensor:
+        """Return the parameter, of the block that the module has now. Collective where it is not there."""
+        if self._whole is None or not self.is_of(block):
+            self.unit.start()
+            self.unit.finish()
+            assert self._whole is not None
         return self._whole
 
     def whole_of(self, block: Tensor) -> Tensor:
         """Return the parameter of a block that autograd saved. Collective where it is not there."""
-        if block is self._block():
-            return self.whole()
+        if block is self.block():
+            return self.whole(block)
         # as `functional_call` puts one in the place of the module's own, until the layer has computed
         if self._other is None or self._other[0]() is not block:
             self._other = weakref.ref(block), self._joined(block.detach())
         return self._other[1]
 
-    def free(self) -> None:
-        """Drop the whole parameter, also where it was not asked for: it is gathered anew on all ranks. Collective."""
-        self._other = None
-        if self._pending is not None:
-            self._pending.wait()
-        elif self._whole is not None:
-            self.unit.schedule.lent.pop(self._whole.untyped_storage()._cdata, None)
-        else:
-            return
-        self._pending = self._whole = None
-        self._count(-self._nbytes)
+    def has(self, x: Tensor) -> bool:
+        """Tell whether a tensor of its memory is the whole as it was gathered, of its dtype. Not collective."""
+        return self._whole is not None and x.dtype == self._whole.dtype
 
-    def _count(self, nbytes: int) -> None:
-        schedule = self.unit.schedule
-        self._nbytes = max(nbytes, 0)
-        schedule.nbytes += nbytes
-        schedule.peak_nbytes = max(schedule.nbytes, schedule.peak_nbytes)
-
-    def _sent(self, block: Tensor) -> PendingReduction:
-        own = block.to(self.mesh.device, self._dtype or block.dtype).contiguous().view(-1)
-        return iall_gather(own, self._group, self._counts)
-
-    def _of_ranks(self, flat: Tensor) -> Tensor:
-        """Return the tensor whose blocks lie one after the other."""
-        shape, dim = self._shape, self._dim
-        if not dim:
-            return flat.view(shape)
-        blocks = flat.split(self._counts)
-        return torch.cat([b.view(*shape[:dim], n, *shape[dim + 1 :]) for b, n in zip(blocks, self._sizes)], dim)
+    def _row_of(self, block: Tensor) -> Tensor:
+        return self.padded.row_of(block.to(self.mesh.device, self.whole_dtype(block)))
 
     def _cut(self, g: Tensor) -> Tensor:
         lo, hi = self._interval
-        block = self._block()
+        block = self.block()
         return g.narrow(self._dim, lo, hi - lo).to(block.device, block.dtype, copy=True).contiguous()
 
     def _joined(self, block: Tensor) -> Tensor:
-        return self._of_ranks(self._sent(block).wait())
+        return self.padded.whole_of(iall_gather([self._row_of(block)], self.group).wait())
 
     # -- what autograd sees
 
     def tensor(self) -> Tensor:
         """Return the parameter for one forward of its layer, linked to the block. Collective."""
         if in_transform():  # a tangent of the block is one of the parameter
-            return apply(self.slice.adjoint, self._block())
-        whole, block = self.whole(), self._block()
+            return apply(self.slice.adjoint, self.block())
+        block = self.block()
+        whole = self.whole(block)
         if not (block.requires_grad and torch.is_grad_enabled()):
             return whole
         loan = Loan(self, block)
-        y: Tensor = _Gather.apply(block, loan)
+        y: Tensor = _gather_node(block, loan)
         y._gathered = loan  # type: ignore[attr-defined]
         return y
 
-    def started(
-        self, share: Tensor, mesh_dims: tuple[int, ...], block: Tensor
-    ) -> tuple[Callable[[], Tensor], PendingReduction | None]:
-        """Send a share of a sum over ``mesh_dims``; return what waits for this rank's block of it, and for what.
+    def reduce(self, share: Tensor, mesh_dims: tuple[int, ...], block: Tensor, *, at_once: bool) -> Tensor | None:
+        """Sum shares of a gradient over ``mesh_dims``, into ``.grad`` of the block later in the pass; or return it.
 
         Collective.
         """
-        mesh = self.mesh
-        if not set(self._mesh_dims) <= set(mesh_dims):
-            return lambda: self._cut(blocking.all_reduce(share, mesh.group(mesh_dims))), None
-        parts = [share] if not self._dim else share.split(list(self._sizes), self._dim)
-        flat = pack([p.contiguous() for p in parts], block.dtype) if self._dim else share.to(block.dtype).reshape(-1)
-        pending = ireduce_scatter(flat, self._group, self._counts)
-        rest = tuple(m for m in mesh_dims if m not in self._mesh_dims)
-
-        def finish() -> Tensor:
-            own = pending.wait()
-            if rest:
-                own = blocking.all_reduce(own, mesh.group(rest), in_place=True)
-            return own.view(block.shape).to(block.device)
-
-        return finish, pending
+        mesh, own_dims, buckets = self.mesh, self._mesh_dims, None if at_once else current()
+        if not set(own_dims) <= set(mesh_dims):
+            total = self._cut(blocking.all_reduce(share, mesh.group(mesh_dims)))
+            if buckets is None:
+                return total
+            accumulate(block, total)
+            return None
+        rest = tuple(m for m in mesh_dims if m not in own_dims)
+        way = mesh, own_dims, rest
+        lo, hi = self._interval
+        part = Part(block, self.padded, hi - lo, self.padded.rows_of(share.to(block.dtype)))
+        if buckets is None:
+            (total,) = scatter(way, [part])[0]()
+            return total
+        unit = self.unit
+        if not self.is_small:
+            buckets.send(unit, way, [part])
+        elif buckets.collect(unit, unit.small, way, part):
+            unit.free()  # what computed with it is through
+            buckets.send_parcel()
+        return None
 
 
 class Loan:
@@ -265,7 +347,7 @@ class Loan:
         """Return ``x``, the whole parameter, for data that are sharded over ``mesh_dims``. Not collective."""
         if mesh is not self.gathered.mesh:
             return apply(use_step(mesh, mesh_dims), x)
-        return _Use.apply(x, self, mesh_dims)  # type: ignore[no-any-return]
+        return (_Use.apply if in_transform() else _use_node)(x, self, mesh_dims)  # type: ignore[no-any-return]
 
     def add(self, g: Tensor, mesh_dims: tuple[int, ...]) -> None:
         """Take this rank's share of a gradient that is a sum over ``mesh_dims``. Not collective."""
@@ -277,35 +359,26 @@ class Loan:
         shares, self._shares = self._shares, {}
         block, total = self.block, None
         hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        at_once = bool(hooked) or not block.is_leaf
         for mesh_dims in list(shares):
-            finish, pending = self.gathered.started(shares.pop(mesh_dims), mesh_dims, block)
-            at_once = hooked or not block.is_leaf
-            if at_once or not postpone(lambda finish=finish: _accumulate(block, finish()), pending):  # type: ignore[misc]
-                total = finish() if total is None else total + finish()
+            found = self.gathered.reduce(shares.pop(mesh_dims), mesh_dims, block, at_once=at_once)
+            if found is not None:
+                total = found if total is None else total + found
         return total
-
-
-def _accumulate(block: Tensor, g: Tensor) -> None:
-    if block.grad is None:
-        block.grad = g
-    else:
-        block.grad.add_(g)
 
 
 class _Gather(Function):
     """The whole parameter of a block."""
 
     @staticmethod
-    def forward(ctx: Any, block: Tensor, loan: Loan) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, block: Tensor, loan: Loan) -> Tensor:
         ctx.loan = loan
         ctx.set_materialize_grads(False)
-        return loan.gathered.whole().detach()
+        return loan.gathered.whole(block).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,), loan = grads, ctx.loan
-        # all that computed with it is through
-        loan.gathered.free()
         own = None if g is None else apply(loan.gathered.slice, g)
         total = loan.reduced()
         if total is not None:
@@ -330,6 +403,9 @@ class _Use(Function):
         return apply(use_step(loan.gathered.mesh, mesh_dims).adjoint, grads[0]), None, None
 
 
+_gather_node, _use_node = node_of(_Gather), node_of(_Use)
+
+
 class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as a verb: `with saving(schedule)`)
     """Have autograd save which parameter it was, and not the whole parameter; all else as the hooks around say."""
 
@@ -340,9 +416,9 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
         def pack(x: Tensor) -> Any:
             # a checkpoint keeps ShardTensors here, too
             found = schedule.lent.get(x.untyped_storage()._cdata) if type(x) is Tensor else None
-            if found is None or found._whole is None or x.dtype != found._whole.dtype:
+            if found is None or not found.has(x):
                 return None, keep(x)
-            return found, (found._sent_block, found._version, x.size(), x.stride(), x.storage_offset())
+            return found, (found.sent_block, found.version, x.size(), x.stride(), x.storage_offset())
 
         def unpack(saved: Any) -> Tensor:
             found, what = saved
@@ -352,11 +428,9 @@ class saving(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 (reads as 
             if version != block._version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a sharded parameter of shape {tuple(found._shape)}"
+                    f"a sharded parameter of shape {tuple(found.shape)}"
                 )
             found.unit.schedule.backward(found.unit)
-            if block is found._block():
-                found.unit.start()
             return found.whole_of(block).as_strided(*place)  # type: ignore[no-any-return]
 
         super().__init__(pack, unpack)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -27,6 +28,11 @@ def unpacked() -> contextlib.AbstractContextManager[Any]:
     if not (packs() and torch.is_grad_enabled()):
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which modes that count operations and memory see nothing. Not collective."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.argument import require
-from mpishard.autograd.gathered import Gathered, Schedule, Unit, saving, sharded_dim
+from mpishard.autograd.gathered import Gathered, Schedule, Turn, Unit, saving, sharded_dim
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
@@ -90,11 +90,11 @@ def _nbytes(values: Iterable[Any]) -> int:
     return sum((x.block if isinstance(x, ShardTensor) else x).nbytes for x in values if isinstance(x, Tensor))
 
 
-class _Layer:
+class _Layer(Turn):
     """The parameters of one module that are gathered while it computes."""
 
-    def __init__(self, module: nn.Module, schedule: Schedule) -> None:
-        self.unit = Unit(schedule)
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
+        self.unit = unit
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
         # before forward: versions of the parameters, and their sums, which tell of what is written by ``.data`` too
@@ -113,14 +113,13 @@ class _Layer:
         )
 
     def _before(self, called: nn.Module, _inputs: Any) -> None:
-        self.unit.start()
         for module, name, gathered in self.places:
             # found before the parameter of that name, which stays what optimizers and checkpoints know
             module.__dict__[name] = gathered.tensor()
         self._before_it = [self._mark(module.__dict__[name]) for module, name, _ in self.places]
         _list_anew(called)
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            self.unit.schedule.forward(self.unit)
+            self.unit.schedule.forward(self)
         context = saving(self.unit.schedule)
         context.__enter__()
         self._contexts.append(context)
@@ -145,8 +144,7 @@ class _Layer:
         ]
         self._sums_are_known = True
         _list_anew(called)
-        if not unit.schedule.is_at(unit):  # computed again in backward, which comes to it
-            unit.free()
+        unit.schedule.computed(self)
         if written:
             raise LayoutError(
                 f"shard_parameters: forward of a {type(called).__name__} writes into {written[0]!r}",
@@ -178,6 +176,10 @@ def is_sharded(module: nn.Module) -> bool:
     return any(part in _schedules for part in module.modules())
 
 
+# a module, the parameter's name, and what it is now
+_Places = list[tuple[nn.Module, str, ShardTensor]]
+
+
 def shard_parameters(
     module: nn.Module, mesh: CartMesh, mesh_dims: tuple[int, ...], gather_dtype: torch.dtype | None, offload: bool
 ) -> None:
@@ -185,7 +187,41 @@ def shard_parameters(
 
     Collective. Plain ones stay where there are fewer cells than ranks.
     """
-    schedule, count = Schedule(), mesh.group(mesh_dims).size
+    schedule = Schedule()
+    found, plain = _replaced(module, mesh, mesh_dims, offload)
+    for some in _neighbours(found):
+        unit, last = Unit(schedule), None
+        for part, places in some:
+            layer = _Layer(part, unit)
+            if last is not None:
+                last.after = layer
+            last = layer
+            for owner, name, shard in places:
+                dtype = gather_dtype if shard.dtype.is_floating_point else None
+                block = partial(_block_of, owner, name, shard.sharding, mesh)
+                layer.places.append((owner, name, Gathered(block, shard.sharding, mesh, unit, dtype)))
+    for part in module.modules():
+        _list_anew(part)
+
+    def begin(*_: Any) -> None:
+        schedule.begin()
+        for owner, name in plain:
+            _check_memory(owner, name)
+
+    def end(*_: Any) -> None:
+        schedule.begin()
+
+    module.register_forward_pre_hook(begin, prepend=True)
+    module.register_forward_hook(end, always_call=True)
+    _schedules[module] = schedule
+
+
+def _replaced(
+    module: nn.Module, mesh: CartMesh, mesh_dims: tuple[int, ...], offload: bool
+) -> tuple[list[tuple[nn.Module, _Places]], list[tuple[nn.Module, str]]]:
+    """Replace parameters by ShardTensors; return those of each layer, and those that stay whole. Collective."""
+    count = mesh.group(mesh_dims).size
+    found: list[tuple[nn.Module, _Places]] = []
     plain: list[tuple[nn.Module, str]] = []
     # those that several modules have; they live until the end, so that an id means one
     owned = [p for part in module.modules() for p in part._parameters.values() if p is not None]
@@ -198,7 +234,7 @@ def shard_parameters(
             continue
         parts = list(part.modules()) if isinstance(part, _WHOLE) else [part]
         inside.update(map(id, parts))
-        layer: _Layer | None = None
+        places: _Places = []
         for owner in parts:
             for name, param in list(owner._parameters.items()):
                 if param is None or isinstance(param, ShardTensor):
@@ -211,21 +247,31 @@ def shard_parameters(
                 if id(param) in tied:
                     made[id(param)] = shard
                 owner._parameters[name] = shard  # type: ignore[assignment]
-                layer = layer or _Layer(part, schedule)
-                dtype = gather_dtype if shard.dtype.is_floating_point else None
-                block = partial(_block_of, owner, name, shard.sharding, mesh)
-                gathered = Gathered(block, shard.sharding, mesh, layer.unit, dtype)
-                layer.unit.members.append(gathered)
-                layer.places.append((owner, name, gathered))
-        _list_anew(part)
+                places.append((owner, name, shard))
+        if places:
+            found.append((part, places))
+    return found, plain
 
-    def begin(*_: Any) -> None:
-        schedule.begin()
-        for owner, name in plain:
-            _check_memory(owner, name)
 
-    module.register_forward_pre_hook(begin, prepend=True)
-    _schedules[module] = schedule
+def _neighbours(found: list[tuple[nn.Module, _Places]]) -> list[list[tuple[nn.Module, _Places]]]:
+    """Join layers that are gathered together: neighbours that have hardly more than the largest one. Not collective.
+
+    Not those with layers inside: they compute on while what these need is dropped.
+    """
+    sizes = [sum(p.numel() * p.element_size() for _, _, p in places) for _, places in found]
+    most = max(sizes, default=0) * 17 // 16
+    joined: list[list[tuple[nn.Module, _Places]]] = []
+    room = 0
+    for layer, size in zip(found, sizes):
+        part = layer[0]
+        is_whole = isinstance(part, _WHOLE) or not any(True for _ in part.children())
+        if joined and is_whole and size <= room:
+            joined[-1].append(layer)
+        else:
+            joined.append([layer])
+            room = most
+        room = room - size if is_whole else 0
+    return joined
 
 
 def _check_memory(owner: nn.Module, name: str) -> None:
@@ -247,7 +293,7 @@ def _check_memory(owner: nn.Module, name: str) -> None:
 def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Tensor:
     """Return this rank's block of the parameter that a module has by now: it may have been replaced. Not collective."""
     found = owner._parameters.get(name)
-    if isinstance(found, ShardTensor) and found.sharding == layout and found.mesh is mesh:
+    if isinstance(found, ShardTensor) and found.mesh is mesh and (found.sharding is layout or found.sharding == layout):
         return found.block
     raise LayoutError(
         f"shard_parameters: the parameter {name!r} of a {type(owner).__name__} was replaced",

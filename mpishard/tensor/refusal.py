@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mpishard.autograd.graph import unseen
 from mpishard.errors import MpishardError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there
@@ -53,11 +52,6 @@ def _is_ours(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("mpishard.")
-
-
-def unseen() -> AbstractContextManager[Any]:
-    """Return a context in which modes that count operations and memory see nothing. Not collective."""
-    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
 def without_data(x: Any) -> Any:

@@ -339,6 +339,80 @@ def test_layers_are_gathered_ahead_and_dropped(mesh):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_neighbours_travel_together(mesh):
+    """Norms and biases with the convolution before, as far as that is hardly more than the largest layer."""
+
+    def conv():
+        return nn.Conv1d(16, 16, 9, padding=4)
+
+    def build():
+        pairs = [layer() for _ in range(3) for layer in (conv, lambda: nn.GroupNorm(2, 16))]
+        return nn.Sequential(*pairs, nn.Conv1d(16, 2, 1), nn.Flatten())
+
+    reference = seeded(build, torch.float64)
+    model = sharded(build, mesh)
+    full = data(4, 16, 7)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()
+    for _ in range(3):
+        model.zero_grad()
+        with ms.comm_counter() as forward:
+            loss = model(x).square().sum()
+        with ms.comm_counter() as backward:
+            loss.backward()
+        # three pairs, the last with the layer that follows
+        assert forward.by_op["all_gather"].messages == 3
+        assert backward.by_op["all_gather"].messages == 3
+        assert backward.by_op["reduce_scatter"].messages == 3
+    pair = sum(p.numel() for p in nn.Sequential(*list(reference)[4:]).parameters()) * 8
+    assert ms.parameter_memory(model)["gathered_peak"] <= 2 * pair
+    assert ms.parameter_memory(model)["gathered"] == 0
+    reference(full).square().sum().backward()
+    same(model, reference, "gradients")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_layers_in_another_order_than_they_were_made(mesh):
+    """Units come back, and what was kept for a layer that did not come is dropped."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big = nn.Linear(8, 32)
+            self.small = nn.ModuleList([nn.Linear(8, 8, bias=bool(i % 2)) for i in range(5)])
+            self.back = nn.Linear(32, 8)
+
+        def forward(self, x, order):
+            for i in order:
+                x = torch.tanh(self.small[i](x))
+                if i == 2:
+                    x = self.back(self.big(x))
+            return x
+
+    reference = seeded(Odd, torch.float64)
+    model = sharded(Odd, mesh)
+    full = data(4, 3, 8)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Replicate()))
+    for order in ((0, 1, 2, 3, 4), (4, 0, 2, 2, 1), (1,), (3, 1, 4, 1, 0, 2), (2, 0)):
+        model.zero_grad()
+        reference.zero_grad()
+        with torch.no_grad():
+            close(model(x, order[:-1]), reference(full, order[:-1]), f"{order}: without gradients")
+        out = model(x, order)
+        assert ms.parameter_memory(model)["gathered"] <= 2 * 8 * (32 * 8 + 32) * 17 // 16
+        expected = reference(full, order)
+        close(out.detach(), expected.detach(), str(order))
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), (order, name)
+            if q.grad is not None:
+                torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-9, atol=1e-12, msg=f"{order}: {name}")
+        with torch.no_grad():
+            for p in (*model.parameters(), *reference.parameters()):
+                p.mul_(0.9)
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_writing_into_a_parameter_that_backward_needs(mesh):
     model = sharded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh)
     x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()

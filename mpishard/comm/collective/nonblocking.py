@@ -1,6 +1,6 @@
 """Collectives that travel while the ranks compute; every rank starts them in the same order.
 
-``x`` is contiguous; ``counts`` are numbers of values, one for each rank. The rest is as in `blocking`.
+``x`` is contiguous. The rest is as in `blocking`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mpishard.comm.mesh import Group
 from mpishard.comm.transport.choice import transport_of
 from mpishard.comm.transport.host import start_messages
 from mpishard.comm.transport.slot import slot_of
+from mpishard.layout import repeated
 
 
 class PendingReduction:
@@ -165,33 +166,31 @@ def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> Pending
     return PendingReduction(requests, finish, group)
 
 
-def iall_gather(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
-    """Start to join the ranks' 1-D values, one rank's after the other's, as ``wait()`` returns them.
+def iall_gather(parts: Sequence[torch.Tensor], group: Group) -> PendingReduction:
+    """Start to put the ranks' values in rows, one for each rank, which ``wait()`` returns.
 
-    Collective over the group. Over before ``wait()``, where they lie on a GPU or are very many.
+    ``parts`` are 1-D and follow one another in this rank's row; all rows are as long. Collective over the group. Over
+    before ``wait()``, where the values lie on a GPU or are very many.
     """
-    nbytes = [n * x.itemsize for n in counts]
-    if group.size == 1 or transport_of(group, x).driver is not None or not 0 < sum(nbytes) <= buffer.MESSAGE_NBYTES:
-        whole = all_gather(x, group, 0, counts)
-        return PendingReduction([], lambda: whole, group, "all_gather")
+    x, size = parts[0], group.size
+    width = sum(map(len, parts))
+    nbytes = size * width * x.itemsize
+    if size == 1 or transport_of(group, x).driver is not None or not 0 < nbytes <= buffer.MESSAGE_NBYTES:
+        rows = all_gather(torch.cat(list(parts)), group, 0, repeated([(width, size)])).view(size, width)
+        return PendingReduction([], lambda: rows, group, "all_gather")
     if guard.DEBUG:
-        guard.check(group.comm, "iall_gather", (sum(counts),), x.dtype)
+        guard.check(group.comm, "iall_gather", (size, width), x.dtype)
     if counter.active:
-        counter.record("all_gather", 1, x.nbytes)
-    slot_of(group).note("all_gather", x.dtype, sum(nbytes))
-    own, whole = dense(x), x.new_empty(sum(counts))
-    requests = [group.comm.Iallgatherv(as_bytes(own), [as_bytes(whole), nbytes])]
-
-    def finish() -> torch.Tensor:
-        nonlocal own  # MPI read it until now
-        own = whole
-        return whole
-
-    return PendingReduction(requests, finish, group, "all_gather")
+        counter.record("all_gather", 1, nbytes // size)
+    slot_of(group).note("all_gather", x.dtype, nbytes)
+    rows = x.new_empty(size, width)
+    torch.cat(list(parts), out=rows[group.rank])
+    requests = [group.comm.Iallgather(MPI.IN_PLACE, as_bytes(rows))]
+    return PendingReduction(requests, lambda: rows, group, "all_gather")
 
 
-def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> PendingReduction:
-    """Start to sum 1-D values, one rank's after the other's, of which each rank keeps its own: ``wait()`` returns them.
+def ireduce_scatter(x: torch.Tensor, group: Group) -> PendingReduction:
+    """Start to sum rows, one for each rank: ``wait()`` returns this rank's.
 
     Collective over the group. Over before ``wait()``, where they lie on a GPU, are very many, or must be summed in a
     fixed order.
@@ -204,18 +203,16 @@ def ireduce_scatter(x: torch.Tensor, group: Group, counts: Sequence[int]) -> Pen
         or transport_of(group, x).driver is not None
         or not 0 < x.nbytes <= buffer.MESSAGE_NBYTES
     ):
-        sums = reduce_scatter(x, group, 0, counts)
+        sums = reduce_scatter(x, group, 0, repeated([(1, group.size)])).view(-1)
         return PendingReduction([], lambda: sums, group, "reduce_scatter")
     if guard.DEBUG:
         guard.check(group.comm, "ireduce_scatter", tuple(x.shape), x.dtype)
     if counter.active:
         counter.record("reduce_scatter", 1, x.nbytes)
     slot_of(group).note("reduce_scatter", x.dtype, x.nbytes)
-    own, sums = dense(x), x.new_empty(counts[group.rank])
+    own, sums = dense(x), x.new_empty(x.shape[1])
     datatype = rule.datatype
-    requests = [
-        group.comm.Ireduce_scatter((as_bytes(own), datatype), (as_bytes(sums), datatype), list(counts), rule.op)
-    ]
+    requests = [group.comm.Ireduce_scatter_block((as_bytes(own), datatype), (as_bytes(sums), datatype), rule.op)]
 
     def finish() -> torch.Tensor:
         nonlocal own  # MPI read it until now

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import unseen
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
 from mpishard.tensor.operand import moved, resolved
-from mpishard.tensor.refusal import unseen, without_data
+from mpishard.tensor.refusal import without_data
 from mpishard.tensor.shard_tensor import ShardTensor, rebind, wrap
 
 CACHED = 65536

@@ -1,0 +1,67 @@
+"""Blocks of a parameter as rows of equal length, one for each rank: so MPI needs no list of lengths."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mpishard.layout import balanced
+
+
+class Padded:
+    """How the blocks of a tensor, of one dim that is cut evenly, lie in rows: dim first, the shorter ones padded.
+
+    Parameters
+    ----------
+    shape, dim
+        Of the tensor, and which dim is cut.
+    count
+        Of blocks, each of at least one cell along the dim: the first ones have one more.
+
+    Attributes
+    ----------
+    width : int
+        Values in a row.
+    """
+
+    __slots__ = ("_count", "_dim", "_inner", "_least", "_longer", "_n", "_row", "width")
+
+    def __init__(self, shape: tuple[int, ...], dim: int, count: int) -> None:
+        self._n, self._dim, self._count = shape[dim], dim, count
+        self._inner = (*shape[:dim], *shape[dim + 1 :])
+        self._row = math.prod(self._inner)
+        most, self._least = (sizes := balanced(shape[dim], count))[0], sizes[-1]
+        self._longer = shape[dim] - self._least * count
+        self.width = most * self._row
+
+    def row_of(self, block: Tensor) -> Tensor:
+        """Return a rank's block as its row, 1-D. Not collective."""
+        row = block.movedim(self._dim, 0).reshape(-1)
+        return row if row.numel() == self.width else torch.cat([row, row.new_zeros(self.width - row.numel())])
+
+    def block_of(self, row: Tensor, extent: int) -> Tensor:
+        """Return the block of so many cells along the dim that lies in a row. Not collective."""
+        block = row[: extent * self._row].view(extent, *self._inner)
+        return block.movedim(0, self._dim).contiguous()
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """Return the blocks of a whole tensor as rows. Not collective."""
+        flat = whole.movedim(self._dim, 0).reshape(-1)
+        if not self._longer:
+            return flat.view(self._count, self.width)
+        rows = flat.new_zeros(self._count, self.width)
+        longer, shorter = self._parts(rows)
+        at = longer.numel()
+        longer.copy_(flat[:at].view(longer.shape))
+        shorter.copy_(flat[at:].view(shorter.shape))
+        return rows
+
+    def whole_of(self, rows: Tensor) -> Tensor:
+        """Return the tensor whose blocks lie in rows: a view where it lies there as it is. Not collective."""
+        flat = torch.cat([part.reshape(-1) for part in self._parts(rows)]) if self._longer else rows
+        return flat.reshape(self._n, *self._inner).movedim(0, self._dim).contiguous()
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[: self._longer], rows[self._longer :, : self._least * self._row]
