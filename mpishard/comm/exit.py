@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import socket
 import stat
@@ -47,13 +48,15 @@ def install() -> None:
     if _installed or os.environ.get("MPISHARD_ABORT", "1") in ("", "0"):
         return
     _installed = True
-    previous = sys.excepthook
+    previous, stderr = sys.excepthook, sys.stderr
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if alone() or hasattr(sys, "ps1"):
             _child.status = 1
             previous(kind, error, trace)
             return
+        if isinstance(sys.stderr, io.StringIO):  # of torch.distributed, which writes it out when this has come back
+            sys.stderr = stderr
         # whatever happens here, the job ends: a text may not be made of the error, and signal handlers may raise, as
         # torch's does over and over for a worker of a DataLoader that was killed
         try:

@@ -351,7 +351,7 @@ class GraphHalo:
             fix="give a row for each of this rank's edges, or a ShardTensor of all",
         )  # fmt: skip
         rest = tuple(messages.shape[1:]) if fits else ()
-        told = f"graph.halo: messages {rest}, {getattr(messages, 'dtype', None)}"
+        told = f"graph.halo: messages {rest}, {getattr(messages, 'dtype', None)}, {fits and differentiated(messages)}"
         guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, told)
         layout = layout_of(
             mesh.shape, self.edges.placements, (*self.edges.shape, *rest), [self.edges.sizes[0], *[None] * len(rest)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require
+from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows, spans_among, told_counts
 from mpishard.autograd.use import use
@@ -94,7 +95,7 @@ def met(
                 got=f"{x.block[row].tolist()} in row {x.sharding.interval(0, mesh.coords)[0] + row}",
                 fix="leave out what has no position",
             )
-    asked = f"k={k}, radius={radius}, max_points={most}"
+    asked = f"k={k}, radius={radius}, max_points={most}, {[differentiated(x.block) for x in (p, q)]}"
     tag, _ = mesh.agree(every, error, f"{call} of {asked}, {p.sharding} of {p.dtype}, {given}")
     near, numbers = _near(Met(mesh, call, given, q, p, p.block, p.block, tag), k, radius)
     return Met(mesh, call, given, q, p, near, numbers, tag)

@@ -243,9 +243,7 @@ class ShardTensor(Tensor):
         if grad_placements is not None:
             given = given_layout("to_local", held, as_placements(grad_placements, self.mesh.ndim, self.ndim))
             return taken(local, self.mesh, held, held, given)
-        if len(self.sharding.sharded_mesh_dims) == self.mesh.ndim or not (
-            in_rule() or (local.grad_fn is not None and local.numel() > 1)
-        ):
+        if len(self.sharding.sharded_mesh_dims) == self.mesh.ndim or not (in_rule() or local.grad_fn is not None):
             return local
         return taken(local, self.mesh, held, held)
 

@@ -174,6 +174,11 @@ def test_groups_of_a_mesh():
             dist.all_reduce(x, group=group)
             assert x.item() == ms.all_reduce(torch.tensor([mesh.rank + 1]), mesh[name]).item()
         assert dist.get_world_size() == SIZE
+        if SIZE > 2:
+            dist.destroy_process_group(ms.process_group(mesh["y"]))
+            x = torch.ones(1)
+            dist.all_reduce(x, group=ms.process_group(mesh["y"]))
+            assert x.item() == SIZE // 2
     finally:
         dist.destroy_process_group()
         mesh.free()

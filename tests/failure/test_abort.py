@@ -161,6 +161,20 @@ world.recv(source=1)
     assert "Traceback" not in outcome.output
 
 
+@pytest.mark.parametrize("start", ["ms.process_group(mesh)", "_ = ms.process_group(mesh); sys.excepthook = of_torch"])
+def test_error_beside_torch_distributed(job, start):
+    """Its hook keeps what is written to stderr until the one before it comes back."""
+    body = """
+from io import StringIO
+ours = sys.excepthook
+def of_torch(*error):
+    sys.stderr = StringIO()
+    ours(*error)
+"""
+    outcome = job(2, MESH + body + start + "\nif rank == 1:\n    raise ValueError('only here')\nstep()\n")
+    outcome.failed_with("ValueError: only here", "[rank 1 of 2 on ")
+
+
 def test_host_program_may_keep_its_own_ways(job):
     body = """
 if rank == 1:

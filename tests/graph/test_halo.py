@@ -338,3 +338,6 @@ def test_calls_that_differ():
         plan.sum(messages[: -1 if WORLD.rank == 1 else None])
     with pytest.raises(DesyncError):
         plan.sum(messages[:, : 1 if WORLD.rank == 1 else 2])
+    for reduce in (plan.sum, plan.max):
+        with pytest.raises(DesyncError):
+            reduce(messages.detach().requires_grad_(WORLD.rank == 1))

@@ -294,3 +294,6 @@ def test_calls_that_differ():
         ms.points.radius(x, x, 1.0, None if WORLD.rank == 1 else 3)
     with pytest.raises(LayoutError, match="fewer points"):
         ms.points.knn(x, x, 20 if WORLD.rank == 1 else 2)
+    for call in (ms.points.knn, ms.points.radius):
+        with pytest.raises(DesyncError):
+            call(x, drawn(3, 3).requires_grad_(WORLD.rank == 1), 2)

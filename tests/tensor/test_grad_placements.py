@@ -179,3 +179,33 @@ def test_the_loss_of_a_block_is_one_term_of_a_sum():
     of_blocks, x.grad = gathered(x.grad), None
     F.mse_loss(x, y).backward()
     torch.testing.assert_close(of_blocks, WORLD.size * gathered(x.grad))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_statistics_on_blocks(rows):
+    """What was computed, and is whole on every rank: one cell of it, or several, and ranks that hold one or more."""
+    full = values(4, 3)[:, :rows]
+    for mean in (lambda t: t.mean(0, keepdim=True), lambda t: t.mean()):
+        mesh = mesh_1d()
+        x = shard(full, mesh, [ms.Shard(0)], requires_grad=True)
+        average = mean(x.sin()).redistribute(placements=[ms.Replicate()])
+        blocks = x.to_local() * average.to_local()
+        ms.ShardTensor.from_local(blocks, mesh, [ms.Shard(0)]).square().sum().backward()
+        whole = full.clone().requires_grad_()
+        (whole * mean(whole.sin())).square().sum().backward()
+        torch.testing.assert_close(gathered(x.grad), whole.grad)
+
+
+def test_products_of_blocks_of_unlike_size():
+    first, second = values(3), values(6)
+    for shape in mesh_shapes(2):
+        if len(shape) == 1:
+            continue
+        mesh = mesh_of(shape)
+        x = shard(first, mesh, [ms.Shard(0), ms.Replicate()], requires_grad=True)
+        y = shard(second, mesh, [ms.Replicate(), ms.Shard(0)])
+        blocks = x.sin().to_local()[:, None] * y.to_local()
+        ms.ShardTensor.from_local(blocks, mesh, [ms.Shard(0), ms.Shard(1)]).square().sum().backward()
+        whole = first.clone().requires_grad_()
+        (whole.sin()[:, None] * second).square().sum().backward()
+        torch.testing.assert_close(gathered(x.grad), whole.grad)
