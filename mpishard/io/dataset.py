@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-from mpishard.autograd.argument import require_mesh
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.comm import guard
 from mpishard.comm.device.driver import host_tensor
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError
+from mpishard.io.file.ahead import ahead, shuffled
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
 from mpishard.io.file.parts import narrowed
+from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.io.read import Part, Window, part_of
 from mpishard.layout import Layout, Replicate, Shard, as_placements, largest, layout_of
@@ -109,9 +111,11 @@ class Dataset(data.Dataset[Any]):
             )
             self._window: Window = self._part.window(mesh)
             box = self._part.layout.box(mesh.coords)
-            self._dataset = narrowed(self._dataset, path, box)
+            whole = self._dataset
+            self._dataset = narrowed(whole, path, box)
             self._files.append(self._dataset.file)
-            check_sources(self._dataset, path, box, external=external)
+            self._seen = Seen(path, self._files[0])
+            self._seen.add(check_sources(self._dataset, path, box, external=external, whole=self._dataset is not whole))
             check_chunks(self._dataset, name)
             self._local = self._window.shape[1:]
             signature += f" {self._part!r}"
@@ -135,14 +139,14 @@ class Dataset(data.Dataset[Any]):
     def __getitem__(self, index: int | slice) -> ShardTensor:
         """Return a sample, or several of them along a new first dim that is not sharded. Collective."""
         if isinstance(index, slice):
-            return self.batch(range(*index.indices(len(self))))
+            return self._given(index, False)
         return self._given([index], True)
 
     def batch(self, indices: Sequence[int]) -> ShardTensor:
         """Return some samples along a new first dim that is not sharded; negative ones from the end. Collective."""
         return self._given(indices, False)
 
-    def _given(self, indices: Sequence[int], single: bool) -> ShardTensor:
+    def _given(self, indices: Sequence[int] | slice, single: bool) -> ShardTensor:
         try:
             got = self._fetched(self._counted(indices))
         except (IndexError, LayoutError) as e:
@@ -154,9 +158,14 @@ class Dataset(data.Dataset[Any]):
                 raise got.error from None
             raise
 
-    def _counted(self, indices: Sequence[int]) -> Sequence[int]:
+    def _counted(self, indices: Sequence[int] | slice) -> Sequence[int]:
         """Return indices counted from the front; a range, which may be vast, as one."""
         n = len(self)
+        if isinstance(indices, slice):
+            try:
+                indices = range(*indices.indices(n))
+            except (TypeError, ValueError) as e:
+                raise self._odd(indices) from e
         if isinstance(indices, range) and all(0 <= end < n for end in (*indices[:1], *indices[-1:])):
             return indices
         counted = []
@@ -167,13 +176,16 @@ class Dataset(data.Dataset[Any]):
                     raise IndexError(f"sample {index} of {n} of {self.name!r}")
                 counted.append(index % n)
         except TypeError as e:
-            raise LayoutError(
-                f"Dataset: an index of {self.name!r} is of another kind",
-                expected="whole numbers, or a slice",
-                got=repr(indices),
-                fix="give ds[t] an int, and ds.batch a sequence of them",
-            ) from e
+            raise self._odd(indices) from e
         return counted
+
+    def _odd(self, indices: object) -> LayoutError:
+        return LayoutError(
+            f"Dataset: an index of {self.name!r} is of another kind",
+            expected="whole numbers, or a slice of them with a step other than 0",
+            got=repr(indices),
+            fix="give ds[t] an int, and ds.batch a sequence of them",
+        )
 
     def __iter__(self) -> Iterator[ShardTensor]:
         """Give every sample in order, reading two ahead in a thread. Collective, step by step."""
@@ -234,11 +246,14 @@ class Dataset(data.Dataset[Any]):
                         self._dataset
                     ):
                         pass
+            with self._lock:
+                self._seen.check()
             return _Fetched(item, out, None)
         except MpishardError as e:
             return _Fetched(item, None, e)
         except Exception as e:  # noqa: BLE001
-            return _Fetched(item, None, damaged(self.path, self.name, e))
+            got = self._seen.changed()
+            return _Fetched(item, None, changed(self.path, got) if got else damaged(self.path, self.name, e))
         except BaseException as e:  # noqa: BLE001 (of a thread too: whoever waits for it must know)
             return _Fetched(item, None, e)
 
@@ -291,7 +306,7 @@ class Loader:
     prefetch
         Items read ahead, at least 1.
     transform
-        Applied to every item on the main thread.
+        Applied to every item on the main thread, on every rank; collective, as ranks agree on what it raises.
     batch_dim
         Mesh dim that shards the samples of a batch, by name or index, such as ``"data"``: each rank reads its own.
         The samples themselves must not be sharded over it.
@@ -338,12 +353,12 @@ class Loader:
                 got=f"{[len(ds) for ds in own]} samples, batch_size={batch_size}, prefetch={prefetch}",
                 fix="read datasets that belong together",
             )
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        require("Loader", "seed", seed, Integral, "give an integer")
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, int(seed)
         self.drop_last, self.prefetch, self.transform = drop_last, prefetch, transform
-        self.epoch = 0
-        self._position = 0
-        # of the iteration whose state it is
+        # the iteration whose state it is
         self._current: object | None = None
+        self.epoch = 0
         self._batch_dim = None if batch_dim is None else own[0].mesh.mesh_dim(batch_dim)
         m = self._batch_dim
         if m is not None and (
@@ -359,6 +374,15 @@ class Loader:
     def __len__(self) -> int:
         n, b = len(_all(self.datasets)[0]), self.batch_size or 1
         return n // b if self.drop_last else -(-n // b)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next iteration, or of the one that goes on; set, the next one is that, from its start."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch, self._position, self._current = epoch, 0, None
 
     def state_dict(self) -> dict[str, int]:
         """Return where the iteration is, the same on all ranks, as numbers. Not collective.
@@ -391,7 +415,8 @@ class Loader:
                 got=state,
                 fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
             )
-        self.epoch, self._position, self._current = epoch, position, None
+        self.epoch = epoch
+        self._position = position
 
     def _order(self) -> dict[str, int]:
         """Return what decides the items of an epoch."""
@@ -407,54 +432,51 @@ class Loader:
         """Start an iteration, or go on with one that was loaded. Not collective; every step is."""
         own = _all(self.datasets)
         if self._current is not None:  # broken off
-            self.epoch, self._position = self.epoch + 1, 0
+            self.epoch += 1
         self._current = token = object()
         # a range, of what a file calls its length, takes no memory
-        order: Sequence[int] = range(len(own[0]))
+        order: Sequence[int] | Exception = range(len(own[0]))
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            check_memory(64 * len(order), "Loader: the order of the samples")
-            order = torch.randperm(len(order), generator=generator).tolist()
+            try:
+                order = shuffled(len(own[0]), self.seed * 1_000_003 + self.epoch)
+            except Exception as e:  # noqa: BLE001 (memory, which may be short on one rank)
+                order = e
         return self._steps(own, order, self._position, token)
 
-    def _steps(self, own: list[Dataset], order: Sequence[int], first: int, token: object) -> Iterator[Any]:
-        ready: queue.Queue[list[_Fetched]] = queue.Queue(self.prefetch)
-        stop = threading.Event()
-        count = len(self)
+    def _steps(self, own: list[Dataset], order: Sequence[int] | Exception, first: int, token: object) -> Iterator[Any]:
+        single = self.batch_size is None
 
-        def work() -> None:
+        def read(i: int) -> list[_Fetched]:
             b = self.batch_size or 1
-            for i in range(first, count):
-                item = list(order[i * b : (i + 1) * b])
-                try:
-                    got = [ds._fetched(item, self._batch_dim) for ds in own]
-                except BaseException as e:  # noqa: BLE001 (a subclass of the user's may raise anything)
-                    got = [_Fetched(item, None, e)] * len(own)
-                while not stop.is_set():
-                    try:
-                        ready.put(got, timeout=0.1)
-                        break
-                    except queue.Full:
-                        pass
-                if stop.is_set():
-                    return
+            item = [] if isinstance(order, Exception) else list(order[i * b : (i + 1) * b])
+            try:
+                if isinstance(order, Exception):
+                    raise order
+                return [ds._fetched(item, self._batch_dim) for ds in own]
+            except BaseException as e:  # noqa: BLE001 (a subclass of the user's may raise anything)
+                return [_Fetched(item, None, e)] * len(own)
 
-        thread = threading.Thread(target=work, name="mpishard-read-ahead", daemon=True)
-        thread.start()
-        try:
-            for _ in range(first, count):
-                single = self.batch_size is None
-                tensors = [_tensor(ds, got, single, self._batch_dim) for ds, got in zip(own, ready.get())]
+        with contextlib.closing(ahead(read, range(first, len(self)), self.prefetch)) as items:
+            for got in items:
+                tensors = [_tensor(ds, own_got, single, self._batch_dim) for ds, own_got in zip(own, got)]
                 item = _like(self.datasets, tensors)
-                item = item if self.transform is None else self.transform(item)
+                item = item if self.transform is None else self._transformed(item, own[0]._comm)
                 if self._current is token:
                     self._position += 1
                 yield item
-            if self._current is token:
-                self.epoch, self._position, self._current = self.epoch + 1, 0, None
-        finally:
-            stop.set()
-            thread.join()
+        if self._current is token:
+            self.epoch += 1
+
+    def _transformed(self, item: Any, comm: Any) -> Any:
+        """Call the user's function; what it raises on some ranks is raised on all. Collective."""
+        assert self.transform is not None
+        error: Exception | None = None
+        try:
+            item = self.transform(item)
+        except Exception as e:  # noqa: BLE001 (a user's)
+            error = e
+        guard.agree(comm, error, "Loader: a transform")
+        return item
 
 
 def _all(datasets: Any) -> list[Dataset]:

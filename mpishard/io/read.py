@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from mpishard.autograd.argument import require_mesh
 from mpishard.autograd.window import halo_widths
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import LayoutError, MpishardError
+from mpishard.errors import DesyncError, LayoutError, MpishardError
 from mpishard.io.backend.choice import Choice, choose_reading, tell
 from mpishard.io.backend.mpio import opened_together, read_mpio
 from mpishard.io.file.cf import Decoding, decoding_of
@@ -32,12 +33,16 @@ from mpishard.io.file.open import (
 )
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.schema import is_filtered
+from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.selection import Axis, selected
 from mpishard.io.file.trust import Path, check_memory, shown, told
 from mpishard.layout import Layout, Run, as_placements, interval_runs, layout_of
 from mpishard.tensor import wrap
 
 Halo = Mapping[int, "int | tuple[int, int]"]
+# of a file that changes while it is read
+_TRIES = 20
+_PAUSE_S = 0.05
 
 
 @counter.named("io.read")
@@ -111,7 +116,8 @@ def read(
     ------
     FileError
         The file or the dataset is missing or damaged, or a part of a virtual dataset is; it leads out of its
-        folder, is no regular file, was left in the middle of a step (see `heal`), or does not fit into memory.
+        folder, is no regular file, was left in the middle of a step (see `heal`), does not fit into memory, or changes
+        each time that it is read.
     LayoutError
         Placements, a selection, a halo or a buffer that do not fit the dataset.
     UnsupportedDtypeError
@@ -130,15 +136,58 @@ def read(
     >>> padded = ms.io.read("ocean.nc", "zos", mesh, (ms.Shard(1), ms.Shard(2)), halo={1: 1, 2: (1, 1)})
     """
     require_mesh("io.read", mesh)
+    asked = _Asked(placements, dtype, device, sizes, multiple, select, decode, halo, mode, out, backend, external)
+    for _ in range(_TRIES):
+        got = _once(path, name, mesh, asked)
+        if got is not None:
+            return got
+        time.sleep(_PAUSE_S)
+    raise changed(path, "it is written to again and again")
+
+
+class _Asked(NamedTuple):
+    """What is asked for beside the dataset: parameters of `read`."""
+
+    placements: Any
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    sizes: Mapping[int, Sequence[int]] | None
+    multiple: int
+    select: Any
+    decode: bool
+    halo: Halo | None
+    mode: str | None
+    out: Tensor | None
+    backend: str | None
+    external: bool
+
+    def part(self, dataset: Any, name: str, mesh: CartMesh) -> Part:
+        """Return what is read of the dataset. Not collective."""
+        return part_of(
+            dataset,
+            name,
+            mesh,
+            self.placements,
+            dtype=self.out.dtype if type(self.out) is Tensor else self.dtype,
+            sizes=self.sizes,
+            multiple=self.multiple,
+            select=self.select,
+            decode=self.decode,
+        )
+
+
+def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
+    """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
     group = mesh.group(tuple(range(mesh.ndim)))
     error: Exception | None = None
     choice: Choice | None = None
+    backend, external, out = asked.backend, asked.external, asked.out
     gaps = 0
     signature = "io.read"
     try:
         signature = f"io.read {shown(name)} of {told(path)}"
         import_h5py()
-        disjoint = not halo and _is_sharded(placements)
+        disjoint = not asked.halo and _is_sharded(asked.placements)
         choice = choose_reading(mesh, backend, virtual=False, disjoint=disjoint)
         if choice.name == "mpio":
             error = unreadable(path)
@@ -148,6 +197,7 @@ def read(
     together = choice is not None and choice.name == "mpio"
     guard.agree(group.comm, error, f"{signature if together else 'io.read'} by {choice}, external={external}")
     assert choice is not None
+    seen = Seen(path)
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
@@ -158,31 +208,24 @@ def read(
             if choice.name != "mpio" and together:
                 files.close()
                 dataset = found(files.enter_context(opened(path)), path, name, external=external)
-            part = part_of(
-                dataset,
-                name,
-                mesh,
-                placements,
-                dtype=dtype,
-                sizes=sizes,
-                multiple=multiple,
-                select=select,
-                decode=decode,
-            )
-            plan = part.window(mesh, halo, mode)
+            part = asked.part(dataset, name, mesh)
+            plan = part.window(mesh, asked.halo, asked.mode)
             signature += f" {part!r} {plan.told}"
-            out = _buffer(plan.shape, part.dtype if out is None else out.dtype, mesh, device, out)
+            out = _buffer(plan.shape, part.dtype, mesh, asked.device, out)
             block = part.block(plan, out)
             if block.pieces:
-                dataset = narrowed(dataset, path, _touched(block))
-                check_sources(dataset, path, _touched(block), external=external)
+                box, whole = _touched(block), dataset
+                dataset = narrowed(whole, path, box)
+                seen.add(check_sources(dataset, path, box, external=external, whole=dataset is not whole))
                 check_chunks(dataset, name)
                 gaps = int(choice.name == "mpio" and not is_written(dataset))
         except MpishardError as e:
             error = e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
             error = damaged(path, name, e)
-        gaps, _ = guard.agree(group.comm, error, signature, (gaps, 0))
+        gaps, moved = _agreed(group.comm, error, signature, gaps, seen)
+        if moved:
+            return None
         assert out is not None
         if gaps:
             choice = choose_reading(mesh, backend, virtual=False, written=False)
@@ -199,8 +242,26 @@ def read(
                     pass
             except Exception as e:  # noqa: BLE001
                 failure = e
-    guard.agree(group.comm, None if failure is None else damaged(path, name, failure))
-    return wrap(out, part.layout, mesh) if halo is None else out
+    _, moved = _agreed(group.comm, None if failure is None else damaged(path, name, failure), "", 0, seen)
+    if moved:
+        return None
+    return wrap(out, part.layout, mesh) if asked.halo is None else out
+
+
+def _agreed(comm: Any, error: Exception | None, signature: str, number: int, seen: Seen) -> tuple[int, int]:
+    """Agree on errors, on the largest number, and on whether the file has changed: then nothing is wrong. Collective.
+
+    What was found of a file that is written to says nothing, and ranks may have found it at different steps.
+    """
+    moved = int(bool(seen.changed()))
+    try:
+        return guard.agree(comm, None if moved else error, signature, (number, moved))
+    except DesyncError:
+        state = -1 if moved else seen.state
+        most, least = guard.agree(comm, None, "io.read: the state of the file", (state, -state))
+        if most == -least >= 0:
+            raise
+        return number, 1
 
 
 def _is_sharded(placements: Any) -> bool:
@@ -275,9 +336,10 @@ def part_of(
     stored = torch_dtype(cells, name)
     decoding = decoding_of(dataset, stored) if decode else None
     wanted = dtype or (stored if decoding is None else decoding.dtype)
-    if decoding is not None and not wanted.is_floating_point:
+    kinds = ["a complex dtype"] if stored.is_complex else ["a floating dtype", "a complex one"]
+    if decoding is not None and not (wanted.is_complex or (wanted.is_floating_point and not stored.is_complex)):
         raise LayoutError(
-            f"read: {name!r} decoded", expected="a floating dtype", got=wanted, fix="leave dtype out, or decode"
+            f"read: {name!r} decoded", expected=" or ".join(kinds), got=wanted, fix="leave dtype out, or decode"
         )
     return Part(axes, layout, wanted, cells, decoding)
 

@@ -370,6 +370,24 @@ def test_every_step_has_all_datasets(mesh, folder, backend):
     assert ms.io.read(at, "g/y", mesh, (ms.Replicate(), ms.Shard(1))).shape == (3, 12, 16)
 
 
+@pytest.mark.parametrize("backend", WRITERS)
+@pytest.mark.parametrize("values", [(0, 0.5), (None, 0.5), (b"a", b"abcdef"), (np.int8(0), 300), (np.int8(0), np.nan)])
+def test_a_value_that_is_another_number_when_it_is_stored(mesh, folder, backend, values):
+    """A file's scale has the type of its first value."""
+    at, x = folder / "a.h5", sharded(FULL, mesh)
+    scales = [{} if value is None else {"scales": {"time": value}} for value in values]
+    ms.io.write(at, {"x": x}, append="time", backend=backend, **scales[0])
+    before = at.read_bytes()
+    WORLD.Barrier()
+    with pytest.raises(FileError, match=r"cannot append 'time'[\s\S]*the type of the first step's") as e:
+        ms.io.write(at, {"x": x}, append="time", backend=backend, **scales[1])
+    same_on_all(e)
+    assert at.read_bytes() == before
+    WORLD.Barrier()
+    ms.io.write(at, {"x": x}, append="time", backend=backend, **scales[0])
+    assert len(ms.io.read(at, "x", mesh, (ms.Replicate(), ms.Shard(1)))) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mpishard as ms
+from mpishard.errors import FileError
 from tests.emulated import emulated, span
 from tests.io.files import WORLD, same_on_all, sharded, store, values
 
@@ -41,7 +42,8 @@ def test_samples(stream):
     for call in (lambda: ds[5], lambda: ds[-6], lambda: ds.batch([0, 5]), lambda: ds.batch(range(1 << 40))):
         with pytest.raises(IndexError, match=r"sample (5|-6) of 5"):
             call()
-    for call in (lambda: ds[1.5], lambda: ds["a"], lambda: ds[0, 1], lambda: ds.batch([0, 1.0]), lambda: ds.batch(3)):
+    odd = (1.5, "a", (0, 1), slice(0.5, 2), slice(None, None, 0))
+    for call in (*[lambda i=i: ds[i] for i in odd], lambda: ds.batch([0, 1.0]), lambda: ds.batch(3)):
         with pytest.raises(ms.LayoutError, match="is of another kind") as e:
             call()
         same_on_all(e)
@@ -133,6 +135,53 @@ def test_it_is_a_torch_dataset(stream):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_what_one_rank_cannot(stream, monkeypatch):
+    ds, _ = stream
+    last = WORLD.rank == WORLD.size - 1
+    with pytest.raises(ms.LayoutError if last else ms.MpishardError, match="of another kind"):
+        ds[slice(0.5, 2) if last else slice(0, 2)]
+
+    def transform(x):
+        if last and torch.equal(x.to_local(), ds_3):
+            raise ValueError("only here")
+        return x
+
+    ds_3, given = ds[3].to_local(), []
+    with pytest.raises(ms.MpishardError, match="only here") as e:
+        given.extend(ms.io.Loader(ds, shuffle=True, seed=np.int64(3), transform=transform))
+    same_on_all(e)
+    assert len(given) < len(ds)
+    monkeypatch.setattr("mpishard.io.file.trust.available_nbytes", lambda: 100 if last else 1 << 40)
+    monkeypatch.setattr("mpishard.io.file.trust._SMALL_NBYTES", 10)
+    with pytest.raises(FileError, match="does not fit into memory") as e:
+        next(iter(ms.io.Loader(ds, shuffle=True)))
+    same_on_all(e)
+
+
+def test_epochs_that_are_set(stream):
+    ds, _ = stream
+
+    def order(loader):
+        return [float(x.full_tensor().sum()) for x in loader]
+
+    def new():
+        return ms.io.Loader(ds, shuffle=True, seed=1 << 62)
+
+    epochs = [order(loader) for loader in [new()] for _ in range(6)]
+    loader = new()
+    next(iter(loader))  # broken off
+    loader.epoch = 2
+    assert (order(loader), loader.epoch) == (epochs[2], 3)
+    state = new()
+    next(iter(state))
+    loader.load_state_dict(state.state_dict())
+    loader.epoch = 4
+    assert order(loader) == epochs[4]
+    with pytest.raises(ms.LayoutError, match="seed"):
+        ms.io.Loader(ds, seed=1.5)
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_other_samples_on_other_ranks(stream):
     ds, _ = stream
     with pytest.raises(ms.DesyncError) as e:
@@ -156,6 +205,40 @@ def test_packed_samples(mesh, folder):
     )
     assert torch.equal(ds[2].full_tensor(), torch.from_numpy(packed[2] * 0.5).float())
     ds.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "attributes", "dtype", "expected"),
+    [
+        (np.uint16([0, 65530]), {"scale_factor": 0.01}, torch.float16, [0, 655.3]),
+        (np.int32([1700000000, 1700000005]), {"add_offset": -1.7e9}, torch.float32, [0, 5]),
+        (np.int32([1700000000, 1700000005]), {"add_offset": -1.7e9}, torch.float16, [0, 5]),
+        (np.int16([-32768, 1]), {"_FillValue": np.int16(-32768), "scale_factor": 0.01}, torch.bfloat16, [np.nan, 0.01]),
+        (np.int16([1, 2]), {"scale_factor": 0.1}, torch.float64, [0.1, 0.2]),
+        (np.complex64([1 + 2j, 3j]), {"scale_factor": 2.0}, None, [2 + 4j, 6j]),
+    ],
+)
+def test_packed_values_of_another_dtype(mesh, folder, stored, attributes, dtype, expected):
+    """Unpacked first."""
+    if WORLD.rank == 0:
+        with h5py.File(folder / "p.nc", "w") as f:
+            f.create_dataset("p", data=stored).attrs.update(attributes)
+    WORLD.Barrier()
+    place = {"path": folder / "p.nc", "name": "p", "mesh": mesh, "placements": (ms.Shard(0), ms.Replicate())}
+    x = ms.io.read(**place, decode=True, dtype=dtype).full_tensor()
+    wanted = torch.tensor(expected, dtype=dtype or torch.complex64)
+    close = {"rtol": 1e-12, "atol": 0} if dtype is torch.float64 else {}
+    torch.testing.assert_close(x, wanted, equal_nan=True, **close)
+    if dtype is not None:
+        with pytest.raises(ms.LayoutError, match="decoded"):
+            ms.io.read(**place, decode=True, out=torch.empty(x.shape, dtype=torch.int32))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_buffers_of_other_dtypes(mesh, stream, folder):
+    out = torch.empty(5, 6, 7, dtype=torch.float64 if WORLD.rank else torch.float32)
+    with pytest.raises(ms.DesyncError):
+        ms.io.read(folder / "a.h5", "a", mesh, (ms.Replicate(), ms.Replicate()), out=out)
 
 
 def test_sizes_are_of_a_samples_dims(mesh, folder, stream):
@@ -188,7 +271,7 @@ def test_a_file_that_is_cut_while_it_is_read(mesh, folder):
             f.seek(os.path.getsize(folder / "a.h5") - 4000)
             f.write(b"\xff" * 4000)
     WORLD.Barrier()
-    with pytest.raises(ms.MpishardError, match="cannot read 'a'") as e:
+    with pytest.raises(ms.MpishardError, match="has changed since it was opened") as e:
         list(ds)
     same_on_all(e)
 

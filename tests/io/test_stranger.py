@@ -215,7 +215,7 @@ def test_sizes_that_there_is_no_memory_for(mesh, folder):
     with pytest.raises(FileError, match="does not fit into memory"):
         ds[:]
     with pytest.raises(FileError, match="does not fit into memory"):
-        iter(ms.io.Loader(ds, shuffle=True))
+        next(iter(ms.io.Loader(ds, shuffle=True)))
     assert not next(iter(ms.io.Loader(ds, batch_size=2))).full_tensor().any()
     ds.close()
 

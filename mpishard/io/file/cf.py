@@ -30,7 +30,8 @@ class Decoding(NamedTuple):
     def __call__(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the decoded values of stored ones. Not collective."""
         raw = raw.view(self.bits)
-        out = raw.to(dtype)
+        # in the wider of both: packed values, or sums of them, may not fit into the narrower
+        out = raw.to(torch.promote_types(self.dtype, dtype))
         if out is raw and (self.scale != 1 or self.offset != 0 or self.missing):
             out = out.clone()
         if self.scale != 1:
@@ -40,7 +41,7 @@ class Decoding(NamedTuple):
         for value in self.missing:
             if value == value:  # NaN stays NaN without our help
                 out.masked_fill_(raw == value, float("nan"))
-        return out
+        return out.to(dtype)
 
 
 def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
@@ -53,8 +54,8 @@ def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
     dataset
         An h5py dataset; ``scale_factor``, ``add_offset``, ``_FillValue``, ``missing_value`` and ``_Unsigned`` count.
     stored
-        Its dtype. Integers of up to 16 bits, and half and single precision, become float32, all others
-        float64.
+        Its dtype. Integers of up to 16 bits, and half and single precision, become float32, complex numbers stay what
+        they are, all others become float64.
 
     References
     ----------
@@ -66,7 +67,7 @@ def decoding_of(dataset: Any, stored: torch.dtype) -> Decoding | None:
     if scale in ([], [1]) and offset in ([], [0]) and not missing and bits is stored:
         return None
     small = bits.itemsize < 4 or bits is torch.float32
-    dtype = torch.float32 if small else torch.float64
+    dtype = bits if bits.is_complex else torch.float32 if small else torch.float64
     values = dict.fromkeys(v for m in missing for v in _as_stored(m, bits))
     return Decoding(float(*scale or [1]), float(*offset or [0]), tuple(values), bits, dtype)
 

@@ -140,6 +140,11 @@ def taken_back(journal: Journal, *, closed: bool) -> None:
         journal.close()
 
 
+def is_pending(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a step is being written to a file, or was left in the middle. Not collective."""
+    return os.path.lexists(journal_of(os.path.realpath(path)))
+
+
 def check_settled(path: str | os.PathLike[str]) -> None:
     """Wait while a step is written to a file, and refuse one that was left in the middle of a step.
 

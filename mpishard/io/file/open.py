@@ -10,7 +10,8 @@ from typing import Any
 
 from mpishard.errors import FileError, MissingPackageError, MpishardError
 from mpishard.io.file.heap import Watched
-from mpishard.io.file.journal import check_settled
+from mpishard.io.file.journal import check_settled, is_pending
+from mpishard.io.file.seen import Mark, changed, held, mark_of, note, of_open
 from mpishard.io.file.trust import Path, check_memory, check_regular, is_inside, open_regular, shown, told
 
 _NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
@@ -21,7 +22,7 @@ _MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
 _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
-# of new files: HDF5 1.8 and later read it, and what says where cells lie has checksums, so that damage is an error
+# of new files: HDF5 1.8 and later read it, and what says where datasets lie has checksums, so that damage is an error
 LIBVER = ("v108", "latest")
 # From here on HDF5 opens the sources of a file without a lock that was opened without one; before, those that it
 # cannot lock, and the file itself under its own name, are fill values without a word.
@@ -45,14 +46,23 @@ def opened(path: Path, *, locking: bool | None = False) -> Any:
     Raises
     ------
     FileError
-        It is missing, damaged, of another format, no regular file, or was left in the middle of a step.
+        It is missing, damaged, of another format, no regular file, or was left in the middle of a step; or it is open
+        in this process since before it was written to.
     """
     h5py = import_h5py()
     try:
-        check_settled(path)
-        check_regular(path)
-        # Without a lock: read-only shared file systems refuse one, and nobody writes.
-        return h5py.File(path, "r", locking=locking)
+        while True:
+            check_settled(path)
+            check_regular(path)
+            mark = mark_of(path)
+            if held(mark) not in (None, mark):
+                raise changed(path, "it is open in this process, and was written to meanwhile")
+            # Without a lock: read-only shared file systems refuse one, and nobody writes.
+            file = h5py.File(path, "r", locking=locking)
+            if of_open(file) in (None, mark) and not is_pending(path):
+                note(file, mark)
+                return file
+            file.close()
     except FileError:
         raise
     except Exception as e:
@@ -275,8 +285,13 @@ def _names(path: Path) -> str:
 
 
 def check_sources(
-    dataset: Any, path: Path, box: Sequence[tuple[int, int]] | None = None, *, external: bool = False
-) -> None:
+    dataset: Any,
+    path: Path,
+    box: Sequence[tuple[int, int]] | None = None,
+    *,
+    external: bool = False,
+    whole: bool = False,
+) -> dict[str, Mark]:
     """Open the files that a virtual dataset takes a box from: HDF5 reads fill values where one is not there.
 
     Not collective. HDF5 ends the process at one that is made of itself, and at a pipe it waits.
@@ -289,14 +304,23 @@ def check_sources(
         (start, stop) per dim; None for all cells.
     external
         Whether sources may lie outside of the file's folder.
+    whole
+        Whether the dataset takes the whole of each source, as one in parts does.
+
+    Returns
+    -------
+    dict
+        Path of a source -> what it was before.
 
     Raises
     ------
     FileError
         One of them is missing or damaged, lies outside, or is made of the dataset itself.
     """
+    marks: dict[str, Mark] = {}
     if dataset.is_virtual:
-        _check_sources(dataset, path, box, external, (), {})
+        _check_sources(dataset, path, box, external, (), {}, marks, whole=whole)
+    return marks
 
 
 def _check_sources(
@@ -306,6 +330,9 @@ def _check_sources(
     external: bool,
     above: tuple[Any, ...],
     known: dict[Any, int],
+    marks: dict[str, Mark],
+    *,
+    whole: bool = False,
 ) -> int:
     """Return how many datasets HDF5 opens to read this one."""
     folders = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
@@ -331,12 +358,16 @@ def _check_sources(
         if (at, name) not in known:
             # as HDF5 does; closed again: it does not open a file twice in two ways, and says nothing
             locking = None if old and not missed else False
+            if file_name != "." and at not in marks and os.path.exists(at):
+                marks[at] = mark_of(at)
             with contextlib.nullcontext(dataset.file) if file_name == "." else opened(at, locking=locking) as file:
                 source, deeper = _resolved(file, at, name, external), 0
                 if source is None:
                     found(file, at, name)  # raises
+                if whole and source.shape != (extent := tuple(b - a + 1 for a, b in zip(lo, hi))):
+                    raise OSError(f"a part of shape {source.shape} in place of {extent}, {shown(name)} of {at}")
                 if source.is_virtual:
-                    deeper = _check_sources(source, at, None, external, (*above, own), known)
+                    deeper = _check_sources(source, at, None, external, (*above, own), known, marks)
                 known[at, name] = 1 + deeper
         if missed:
             got = f"a source in the file itself, by its name {shown(file_name)}, which this HDF5 does not see"

@@ -288,11 +288,26 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
         scale, got = _in_place(file, path, form.append)
         if scale is None or scale.maxshape != (None,) or scale.shape != (steps,):
             raise _cannot_append(path, form.append, f"a scale of {steps} values, with room for more", got)
+        value = form.scales.get(form.append, steps)
+        if not _keeps(scale.dtype, value):
+            wanted = f"values that {scale.dtype}, the type of the first step's, holds"
+            raise _cannot_append(path, form.append, wanted, repr(value))
         for name, dataset in sorted(_along(file, scale).items()):
             if dataset not in given:
                 wanted = f"a tensor for each dataset of the file along {form.append!r}"
                 raise _cannot_append(path, name, wanted, "none of that name")
     return steps or 0
+
+
+def _keeps(dtype: Any, value: Any) -> bool:
+    """Tell whether a value is the same when it is stored. Not collective."""
+    given = np.asarray(value)
+    try:
+        with np.errstate(invalid="ignore"):  # of NaN as an integer
+            stored = given.astype(dtype)
+        return bool(stored == given or (stored != stored and given != given))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def is_filtered(dataset: Any) -> bool:

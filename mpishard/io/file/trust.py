@@ -197,7 +197,12 @@ def check_memory(nbytes: int, what: str) -> None:
 
 def available_nbytes() -> int:
     """Return how much memory this process can still take, where the system tells. Not collective."""
-    limits = [_cgroup_nbytes(), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    limits = [_cgroup_nbytes()]
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space > 0:
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as file:
+            space = max(1, space - int(file.read().split()[0]) * resource.getpagesize())
+        limits.append(space)
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/meminfo") as file:
             told = dict(line.split(":", 1) for line in file)
