@@ -38,17 +38,16 @@ class Padded:
 
     def row_of(self, block: Tensor) -> Tensor:
         """Return a rank's block as its row, 1-D. Not collective."""
-        row = block.movedim(self._dim, 0).reshape(-1)
+        row = self._flat(block)
         return row if row.numel() == self.width else torch.cat([row, row.new_zeros(self.width - row.numel())])
 
     def block_of(self, row: Tensor, extent: int) -> Tensor:
         """Return the block of so many cells along the dim that lies in a row. Not collective."""
-        block = row[: extent * self._row].view(extent, *self._inner)
-        return block.movedim(0, self._dim).contiguous()
+        return self._turned(row[: extent * self._row].view(extent, *self._inner))
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return the blocks of a whole tensor as rows. Not collective."""
-        flat = whole.movedim(self._dim, 0).reshape(-1)
+        flat = self._flat(whole)
         if not self._longer:
             return flat.view(self._count, self.width)
         rows = flat.new_zeros(self._count, self.width)
@@ -61,7 +60,13 @@ class Padded:
     def whole_of(self, rows: Tensor) -> Tensor:
         """Return the tensor whose blocks lie in rows: a view where it lies there as it is. Not collective."""
         flat = torch.cat([part.reshape(-1) for part in self._parts(rows)]) if self._longer else rows
-        return flat.reshape(self._n, *self._inner).movedim(0, self._dim).contiguous()
+        return self._turned(flat.reshape(self._n, *self._inner))
+
+    def _flat(self, x: Tensor) -> Tensor:
+        return (x.movedim(self._dim, 0) if self._dim else x).reshape(-1)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        return (x.movedim(0, self._dim) if self._dim else x).contiguous()
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows[: self._longer], rows[self._longer :, : self._least * self._row]

@@ -98,7 +98,7 @@ class _Layer(Turn):
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
         # before forward: versions of the parameters, and their sums, which tell of what is written by ``.data`` too
-        self._before_it: list[tuple[int, str]] = []
+        self._before_it: list[Any] = []
         self._sums_are_known = False
         # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
         module.register_forward_pre_hook(self._before, prepend=True)
@@ -153,11 +153,12 @@ class _Layer(Turn):
                 fix="write into the parameter outside of forward, where it is a ShardTensor, or keep parameters whole",
             )
 
-    def _mark(self, whole: Tensor) -> tuple[int, str]:
+    def _mark(self, whole: Tensor) -> Any:
         """Return what a write changes; sums in the layer's first forward only. Not collective."""
+        if self._sums_are_known:
+            return whole._version
         has_values = type(whole) is Tensor and not whole.is_meta and traced.recording is None and not in_transform()
-        total = whole.detach().sum().item() if has_values and not self._sums_are_known else None
-        return whole._version, repr(total)
+        return whole._version, repr(whole.detach().sum().item() if has_values else None)
 
 
 def _blocks(values: Any) -> list[Tensor]:
