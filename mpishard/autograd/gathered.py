@@ -53,8 +53,10 @@ class Schedule:
 
     def begin(self) -> None:
         """Note that the model starts, or has computed. Collective where it did not go as last time."""
-        self._forward = None
+        last, self._forward = self._forward, None
         self._keep(None)
+        if last is not None and last.unit.after is not None:
+            last.unit.after.free()
 
     def forward(self, turn: Turn) -> None:
         """Note that a layer computes, and send for the unit that followed its own last time. Collective."""
@@ -93,6 +95,8 @@ class Schedule:
             return
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task not in (self._task, -1):
+            if self._backward is not None:  # of a pass that failed, or goes on around this one
+                self._backward.free()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
             self._task, self._backward = task, None
         if self._backward is not None:
@@ -104,9 +108,10 @@ class Schedule:
             unit.before.start()
 
     def _end(self) -> None:
-        if self._backward is not None:
-            self._backward.free()
-        self._backward, self._task = None, -1
+        last, self._backward, self._task = self._backward, None, -1
+        for unit in () if last is None else (last, last.before):
+            if unit is not None:
+                unit.free()
 
 
 class Turn:

@@ -413,6 +413,31 @@ def test_layers_in_another_order_than_they_were_made(mesh):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_a_backward_that_fails_holds_nothing(mesh):
+    model = sharded(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), mesh)
+    x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()
+
+    def fails(*_):
+        raise KeyError("in the middle")
+
+    handle = model[1].register_full_backward_hook(fails)
+    loss = model(x).square().sum()
+    with pytest.raises(KeyError, match="in the middle"):
+        loss.backward()
+    handle.remove()
+    model[3](x).sum().backward()
+    assert ms.parameter_memory(model)["gathered"] == 0
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        model(x).square().sum().backward()
+        assert ms.parameter_memory(model)["gathered"] == 0
+    reference = seeded(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.float64)
+    reference(data(4, 3, 8)).square().sum().backward()
+    same(model, reference, "after it")
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_writing_into_a_parameter_that_backward_needs(mesh):
     model = sharded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh)
     x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()
