@@ -169,9 +169,12 @@ class Field:
             self._halo.exchanger(self._tensor.block, self._tensor.sharding)
 
     def _leave(self) -> None:
-        """Give the field back to the host, which may write. Not collective."""
-        self._halo.quiet = False
-        self._halo.disclaim()
+        """Give the field back to the host, which may write: what autograd saved is old. Not collective."""
+        halo = self._halo
+        halo.quiet = False
+        halo.disclaim()
+        torch.autograd.graph.increment_version(self._array)
+        halo.unwatch()
 
     def _write(self, result: ShardTensor) -> None:
         """Copy a result into the owned cells. Collective where it is laid out differently."""
@@ -207,6 +210,8 @@ class Field:
         """Let go of the host's memory. Not collective."""
         if self._simulation is not None:
             self._simulation = None
+            torch.autograd.graph.increment_version(self._array)
+            self._halo.unwatch()
             self._tensor.__class__ = _Released  # type: ignore[assignment]
             del self._array
 

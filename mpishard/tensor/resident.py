@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.comm import guard
 from mpishard.comm.agreement import on_all
 from mpishard.comm.halo.exchanger import HaloExchanger, Width, width_pair
 from mpishard.comm.mesh import CartMesh
@@ -51,6 +52,8 @@ class ResidentHalo:
     ----------
     quiet : bool
         Whether only torch writes now, as while a hook runs.
+    generation : int
+        How many arrays the field was before. The same on all ranks.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class ResidentHalo:
         "_sampled",
         "_seen",
         "foreign",
+        "generation",
         "key",
         "mesh",
         "name",
@@ -88,6 +92,7 @@ class ResidentHalo:
             _simulations.add(mesh)
         self.mesh, self.widths, self.sizes, self.strides = mesh, widths, sizes, strides
         self.order, self.writable, self.name, self.quiet = order, writable, name, False
+        self.generation = 0
         self.key = tuple(sorted(widths.items()))
         self._layouts: dict[Layout, dict[int, Widths]] = {}
         # (version of the storage, sampled cells, their values) where the halo was fresh
@@ -102,6 +107,7 @@ class ResidentHalo:
         out = object.__new__(ResidentHalo)
         out.mesh, out.widths, out.sizes, out.strides = self.mesh, self.widths, self.sizes, self.strides
         out.order, out.writable, out.name, out.quiet = self.order, self.writable, self.name, False
+        out.generation = self.generation + 1
         out.key, out._layouts, out.foreign = self.key, self._layouts, self.foreign
         out._claim = out._seen = out._sampled = None
         return out
@@ -218,7 +224,12 @@ class ResidentHalo:
         """Let autograd know that what was watched has changed. Not collective."""
         if self._seen is not None:
             torch.autograd.graph.increment_version(self._seen[0].block)
-            self._seen = None
+            self.unwatch()
+
+    def unwatch(self) -> None:
+        """Look no more, until the next use: autograd was let know of all writes to come. Not collective."""
+        self._seen = None
+        _watched.discard(self)
 
     def sampled(self, layout: Layout) -> tuple[slice, ...]:
         """Return where in the whole array the sample of a block lies. Not collective."""
@@ -249,14 +260,19 @@ def notice_writes(mesh: CartMesh) -> None:
     """Let autograd notice, on all ranks, what a host program has written since a field was used.
 
     Collective where a host program has arrays on the mesh: what of them a rank has looked at, or keeps, is its own
-    affair. Called when a backward begins: for what is found changed, it raises.
+    affair. Called when a backward begins: for what is found changed, it raises; not for other arrays of the program.
     """
     if mesh not in _simulations:
         return
     mine = [halo for halo in _watched if halo.mesh is mesh]
-    if not on_all(mesh, not any(halo.written() for halo in mine), "backward"):
+    written = {(halo.name, halo.generation) for halo in mine if halo.written()}
+    if not on_all(mesh, not written, "backward"):
+        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        with guard.waiting("backward", (), comm):
+            written = set().union(*comm.allgather(written))
         for halo in mine:
-            halo.overwritten()
+            if (halo.name, halo.generation) in written:
+                halo.overwritten()
 
 
 class _Sample:

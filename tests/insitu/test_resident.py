@@ -249,6 +249,53 @@ def test_changed_between_forward_and_backward():
     host.free()
 
 
+@pytest.mark.parametrize("beside", ["trains", "infers", "log", "log of one cell", "rebound"])
+def test_another_field_that_the_solver_writes_between_steps_ends_no_training(beside):
+    host, array, sim, u = field((SIZE, 1), [(1, 1)] * 2)
+    other = host.array()
+    v = sim.field("v", other)
+
+    def trainer():
+        net = torch.nn.Conv2d(1, 1, 3, padding=1).double()
+
+        def learn(x):
+            net.zero_grad()
+            net(x[None, None]).square().mean().backward()
+
+        return learn
+
+    train = sim.hook(trainer(), ["u"], grad=True)
+    second = sim.hook(trainer() if beside == "trains" else lambda x: None, ["v"], grad=beside == "trains")
+    kept = []
+    for _ in range(3):
+        array[host.interior] += 1
+        if beside == "log of one cell":
+            # what one rank alone finds, in a field that all have read
+            if WORLD.rank == 0:
+                other[host.interior].flat[0] += 1
+        else:
+            other[host.interior] += 1
+        train()
+        if beside in ("trains", "infers"):
+            second()
+        else:
+            v.tensor.mean().full_tensor()
+        if beside == "rebound":
+            # the array before is looked at on, and written
+            kept.append(v.tensor)
+            v.rebind(other.copy())
+            kept[-1].mean().full_tensor()
+    # what did change is found all the same
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = (v.tensor * weight).square().sum() + (u.tensor * weight).sum()
+    if WORLD.rank == 0:
+        v.array.numpy()[host.interior] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    sim.release()
+    host.free()
+
+
 def test_what_one_rank_alone_looks_at_or_keeps():
     """Whether ranks ask each other at the beginning of a backward does not depend on it."""
     host, array, sim, u = field((SIZE, 1), [(1, 1)] * 2)
