@@ -129,6 +129,34 @@ static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, floa
         sleep(4);
 }
 
+/* ghost levels: before the owned ones, along an array dim that is no dim of the domain, where a model neither reads nor writes */
+static void levels(mps_handle sim)
+{
+    enum { DEEP = 5, SKIP = 2 };
+    for (int last = 0; last < 2; last++) {
+        int dims[3] = {last ? 0 : -1, last ? 1 : 0, last ? -1 : 1};
+        int64_t extents[3] = {last ? rows : DEEP, last ? NY : rows, last ? DEEP : NY}, lo[3] = {last ? 0 : SKIP, 0, last ? SKIP : 0};
+        int64_t cells = DEEP * rows * NY, step = last ? 1 : rows * NY, next = last ? DEEP : 1;
+        double *in = malloc((size_t)(3 * cells) * sizeof *in), *again = in + cells, *out = again + cells;
+        mps_handle u, v, hook;
+        must(mps_field(sim, "deep", MPS_FLOAT64, in, 3, dims, extents, lo, NULL, &u) == MPS_OK, "field with ghost levels");
+        must(mps_field(sim, "sums", MPS_FLOAT64, out, 3, dims, extents, lo, NULL, &v) == MPS_OK, "field with ghost levels");
+        must(mps_hook(sim, named(last ? "summed_last" : "summed"), 1, &u, 1, &v, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+        for (int k = 0; k < 2; k++) {
+            double *now = k ? again : in;
+            for (int64_t i = 0; i < rows * NY; i++)
+                for (int n = 0; n < DEEP; n++) now[i * next + n * step] = n < SKIP ? -1000 : i + n + k, out[i * next + n * step] = -7;
+            if (k) must(mps_rebind(u, now) == MPS_OK, "rebind");
+            must(mps_step(hook) == MPS_OK, "step");
+            for (int64_t i = 0; i < rows * NY; i++)
+                for (int n = 0; n < DEEP; n++)
+                    must(out[i * next + n * step] == (n < SKIP ? -7 : (double)(3 * (i + k) + 2 + 3 + 4)), "the owned levels alone");
+        }
+        must(mps_release(&hook) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&v) == MPS_OK, "release");
+        free(in);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int level;
@@ -207,6 +235,8 @@ int main(int argc, char **argv)
     must(told(mps_wait(hook), MPS_ERR_ORDER, "nothing was started"), "wait alone");
     if (size > 1) must(told(mps_start(hook), MPS_ERR_ORDER, "MPI_THREAD_MULTIPLE"), "the thread level");
     must(mps_release(&hook) == MPS_OK && hook == MPS_NULL, "release");
+
+    levels(sim);
 
     /* models that are not right: nothing is written */
     static const struct { const char *name, *text; } wrong[] = {

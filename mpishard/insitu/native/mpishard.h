@@ -60,7 +60,8 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
  *   data     its first element, ghost cells included
  *   ndim     of the array;  dims[d]: the dim of the domain that array dim d is, -1 for another (components, levels);
  *            NULL: all in order
- *   extents  of the whole array on this rank;  lo: ghost cells before the owned ones (NULL: none)
+ *   extents  of the whole array on this rank;  lo: ghost cells before the owned ones (NULL: none), of a dim that is none of
+ *            the domain cells that neither a model nor another program sees
  *   strides  in bytes; NULL: C order, dense
  */
 int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims,

@@ -207,6 +207,15 @@ static int adopt(sim_t *sim)
     return made > 0 ? MPS_OK : (int)made;
 }
 
+/* The first cell that Python is shown, which knows of ghost cells along dims of the domain alone. */
+static int64_t shown(const field_t *field)
+{
+    int64_t at = (int64_t)(intptr_t)field->data;
+    for (int d = 0; d < field->layout.ndim && field->data != NULL; d++)
+        if (field->layout.borders[d] == NULL) at += field->lo[d] * field->strides[d];
+    return at;
+}
+
 static int known(field_t *field)
 {
     sim_t *sim = field->sim;
@@ -214,16 +223,17 @@ static int known(field_t *field)
     if (field->python) return MPS_OK;
     *at++ = sim->python;
     *at++ = field->dtype;
-    *at++ = (int64_t)(intptr_t)field->data;
+    *at++ = shown(field);
     *at++ = field->layout.ndim;
     for (int d = 0; d < field->layout.ndim; d++) {
         int m = sim->ndim - 1;
         while (m >= 0 && field->layout.shards[m] != d) m--;
         int64_t owned = m < 0 ? field->layout.shape[d] : sim->borders[m][sim->coords[m] + 1] - sim->borders[m][sim->coords[m]];
+        int64_t lo = m < 0 ? 0 : field->lo[d], extent = m < 0 ? owned : field->extents[d];
         *at++ = m;
-        *at++ = field->extents[d];
-        *at++ = field->lo[d];
-        *at++ = field->extents[d] - field->lo[d] - owned;
+        *at++ = extent;
+        *at++ = lo;
+        *at++ = extent - lo - owned;
         *at++ = field->strides[d];
     }
     int64_t made = call(FIELD, numbers, field->name);
@@ -234,7 +244,7 @@ static int known(field_t *field)
 
 static int rebound(field_t *field)
 {
-    int64_t numbers[2] = {field->python, (int64_t)(intptr_t)field->data};
+    int64_t numbers[2] = {field->python, shown(field)};
     if (field->bound == field->binding) return MPS_OK;
     int status = (int)call(REBIND, numbers, NULL);
     if (!status) field->bound = field->binding;
