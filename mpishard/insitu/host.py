@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -34,6 +33,8 @@ class Host:
         self._door = door
         self._made: dict[int, Simulation | Field | Hook] = {}
         self._numbers = itertools.count(1)
+        # of hooks that were waited for when one of their fields was released: the status of the `wait` to come
+        self._ended: dict[int, int | BaseException] = {}
         self._operations: tuple[Callable[..., int], ...] = (
             self.adopt,
             self.field,
@@ -52,7 +53,7 @@ class Host:
             return run(numbers) if text is None else run(numbers, text.decode())
         except BaseException as error:  # noqa: BLE001 (it must not end the host, whatever it is)
             self._door.text = _told(error).encode(errors="replace")[:1023]
-            if run not in (self.step, self.wait, self.hook):
+            if run not in (self.step, self.wait, self.hook, self.release):
                 return ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT
             return ERR_MODEL
 
@@ -108,25 +109,47 @@ class Host:
 
     def wait(self, numbers: Any) -> int:
         """Take a hook. Collective."""
-        return OK if self._made[numbers[0]].wait() else NO_TURN  # type: ignore[union-attr]
+        ended = self._ended.pop(numbers[0], None)
+        if isinstance(ended, BaseException):
+            raise ended
+        return self._waited(self._made[numbers[0]]) if ended is None else ended
 
     def release(self, numbers: Any) -> int:
-        """Take a simulation, which goes with its fields and hooks, or one of these. Collective."""
+        """Take a simulation, which goes with its fields and hooks, or one of these. Collective.
+
+        What runs on it is waited for; its error is raised here, after the release, where no `wait` can follow.
+        """
         released = self._made.pop(numbers[0])
         simulation = released if isinstance(released, Simulation) else released._simulation
         own = {n: o for n, o in self._made.items() if not isinstance(o, Simulation) and o._simulation is simulation}
-        for hook in (released, *own.values()):
-            if isinstance(hook, Hook) and hook._flight is not None:
-                with contextlib.suppress(MpishardError):
-                    hook.wait()
-        if isinstance(released, Simulation):
-            released.release()
-            for number in own:
-                del self._made[number]
-        elif isinstance(released, Field) and simulation is not None:
+        ended: list[int | BaseException] = []
+        for number, hook in {numbers[0]: released, **own}.items():
+            if not isinstance(hook, Hook) or hook._flight is None:
+                continue
+            if released in (hook, simulation, *hook.inputs, *hook.outputs):
+                try:
+                    ended.append(self._waited(hook))
+                except MpishardError as e:
+                    ended.append(e)
+                self._ended[number] = ended[-1]
+        if isinstance(released, Field) and simulation is not None:
             del simulation.fields[released.name]
             released._release()
+            return OK
+        gone = own if isinstance(released, Simulation) else {}
+        for number in (numbers[0], *gone):
+            self._made.pop(number, None)
+            self._ended.pop(number, None)
+        if isinstance(released, Simulation):
+            released.release()
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
         return OK
+
+    @staticmethod
+    def _waited(hook: Any) -> int:
+        return OK if hook.wait() else NO_TURN
 
     def _number(self, made: Simulation | Field | Hook) -> int:
         number = next(self._numbers)

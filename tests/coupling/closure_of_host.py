@@ -1,6 +1,7 @@
 """The models that embedded.c and embedded.f90 name."""
 
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,11 @@ def box(u):
 
 def around(u):
     return F.conv2d(F.pad(u[None, None], (1, 1, 1, 1), mode="circular"), weight)[0, 0]
+
+
+def slow_box(u):
+    time.sleep(0.3)
+    return box(u)
 
 
 def both(u, tau):

@@ -119,6 +119,39 @@ static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, floa
     must(told(mps_start(train), MPS_ERR_ORDER, "infers"), "a hook that trains cannot run beside");
     must(mps_start(hook) == MPS_OK && mps_release(&hook) == MPS_OK, "release of one that runs");
 
+    /* what else is released while a model runs leaves it alone; of its own, its end is told once */
+    for (int raises = 0; raises < 2; raises++)
+        for (int what = 0; what < 5; what++) {
+            int64_t sizes[2] = {rows, NY}, shape[2] = {NX, NY}, columns[2] = {8, rows * 8};
+            int grid[2] = {size, 1};
+            double *in = calloc((size_t)(rows * NY), 2 * sizeof *in), *to = in + rows * NY;
+            mps_handle self, x, y, z, idle;
+            for (int64_t i = 0; i < rows * NY; i++) in[i] = 1;
+            must(mps_adopt(MPI_COMM_WORLD, 2, shape, grid, sizes, NULL, &self) == MPS_OK, "adopt");
+            must(mps_field(self, "x", MPS_FLOAT64, in, 2, NULL, sizes, NULL, columns, &x) == MPS_OK, "field");
+            must(mps_field(self, "y", MPS_FLOAT64, to, 2, NULL, sizes, NULL, columns, &y) == MPS_OK, "field");
+            must(mps_field(self, "z", MPS_FLOAT64, in, 2, NULL, sizes, NULL, columns, &z) == MPS_OK, "field");
+            must(mps_hook(self, named("box"), 1, &z, 1, &z, 1, MPS_INFER, &idle) == MPS_OK, "hook");
+            must(mps_hook(self, named(raises ? "raises_late" : "slow_box"), 1, &x, 1, &y, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+            must(mps_start(hook) == MPS_OK, "start");
+            mps_handle *released[] = {&idle, &z, &y, &hook, &self};
+            int status = mps_release(released[what]);
+            if (what >= 3) must(raises ? told(status, MPS_ERR_MODEL, "no such regime") : status == MPS_OK, "release of what runs");
+            else must(status == MPS_OK, "release");
+            if (what < 2) must(to[0] == 0, "outputs before the wait");
+            if (what < 3) {
+                status = mps_wait(hook);
+                must(raises ? told(status, MPS_ERR_MODEL, "no such regime") : status == MPS_OK, "what came of it");
+                must(told(mps_wait(hook), MPS_ERR_ORDER, "nothing was started"), "waited for once");
+            }
+            must((to[0] != 0) == !raises, "outputs");
+            must(hook == MPS_NULL || mps_release(&hook) == MPS_OK, "release");
+            must(self == MPS_NULL || mps_release(&self) == MPS_OK, "release");
+            mps_release(&x), mps_release(&y), mps_release(&z), mps_release(&idle);
+            free(in);
+        }
+    must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 2, MPS_INFER, &hook) == MPS_OK && mps_release(&hook) == MPS_OK, "the domain goes on");
+
     /* a rank that does not come: no hang, and the others know */
     must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "hook");
     if (rank == 0) {

@@ -104,7 +104,8 @@ int mps_get(mps_handle link, int64_t *step);
 /* Steps that were put are read first, then the other side sees the end. Collective over this program. */
 int mps_close(mps_handle link);
 
-/* Give back a handle of any kind, and set it to MPS_NULL. Collective where its making was. */
+/* Give back a handle of any kind, and set it to MPS_NULL. Collective where its making was. What mps_start has started on it
+ * is waited for, and its outputs are written; where no mps_wait can follow, its error is returned here, after the release. */
 int mps_release(mps_handle *handle);
 
 #ifdef __cplusplus

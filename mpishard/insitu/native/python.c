@@ -245,7 +245,7 @@ static int known(field_t *field)
 static int rebound(field_t *field)
 {
     int64_t numbers[2] = {field->python, shown(field)};
-    if (field->bound == field->binding) return MPS_OK;
+    if (field->bound == field->binding || field->released) return MPS_OK;
     int status = (int)call(REBIND, numbers, NULL);
     if (!status) field->bound = field->binding;
     return status;
@@ -325,7 +325,8 @@ static int run(mps_handle handle, int op, const char *name)
     if (hook == NULL) return fail(MPS_ERR_ORDER, "%s: expected a hook, from mps_hook, that was not released", name);
     if (hook->sim->released) return fail(MPS_ERR_ORDER, "%s: the domain was released", name);
     for (int i = 0; i < hook->count && !status; i++) {
-        status = field_usable(hook->fields[i], name);
+        /* a field that was released since the start: Python keeps what came of it */
+        if (op != WAIT || !hook->fields[i]->released) status = field_usable(hook->fields[i], name);
         call_of_all += 8 * (int64_t)hook->fields[i]->binding;
     }
     if (!status && hook->flying != (op == WAIT))
