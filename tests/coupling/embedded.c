@@ -190,6 +190,37 @@ static void levels(mps_handle sim)
     }
 }
 
+/* a Cartesian communicator is asked for its topology, whether or not the grid is given too; the model takes cells from around */
+static void around(void)
+{
+    int grid[2] = {size, 1}, other[2] = {1, size}, both[2] = {1, 1}, none[2] = {0, 0};
+    int64_t shape[2] = {3 * size, 3}, extents[2] = {5, 5}, lo[2] = {1, 1};
+    MPI_Comm ring, deep;
+    mps_handle sim, u, v, hook;
+    MPI_Cart_create(MPI_COMM_WORLD, 2, grid, both, 0, &ring);
+    for (int way = 0; way < 4; way++) {
+        double in[25] = {0}, out[25] = {0};
+        for (int i = 0; i < 9; i++) in[(1 + i / 3) * 5 + 1 + i % 3] = 1;
+        must(mps_adopt(ring, 2, shape, way % 2 ? grid : NULL, NULL, way < 2 ? NULL : none, &sim) == MPS_OK, "adopt");
+        must(mps_field(sim, "u", MPS_FLOAT64, in, 2, NULL, extents, lo, NULL, &u) == MPS_OK, "field");
+        must(mps_field(sim, "v", MPS_FLOAT64, out, 2, NULL, extents, lo, NULL, &v) == MPS_OK, "field");
+        must(mps_hook(sim, named("ring"), 1, &u, 1, &v, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "ring");
+        for (int i = 0; i < 9; i++) must(out[(1 + i / 3) * 5 + 1 + i % 3] == (way < 2), "periodic as the communicator");
+        must(mps_release(&hook) == MPS_OK && mps_release(&sim) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&v) == MPS_OK, "release");
+    }
+    if (size > 1) {
+        must(told(mps_adopt(ring, 2, shape, other, NULL, NULL, &sim), MPS_ERR_ARGUMENT, "contradicts the communicator's topology"), "another grid");
+        must(told(mps_adopt(ring, 2, shape, rank ? grid : other, NULL, NULL, &sim), MPS_ERR_ARGUMENT, "contradicts"), "another grid on one rank");
+    }
+    /* of other dims than the domain's */
+    int three[3] = {size, 1, 1}, all[3] = {1, 1, 1};
+    MPI_Cart_create(MPI_COMM_WORLD, 3, three, all, 0, &deep);
+    must(told(mps_adopt(deep, 2, shape, NULL, NULL, NULL, &sim), MPS_ERR_ARGUMENT, "no grid of ranks"), "a communicator of other dims");
+    must(mps_adopt(deep, 2, shape, grid, NULL, NULL, &sim) == MPS_OK && mps_release(&sim) == MPS_OK, "adopt");
+    MPI_Comm_free(&ring);
+    MPI_Comm_free(&deep);
+}
+
 int main(int argc, char **argv)
 {
     int level;
@@ -270,6 +301,7 @@ int main(int argc, char **argv)
     must(mps_release(&hook) == MPS_OK && hook == MPS_NULL, "release");
 
     levels(sim);
+    around();
 
     /* models that are not right: nothing is written */
     static const struct { const char *name, *text; } wrong[] = {

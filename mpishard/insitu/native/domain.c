@@ -18,13 +18,18 @@ static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *perio
     int kind = MPI_UNDEFINED, dims = 0;
     int64_t ranks = 1;
     MPI_Topo_test(comm, &kind);
-    if (grid == NULL) {
-        if (kind == MPI_CART) MPI_Cartdim_get(comm, &dims);
-        if (dims != sim->ndim)
-            return fail(MPS_ERR_ARGUMENT, "adopt: no grid of ranks\n  expected: a Cartesian communicator of %d dims, or grid\n"
-                        "  got:      %s of %d dims", sim->ndim, kind == MPI_CART ? "one" : "a plain communicator", dims);
+    if (kind == MPI_CART) MPI_Cartdim_get(comm, &dims);
+    /* one of another number of dims tells nothing of the domain's */
+    if (kind == MPI_CART && dims == sim->ndim) {
         MPI_Cart_get(comm, dims, sim->grid, sim->periodic, sim->coords);
-    } else {
+        for (int d = 0; grid != NULL && d < dims; d++)
+            if (grid[d] != sim->grid[d])
+                return fail(MPS_ERR_ARGUMENT, "adopt: grid contradicts the communicator's topology\n  expected: grid[%d] of %d\n"
+                            "  got:      %d\n  fix:      leave grid out, or pass a communicator without a topology", d, sim->grid[d], grid[d]);
+    } else if (grid == NULL)
+        return fail(MPS_ERR_ARGUMENT, "adopt: no grid of ranks\n  expected: a Cartesian communicator of %d dims, or grid\n"
+                    "  got:      %s of %d dims", sim->ndim, kind == MPI_CART ? "one" : "a plain communicator", dims);
+    else {
         int rest = sim->rank;
         for (int d = sim->ndim - 1; d >= 0; d--) {
             sim->grid[d] = grid[d];

@@ -49,9 +49,9 @@ enum {
 const char *mps_error(void);
 
 /* A domain of shape[ndim] cells, in the index order of the arrays, spread over all ranks of comm. Collective.
- *   grid      ranks per dim; NULL where comm is Cartesian (its ranks lie on its coordinates, else row-major)
+ *   grid      ranks per dim; NULL where comm is Cartesian, of ndim dims (its ranks lie on its coordinates, else row-major)
  *   sizes     cells that this rank owns per dim; NULL for blocks as equal as can be, the larger first
- *   periodic  per dim; NULL: as the Cartesian communicator has it, else not
+ *   periodic  per dim; NULL: as that Cartesian communicator has it, with or without grid, else not
  */
 int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
               mps_handle *sim);
