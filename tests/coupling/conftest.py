@@ -52,6 +52,15 @@ def programs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture
+def survives() -> Sequence[str]:
+    """Return the launcher's flags with which a job outlives one of its ranks."""
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    if "Open MPI) 4" in version:
+        return ("--enable-recovery",)
+    pytest.skip("this launcher ends the whole job with a rank")
+
+
 def wrapper(name: str) -> str | None:
     """Return the compiler of the MPI that the launcher belongs to, where there is one that works."""
     launcher = shutil.which(mpiexec()[0])

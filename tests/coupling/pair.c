@@ -26,7 +26,7 @@ static int linked(mps_handle field, int out, mps_handle *link)
 
 int main(int argc, char **argv)
 {
-    int size, ranks, kill_b = argc > 2;
+    int size, ranks, kill_b = argc > 2, policy = argc > 3 ? atoi(argv[3]) : MPS_BLOCK;
     mps_handle sim, u, v, w, link;
     MPI_Comm comm;
     is_a = argv[1][0] == 'a';
@@ -93,6 +93,22 @@ int main(int argc, char **argv)
     must(told(is_a ? mps_put(link) : mps_get(link, NULL), MPS_ERR_ORDER, "closed"), "after close");
     past = link;
     must(mps_release(&link) == MPS_OK && told(mps_put(past), MPS_ERR_ORDER, "expected a link"), "after release");
+
+    /* a reader that is killed, of a writer that never waits for it: found in a fraction of a second, however few the steps */
+    if (kill_b && policy != MPS_BLOCK) {
+        must(mps_field(sim, "w", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &w) == MPS_OK, "field");
+        must(mps_connect(me, is_a ? "b" : "a", is_a, &w, !is_a, &w, policy, 2, 20, &link) == MPS_OK, "connect");
+        for (int i = 0; i < 2; i++) must((is_a ? mps_put(link) : mps_get(link, NULL)) == MPS_OK, "a step");
+        if (!is_a) raise(SIGKILL);
+        int puts = 0, status;
+        while ((status = mps_put(link)) >= 0 && ++puts < 30) usleep(100000);
+        must(told(status, MPS_ERR_PEER, "put: rank 0 of program 'b' died") && puts < 30, "a reader that is killed");
+        must(told(mps_put(link), MPS_ERR_PEER, "died") && mps_release(&link) == MPS_OK, "release");
+        printf("ALIVE %d\n", rank);
+        fflush(stdout);
+        sleep(1);
+        _exit(0);
+    }
 
     /* a peer that is killed in a step; what is left of the job cannot finalise MPI */
     must(mps_field(sim, "w", MPS_FLOAT64, x, 1, NULL, &mine, NULL, NULL, &w) == MPS_OK, "field");

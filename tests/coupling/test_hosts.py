@@ -42,10 +42,13 @@ def test_two_programs_in_c_that_misunderstand_each_other(programs, compiled, tmp
     done = programs((2, [host, "a"]), (1, [host, "b"]))
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("ALIVE") == 3, done.stdout
-    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
-    if "Open MPI) 4" in version:  # other launchers end the whole job with a rank
-        done = programs((2, [host, "a", "kill"]), (1, [host, "b", "kill"]), flags=("--enable-recovery",))
-        assert done.stdout.count("ALIVE") == 2, done.stdout
+
+
+@pytest.mark.parametrize("policy", [0, 1, 2], ids=["block", "drop_newest", "latest"])
+def test_two_programs_in_c_of_which_one_is_killed(programs, compiled, survives, tmp_path, policy):
+    host = compiled(HERE / "pair.c", tmp_path / "host", link=True)
+    done = programs((2, [host, "a", "kill", str(policy)]), (1, [host, "b", "kill", str(policy)]), flags=survives)
+    assert done.stdout.count("ALIVE") == 2, done.stdout
 
 
 def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):

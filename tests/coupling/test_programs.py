@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import mpiexec
-
 TWO, DRAWN = (Path(__file__).with_name(name) for name in ("two_programs.py", "drawn_programs.py"))
 
 
@@ -205,15 +203,12 @@ def test_peer_that_does_not_come_and_one_that_stops(programs):
     assert "stopped by a signal: rank 1 of program 'model'" in done.stdout, done.stdout
 
 
-def test_peer_that_is_killed(programs):
-    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
-    if "Open MPI) 4" not in version:
-        pytest.skip("this launcher ends the whole job with a rank")
+def test_peer_that_is_killed(programs, survives):
     leave = "\ntime.sleep(3)\nos._exit(0)\n"
     done = programs(
         (2, LATE.format(name="solver") + SOLVER + leave),
         (2, LATE.format(name="model") + KILLED + MODEL + leave),
-        flags=("--enable-recovery",),
+        flags=survives,
     )
     for rank in range(2):
         assert f"TOLD solver {rank} get: rank 1 of program 'model' died" in done.stdout, done.stdout

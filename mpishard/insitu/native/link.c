@@ -21,6 +21,7 @@ typedef struct {
     field_t **of;
     parcel_t *parcels;
     int64_t nbytes, next, sent, asked, served, request[8];
+    patience_t looks; /* of puts that never wait, whether the peers live */
     slot_t *slot, **unread;
 } flow_t;
 
@@ -688,10 +689,9 @@ static int room_for(link_t *link, slot_t *slot, int *status, int *certain)
     flow_t *flow = &link->out;
     patience_t wait = patience(link->timeout);
     while (!stopped(flow)) {
-        if (flow->policy == MPS_LATEST || slot_done(slot)) {
-            if (flow->next % 64 == 63 && (*status = dead(link, flow, NULL, "put"))) *certain = 1;
-            return FREE;
-        }
+        /* a policy that never waits must still find out that nobody reads any more */
+        if (flow->policy != MPS_BLOCK && time_to_look(&flow->looks) && (*status = dead(link, flow, NULL, "put"))) *certain = 1;
+        if (flow->policy == MPS_LATEST || slot_done(slot)) return FREE;
         if (flow->policy == MPS_DROP_NEWEST) return FULL;
         if (time_to_look(&wait) && (*status = dead(link, flow, slot, "put"))) {
             *certain = 1;
