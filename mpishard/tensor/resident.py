@@ -295,12 +295,12 @@ class _Sample:
 
     def values(self) -> bytes | Tensor:
         """Return what the cells are now. Not collective."""
-        return self._cells.clone() if isinstance(self._cells, Tensor) else self._cells.tobytes()
+        return _bits(self._cells).clone() if isinstance(self._cells, Tensor) else self._cells.tobytes()
 
     def has(self, values: Any) -> bool:
         """Tell whether the cells are what they were. Not collective."""
         if isinstance(values, Tensor):
-            return torch.equal(self._cells, values)
+            return torch.equal(_bits(self._cells), values)
         return bool(self._cells.tobytes() == values)
 
 
@@ -326,12 +326,18 @@ def _sampled(shape: tuple[int, ...]) -> tuple[Any, ...]:
     return (*(slice(None, None, max(1, n // _SAMPLED)) for n in shape), ...)
 
 
-def _fingerprint(cells: Tensor) -> Tensor:
-    """Return a few numbers that change with the cells: sums over the other dims, weighed along each."""
+def _bits(cells: Tensor) -> Tensor:
+    """Return cells as integers, of which each equals itself: a NaN, as of land in an ocean's field, does not."""
+    cells = cells.resolve_conj().resolve_neg()
     if cells.is_complex():
         cells = torch.view_as_real(cells)
+    return cells.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cells.itemsize])
+
+
+def _fingerprint(cells: Tensor) -> Tensor:
+    """Return a few numbers that change with the cells: sums over the other dims, weighed along each."""
     # with a dim in front, as torch sums over all dims where it is given none
-    bits = cells.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cells.itemsize])[None]
+    bits = _bits(cells)[None]
     sums = [bits.sum([d for d in range(bits.ndim) if d != k], dtype=torch.int64) for k in range(1, bits.ndim)]
     return torch.stack([(s * (2 * torch.arange(len(s), device=s.device) + 1)).sum() for s in sums])
 

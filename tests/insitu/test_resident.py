@@ -296,6 +296,35 @@ def test_another_field_that_the_solver_writes_between_steps_ends_no_training(bes
     host.free()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64"])
+def test_cells_that_are_no_numbers_are_not_written_cells(dtype):
+    """A land mask, in dtypes that numpy has and has not."""
+    dtype = getattr(torch, dtype)
+    cells = torch.arange(60.0).reshape(10, 6)
+    cells[1, :2] = float("nan")
+    array = cells.to(dtype)
+    sim = ms.insitu.adopt(WORLD, (8 * SIZE, 6), [(1, 1), 0], ("x", "y"), grid=(SIZE, 1))
+    u = sim.field("u", array)
+    x = u.tensor
+    assert not u._halo.written()
+    u.exchange()
+    assert u.halo_valid
+    y = ms.ones(SIZE, mesh=sim.mesh, placements=(ms.Shard(0), ms.Replicate()), requires_grad=True)
+    before = x.block._version
+    (y * 2).sum().backward()
+    assert x.block._version == before
+    # what is written is found: a NaN where there was none, and a number where there was one
+    for value in (float("nan"), 1.0):
+        u.exchange()
+        _ = u.tensor
+        # as a solver, past torch's count
+        torch.from_dlpack(array.view(torch.int8)).copy_(torch.full_like(array, value).view(torch.int8))
+        assert u._halo.written()
+        assert not u.halo_valid
+        u.touch()
+    sim.release()
+
+
 def test_what_one_rank_alone_looks_at_or_keeps():
     """Whether ranks ask each other at the beginning of a backward does not depend on it."""
     host, array, sim, u = field((SIZE, 1), [(1, 1)] * 2)
