@@ -123,9 +123,18 @@ class Agreement:
     def after(self, error: BaseException | None, *, inside: bool) -> None:
         """Raise on every rank where the model of any has raised; ``inside``: not after its last message.
 
+        What ends programs (SystemExit, KeyboardInterrupt) is raised as it is where it rose, once all have been told.
         The ranks that wait for this one in their models are told so, where they do not come by themselves: by one
         rank, in empty messages. What a model has left under way is left behind, with its communicators.
         """
+        try:
+            self._after(error, inside)
+        except MpishardError:
+            if error is None or isinstance(error, (Exception, Abandoned)):
+                raise
+            raise error from None
+
+    def _after(self, error: BaseException | None, inside: bool) -> None:
         if self._alone:
             self.on(error, "hook")
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from mpishard.comm.agreement import Abandoned, threads_may_communicate
+from mpishard.comm.agreement import threads_may_communicate
 from mpishard.comm.memory.buffer import byte_view, dense
 from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, UnsupportedDtypeError, UnsupportedOperationError
@@ -100,7 +100,8 @@ class Hook:
         ------
         MpishardError
             On every rank, the outputs as they were, unless the model itself writes into its inputs: it raised on one of
-            them, or its results do not fit.
+            them, or its results do not fit. What is no ``Exception`` (SystemExit, KeyboardInterrupt) goes on as it is
+            on the rank where it rose.
         """
         self._require_idle()
         if not self._turn():
@@ -209,10 +210,13 @@ class Hook:
     def _model_beside(
         self, run: _Run, tensors: list[ShardTensor], modes: Sequence[AbstractContextManager[object]]
     ) -> None:
-        with ExitStack() as within:
-            for mode in modes:
-                within.enter_context(mode)
-            self._model_on(run, tensors)
+        try:
+            with ExitStack() as within:
+                for mode in modes:
+                    within.enter_context(mode)
+                self._model_on(run, tensors)
+        except BaseException as e:  # noqa: BLE001 (of a mode; no error may end with the thread)
+            run.error = e
 
     def _model_on(self, run: _Run, tensors: list[ShardTensor]) -> None:
         _models.run = True
@@ -227,7 +231,7 @@ class Hook:
             run.inside = False
             run.results = self._results(out)
             run.times.append(time.perf_counter())
-        except (Exception, Abandoned) as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
+        except BaseException as e:  # noqa: BLE001 (whatever it is, the ranks must agree on it)
             run.error = e
         finally:
             _models.run = False

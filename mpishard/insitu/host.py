@@ -90,10 +90,10 @@ class Host:
         sim: Any = self._made[simulation]
         fields: list[Any] = [self._made[number] for number in numbers[5 : 5 + inputs + outputs]]
         model: Callable[..., Any] = len
-        error: Exception | None = None
+        error: MpishardError | None = None
         try:
             model = _located(_found(text))
-        except (Exception, SystemExit) as e:  # noqa: BLE001 (it is agreed on)
+        except BaseException as e:  # noqa: BLE001 (it is agreed on)
             error = e if isinstance(e, MpishardError) else MpishardError(f"hook: {text}: {_told(e)}")
         sim.agreement.on(error, "hook", text)
         made = sim.hook(model, fields[:inputs], fields[inputs:], every=every, grad=bool(trains))

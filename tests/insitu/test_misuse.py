@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 import mpishard as ms
+from mpishard.comm.agreement import threads_may_communicate
 from tests.insitu.hosts import WORLD, Host, cut
 
 SIZE = WORLD.size
@@ -290,3 +291,42 @@ def test_the_host_is_as_before(host, sim):
     with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
         np.float64(1) / np.float64(0)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in step", "beside"])
+@pytest.mark.parametrize("on_all", [False, True], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["SystemExit", "KeyboardInterrupt"])
+def test_a_model_that_ends_its_program(error, on_all, beside):
+    """Where it rose it goes on as it is; the others, which wait for this rank in the model, are told."""
+    if beside and SIZE > 1 and not threads_may_communicate():
+        pytest.skip("MPI was initialised without MPI_THREAD_MULTIPLE")
+    array = np.ones((6, 5))
+    with ms.insitu.adopt(WORLD, (4 * SIZE, 5), [(1, 1), 0], ("x", "y"), grid=(SIZE, 1)) as sim:
+        sim.field("u", array)
+        ends = on_all or WORLD.rank == SIZE - 1
+
+        def model(u):
+            if ends:
+                raise error
+            return torch.roll(u, 1, 0) + 1
+
+        hook = sim.hook(model, ["u"], ["u"])
+
+        def call():
+            if beside:
+                hook.start()
+                hook.wait()
+            else:
+                hook()
+
+        for _ in range(2):
+            with pytest.raises(type(error) if ends else ms.MpishardError) as caught:
+                call()
+            if ends:
+                assert caught.value is error
+            else:
+                assert type(error).__name__ in str(caught.value)
+            assert (array == 1).all()
+        ends = False
+        call()
+        assert (array[1:-1] == 2).all()
