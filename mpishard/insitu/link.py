@@ -18,9 +18,10 @@ from mpishard.comm.coupling.greeting import greet, meet_peers, order_of
 from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout
 from mpishard.comm.coupling.outlet import POLICIES, Outlet
+from mpishard.comm.coupling.patience import CLOSE, call_of
 from mpishard.comm.exit import on_finalize
 from mpishard.comm.mesh import init_mesh
-from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
+from mpishard.errors import DesyncError, LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.insitu import offer
 from mpishard.insitu.memory import require_own_cells
 from mpishard.insitu.offer import Offer, Side
@@ -62,6 +63,7 @@ class Link:
         timeout: float | None,
     ) -> None:
         self._circle = circle = meeting.circle
+        self._close = call_of(CLOSE, serial)
         self.other = other
         wrong: Exception | None = None
         error: MpishardError | None = None
@@ -138,6 +140,8 @@ class Link:
         ------
         PeerError
             On all ranks: the other side died, or took no step in time.
+        DesyncError
+            On all ranks: they made different calls. No open link of the program is of use then.
         UnsupportedOperationError
             The link is closed, or has no ``out``.
 
@@ -153,7 +157,7 @@ class Link:
         try:
             return outlet.put(blocks, error)
         except MpishardError as e:
-            self._error = e
+            self._fail(e)
             raise
 
     def get(self) -> int | None:
@@ -181,7 +185,7 @@ class Link:
                 self._outlet.settle()
             return inlet.get(blocks, error)
         except MpishardError as e:
-            self._error = e
+            self._fail(e)
             raise
 
     def __iter__(self) -> Iterator[int]:
@@ -209,7 +213,11 @@ class Link:
         try:
             if self._outlet is not None:
                 self._outlet.settle()
-        except MpishardError:
+                if self._outlet.policy == "latest":
+                    # a rank that puts instead serves nobody until it knows: what is drained here would wait for it
+                    self._circle.agree(None, self._timeout_s, call=self._close)
+        except MpishardError as e:
+            self._fail(e)
             self._release(gone=True)
             raise
         try:
@@ -217,8 +225,9 @@ class Link:
         except MpishardError as e:
             error = e
         try:
-            self._circle.agree(error, self._timeout_s)
-        except MpishardError:
+            self._circle.agree(error, self._timeout_s, call=self._close)
+        except MpishardError as e:
+            self._fail(e)
             self._release(gone=True)
             raise
         self._release()
@@ -253,6 +262,14 @@ class Link:
     ) -> None:
         if error is None:
             self.close()
+
+    def _fail(self, error: MpishardError) -> None:
+        self._error = error
+        if isinstance(error, DesyncError):
+            # each rank knows of its own call: what the others called may be any of the program's links
+            for link in _open:
+                if link._circle is self._circle and link._error is None:
+                    link._error = error
 
     def _unusable(self, call: str, side: str) -> MpishardError:
         if self._error is not None:

@@ -38,6 +38,7 @@ int main(int argc, char **argv)
     must(told(mps_join(argv[1], 1, &me), MPS_ERR_PEER, "of MPI_COMM_WORLD did not come"), "a program that does not come in time");
     must(mps_join(argv[1], 20, &me) == MPS_OK, "join");
     must(mps_ranks(me, "c", &ranks) == MPS_OK && ranks == 0, "no such program");
+    must(told(mps_ranks(me, NULL, &ranks), MPS_ERR_ARGUMENT, "no name"), "no name");
     mps_comm(me, &comm);
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &size);
@@ -79,6 +80,27 @@ int main(int argc, char **argv)
     must(!is_a || mps_close(link) == MPS_OK, "close");
     must(is_a || told(mps_get(link, NULL), MPS_ERR_PEER, "rank 0 of program 'a' left"), "who left is named");
     must(mps_release(&link) == MPS_OK && mps_release(&w) == MPS_OK, "release");
+
+    /* other calls on one rank: they do not match, and both hear of it */
+    for (int k = 0; k < 4; k++) {
+        int status, policy = k < 3 ? k : MPS_BLOCK;
+        mps_handle other = MPS_NULL;
+        must(mps_connect(me, is_a ? "b" : "a", is_a, &v, !is_a, &v, policy, 2, 20, &link) == MPS_OK, "connect");
+        if (k == 3) must(mps_connect(me, is_a ? "b" : "a", is_a, &v, !is_a, &v, policy, 2, 20, &other) == MPS_OK, "connect");
+        if (is_a) {
+            must(mps_put(link) == MPS_OK, "a step");
+            status = rank == 0 ? mps_put(link) : k == 3 ? mps_put(other) : mps_close(link);
+            must(told(status, MPS_ERR_ORDER, k == 3 ? "put of its link" : "close of its link"), "different calls");
+            must(told(mps_put(rank && k == 3 ? other : link), MPS_ERR_ORDER, "different calls"), "and afterwards");
+            must(mps_close(link) == MPS_OK && (k < 3 || mps_close(other) == MPS_OK), "close");
+        } else {
+            do status = mps_get(link, NULL);
+            while (status == MPS_OK);
+            must(status == MPS_ERR_PEER && mps_close(link) == MPS_OK, "the other side gave up");
+        }
+        must(mps_release(&link) == MPS_OK && (k < 3 || is_a || mps_release(&other) <= MPS_OK), "release");
+        if (is_a && k == 3) mps_release(&other);
+    }
 
     /* released and used */
     must(linked(v, is_a, &link) == MPS_OK, "connect");

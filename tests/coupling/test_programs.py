@@ -213,3 +213,57 @@ def test_peer_that_is_killed(programs, survives):
     for rank in range(2):
         assert f"TOLD solver {rank} get: rank 1 of program 'model' died" in done.stdout, done.stdout
     assert "NO ERROR solver" not in done.stdout, done.stdout
+
+
+OTHER_CALLS = """
+import os
+import sys
+import mpishard as ms
+me = ms.insitu.join({name!r})
+mesh = ms.init_mesh((-1,), ("x",), comm=me.comm)
+u = ms.zeros(6, mesh=mesh, placements=(ms.Shard(0),))
+one = me.comm.rank == 0
+def told(call, errors):
+    try:
+        call()
+    except errors as e:
+        os.write(1, f"TOLD {{str(e).splitlines()[0]}}\\n".encode())
+    else:
+        os.write(1, b"NO ERROR\\n")
+for policy in ("drop_newest", "latest"):
+    for case in ("close", "other link"):
+        a, b = (me.connect({other!r}, **{{{side!r}: {{"u": u}}}}, policy=policy, timeout=20) for _ in range(2))
+        if {name!r} == "writer":
+            a.put()
+            told(a.put if one else a.close if case == "close" else b.put, ms.DesyncError)
+        else:
+            def steps():
+                for step in a:
+                    pass
+            told(steps, ms.MpishardError)
+        a.close()
+        b.close()
+# a reader that closes on one rank
+link = me.connect({other!r}, **{{{side!r}: {{"u": u}}}}, policy="block", timeout=20)
+if {name!r} == "writer":
+    link.put()
+    link.put()
+else:
+    link.get()
+    told(link.get if one else link.close, ms.DesyncError)
+link.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_that_differ_between_ranks_never_match(programs, ranks):
+    """A put here and a close there, of one link or of two: all ranks are told."""
+    done = programs(
+        (ranks, OTHER_CALLS.format(name="writer", other="reader", side="out")),
+        (2, OTHER_CALLS.format(name="reader", other="writer", side="into")),
+    )
+    ended_well(done)
+    assert "NO ERROR" not in done.stdout, done.stdout
+    assert done.stdout.count("TOLD ranks of program 'writer' made different calls") == 4 * ranks, done.stdout
+    assert done.stdout.count("TOLD ranks of program 'reader' made different calls") == 2, done.stdout
+    assert done.stdout.count("TOLD get: ") == 8, done.stdout

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.patience import CertainError, Circle, Presence, Wait, state_of
+from mpishard.comm.coupling.patience import CertainError, Circle, Presence, Wait, call_of, state_of
 from mpishard.comm.memory.buffer import pieces
 from mpishard.errors import PeerError, described, ranges_of, ranks_text
 
@@ -65,6 +65,10 @@ class Channel(NamedTuple):
     other: str
     presences: dict[int, Presence]
     timeout_s: float
+
+    def call(self, name: str) -> int:
+        """Return the number of a call of the link, for agreements. Not collective."""
+        return call_of(name, self.serial)
 
     def wait(self, peers: Callable[[], Sequence[int]], what: str) -> Wait:
         """Return a wait that ends where a peer is dead. Not collective."""

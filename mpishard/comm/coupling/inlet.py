@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
+from mpishard.comm.coupling.patience import GET
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -35,6 +36,7 @@ class Inlet:
 
     def __init__(self, channel: Channel, parcels: Sequence[Parcel], dtypes: Sequence[torch.dtype], asks: bool) -> None:
         self.channel = channel
+        self._call = channel.call(GET)
         self._parcels = parcels
         self._asks = asks
         self._load = Load(parcels, dtypes)
@@ -63,7 +65,7 @@ class Inlet:
                 kind, step = self._received()
             except PeerError as e:
                 error = e
-        circle.start(error, step, -step, -kind)
+        circle.start(error, step, -step, -kind, call=self._call)
         if error is None and kind == wire.STEP:
             self._unpack(blocks)
         least, most, last = circle.finish(timeout)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpishard.comm import counter
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import HEAD, Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import Ballot, keep_going, leave
+from mpishard.comm.coupling.patience import PUT, Ballot, keep_going, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -82,6 +82,7 @@ class Outlet:
 
     Attributes
     ----------
+    policy : str
     ended : bool
         Whether `put` has found that the reader has closed its side: the same on all ranks.
     """
@@ -94,7 +95,7 @@ class Outlet:
         self._depth = depth
         self._new_slot = partial(_Slot, channel, parcels, dtypes)
         self._slots = [self._new_slot() for _ in range(depth)]
-        self._policy = policy
+        self.policy = policy
         self._stop_tag = channel.tag + wire.STOP
         self._next = 0  # the number of the step that is put next
         self._sent = 0  # steps in the ring, for policies that push
@@ -106,6 +107,7 @@ class Outlet:
         self.ended = False
         self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
         self._tree: list[tuple[MPI.Request, np.ndarray]] = []
+        self._call = channel.call(PUT)
         self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
         keep_going(self)
 
@@ -133,18 +135,18 @@ class Outlet:
                     room = self._room(slot)
                 except PeerError as e:
                     error = e
-            if self._policy == "block":
+            if self.policy == "block":
                 return self._pushed(slot, blocks, room, error, wrong)
             circle = self.channel.circle
-            circle.start(error, room, -self._asked)
-            if room == FREE and error is None and self._policy != "latest":
+            circle.start(error, room, -self._asked, call=self._call)
+            if room == FREE and error is None and self.policy != "latest":
                 slot.fill(blocks)
             room, asked, _ = circle.finish(self.channel.timeout_s)
             if room == ENDED:
                 self.ended = True
                 return False
             step, self._next = self._next, self._next + 1
-            if self._policy == "latest":
+            if self.policy == "latest":
                 # not what rank 0 has heard since: the others do not know of it
                 self._asked = max(self._asked, -asked)
                 self._serve(-asked)
@@ -172,7 +174,7 @@ class Outlet:
             along = self._marked(slot, self._next)
         self._next += 1
         self._sent += 1
-        self._ballot.start(error, room, along=along)
+        self._ballot.start(error, room, call=self._call, along=along)
         if wrong:
             self.settle()  # what this rank was given is mostly what all were given: they need no other call
         return True
@@ -186,9 +188,9 @@ class Outlet:
     def _room(self, slot: _Slot) -> int:
         if self._stopped:
             return ENDED
-        if self._policy != "block":
+        if self.policy != "block":
             self._look()
-            return FREE if self._policy == "latest" or slot.done() else FULL
+            return FREE if self.policy == "latest" or slot.done() else FULL
         if slot.done():
             return FREE
         wait = self.channel.wait(slot.waits_for, "put")
@@ -250,7 +252,7 @@ class Outlet:
             # never before a step that is on its way
             for peer in self._stopped:
                 self._end(peer, wire.END)
-        if self._policy == "latest":
+        if self.policy == "latest":
             self._progress_requests()
 
     def _progress_requests(self) -> None:

@@ -19,7 +19,7 @@ from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.dissemination import Dissemination
 from mpishard.comm.exit import on_finalize
-from mpishard.errors import PeerError
+from mpishard.errors import DesyncError, PeerError
 
 # looked up once: a step of a link makes few calls, and these are most of them
 _yield, _start_all = os.sched_yield, MPI.Prequest.Startall
@@ -27,6 +27,8 @@ _SPIN_S = 3e-4
 _LONGEST_PAUSE_S = 4e-3  # in a long wait: each look takes some tens of microseconds from who else is on the core
 _FIRST_TAG = 1 << 14  # those below are the notes' of links
 _LOOK_S = 0.2  # between looks whether peers are alive
+_CALLS = PUT, GET, CLOSE = "put", "get", "close"
+_CALL = 1 << 40  # above what the values of an agreement are
 
 # what must go on whatever this rank waits for: called with no arguments, must not raise or wait
 _background: tuple[Any, ...] = ()
@@ -118,10 +120,10 @@ class Circle:
         return next(self._tags)
 
     def agree(
-        self, error: BaseException | None, timeout_s: float, a: int = 0, b: int = 0, c: int = 0
+        self, error: BaseException | None, timeout_s: float, a: int = 0, b: int = 0, c: int = 0, *, call: int = 0
     ) -> tuple[int, int, int]:
         """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
-        self.start(error, a, b, c)
+        self.start(error, a, b, c, call=call)
         return self.finish(timeout_s)
 
     def told(self, message: bytes | None, timeout_s: float) -> bytes:
@@ -191,10 +193,12 @@ class Ballot:
         b: int = 0,
         c: int = 0,
         *,
+        call: int = 0,
         along: Sequence[MPI.Prequest] = (),
     ) -> None:
         """Start an agreement on the least of every value; `finish` ends it. Collective.
 
+        ``call``: what `call_of` returns, where it is one of a link, so that no rank's matches another.
         ``along``: other requests that start now; one call for all costs less.
         """
         circle = self._circle
@@ -210,6 +214,7 @@ class Ballot:
         if error is not None:
             # what is known for certain is told first, then what the lowest rank says
             failed = circle.rank - (2 if isinstance(error, CertainError) else 1) * circle.size
+        a, b = a + call * _CALL, b - call * _CALL
         if self._rounds is not None:
             self._rounds.start(failed, a, b, c, along)
         else:
@@ -221,7 +226,10 @@ class Ballot:
         self.under_way = True
 
     def finish(self, timeout_s: float) -> tuple[int, int, int]:
-        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective."""
+        """Return the least of every value; where a rank has an error, all raise that of the lowest. Collective.
+
+        All raise where they started for other calls.
+        """
         self.under_way = False
         if not self._done():
             # mostly one turn of whoever shares the core is all that is missing
@@ -229,10 +237,14 @@ class Ballot:
             if not self._done():
                 self._circle._complete(self._done, timeout_s)
         failed, a, b, c = self._numbers[1].tolist() if self._rounds is None else self._rounds.least
+        # first: an error of a rank that waited alone comes of it
+        one, other = (a + _CALL // 2) // _CALL, -((b + _CALL // 2) // _CALL)
+        if one != other:
+            raise guard.common(_other_calls(self._circle.name, one, other), self._circle.comm)
         if failed:
             error, self._error = self._error, None
             self._circle._raise(error, failed % self._circle.size, timeout_s)
-        return a, b, c
+        return a - one * _CALL, b + one * _CALL, c
 
     def leave(self) -> None:
         """Free what is local, but not an agreement that nobody will end: MPI may still write to its memory."""
@@ -244,6 +256,24 @@ class Ballot:
 
 
 _left: list[Ballot] = []
+
+
+def call_of(name: str, serial: int) -> int:
+    """Return the number of a call of the program's link with this number. Not collective."""
+    return 1 + _CALLS.index(name) + len(_CALLS) * (serial % (1 << 20))
+
+
+def _other_calls(program: str, *calls: int) -> DesyncError:
+    words = []
+    for call in calls:
+        link, which = divmod(call - 1, len(_CALLS))
+        words.append(f"{_CALLS[which]} of its link {link}" if call else "connect")
+    return DesyncError(
+        f"ranks of program {program!r} made different calls",
+        expected="the same call of the same link on every rank",
+        got=f"{words[0]} and {words[1]}, in the order of connect from 0",
+        fix="look for code that depends on the rank before this call",
+    )
 
 
 class Presence(NamedTuple):

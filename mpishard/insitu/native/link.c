@@ -444,6 +444,27 @@ static int chosen(int writer, int reader, int reads_only, int otherwise)
     return writer == MPS_DEFAULT ? otherwise : writer;
 }
 
+/* Where ranks made different calls, each knows of its own: those of the others may be of any of the program's links. */
+static void parted(program_t *program, int status)
+{
+    for (link_t *link = open_links; link != NULL && program->circle.apart; link = link->next)
+        if (link->program == program && !link->failed) {
+            link->failed = status;
+            snprintf(link->text, sizeof link->text, "%s", mps_error());
+        }
+    program->circle.apart = 0;
+}
+
+static int kept(link_t *link, int status)
+{
+    if (status < 0) {
+        link->failed = status;
+        snprintf(link->text, sizeof link->text, "%s", mps_error());
+        parted(link->program, status);
+    }
+    return status;
+}
+
 static int make(link_t *link, side_t *mine, int status)
 {
     circle_t *circle = &link->program->circle;
@@ -508,6 +529,7 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
                       name ? name : "", program->name);
     status = circle_same(&program->circle, status, timeout > 0 ? timeout : 60.0, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
     if (status) {
+        parted(program, status);
         free(link);
         return status;
     }
@@ -526,6 +548,7 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     if (status) {
         char text[TEXT_BYTES];
         snprintf(text, sizeof text, "%s", mps_error());
+        parted(program, status);
         link_free(link);
         return fail(status, "%s", text);
     }
@@ -744,14 +767,7 @@ static int fields_usable(link_t *link, const char *call)
     return status;
 }
 
-static int kept(link_t *link, int status)
-{
-    if (status < 0) {
-        link->failed = status;
-        snprintf(link->text, sizeof link->text, "%s", mps_error());
-    }
-    return status;
-}
+static int64_t call_of(const link_t *link, int which) { return which + CALLS * (int64_t)link->serial; }
 
 int mps_put(mps_handle handle)
 {
@@ -767,7 +783,7 @@ int mps_put(mps_handle handle)
     slot_t *slot = &flow->slot[flow->sent % flow->depth];
     int unfit = status = fields_usable(link, "put");
     int room = unfit ? FULL : room_for(link, slot, &status, &certain);
-    circle_start(circle, status, certain, status < 0 ? status : room, -flow->asked, unfit != 0);
+    circle_start_in(circle, call_of(link, CALL_PUT), status, certain, status < 0 ? status : room, -flow->asked, unfit != 0);
     if (room == FREE && !status && flow->policy != MPS_LATEST) {
         move(flow, slot->memory, 1);
         if (flow->policy == MPS_BLOCK) slot_send(flow, slot, flow->next);
@@ -796,7 +812,7 @@ int mps_put(mps_handle handle)
     flow->putting = 0;
     if (stopped(flow)) progress(link);
     /* fields that no rank may use: nothing was sent, and the link goes on */
-    return status < 0 && unfit && values[2] ? status : kept(link, status);
+    return status < 0 && unfit && values[2] && !circle->apart ? status : kept(link, status);
 }
 
 static void tell(link_t *link, parcel_t *p, int peer, int kind)
@@ -876,7 +892,7 @@ int mps_get(mps_handle handle, int64_t *number)
     if (flow->ended) return MPS_END;
     int unfit = status = fields_usable(link, "get");
     if (!status) status = receive(link, &kind, &step, &certain);
-    circle_start(&link->program->circle, status, certain, status < 0 ? status : step, -step, unfit ? 1 : -kind);
+    circle_start_in(&link->program->circle, call_of(link, CALL_GET), status, certain, status < 0 ? status : step, -step, unfit ? 1 : -kind);
     if (!status && kind == KIND_STEP) move(flow, flow->slot->memory, 0);
     status = circle_finish(&link->program->circle, link->timeout, values);
     if (!status && values[2]) {
@@ -885,7 +901,7 @@ int mps_get(mps_handle handle, int64_t *number)
     }
     if (!status && values[0] != -values[1]) status = fail(MPS_ERR_PEER, "get: the ranks got different steps");
     if (!status && number != NULL) *number = step;
-    return status < 0 && unfit && values[2] == 1 ? status : kept(link, status);
+    return status < 0 && unfit && values[2] == 1 && !link->program->circle.apart ? status : kept(link, status);
 }
 
 static int flushed(link_t *link)
@@ -942,6 +958,17 @@ int mps_close(mps_handle handle)
         leave(link);
         return MPS_OK;
     }
+    circle_t *circle = &link->program->circle;
+    int64_t call = call_of(link, CALL_CLOSE);
+    if (link->out.fields && link->out.policy == MPS_LATEST) {
+        /* a rank that puts instead serves nobody until it knows: what is drained here would wait for it */
+        circle_start_in(circle, call, MPS_OK, 0, 0, 0, 0);
+        if ((status = circle_finish(circle, link->timeout, NULL))) {
+            for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
+            leave(link);
+            return kept(link, status);
+        }
+    }
     for (int i = 0; i < link->into.count && !link->into.ended; i++) tell(link, &link->into.parcels[i], link->into.parcels[i].peer, TAG_STOP);
     patience_t wait = patience(link->timeout);
     for (;;) {
@@ -957,7 +984,8 @@ int mps_close(mps_handle handle)
     if (status)
         for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);
     leave(link);
-    return kept(link, circle_agree(&link->program->circle, status, link->timeout));
+    circle_start_in(circle, call, status, 0, status < 0 ? status : 0, 0, 0);
+    return kept(link, circle_finish(circle, link->timeout, NULL));
 }
 
 void link_free(link_t *link)

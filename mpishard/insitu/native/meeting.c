@@ -140,15 +140,22 @@ static int complete(circle_t *circle, MPI_Request *request, double timeout)
 
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c)
 {
+    circle_start_in(circle, 0, status, certain, a, b, c);
+}
+
+void circle_start_in(circle_t *circle, int64_t call, int status, int certain, int64_t a, int64_t b, int64_t c)
+{
     int64_t failed = status < 0 ? circle->rank - (certain ? 2 : 1) * (int64_t)circle->size : 0;
     circle->mine[0] = failed;
     circle->mine[1] = a;
     circle->mine[2] = b;
     circle->mine[3] = c;
+    circle->mine[4] = call;
+    circle->mine[5] = -call;
     circle->request = MPI_REQUEST_NULL;
     memcpy(circle->least, circle->mine, sizeof circle->least);
     if (circle->size > 1 && !circle->broken)
-        MPI_Iallreduce(circle->mine, circle->least, 4, MPI_INT64_T, MPI_MIN, circle->comm, &circle->request);
+        MPI_Iallreduce(circle->mine, circle->least, 6, MPI_INT64_T, MPI_MIN, circle->comm, &circle->request);
 }
 
 /* the least of every value; where a rank failed, all get its status and text */
@@ -159,6 +166,15 @@ int circle_finish(circle_t *circle, double timeout, int64_t values[3])
     int status = complete(circle, &circle->request, timeout);
     if (status) return status;
     if (values != NULL) memcpy(values, circle->least + 1, 3 * sizeof *values);
+    if (circle->least[4] != -circle->least[5]) {
+        /* first: an error of a rank that waited alone comes of it */
+        static const char *const names[CALLS] = {"another call", "put", "get", "close"};
+        int64_t one = circle->least[4], other = -circle->least[5];
+        circle->apart = 1;
+        return fail(MPS_ERR_ORDER, "ranks of program '%s' made different calls\n  expected: the same call of the same link on every rank\n"
+                    "  got:      %s of its link %lld and %s of its link %lld, in the order of mps_connect from 0", circle->name, names[one % CALLS],
+                    (long long)(one / CALLS), names[other % CALLS], (long long)(other / CALLS));
+    }
     if (circle->least[0] == 0) return MPS_OK;
     int root = (int)((circle->least[0] + 2 * (int64_t)circle->size) % circle->size);
     char told[TEXT_BYTES + 16];
@@ -543,6 +559,7 @@ int mps_ranks(mps_handle handle, const char *name, int *ranks)
 {
     program_t *program = object_of(handle, OBJECT_PROGRAM);
     if (program == NULL || ranks == NULL) return fail(MPS_ERR_ORDER, "ranks: expected a program, from mps_join");
+    if (name == NULL) return fail(MPS_ERR_ARGUMENT, "ranks: no name of a program");
     *ranks = strcmp(program->name, name) == 0 ? program->ranks : 0;
     for (int i = 0; i < program->others; i++)
         if (strcmp(program->far[i].name, name) == 0) *ranks = program->far[i].ranks;

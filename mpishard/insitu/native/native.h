@@ -64,9 +64,12 @@ int patient(patience_t *wait); /* lets others run; whether there is time left */
 int time_to_look(patience_t *wait);
 extern void (*background)(void); /* what goes on in every wait */
 
-typedef struct { MPI_Comm comm; int rank, size, broken; char name[NAME_BYTES]; int64_t mine[4], least[4]; MPI_Request request; } circle_t;
+typedef struct { MPI_Comm comm; int rank, size, broken, apart; char name[NAME_BYTES]; int64_t mine[6], least[6]; MPI_Request request; } circle_t;
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
+/* of a call of a link: an error on all ranks where they start for other calls */
+enum { CALL_PUT = 1, CALL_GET, CALL_CLOSE, CALLS };
+void circle_start_in(circle_t *circle, int64_t call, int status, int certain, int64_t a, int64_t b, int64_t c);
 int circle_finish(circle_t *circle, double timeout, int64_t values[3]);
 int circle_agree(circle_t *circle, int status, double timeout);
 /* the same, and an error where the ranks gave other arguments, or made other calls; 0 begins a digest */
