@@ -190,7 +190,7 @@ static void levels(mps_handle sim)
     }
 }
 
-/* a Cartesian communicator is asked for its topology, whether or not the grid is given too; the model takes cells from around */
+/* a Cartesian communicator is asked for its topology, whether or not the grid is given too */
 static void around(void)
 {
     int grid[2] = {size, 1}, other[2] = {1, size}, both[2] = {1, 1}, none[2] = {0, 0};
