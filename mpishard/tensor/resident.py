@@ -269,7 +269,7 @@ def notice_writes(mesh: CartMesh) -> None:
     if not on_all(mesh, not written, "backward"):
         comm = mesh.group(tuple(range(mesh.ndim))).comm
         with guard.waiting("backward", (), comm):
-            written = set().union(*comm.allgather(written))
+            written = comm.allreduce(written, set.union)  # in pairs: of as many names as fields were written
         for halo in mine:
             if (halo.name, halo.generation) in written:
                 halo.overwritten()
