@@ -21,6 +21,7 @@ from mpishard.comm.mesh import CartMesh, Group
 BUCKET_NBYTES = 4 << 20
 # a bucket beyond it gives each new gradient memory of its own: a user may keep one and drop the others
 _SHARED_NBYTES = 1 << 16
+_MOST_UNDER_WAY = 8
 
 _Key = tuple[CartMesh, tuple[int, ...], torch.dtype]
 
@@ -106,8 +107,10 @@ class Buckets:
 
     def send(self, unit: object, way: Way, parts: list[Part]) -> None:
         """Send gradients of sharded parameters, of one unit at a time, as they hold memory. Collective."""
-        while self._scattered and self._scattered[0][0] is not unit:
-            self._scattered.popleft()[1]()
+        under_way = self._scattered
+        # a layer that is called over and over is one unit, too
+        while under_way and (under_way[0][0] is not unit or len(under_way) >= _MOST_UNDER_WAY):
+            under_way.popleft()[1]()
         self._scattered.append((unit, *accumulating(way, parts)))
 
     def defer(self, node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:

@@ -413,6 +413,27 @@ def test_layers_in_another_order_than_they_were_made(mesh):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_a_layer_called_over_and_over(mesh):
+    """Small and large: its gradients do not pile up on their way."""
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 1 << 13)
+
+        def forward(self, x):
+            for i in range(12):
+                x = torch.tanh(self.large(x)[..., :: 1 << 10] if i % 5 == 1 else self.small(x))
+            return x
+
+    reference, model = seeded(Again, torch.float64), sharded(Again, mesh)
+    full = data(4, 3, 8)
+    model(ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Replicate()))).square().sum().backward()
+    reference(full).square().sum().backward()
+    same(model, reference, "gradients")
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_a_backward_that_fails_holds_nothing(mesh):
     model = sharded(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), mesh)
     x = ms.distribute_tensor(data(4, 3, 8), mesh, (ms.Shard(0), ms.Replicate())).requires_grad_()
