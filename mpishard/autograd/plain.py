@@ -37,10 +37,12 @@ class Plain:
         Autograd's number of the node.
     """
 
-    def __init__(self, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None) -> None:
+    def __init__(
+        self, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None, terms: Iterable[int] = ()
+    ) -> None:
         self.mesh, self.held, self.shown = mesh, held, shown
         self.sequence = 0
-        self._given = given
+        self._given, self._terms = given, set(terms)
         # mesh dims over which ranks were seen to use it with blocks of their own, and all in the same way
         self._apart: set[int] = set()
         self._alike: set[int] = set()
@@ -63,7 +65,7 @@ class Plain:
         """Return the block's cotangent. Collective."""
         given = self._given
         if given is None:
-            summed = self._apart - self._alike
+            summed = self._apart - self._alike - self._terms
             placements = [
                 Partial() if m in summed and type(p) is Replicate else p for m, p in enumerate(self.shown.placements)
             ]
@@ -94,7 +96,9 @@ class _Back:
         return self.adjoint.back(g)
 
 
-def taken(x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None = None) -> Tensor:
+def taken(
+    x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout | None = None, terms: Iterable[int] = ()
+) -> Tensor:
     """Return the plain tensor of a block that lies as ``held`` says, as ``shown`` says.
 
     Collective where they differ.
@@ -109,6 +113,8 @@ def taken(x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout 
         Layouts without `Partial`.
     given
         The layout of the cotangent, where the user says it.
+    terms
+        Mesh dims over which the block is a rank's own term of a sum: its cotangent is its own, and that of the sum.
 
     Notes
     -----
@@ -116,7 +122,7 @@ def taken(x: Tensor, mesh: CartMesh, held: Layout, shown: Layout, given: Layout 
     ``given``, it is a sum over the ranks that were seen to use the value with blocks of their own; over the others it
     must be the same, which is compared.
     """
-    op = Plain(mesh, held, shown, given)
+    op = Plain(mesh, held, shown, given, terms)
     y = apply(op, x)
     if given is None and y.grad_fn is not None:
         op.sequence = y.grad_fn._sequence_nr()

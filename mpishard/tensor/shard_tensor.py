@@ -234,7 +234,8 @@ class ShardTensor(Tensor):
 
         Of a `Replicate` dim every rank holds the whole cotangent, the same on all. In a rule (`implements`), and of
         what was computed, it is a sum over the ranks where the result becomes a ShardTensor that is sharded there, or
-        is reduced with `all_reduce` and its kin; else it is compared in the backward pass.
+        is reduced with `all_reduce` and its kin; else it is compared in the backward pass. So is that of a `Partial`
+        dim, over which each rank has a term of its own: it is the cotangent of the sum.
         """
         local = self.block
         if not local.requires_grad or not torch.is_grad_enabled():
@@ -245,7 +246,7 @@ class ShardTensor(Tensor):
             return taken(local, self.mesh, held, held, given)
         if len(self.sharding.sharded_mesh_dims) == self.mesh.ndim or not (in_rule() or local.grad_fn is not None):
             return local
-        return taken(local, self.mesh, held, held)
+        return taken(local, self.mesh, held, held, terms=self.sharding.partial_dims)
 
     # -- Python's protocols
 

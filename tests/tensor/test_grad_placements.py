@@ -209,3 +209,24 @@ def test_products_of_blocks_of_unlike_size():
         whole = first.clone().requires_grad_()
         (whole.sin()[:, None] * second).square().sum().backward()
         torch.testing.assert_close(gathered(x.grad), whole.grad)
+
+
+def test_terms_of_a_sum():
+    """What each rank holds of a Partial is its own: its cotangent is that of the sum, not one for each rank."""
+    mesh = mesh_1d()
+    first, second = values(3, N), values(N, 2)
+    x = shard(first, mesh, [ms.Shard(1)], requires_grad=True)
+    y = shard(second, mesh, [ms.Shard(0)], requires_grad=True)
+    terms = x @ y
+    if WORLD.size > 1:
+        assert terms.placements == (ms.Partial(),)
+    total = ms.ShardTensor.from_local(terms.to_local() * 2, mesh, terms.placements)
+    total.square().sum().backward()
+    whole = [t.clone().requires_grad_() for t in (first, second)]
+    (2 * (whole[0] @ whole[1])).square().sum().backward()
+    for t, expected in zip((x, y), whole, strict=True):
+        torch.testing.assert_close(gathered(t.grad), expected.grad)
+    if WORLD.size > 1:
+        # of terms that are no multiples of each rank's, no cotangent of the sum
+        with pytest.raises(ms.DesyncError, match="differs between ranks"):
+            ms.ShardTensor.from_local((x @ y).to_local().square(), mesh, terms.placements).sum().backward()
