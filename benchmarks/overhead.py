@@ -114,6 +114,8 @@ def run(bench: Bench) -> None:
     operations = {
         "x + 1": lambda t: t + 1.0,
         "x * x": lambda t: t * t,
+        "x.mul_(1)": lambda t: t.mul_(1.0),
+        "x.addcmul_(x, x)": lambda t: t.addcmul_(t, t, value=0.0),
         "gelu": torch.nn.functional.gelu,
         "shape": lambda t: t.shape,
         "permute": lambda t: t.permute(0, 2, 3, 1),
