@@ -101,9 +101,9 @@ class Buckets:
     def send_parcel(self) -> None:
         """Send what was collected, if anything. Collective."""
         parcel, self._parcel = self._parcel, None
-        while parcel is not None and parcel.ways:
-            (way, _), parts = parcel.ways.popitem()
-            self.send(parcel.unit, way, parts)
+        if parcel is not None:
+            for (way, _), parts in parcel.ways.items():
+                self.send(parcel.unit, way, parts)
 
     def send(self, unit: object, way: Way, parts: list[Part]) -> None:
         """Send gradients of sharded parameters, of one unit at a time, as they hold memory. Collective."""

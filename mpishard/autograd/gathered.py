@@ -51,8 +51,8 @@ class Schedule:
         self._backward: Unit | None = None
         self._task = -1
 
-    def begin(self) -> None:
-        """Note that the model starts, or has computed. Collective where it did not go as last time."""
+    def rest(self) -> None:
+        """Note that no layer computes, before and after the model. Collective where it did not go as last time."""
         last, self._forward = self._forward, None
         self._keep(None)
         if last is not None and last.unit.after is not None:
@@ -220,13 +220,13 @@ class Gathered:
     ) -> None:
         self.mesh, self.unit, self.block = mesh, unit, block
         self._dtype = dtype
-        ((self._dim, self._mesh_dims),) = layout.shard_dims.items()
+        ((dim, self._mesh_dims),) = layout.shard_dims.items()
         self.group = mesh.group(self._mesh_dims)
-        self.padded = Padded(layout.shape, self._dim, self.group.size)
+        self.padded = Padded(layout.shape, dim, self.group.size)
         self.shape, self.numel = layout.shape, math.prod(layout.shape)
         # a message of its own takes longer than copies into one that it shares
         self.is_small = self.numel <= _SMALL
-        self._interval = layout.interval(self._dim, mesh.coords)
+        self._interval = layout.interval(dim, mesh.coords)
         # of which the whole is, or comes
         self.sent_block: Tensor | None = None
         self.version = -1
@@ -291,7 +291,7 @@ class Gathered:
     def _cut(self, g: Tensor) -> Tensor:
         lo, hi = self._interval
         block = self.block()
-        return g.narrow(self._dim, lo, hi - lo).to(block.device, block.dtype, copy=True).contiguous()
+        return g.narrow(self.padded.dim, lo, hi - lo).to(block.device, block.dtype, copy=True).contiguous()
 
     def _joined(self, block: Tensor) -> Tensor:
         return self.padded.whole_of(iall_gather([self._row_of(block)], self.group).wait())
@@ -325,8 +325,7 @@ class Gathered:
             return None
         rest = tuple(m for m in mesh_dims if m not in own_dims)
         way = mesh, own_dims, rest
-        lo, hi = self._interval
-        part = Part(block, self.padded, hi - lo, self.padded.rows_of(share.to(block.dtype)))
+        part = Part(block, self.padded, self.padded.rows_of(share.to(block.dtype)))
         if buckets is None:
             (total,) = scatter(way, [part])[0]()
             return total

@@ -22,14 +22,15 @@ class Padded:
 
     Attributes
     ----------
+    dim : int
     width : int
         Values in a row.
     """
 
-    __slots__ = ("_count", "_dim", "_inner", "_least", "_longer", "_n", "_row", "width")
+    __slots__ = ("_count", "_inner", "_least", "_longer", "_n", "_row", "dim", "width")
 
     def __init__(self, shape: tuple[int, ...], dim: int, count: int) -> None:
-        self._n, self._dim, self._count = shape[dim], dim, count
+        self._n, self.dim, self._count = shape[dim], dim, count
         self._inner = (*shape[:dim], *shape[dim + 1 :])
         self._row = math.prod(self._inner)
         most, self._least = (sizes := balanced(shape[dim], count))[0], sizes[-1]
@@ -63,10 +64,10 @@ class Padded:
         return self._turned(flat.reshape(self._n, *self._inner))
 
     def _flat(self, x: Tensor) -> Tensor:
-        return (x.movedim(self._dim, 0) if self._dim else x).reshape(-1)
+        return (x.movedim(self.dim, 0) if self.dim else x).reshape(-1)
 
     def _turned(self, x: Tensor) -> Tensor:
-        return (x.movedim(0, self._dim) if self._dim else x).contiguous()
+        return (x.movedim(0, self.dim) if self.dim else x).contiguous()
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows[: self._longer], rows[self._longer :, : self._least * self._row]

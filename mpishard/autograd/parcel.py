@@ -15,11 +15,10 @@ from mpishard.comm.mesh import CartMesh
 
 
 class Part(NamedTuple):
-    """A rank's share of a gradient, in ``rows``, of which the ranks keep ``extent`` cells each."""
+    """A rank's share of the gradient of a parameter, of which it holds ``block``, in rows for the ranks."""
 
     block: Tensor
     padded: Padded
-    extent: int
     rows: Tensor
 
 
@@ -31,7 +30,7 @@ def scatter(way: Way, parts: list[Part]) -> tuple[Callable[[], list[Tensor]], Pe
     """Send shares together; return what waits for this rank's blocks of the sums, and for what. Collective."""
     mesh, dims, rest = way
     group = mesh.group(dims)
-    of = [(p.padded, p.extent, p.block.device) for p in parts]
+    of = [(p.padded, p.block) for p in parts]
     rows = [p.rows for p in parts]
     parts.clear()  # whole gradients: what travels is enough
     pending = ireduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), group)
@@ -41,8 +40,8 @@ def scatter(way: Way, parts: list[Part]) -> tuple[Callable[[], list[Tensor]], Pe
         own = pending.wait()
         if rest:
             own = all_reduce(own, mesh.group(rest), in_place=True)
-        blocks = torch.unsafe_split_with_sizes(own, [padded.width for padded, _, _ in of])
-        return [padded.block_of(row, extent).to(device) for (padded, extent, device), row in zip(of, blocks)]
+        split = torch.unsafe_split_with_sizes(own, [padded.width for padded, _ in of])
+        return [padded.block_of(row, b.shape[padded.dim]).to(b.device) for (padded, b), row in zip(of, split)]
 
     return finish, pending
 

@@ -336,11 +336,9 @@ def part_of(
     stored = torch_dtype(cells, name)
     decoding = decoding_of(dataset, stored) if decode else None
     wanted = dtype or (stored if decoding is None else decoding.dtype)
-    kinds = ["a complex dtype"] if stored.is_complex else ["a floating dtype", "a complex one"]
     if decoding is not None and not (wanted.is_complex or (wanted.is_floating_point and not stored.is_complex)):
-        raise LayoutError(
-            f"read: {name!r} decoded", expected=" or ".join(kinds), got=wanted, fix="leave dtype out, or decode"
-        )
+        expected = "a complex dtype" if stored.is_complex else "a floating dtype or a complex one"
+        raise LayoutError(f"read: {name!r} decoded", expected=expected, got=wanted, fix="leave dtype out, or decode")
     return Part(axes, layout, wanted, cells, decoding)
 
 

@@ -205,15 +205,12 @@ def shard_parameters(
         _list_anew(part)
 
     def begin(*_: Any) -> None:
-        schedule.begin()
+        schedule.rest()
         for owner, name in plain:
             _check_memory(owner, name)
 
-    def end(*_: Any) -> None:
-        schedule.begin()
-
     module.register_forward_pre_hook(begin, prepend=True)
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_hook(lambda *_: schedule.rest(), always_call=True)
     _schedules[module] = schedule
 
 
@@ -265,7 +262,7 @@ def _neighbours(found: list[tuple[nn.Module, _Places]]) -> list[list[tuple[nn.Mo
     room = 0
     for layer, size in zip(found, sizes):
         part = layer[0]
-        is_whole = isinstance(part, _WHOLE) or not any(True for _ in part.children())
+        is_whole = isinstance(part, _WHOLE) or not list(part.children())
         if joined and is_whole and size <= room:
             joined[-1].append(layer)
         else:

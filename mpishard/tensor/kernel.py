@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mpishard.autograd.graph import before, own_nodes, packs, replayed_views
+from mpishard.autograd.graph import before, own_nodes, packs, replayed_views, unseen
 from mpishard.autograd.linear import transforms_active
 from mpishard.comm.thread import Depth
 from mpishard.layout import watch_empty_blocks
@@ -94,7 +94,7 @@ def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], single: 
     given = {a.name: a for a in func._schema.arguments}
     named = {name: _in_place_of(given[name], value, single) for name, value in kwargs.items()}
     try:
-        with _disable_current_modes():  # those of users, who may count
+        with unseen():
             func(*(_in_place_of(a, value, single) for a, value in zip(given.values(), args)), **named)
     except NotImplementedError as e:
         return e.with_traceback(None)

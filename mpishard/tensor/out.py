@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from mpishard.autograd.graph import unseen
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.refusal import without_data
 from mpishard.tensor.registry import name_of, outline, spellings, tensors_in
@@ -110,7 +110,7 @@ def _require_cast(
     ways: list[Callable[[Any], Any]] = [partial(_small, most=_FEW), partial(_small, most=1), without_data]
     if sum(x.numel() for x in tensors_in([*args, *given.values()])) < _MANY:
         ways.insert(2, partial(_small, most=_MANY))  # without cells, torch casts more
-    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=()):
+    with torch.no_grad(), unseen(), torch.random.fork_rng(devices=()):
         for few in ways:
             if refusal(few, into=False) is None:
                 refused = refusal(few, into=True)

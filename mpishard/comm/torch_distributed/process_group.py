@@ -6,7 +6,6 @@ of torch's default group by ``MPI_Comm_create_group``, so that only its members 
 
 from __future__ import annotations
 
-import sys
 import zlib
 from typing import Any, NamedTuple
 
@@ -67,10 +66,7 @@ def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.Process
     comm, whole = _comms_of(where)
     if not dist.is_initialized():
         store, rank, size = OwnStore(), whole.Get_rank(), whole.Get_size()
-        hook = sys.excepthook
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, pg_options=_Over(whole))
-        # torch's hook keeps what the one before writes until that comes back; ours ends the job
-        sys.excepthook = hook
     world = _ours(dist.group.WORLD)
     ranks = _ranks_in(comm, world.comm)
     if len(ranks) == world.comm.size:

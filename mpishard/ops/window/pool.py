@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from mpishard.autograd.graph import unseen
 from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.layout import Each, Layout, layout_of, sizes_of
@@ -166,7 +166,7 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         def build() -> PoolPlan:
             shape = on_domain(func, x, kernel_size, stride, padding, dilation, ceil_mode).shape
             if ndim == 1:  # which has a kernel of its own, that is looked for where there are cells, and no modes
-                with _disable_current_modes():
+                with unseen():
                     func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
             return _plan(x, ndim, kernel, step, pads, spread, shape, name)
 
