@@ -12,6 +12,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError
+from mpishard.io.file import open as opening
 from mpishard.io.file import seen
 from tests.io.files import WORLD, on_root, same_on_all, store, values
 
@@ -158,6 +159,27 @@ def test_ranks_that_find_other_steps(mesh, folder, monkeypatch):
     x = ms.io.read(at, "a", mesh, WHOLE, backend="root")
     assert x.shape == (6, 4, 3)
     assert torch.all(x.full_tensor() == torch.arange(6.0)[:, None, None])
+
+
+def test_a_file_system_that_numbers_open_files_otherwise(mesh, folder, monkeypatch):
+    at = folder / "a.h5"
+    counted(at, 5)
+    own = opening.of_open
+    monkeypatch.setattr(opening, "of_open", lambda file: (0, 0, *own(file)[2:]))
+    monkeypatch.setattr(seen, "of_open", opening.of_open)
+    with ms.io.Dataset(at, "a", mesh, WHOLE) as ds:
+        assert torch.all(ds[3].full_tensor() == 3)
+    assert ms.io.read(at, "a", mesh, WHOLE, backend="root").shape == (5, 4, 3)
+
+
+def test_a_file_that_is_written_to_whenever_it_is_opened(mesh, folder, monkeypatch):
+    at = folder / "a.h5"
+    counted(at, 5)
+    own = opening.of_open
+    monkeypatch.setattr(opening, "of_open", lambda file: (*own(file)[:3], 0))
+    with pytest.raises(FileError, match="written to again and again") as e:
+        ms.io.Dataset(at, "a", mesh, WHOLE)
+    same_on_all(e)
 
 
 def test_a_file_that_never_rests(mesh, folder, monkeypatch):

@@ -22,6 +22,7 @@ _MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
 _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
+_TRIES = 20  # to open a file that is written to meanwhile
 # of new files: HDF5 1.8 and later read it, and what says where datasets lie has checksums, so that damage is an error
 LIBVER = ("v108", "latest")
 # From here on HDF5 opens the sources of a file without a lock that was opened without one; before, those that it
@@ -51,7 +52,7 @@ def opened(path: Path, *, locking: bool | None = False) -> Any:
     """
     h5py = import_h5py()
     try:
-        while True:
+        for _ in range(_TRIES):
             check_settled(path)
             check_regular(path)
             mark = mark_of(path)
@@ -59,10 +60,13 @@ def opened(path: Path, *, locking: bool | None = False) -> Any:
                 raise changed(path, "it is open in this process, and was written to meanwhile")
             # Without a lock: read-only shared file systems refuse one, and nobody writes.
             file = h5py.File(path, "r", locking=locking)
-            if of_open(file) in (None, mark) and not is_pending(path):
-                note(file, mark)
+            # of device and number some file systems tell a path and a descriptor differently
+            own = of_open(file) or mark
+            if own[2:] == mark[2:] and not is_pending(path):
+                note(file, own)
                 return file
             file.close()
+        raise changed(path, "it is written to again and again")
     except FileError:
         raise
     except Exception as e:
