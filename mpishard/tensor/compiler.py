@@ -291,7 +291,7 @@ def _same_view(found: Tensor, x: ShardTensor, y: Tensor) -> Any:
         for name in _VIEWS:
             try:
                 next_view = getattr(view, name)
-            except RuntimeError:  # of other dims, or not of real numbers
+            except (RuntimeError, TypeError):  # of other dims, or not of real numbers
                 continue
             if _cells_of(next_view) not in seen:
                 seen.add(_cells_of(next_view))

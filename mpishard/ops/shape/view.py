@@ -23,7 +23,7 @@ from mpishard.ops.rule.dim import (
     whole_along,
     without,
 )
-from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.registry import aten, implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 # -- order
@@ -122,12 +122,13 @@ def _matrix_adjoint(self: ShardTensor) -> ShardTensor:
     return _adjoint(self) if self.ndim else viewed(self, self.block.conj(), self.sharding)
 
 
-implements(torch.Tensor.T.__get__, sharded="local")(  # type: ignore[attr-defined]
+# torch.compile of torch 2.15 calls the functions behind the attributes
+implements(torch.Tensor.T.__get__, *aten("numpy_T"), sharded="local")(  # type: ignore[attr-defined]
     lambda self: permute(self, *reversed(range(self.ndim)))
 )
-implements(torch.Tensor.mT.__get__, sharded="local")(_matrix_transposed)  # type: ignore[attr-defined]
-implements(torch.Tensor.H.__get__, sharded="local")(_matrix_adjoint)  # type: ignore[attr-defined]
-implements(torch.Tensor.mH.__get__, sharded="local")(_adjoint)  # type: ignore[attr-defined]
+implements(torch.Tensor.mT.__get__, *aten("mT"), sharded="local")(_matrix_transposed)  # type: ignore[attr-defined]
+implements(torch.Tensor.H.__get__, *aten("matrix_H"), sharded="local")(_matrix_adjoint)  # type: ignore[attr-defined]
+implements(torch.Tensor.mH.__get__, *aten("mH"), sharded="local")(_adjoint)  # type: ignore[attr-defined]
 implements(torch.adjoint, torch.Tensor.adjoint, sharded="local")(_adjoint)
 
 
