@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpishard.errors import MpishardError
-from mpishard.tensor.refusal import STUMBLES, explained
+from mpishard.tensor.refusal import STUMBLES, explained, with_ints
 from mpishard.tensor.registry import RULES, by_torch_names
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -31,6 +31,8 @@ def _method(function: Any) -> Any:
                 return RULES[function](self, *args, **by_torch_names(function, kwargs))
             return RULES[function](self, *args)
         except STUMBLES as e:
+            if again := with_ints(args, kwargs, e):
+                return method(self, *again[0], **again[1])
             if told := explained(function, (self, *args), kwargs, e):
                 raise told from None
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +19,8 @@ from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, wrap
 Kind = tuple[Layout, CartMesh] | None  # of a ShardTensor; None of anything else
 
 
-def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``function.apply(*args, **kwargs)`` gives of the whole tensors. Collective as its methods are.
+def apply_function(function: Any, args: Sequence[Any]) -> Any:
+    """Return what ``function.apply(*args)`` gives of the whole tensors. Collective as its methods are.
 
     Its ``forward`` computes without a graph, its ``backward`` gets the cotangents of the whole results and returns
     those of the whole arguments: with rules for what it calls, both are what they are in one process.
@@ -35,7 +35,7 @@ def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     Adjoint: its ``backward``. What it returns for a plain argument is summed over the ranks where it is a ShardTensor.
     """
     call = _Call(function, [kind_of(x) for x in args])
-    found = _Node.apply(call, *map(block_of, args), **kwargs)  # torch refuses those
+    found = _Node.apply(call, *map(block_of, args))
     out = tuple(map(as_it_was, found, call.out))
     return out if call.several else out[0]
 

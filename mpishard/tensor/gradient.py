@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinMethodType
 from typing import Any, NoReturn
 
@@ -286,16 +287,27 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_backward_hook(args)
     if name == _SAVING:
         return _save_inputs(apply, args)
+    args = _positional(cls, args, kwargs)
     if any(isinstance(x, ShardTensor) for x in args) and not any(
-        holds_shards(x) for x in (*args, kwargs) if not isinstance(x, Tensor)
+        holds_shards(x) for x in args if not isinstance(x, Tensor)
     ):
-        return apply_function(cls, args, kwargs)
+        return apply_function(cls, args)
     raise UnsupportedOperationError(
         f"autograd.Function {name} with ShardTensors: its gradient would be lost in silence",
         expected="tensors as arguments",
         got=got,
         fix=f"hand them to {cls.__name__}.apply one by one",
     )
+
+
+def _positional(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments in the order of ``forward``, with its defaults for ``setup_context``, as torch does."""
+    apart = function.setup_context is not _SingleLevelFunction.setup_context
+    if not apart and not kwargs:
+        return args
+    bound = inspect.signature(function.forward).bind(*(() if apart else (None,)), *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args if apart else bound.args[1:]
 
 
 def _install() -> None:

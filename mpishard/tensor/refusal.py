@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -13,10 +14,11 @@ from mpishard.autograd.graph import unseen
 from mpishard.errors import MpishardError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there
-STUMBLES = (IndexError, KeyError, AttributeError, TypeError, ValueError, AssertionError, ZeroDivisionError)
+STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
 
 # torch's rules for meta are Python, too, and see less than its kernels
 _STUMBLES_OF_META = (NotImplementedError, KeyError, AttributeError, AssertionError, ZeroDivisionError)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FEW = 1 << 16  # cells, of which a kernel soon says what it thinks
 # what goes wrong in them is not theirs
 _GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -45,6 +47,24 @@ def explained(
                 elif not isinstance(e, _STUMBLES_OF_META) and "meta" not in str(e):
                     answer = e.with_traceback(None)
     return answer
+
+
+def with_ints(
+    args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """Return arguments with an int for each integer of numpy or tensor without dims; None if there are none of these.
+
+    Not collective. Torch takes them for ints; a rule may have stumbled over one.
+    """
+    if isinstance(error, MpishardError) or not any(map(_is_int, tree_leaves((args, kwargs)))):
+        return None
+    return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _is_int(x: Any) -> bool:
+    if type(x) is Tensor:
+        return x.ndim == 0 and x.dtype in _INTEGERS and not x.is_meta
+    return isinstance(x, np.integer)
 
 
 def _is_ours(error: Exception) -> bool:

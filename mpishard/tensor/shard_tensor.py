@@ -17,7 +17,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
 from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
 from mpishard.tensor.out import call_into
-from mpishard.tensor.refusal import STUMBLES, explained
+from mpishard.tensor.refusal import STUMBLES, explained, with_ints
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class ShardTensor(Tensor):
             kwargs = by_torch_names(func, kwargs)
             return call_into(func, rule, args, kwargs) if "out" in kwargs else rule(*args, **kwargs)
         except STUMBLES as e:
+            if again := with_ints(args, kwargs or {}, e):
+                return cls.__torch_function__(func, types, *again)
             if told := explained(func, args, kwargs or {}, e):
                 raise told from None
             raise

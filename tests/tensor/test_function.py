@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mpishard as ms
 from tests.compare import gathered, layouts, shard
 from tests.models.twin import seeded
+from tests.release import RELEASE
 
 SHAPE = (2, 3, 11, 6)
 
@@ -154,6 +155,21 @@ def test_values_and_gradients(name, saved):
             torch.testing.assert_close(gathered(got), expected, msg=lambda m: f"{case}: {m}")
 
 
+@pytest.mark.skipif(RELEASE == (2, 8), reason="torch itself takes none before 2.9")
+@pytest.mark.parametrize(
+    "call", [lambda x: StraightThrough.apply(steps=4.0, x=x * 1), lambda x: Exponential.apply(base=torch.e, x=x)]
+)
+def test_arguments_by_name(call):
+    x = values(*SHAPE)
+    y = call(leaf := x.clone().requires_grad_())
+    y.square().sum().backward()
+    for case in [*layouts(SHAPE, (2, 3))][::3]:
+        z = call(own := shard(x, *case, True))
+        z.square().sum().backward()
+        torch.testing.assert_close(gathered(z), y.detach())
+        torch.testing.assert_close(gathered(own.grad), leaf.grad)
+
+
 @pytest.mark.parametrize("name", ["exponential", "centred", "centred, both", "straight through"])
 def test_second_derivatives(name):
     found = []
@@ -213,8 +229,6 @@ def test_what_is_refused():
     x = shard(values(*SHAPE), *next(iter(layouts(SHAPE, (2,)))))
     with pytest.raises(ms.UnsupportedOperationError, match="mark_dirty"):
         Written.apply(x)
-    with pytest.raises(TypeError):
-        StraightThrough.apply(x, steps=2.0)
     with pytest.raises(ms.MpishardError):
         Kernel.apply(x)
 

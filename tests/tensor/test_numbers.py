@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpishard as ms
-from tests.compare import WORLD, gathered, mesh_of, shard
+from tests.compare import WORLD, flat, gathered, mesh_of, shard
 
 X = torch.arange(1.0, 14.0)
 CALLS = {
@@ -35,6 +36,36 @@ def test_numbers(name):
     expected = CALLS[name](X)
     assert got.dtype == expected.dtype
     torch.testing.assert_close(gathered(got) if isinstance(got, ms.ShardTensor) else got, expected)
+
+
+DIMS = {
+    "sum": lambda x, one, two: x.sum(one),
+    "std": lambda x, one, two: torch.std(x, dim=one, correction=two),
+    "movedim": lambda x, one, two: x.movedim(one, two),
+    "roll": lambda x, one, two: x.roll(two, one),
+    "chunk": lambda x, one, two: x.chunk(two, one),
+    "tensor_split": lambda x, one, two: x.tensor_split(two, dim=one),
+    "hsplit": lambda x, one, two: x.hsplit(two),
+    "flip": lambda x, one, two: torch.flip(x, (one,)),
+    "squeeze": lambda x, one, two: x[:, :1].squeeze(one),
+    "fft": lambda x, one, two: torch.fft.fft(x, two, one),
+    "fftshift": lambda x, one, two: torch.fft.fftshift(x, one),
+    "norm": lambda x, one, two: torch.linalg.norm(x, two, one),
+    "gradient": lambda x, one, two: torch.gradient(x, dim=one),
+    "conv2d": lambda x, one, two: F.conv2d(x, torch.ones(4, 4, 3, 3), stride=two, padding=one),
+    "pad": lambda x, one, two: F.pad(x, (one, two)),
+}
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8, torch.tensor])
+@pytest.mark.parametrize("name", DIMS)
+def test_integers_of_numpy_and_torch(name, integer):
+    whole = torch.randn(2, 4, 6, 5, generator=torch.Generator().manual_seed(1))
+    call, given = DIMS[name], (integer(1), integer(2))
+    for dim in (2, 3):
+        got = call(shard(whole, mesh_of((WORLD.size,)), (ms.Shard(dim),)), *given)
+        for g, expected in zip(flat(got), flat(call(whole, *given)), strict=True):
+            torch.testing.assert_close(gathered(g), expected)
 
 
 def test_more_cells_are_no_number():

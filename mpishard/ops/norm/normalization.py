@@ -21,7 +21,7 @@ from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, r
 from mpishard.ops.norm.channels_last import FORMATS
 from mpishard.ops.norm.node import Rows, normalised
 from mpishard.ops.rule.autocast import autocast_enabled
-from mpishard.ops.rule.dim import plain, whole_along
+from mpishard.ops.rule.dim import on_domain, plain, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
@@ -104,6 +104,8 @@ def group_norm(
     x = on_mesh(input, mesh)
     if num_groups <= 0:
         raise RuntimeError(f"Expected num groups to be greater than 0, got {num_groups}")
+    if not x.numel():
+        on_domain(torch.group_norm, x, num_groups)  # from torch 2.15 on an error
     before = x.sharding
     sizes = before.sizes[1] if x.ndim > 1 else None
     if sizes is not None and any(s % max(1, x.shape[1] // num_groups) for s, _ in runs_of(sizes)):

@@ -16,6 +16,7 @@ from mpishard.ops.norm import channels_last
 from mpishard.ops.rule import moments
 from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard, skew
 from tests.ops.windows import field
+from tests.release import RELEASE
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -426,10 +427,18 @@ def test_extents_of_none(dim):
     """Of channels, of samples, or of what is normalised."""
     mesh = mesh_of((WORLD.size,))
     for shape in ((4, 0, 5), (0, 4, 5), (4, 3, 0)):
+        x = torch.ones(shape).double()
+        try:
+            F.group_norm(x, 1)
+        except RuntimeError as e:
+            assert RELEASE >= (2, 15)
+            with pytest.raises(RuntimeError, match=str(e)):
+                F.group_norm(ms.distribute_tensor(x, mesh, [ms.Shard(dim)]), 1)
+        else:
+            compare(lambda x: F.group_norm(x, 1), [(x, mesh, (ms.Shard(dim),), None)], what=f"{shape}")
         for f in (
-            lambda x: F.group_norm(x, 1),
             lambda x: F.layer_norm(x, x.shape[1:], torch.ones(x.shape[1:]).double()),
             lambda x: F.layer_norm(x, x.shape[2:]),
             lambda x: F.rms_norm(x, x.shape[1:]),
         ):
-            compare(f, [(torch.ones(shape).double(), mesh, (ms.Shard(dim),), None)], what=f"{shape}")
+            compare(f, [(x, mesh, (ms.Shard(dim),), None)], what=f"{shape}")

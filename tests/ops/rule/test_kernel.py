@@ -11,6 +11,7 @@ import mpishard as ms
 from mpishard.tensor import kernel
 from tests.compare import WORLD, gathered, mesh_of, shard
 from tests.ops.windows import field
+from tests.release import RELEASE
 
 MATRIX = field(4, 4)
 IMAGES = field(4, 2, 4)
@@ -65,12 +66,12 @@ def test_no_kernel_for_a_dtype(name):
     f, whole, *dtype = FORWARD[name]
     whole = whole.to(*dtype) if dtype else whole
     expected = refusal(f, whole)
-    assert expected != "none"
+    assert expected != "none" or RELEASE > (2, 13)
     for x in beside_nothing(whole):
         for _ in range(2):  # the second is told from the first
             told = WORLD.allgather(refusal(f, x))
             assert set(told) == {told[0]}
-            assert told[0] != "none"
+            assert (told[0] == "none") == (expected == "none")
 
 
 BACKWARD = {
