@@ -198,16 +198,16 @@ def write(
         job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, locking, lost)
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
-        error = _tidy(job, choice.name, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
+        error = _tidy(job, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
     if xdmf or vtkhdf:
         guard.agree(group.comm, error)
     return Written(choice.name, choice.reason, mode)
 
 
-def _tidy(job: Job, backend: str, companions: Sequence[Callable[[Path, Schema], None]]) -> MpishardError | None:
+def _tidy(job: Job, companions: Sequence[Callable[[Path, Schema], None]]) -> MpishardError | None:
     """Remove what earlier files of this name have left, and write the companions. One rank calls it."""
     with contextlib.suppress(OSError):
-        prune(job.path, job.parts if backend == "virtual" else None)
+        prune(job.path)
     try:
         for write_companion in companions:
             write_companion(job.path, job.form)

@@ -259,6 +259,12 @@ int main(int argc, char **argv)
     must(told(mps_field(sim, "u", 77, a, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "dtype 77"), "dtype");
     must(told(mps_field(sim, "u", MPS_FLOAT64, rank ? a : NULL, 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "null"), "null");
     must(told(mps_field(sim, "u", MPS_FLOAT64, (char *)a + (rank ? 0 : 4), 2, NULL, extents, lo, bytes, &u), MPS_ERR_ARGUMENT, "a multiple of 8"), "unaligned");
+    for (int wrong = 0; wrong < 3; wrong++) {
+        /* levels that are fewer than what lies before the first owned one, or less than none */
+        int along[3] = {0, 1, -1};
+        int64_t levels[3] = {rows + 3, WIDTH, wrong ? 3 : -3}, before[3] = {2, 1, wrong == 1 ? 5 : wrong ? INT64_MAX : 0};
+        must(told(mps_field(sim, "u", MPS_FLOAT64, a, 3, along, levels, before, NULL, &u), MPS_ERR_ARGUMENT, "array dim 2 is too short"), "levels");
+    }
     must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &u) == MPS_OK, "field in long rows");
     must(told(mps_rebind(u, NULL), MPS_ERR_ARGUMENT, "null") && told(mps_rebind(u, (char *)a + 1), MPS_ERR_ARGUMENT, "a multiple of 8"), "rebind");
     must(mps_rebind(u, a) == MPS_OK, "rebind");
@@ -384,7 +390,21 @@ int main(int argc, char **argv)
     free(a);
     free(b);
     free(other);
-    if (rank == 0) printf("EMBEDDED C IS RIGHT %d\n", fail(2, 3));
+
+    /* handles outlive MPI: their use is an error, and their release is not */
+    must(mps_adopt(MPI_COMM_WORLD, 2, shape, grid, sizes, NULL, &sim) == MPS_OK, "adopt");
+    double *last = calloc((size_t)(rows * NY), sizeof *last);
+    must(mps_field(sim, "u", MPS_FLOAT64, last, 2, NULL, sizes, NULL, NULL, &u) == MPS_OK, "field");
+    must(mps_hook(sim, named("box"), 1, &u, 1, &u, 1, MPS_INFER, &hook) == MPS_OK && mps_step(hook) == MPS_OK, "hook");
     MPI_Finalize();
+    for (int k = 0; k < 6; k++) {
+        int status = k == 0 ? mps_field(sim, "v", MPS_FLOAT64, last, 2, NULL, sizes, NULL, NULL, &v)
+            : k == 1 ? mps_rebind(u, last) : k == 2 ? mps_hook(sim, named("box"), 1, &u, 1, &u, 1, MPS_INFER, &train)
+            : k == 3 ? mps_step(hook) : k == 4 ? mps_start(hook) : mps_join("late", 1, &v);
+        if (!told(status, MPS_ERR_MPI, "MPI is finalized")) return 1;
+    }
+    if (mps_release(&hook) || mps_release(&u) || mps_release(&sim)) return 1;
+    free(last);
+    if (rank == 0) printf("EMBEDDED C IS RIGHT %d\n", fail(2, 3));
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,7 @@ import torch
 
 import mpishard as ms
 from mpishard.errors import FileError, LayoutError
+from mpishard.io.backend import mpio, root
 from mpishard.io.file import journal, schema
 from mpishard.io.file.journal import Journal, journal_of
 from tests.io.files import BACKENDS, WORLD, same_on_all, sharded, values
@@ -334,6 +336,46 @@ def test_where_there_are_no_locks(mesh, folder, monkeypatch):
     append(at, mesh, 1)
     check(at, mesh, 2)
     ms.io.heal(at)
+
+
+@pytest.mark.parametrize("names", ["two", "one"])
+@pytest.mark.parametrize("backend", WRITERS)
+def test_two_jobs_that_begin_one_file(mesh, folder, backend, names, monkeypatch):
+    """Each has looked whether there is one before the other made it: no step that was told to be written goes."""
+    other, at = folder / "other.h5", folder / "x.h5"
+    append(other, mesh, 0, backend=backend)
+    module = {"root": root, "mpio": mpio}[backend]
+    finish = module.finish
+
+    def late(job):
+        os.replace(other, at)
+        finish(job)
+
+    def refused(*_, **__):
+        raise OSError(errno.EPERM, "of a file system without second names")
+
+    if names == "one":
+        monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(module, "finish", late)
+    with pytest.raises(FileError, match="another job has begun") as e:
+        append(at, mesh, 5, backend=backend)
+    same_on_all(e)
+    monkeypatch.setattr(module, "finish", finish)
+    check(at, mesh, 1)
+    append(at, mesh, 1, backend=backend)
+    append(folder / "y.h5", mesh, 0, backend=backend)
+    check(at, mesh, 2)
+    check(folder / "y.h5", mesh, 1)
+    assert sorted(os.listdir(folder)) == ["x.h5", "y.h5"]
+
+
+def test_a_path_that_is_no_files_is_not_healed():
+    for path in ("/", "no\0path", None):
+        if path == "/":
+            ms.io.heal(path)
+            continue
+        with pytest.raises(FileError, match="is no path"):
+            ms.io.heal(path)
 
 
 @pytest.mark.parametrize("backend", WRITERS)

@@ -163,12 +163,11 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
     int64_t stride = dtype_size(field->dtype);
     for (int d = ndim - 1; d >= 0; d--) {
         int m = dims ? dims[d] : d;
-        int64_t owned = extents[d];
+        int64_t owned = 0;
         field->extents[d] = extents[d];
         field->lo[d] = lo ? lo[d] : 0;
         field->strides[d] = strides ? strides[d] : stride;
         stride *= extents[d];
-        layout->shape[d] = extents[d] - field->lo[d];
         if (m >= sim->ndim || m < -1 || (m >= 0 && layout->shards[m] >= 0))
             return fail(MPS_ERR_ARGUMENT, "field '%s': dims[%d] is %d\n  expected: every dim of the domain once, else -1", field->name, d, m);
         if (m >= 0) {
@@ -179,11 +178,11 @@ static int described(sim_t *sim, field_t *field, int ndim, const int *dims, cons
             if (layout->borders[d] == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
             memcpy(layout->borders[d], sim->borders[m], ((size_t)sim->grid[m] + 1) * sizeof(int64_t));
             owned = sim->borders[m][sim->coords[m] + 1] - sim->borders[m][sim->coords[m]];
-        } else
-            owned = layout->shape[d];
-        if (field->lo[d] < 0 || field->lo[d] + owned > extents[d])
+        }
+        if (field->lo[d] < 0 || extents[d] < field->lo[d] || extents[d] - field->lo[d] < owned)
             return fail(MPS_ERR_ARGUMENT, "field '%s': array dim %d is too short\n  expected: %lld ghost and %lld owned cells\n"
                         "  got:      an extent of %lld", field->name, d, (long long)field->lo[d], (long long)owned, (long long)extents[d]);
+        if (m < 0) layout->shape[d] = extents[d] - field->lo[d];
     }
     for (int m = 0; m < sim->ndim; m++)
         if (layout->shards[m] < 0)

@@ -755,6 +755,7 @@ static link_t *usable(mps_handle handle, const char *call, int *status)
     if (link == NULL) *status = fail(MPS_ERR_ORDER, "%s: expected a link, from mps_connect, that was not released", call);
     else if (link->failed) *status = fail(link->failed, "%s", link->text);
     else if (link->closed) *status = fail(MPS_ERR_ORDER, "%s: the link is closed\n  expected: an open link\n  got:      mps_close before", call);
+    else *status = mpi_ready();
     return *status ? NULL : link;
 }
 
@@ -952,6 +953,7 @@ int mps_close(mps_handle handle)
     int status = MPS_OK, certain = 0;
     if (link == NULL) return fail(MPS_ERR_ORDER, "close: expected a link, from mps_connect");
     if (link->closed) return MPS_OK;
+    if ((status = mpi_ready())) return status;
     link->closed = 1;
     if (link->failed) {
         for (int i = 0; i < link->out.count; i++) end_to(link, &link->out.parcels[i], KIND_GONE);

@@ -154,7 +154,7 @@ void circle_start_in(circle_t *circle, int64_t call, int status, int certain, in
     circle->mine[5] = -call;
     circle->request = MPI_REQUEST_NULL;
     memcpy(circle->least, circle->mine, sizeof circle->least);
-    if (circle->size > 1 && !circle->broken)
+    if (circle->size > 1 && !circle->broken && mpi_ready() == MPS_OK)
         MPI_Iallreduce(circle->mine, circle->least, 6, MPI_INT64_T, MPI_MIN, circle->comm, &circle->request);
 }
 
@@ -163,7 +163,9 @@ int circle_finish(circle_t *circle, double timeout, int64_t values[3])
 {
     if (circle->broken)
         return fail(MPS_ERR_LOST, "program '%s': its ranks have lost each other in an earlier call", circle->name);
-    int status = complete(circle, &circle->request, timeout);
+    /* handles outlive MPI, and MPI ends a program that calls it then */
+    int status = mpi_ready();
+    if (!status) status = complete(circle, &circle->request, timeout);
     if (status) return status;
     if (values != NULL) memcpy(values, circle->least + 1, 3 * sizeof *values);
     if (circle->least[4] != -circle->least[5]) {

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.memory.buffer import is_dense
 from mpishard.comm.mesh import Group
-from mpishard.errors import MpishardError
+from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.open import not_written
 from mpishard.io.file.parts import gives
 from mpishard.io.file.schema import Schema
@@ -122,6 +122,39 @@ def selection(box: Box, step: int | None) -> tuple[Any, ...]:
 
 
 def finish(job: Job) -> None:
-    """Give the complete file its name. Not collective; one rank calls it."""
-    if not job.exists:
+    """Give the complete file its name. Not collective; one rank calls it.
+
+    Raises
+    ------
+    FileError
+        Another job has begun a file of this name, which both append to: its steps are not replaced.
+    """
+    if job.exists:
+        return
+    if job.form.append is None:
         os.replace(job.partial, job.path)
+        return
+    try:
+        _named_anew(job.partial, job.path)
+    except FileExistsError:
+        raise FileError(
+            f"write: another job has begun {os.fspath(job.path)!r} meanwhile",
+            expected="a file that this job begins, or one that was there before",
+            got="one that has come since, and is as that job left it",
+            fix="append again: this step is not in it; or let each job write a file of its own",
+        ) from None
+
+
+def _named_anew(partial: Path, path: Path) -> None:
+    """Give a file a name that no other one has; FileExistsError where one does."""
+    try:
+        os.link(partial, path, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:
+        # a file system without second names: what comes between these two is not seen
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.replace(partial, path)
+    else:
+        partial.unlink()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard.comm.collective.gather_slabs import cells_of
+from mpishard.errors import FileError
 from mpishard.io.backend.job import FAILURES, Job, finish
 from mpishard.io.backend.part import Part, Planned, lay_out, make_folders
 from mpishard.io.file.close import empty, made
 from mpishard.io.file.open import LIBVER
-from mpishard.io.file.parts import Parts, Plan, show, show_boxes, tell, writes
+from mpishard.io.file.parts import Parts, Plan, part_folders, show, show_boxes, tell, writes
 from mpishard.io.file.room import check_room, hold
 from mpishard.io.file.schema import Schema, Variable, create, dataset_in
 from mpishard.layout import Replicate
@@ -27,10 +31,10 @@ def write_virtual(job: Job) -> str:
     Collective. The folder goes where the file goes. Returns the mode in which cells were written.
     """
     rank, plan = job.group.rank, Plan.of(job.group.size)
-    done = False
+    done, own = False, contextlib.ExitStack()
     try:
         planned = _planned(job)
-        _on(job, rank == 0, lambda: make_folders(job.parts, plan))
+        _on(job, rank == 0, lambda: own.enter_context(_made(job.parts, plan)))
         _on(job, plan.turn(rank) == 0, lambda: lay_out(job.parts, rank, plan, planned.values(), job.locking))
         scalars = _write(job, planned, plan)
         whole = [(name, p.variable.dtype, Parts(p.layout, job.parts.name, plan)) for name, p in planned.items()]
@@ -39,11 +43,37 @@ def write_virtual(job: Job) -> str:
         _on(job, rank == 0, lambda: _join(job, plan, {name: parts for name, _, parts in whole}, scalars))
         done = True
     finally:
-        if rank == 0:
-            job.discard()
-            if not done:
-                shutil.rmtree(job.parts, ignore_errors=True)
+        with own:
+            if rank == 0:
+                job.discard()
+                if not done:
+                    shutil.rmtree(job.parts, ignore_errors=True)
     return f"a file per {plan.per_file} ranks"
+
+
+@contextlib.contextmanager
+def _made(folder: Path, plan: Plan) -> Iterator[None]:
+    """Make the folder of the ranks' files, and hold it: until the file has its name, nothing else tells whose it is."""
+    make_folders(folder, plan)
+    with _held(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def _held(folder: Path, how: int) -> Iterator[bool]:
+    """Lock a folder, and tell whether nobody else holds it; where folders have no locks nobody does."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        free = True
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            free = True
+        yield free
+    finally:
+        os.close(fd)
 
 
 def _on(job: Job, mine: bool, call: Any) -> None:
@@ -91,12 +121,17 @@ def _write(job: Job, planned: dict[str, Planned], plan: Plan) -> dict[str, Any]:
     return scalars
 
 
-def prune(path: Path, keep: Path | None) -> None:
-    """Remove the folders of ranks' files that belong to files of this name no more. Not collective; one rank."""
+def prune(path: Path) -> None:
+    """Remove the folders of ranks' files that belong to files of this name no more.
+
+    Not collective; one rank. Other jobs may write files of this name: a folder that one is writing is locked, and
+    one that is locked no more is looked for in the file that is there then.
+    """
     pattern = re.compile(re.escape(path.name) + r"\.parts-[0-9a-f]{12}")
-    for name in os.listdir(path.parent):
-        if pattern.fullmatch(name) and name != (keep.name if keep else ""):
-            shutil.rmtree(path.with_name(name), ignore_errors=True)
+    for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+        with contextlib.suppress(FileError, OSError), _held(path.with_name(name), fcntl.LOCK_EX) as free:
+            if free and name not in part_folders(path):
+                shutil.rmtree(path.with_name(name), ignore_errors=True)
 
 
 def _join(job: Job, plan: Plan, parts: dict[str, Parts], scalars: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def begin(folder: Path, step: int, stages: Stages) -> str:
         hold(folder)
         for left in [*folder.glob(".step_*"), *folder.glob(f".{LATEST}.*")]:
             if left.name not in _begun:
-                _remove(left)
+                _remove_if_it_goes(left)
         for path in (folder / name, *stages.folders(folder / name)):
             path.mkdir()
         _begun.add(name)
@@ -163,9 +163,10 @@ def _drop(folder: Path, name: str) -> None:
     _listed.pop(folder / name, None)
     try:
         os.rename(folder / name, hidden)
-        _remove(hidden)
     except OSError as e:
         warnings.warn(f"save_checkpoint: {folder / name} could not be removed: {e}", stacklevel=2)
+    else:
+        _remove_if_it_goes(hidden)
 
 
 def _point(folder: Path, lines: list[str]) -> None:
@@ -211,6 +212,14 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_if_it_goes(path: Path) -> None:
+    # NFS keeps a folder of which a file is still read, and other users' files need not go: no reason not to save
+    try:
+        _remove(path)
+    except OSError as e:
+        warnings.warn(f"save_checkpoint: {path} could not be removed: {e}", stacklevel=3)
 
 
 def flush(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 
 from mpishard.errors import FileError
 from mpishard.io.file.lock import locked
-from mpishard.io.file.trust import fresh, has_name, open_own
+from mpishard.io.file.trust import absolute, fresh, has_name, open_own
 
 # of one length: the first becomes the second when all is kept, before the first change
 _BEGUN = b"mpishard undo 2 begun\n"
@@ -37,7 +37,8 @@ Region = tuple[int, int]
 def journal_of(path: str | os.PathLike[str]) -> Path:
     """Return where the journal of a file is. Not collective."""
     own = Path(os.path.abspath(path))
-    return own.with_name(f".{own.name}.undo")
+    # of a path without a last part, such as /, too, which is refused elsewhere
+    return own.parent / f".{own.name}.undo"
 
 
 class Journal:
@@ -205,6 +206,7 @@ def heal(path: str | os.PathLike[str], *, writing: bool = False) -> None:
     --------
     >>> ms.io.heal("run.h5")
     """
+    path = absolute(path)
     journal = journal_of(path)
     end = time.monotonic() + WAIT_S
     try:

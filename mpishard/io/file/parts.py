@@ -22,7 +22,7 @@ import numpy as np
 
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.file.close import made
-from mpishard.io.file.open import LIBVER, import_h5py, source_name, virtual_source
+from mpishard.io.file.open import LIBVER, import_h5py, looked_at, source_name, virtual_source
 from mpishard.io.file.trust import read_bounded, shown
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.layout.block_sizes import bounds
@@ -284,6 +284,27 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
             got=f"{at}: {type(e).__name__}: {e}",
             fix="check that the file and its folder are complete",
         ) from e
+
+
+def part_folders(path: Path) -> set[str]:
+    """Return the names of the folders that a file's virtual datasets lie in. Not collective.
+
+    Raises
+    ------
+    FileError
+        It cannot be opened.
+    """
+    folders: set[str] = set()
+
+    def visit(_: str, node: Any) -> None:
+        if isinstance(node, import_h5py().Dataset) and node.is_virtual:
+            plist = node.id.get_create_plist()
+            if plist.get_virtual_count():
+                folders.add((source_name(plist.get_virtual_filename(0)) or "").partition("/")[0])
+
+    with looked_at(path) as file:
+        file.visititems(visit)
+    return folders
 
 
 def _layout(told: Any, shape: tuple[int, ...]) -> Layout:

@@ -136,7 +136,7 @@ def told(path: Any) -> str:
     """Return a path for what ranks compare: the same text where it names the same file. Not collective."""
     try:
         return os.path.abspath(os.fspath(path))
-    except (TypeError, ValueError):
+    except (OSError, TypeError, ValueError):
         return repr(path)
 
 
@@ -155,6 +155,13 @@ def absolute(path: Any) -> pathlib.Path:
         if not isinstance(text, str) or b"\0" in os.fsencode(text):
             raise ValueError("no path")
         return pathlib.Path(os.path.abspath(text))
+    except FileNotFoundError:
+        raise FileError(
+            f"{shown(path)} is relative to a folder that is gone",
+            expected="a path from the root, or a current folder that is there",
+            got="a current folder that was removed, or moved on another node, since the program began",
+            fix="give an absolute path, or change to another folder",
+        ) from None
     except (TypeError, ValueError):
         raise FileError(
             f"{shown(path)} is no path",

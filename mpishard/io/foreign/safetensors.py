@@ -196,7 +196,8 @@ class _Target:
 
     def __init__(self, path: Path, header: dict[str, Any], text: bytes, nbytes: int) -> None:
         self.path = path
-        self.partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
+        # of a path without a last part, such as /, too: what is wrong with it is found where all ranks hear of it
+        self.partial = path.parent / f".{path.name}.{secrets.token_hex(6)}.partial"
         self.header = header
         self.text = text
         self.nbytes = nbytes

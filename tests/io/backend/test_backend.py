@@ -12,7 +12,7 @@ import torch
 import mpishard as ms
 from mpishard.errors import MpishardError
 from mpishard.io.backend import choice as backend
-from mpishard.io.backend import job, mpio, root
+from mpishard.io.backend import job, mpio, root, virtual
 from mpishard.io.backend.choice import mpio_obstacle
 from mpishard.io.file import hyperslab
 from mpishard.io.file.dtype import NUMPY
@@ -275,6 +275,29 @@ def test_one_file_is_replaced_by_another(mesh, folder, name):
         WORLD.Barrier()
         there = sorted(os.listdir(folder))
         assert len(there) == 1 + (name == "virtual"), there
+
+
+def test_jobs_that_write_one_file_leave_each_other_their_parts(mesh, folder, monkeypatch):
+    """The last one to finish has the file, and all of it, whenever the others tidy up."""
+    at, full = folder / "a.h5", values((6, 6))
+    where = (ms.Shard(0), ms.Shard(1))
+    finish = virtual.finish
+
+    def beside(job):
+        # another job finishes, and tidies up while this one has all but the name
+        virtual.prune(at)
+        finish(job)
+
+    monkeypatch.setattr(virtual, "finish", beside)
+    for k in (1, 2):
+        ms.io.write(at, {"x": sharded(k * full, mesh)}, backend="virtual")
+        if WORLD.rank == 0:
+            (folder / "a.h5.parts-0123456789ab").mkdir()  # of a job that was killed
+            # one that has finished before, and tidies up now
+            virtual.prune(at)
+            assert len(os.listdir(folder)) == 2
+        WORLD.Barrier()
+        assert torch.equal(ms.io.read(at, "x", mesh, where).full_tensor(), k * full)
 
 
 def test_a_virtual_file_moves_with_its_folder(mesh, folder):

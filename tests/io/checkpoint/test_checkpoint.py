@@ -454,6 +454,27 @@ def test_what_a_killed_job_left_goes(mesh, folder):
     assert listed(folder) == ["latest", "step_0000000004"]
 
 
+def test_what_cannot_be_removed_ends_no_save(mesh, folder, monkeypatch):
+    """As on NFS, where a folder stays as long as somebody reads a file of it."""
+    remove = folders._remove
+
+    def stuck(path):
+        if path.name.endswith(".old"):
+            raise OSError("busy")
+        remove(path)
+
+    monkeypatch.setattr(folders, "_remove", stuck)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            ms.io.save_checkpoint(folder, step, extra=step, mesh=mesh, keep=1)
+    assert mesh.rank or any("busy" in str(w.message) for w in told)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).extra == 3
+    monkeypatch.setattr(folders, "_remove", remove)
+    ms.io.save_checkpoint(folder, 4, mesh=mesh, keep=1)
+    assert listed(folder) == ["latest", "step_0000000004"]
+
+
 def spoil(checkpoint, name="tensors.h5"):
     on_root(lambda: os.truncate(checkpoint / name, (checkpoint / name).stat().st_size - 10))
 
@@ -906,6 +927,27 @@ def test_a_folder_that_cannot_be_made(mesh, path, asynchronous):
     with pytest.raises(FileError, match="nothing to load") as e:
         ms.io.load_checkpoint(path, mesh=mesh)
     same_on_all(e)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_current_folder_that_is_gone(mesh, folder, monkeypatch, everywhere):
+    """All ranks hear of it, also where it is gone on one node alone."""
+    here = folder / f"here-{mesh.rank}"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if everywhere or mesh.rank == 0:
+        here.rmdir()
+    x = on(mesh, values((4, 4)), 0)
+    for call in (
+        lambda: ms.io.save_checkpoint("checkpoints", 0, mesh=mesh),
+        lambda: ms.io.load_checkpoint("checkpoints", mesh=mesh),
+        lambda: ms.io.write("a.h5", {"x": x}),
+        lambda: ms.io.read("a.h5", "x", mesh, x.placements),
+        lambda: ms.io.export_safetensors("a.safetensors", {"x": x}),
+    ):
+        with pytest.raises(MpishardError):
+            call()
+        WORLD.Barrier()
 
 
 @ASYNCHRONOUS

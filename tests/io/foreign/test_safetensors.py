@@ -147,6 +147,7 @@ def test_what_cannot_be_exported(mesh, folder):
         (folder / "none" / "a", {"x": x}, FileError),
         (folder / "a", {"x": x.to(torch.complex128)}, ms.UnsupportedDtypeError),
         (folder / "a", {"x": x, "y": 3}, ms.LayoutError),
+        ("/", {"x": x}, FileError),
     ]
     for path, state, error in cases:
         with pytest.raises(error, match="export_safetensors") as e:
