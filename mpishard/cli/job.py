@@ -133,8 +133,8 @@ def _script(scheduler: str, given: dict[str, Any]) -> str:
 
 
 def _extents(text: str) -> tuple[int, ...]:
-    found = re.findall(r"-?\d+", text)
-    if re.sub(r"-?\d+", "", text).strip("x, ") or (text and not found):
+    found = [word for word in re.split("[x, ]+", text) if word]
+    if not all(re.fullmatch("-?[0-9]{1,18}", word) for word in found) or (text and not found):
         raise JobError("--mesh", expected="extents such as 4x2 or 4x-1", got=repr(text), fix="write numbers")
     return tuple(map(int, found))
 

@@ -50,7 +50,9 @@ def run(check: bool, module: bool, script: str, arguments: tuple[str, ...]) -> N
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 (whatever it is, the script's traceback is told, and the job ends)
-        sys.excepthook(type(error), error, _of_script(error.__traceback__))
+        # Python's own hook shows the error's, whatever it is given
+        trace = _of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
@@ -59,4 +61,4 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         inner = inner.tb_next
-    return inner or trace
+    return inner

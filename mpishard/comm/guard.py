@@ -31,7 +31,7 @@ Pair = tuple[int, int]
 
 
 def _timeout_s() -> float:
-    text = os.environ.get("MPISHARD_TIMEOUT", "300")
+    text = os.environ.get("MPISHARD_TIMEOUT") or "300"
     try:
         value = float(text)
     except ValueError:

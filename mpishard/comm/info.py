@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from mpishard.comm import guard
 from mpishard.comm.device import gpu_aware
 from mpishard.comm.memory.buffer import as_bytes
 from mpishard.comm.mesh import CartMesh, init_mesh
@@ -45,7 +47,8 @@ def survey(say: Callable[[str], object]) -> None:
     tell(f"MPI: {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}, standard {MPI.VERSION}.{MPI.SUBVERSION}")
     _warn_of_singletons(tell)
     mesh = init_mesh(comm.size)
-    places = comm.gather(_place(mesh))
+    with guard.waiting("mpishard info", (), comm):
+        places = comm.gather(_place(mesh))
     if places is not None:
         hosts = Counter(host for host, *_ in places)
         tell(f"{comm.size} ranks on {len(hosts)} host(s), at most {max(hosts.values())} on one")
@@ -54,14 +57,16 @@ def survey(say: Callable[[str], object]) -> None:
         shared = Counter((host, gpu) for host, _, _, gpu in places if gpu)
         if shared and max(shared.values()) > 1:
             tell(f"  up to {max(shared.values())} ranks share a GPU: they take turns, unless CUDA MPS runs")
-    _tell_route(mesh, tell)
+    with guard.waiting("mpishard info", (), comm):
+        _tell_route(mesh, tell)
     mesh.free()
 
 
 def described_job() -> dict[str, Any] | None:
     """Return on rank 0 what `survey` tells, without trying GPUs, as data. Collective over all ranks of the program."""
     mesh = init_mesh(MPI.COMM_WORLD.size)
-    places = MPI.COMM_WORLD.gather(_place(mesh))
+    with guard.waiting("mpishard info", (), MPI.COMM_WORLD):
+        places = MPI.COMM_WORLD.gather(_place(mesh))
     mesh.free()
     if places is None:
         return None
@@ -127,9 +132,15 @@ def probe(mesh: CartMesh) -> bool:
 
 
 def _warn_of_singletons(tell: Callable[[str], None]) -> None:
-    told = int(os.environ.get("SLURM_NTASKS", "1"))
+    told = told_ranks(os.environ, "SLURM_NTASKS") or 1
     if MPI.COMM_WORLD.size == 1 and told > 1:
         tell(f"  WARNING: Slurm started {told} tasks, and MPI sees one rank: the launcher is another MPI library's")
+
+
+def told_ranks(variables: Mapping[str, str], name: str) -> int | None:
+    """Return how many ranks a launcher's variable tells of; None where it is not set, or no number. Not collective."""
+    text = variables.get(name, "")
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def gpu_name(device: torch.device) -> str:

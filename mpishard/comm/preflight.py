@@ -11,16 +11,16 @@ import hashlib
 import os
 import platform
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.comm import threads
+from mpishard.comm import guard, threads
 from mpishard.comm.device import gpu_aware
-from mpishard.comm.info import PACKAGES, gpu_name, probe, version
+from mpishard.comm.info import PACKAGES, gpu_name, probe, told_ranks, version
 from mpishard.comm.mesh import CartMesh, init_mesh
 
 # how many ranks a launcher says that there are
@@ -62,21 +62,27 @@ def preflight(output: str = ".") -> Report:
     """
     comm = MPI.COMM_WORLD
     mesh = init_mesh(comm.size, comm=comm, device="cpu")
-    findings = [
-        _size(comm, os.environ),
-        _per_node(comm),
-        _devices(comm),
-        _threads(comm),
-        _same(comm, "versions", versions(), "install one environment for all nodes, or share it"),
-        _same(
-            comm, "environment", environment(os.environ), "export them before the launcher, not in a shell's own file"
-        ),
-        _hdf5(comm),
-        _gpu_aware(mesh),
-        _writes(comm, output),
-    ]
+    of_versions = "install one environment for all nodes, or share it"
+    of_environment = "export them before the launcher, not in a shell's own file"
+    checks: tuple[Callable[[], Finding], ...] = (
+        lambda: _size(comm, os.environ),
+        lambda: _per_node(comm),
+        lambda: _devices(comm),
+        lambda: _threads(comm),
+        lambda: _same(comm, "versions", versions(), of_versions),
+        lambda: _same(comm, "environment", environment(os.environ), of_environment),
+        lambda: _hdf5(comm),
+        lambda: _gpu_aware(mesh),
+        lambda: _writes(comm, output),
+    )
+    findings = []
+    for check in checks:
+        # a node that hangs, as in a file system, is found here too
+        with guard.waiting("a check of the job", (), comm):
+            findings.append(check())
     mesh.free()
-    ok = bool(comm.bcast(all(f.state != "broken" for f in findings)))
+    with guard.waiting("a check of the job", (), comm):
+        ok = bool(comm.bcast(all(f.state != "broken" for f in findings)))
     return Report(ok, findings, comm.rank == 0)
 
 
@@ -93,7 +99,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _size(comm: MPI.Intracomm, variables: Mapping[str, str]) -> Finding:
-    told = {name: int(variables[name]) for name in _TOLD if variables.get(name, "").isdecimal()}
+    told = {name: count for name in _TOLD if (count := told_ranks(variables, name)) is not None}
     nodes = variables.get("PBS_NODEFILE", "")
     if comm.size == 1 and os.path.isfile(nodes):
         told["lines of PBS_NODEFILE"] = len(Path(nodes).read_text().splitlines())

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
+from mpishard.comm import guard
+
 
 class Cores(NamedTuple):
     """What this rank may run on, and what the ranks of its node have together."""
@@ -21,10 +23,11 @@ class Cores(NamedTuple):
 
 def cores() -> Cores:
     """Count cores and threads on this node. Collective over the node's ranks of MPI_COMM_WORLD."""
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     mine = _affinity()
-    every = node.allgather((mine, torch.get_num_threads()))
-    node.Free()
+    with guard.waiting("the count of cores", (), MPI.COMM_WORLD):
+        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        every = node.allgather((mine, torch.get_num_threads()))
+        node.Free()
     return Cores(
         len(mine),
         torch.get_num_threads(),

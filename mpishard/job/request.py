@@ -12,6 +12,7 @@ from math import prod
 from mpishard.errors import JobError
 from mpishard.job.site import Site
 
+_RANKS = re.compile("0*[1-9][0-9]{0,9}")
 _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 # each step, and the number behind %, is at least 1: of 0 at a time nothing would ever start
 _SPAN, _COUNT = "[0-9]{1,9}-[0-9]{1,9}", "[1-9][0-9]{0,8}"
@@ -144,7 +145,7 @@ class Request:
             if word != ":":
                 words.append(word)
                 continue
-            if len(words) < 3 or words[0] not in ("-n", "-np") or not words[1].isdecimal() or int(words[1]) < 1:
+            if len(words) < 3 or words[0] not in ("-n", "-np") or not _RANKS.fullmatch(words[1]):
                 raise JobError(
                     "several programs in one job",
                     expected="-n RANKS PROGRAM ARGUMENTS... : -n RANKS PROGRAM ARGUMENTS...",

@@ -380,7 +380,8 @@ class Pipeline(nn.Module):
 
 def _alone(comm: Any, device: torch.device) -> CartMesh:
     """Return a mesh of this rank alone. Collective."""
-    own = comm.Split(comm.Get_rank())
+    with guard.waiting("Pipeline", (), comm):
+        own = comm.Split(comm.Get_rank())
     try:
         return init_mesh((1,), comm=own, device=device)
     finally:

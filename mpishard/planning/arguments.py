@@ -15,6 +15,7 @@ from mpishard.planning.machine import Machine, machine_named
 from mpishard.planning.step import OPTIMIZERS, Program, default_dims
 
 _LARGEST = 2**62  # cells: torch counts bytes in 64 bits
+_MOST_RANKS = 2**31 - 1  # as MPI counts them
 _TRIES = 4  # meshes of the smallest surface that are planned, of all that there are
 
 
@@ -70,11 +71,12 @@ def checked_machine(machine: Any) -> Machine | Literal["local"]:
 def checked_mesh(program: Program, mesh: Any) -> tuple[int, ...]:
     """Return the extents of a mesh that a program may be planned on, or raise. Not collective."""
     extents = _whole_numbers("mesh", mesh)
-    fits = 0 < len(extents) <= len(program.dims) and min(extents) >= 1
+    fits = 0 < len(extents) <= len(program.dims) and min(extents) >= 1 and math.prod(extents) <= _MOST_RANKS
     if not fits or any(n > program.shape[d] for n, d in zip(extents, program.dims)):
         raise JobError(
             "plan: mesh",
-            expected=f"up to {len(program.dims)} extents, none above those of dims {program.dims}",
+            expected=f"up to {len(program.dims)} extents, none above those of dims {program.dims}, of at most "
+            f"{_MOST_RANKS} ranks",
             got=f"{extents} for shape {program.shape}",
             fix="give an extent for every dim that is to be sharded",
         )
@@ -84,11 +86,13 @@ def checked_mesh(program: Program, mesh: Any) -> tuple[int, ...]:
 def checked_ranks(program: Program, ranks: Any) -> list[tuple[int, ...]]:
     """Return the meshes of so many ranks that are worth planning, or raise. Not collective."""
     size = _whole_numbers("ranks", ranks)
-    found = candidates(program.shape, program.dims, size[0]) if len(size) == 1 and size[0] >= 1 else []
+    counted = len(size) == 1 and 1 <= size[0] <= _MOST_RANKS
+    found = candidates(program.shape, program.dims, size[0]) if counted else []
     if not found:
         raise JobError(
             "plan: ranks",
-            expected=f"a number that is a product of extents of at most {[program.shape[d] for d in program.dims]}",
+            expected=f"a number of up to {_MOST_RANKS} that is a product of extents of at most "
+            f"{[program.shape[d] for d in program.dims]}",
             got=ranks,
             fix="take fewer ranks, or shard more dims",
         )
@@ -122,8 +126,10 @@ def _factors(n: int, largest: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if not largest:
         yield ()
         return
-    for p in (p for p in range(1, min(n, largest[0]) + 1) if n % p == 0):
-        yield from ((p, *rest) for rest in _factors(n // p, largest[1:]))
+    small = [p for p in range(1, math.isqrt(n) + 1) if n % p == 0]
+    for p in sorted({*small, *(n // p for p in small)}):
+        if p <= largest[0]:
+            yield from ((p, *rest) for rest in _factors(n // p, largest[1:]))
 
 
 def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:

@@ -115,8 +115,8 @@ def machine_named(name: str) -> Machine:
             table = table or next(iter(found), "")
             if not found:
                 raise ValueError("no table")
-        except (OSError, ValueError) as error:
-            # what is no TOML, and no text in UTF-8, are ValueErrors
+        except (OSError, RecursionError, ValueError) as error:
+            # what is no TOML, and no text in UTF-8, are ValueErrors; tables in tables in tables are no end of them
             text = described("a machine's file", expected="a TOML file of tables", got=error, fix="see machines.toml")
             raise JobError(text) from None
     else:

@@ -36,8 +36,8 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
         found = getattr(_module(place), name)
         if not callable(found):
             raise TypeError(f"a {type(found).__name__}, which cannot be called")
-    except Exception as error:
-        # whatever the module raises as it is imported
+    except (Exception, SystemExit) as error:
+        # whatever the module raises as it is imported; a script ends itself
         raise JobError(
             "plan: the model",
             expected="module:factory or file.py:factory",

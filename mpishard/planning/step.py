@@ -109,7 +109,7 @@ def _made(program: Program, device: torch.device) -> nn.Module:
         except RuntimeError:
             # what reads values while it is made
             model = program.model()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(
             "plan: the model cannot be made",
             expected="a function or class that can be called with these arguments",
@@ -151,7 +151,7 @@ def step_failed(error: Exception, program: Program) -> JobError:
     )
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Return what an error says, and the line of the user's program that met it. Not collective."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
     # the rest may be long, and repeat the program

@@ -33,6 +33,9 @@ def test_a_launcher_of_another_library_is_noticed(monkeypatch):
     lines = []
     survey(lines.append)
     assert any("WARNING" in line for line in lines) == (WORLD.size == 1)
+    # as Slurm writes others of its variables
+    monkeypatch.setenv("SLURM_NTASKS", "4(x2)")
+    survey(lambda line: None)
 
 
 def test_command(capsys):

@@ -222,6 +222,26 @@ def test_stopped_rank(job):
     assert "in step" in outcome.output  # the Python stack
 
 
+@pytest.mark.parametrize("command", ["info", "info --json", "info --check", "run {empty}"])
+def test_a_rank_that_hangs_while_the_job_is_looked_at(job, tmp_path, command):
+    (tmp_path / "empty.py").touch()
+    words = command.format(empty=tmp_path / "empty.py").split()
+    body = """
+from mpishard.cli import main
+from mpishard.comm import info, threads
+where = (threads, "_affinity") if "--check" in words or "run" in words else (info, "_place")
+own = getattr(*where)
+def hang(*given):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return own(*given)
+setattr(*where, hang)
+main(words)
+"""
+    outcome = job(2, f"words = {words}\n" + body, MPISHARD_TIMEOUT="2")
+    outcome.failed_with("[rank 0 of 2 on ", "has waited 2 s")
+
+
 def test_rank_that_never_calls(job):
     body = MESH + "if rank == 2:\n    time.sleep(60)\nms.all_reduce(torch.ones(4), mesh)\n"
     outcome = job(3, body, MPISHARD_TIMEOUT="2")
@@ -238,6 +258,11 @@ def test_no_watchdog_where_it_is_off(job):
     outcome = job(2, body, MPISHARD_TIMEOUT="0")
     assert outcome.status == 0, outcome.output
     assert outcome.output == "[['MainThread'], ['MainThread']]\n"
+
+
+def test_timeout_that_is_empty_is_none_that_is_set(launch):
+    done = launch(1, "-c", "from mpishard.comm import guard; print(guard.TIMEOUT_S)", env={"MPISHARD_TIMEOUT": ""})
+    assert done.stdout == "300.0\n"
 
 
 def test_timeout_that_is_no_number(launch):

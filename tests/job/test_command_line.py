@@ -129,6 +129,16 @@ print("faults", faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's thresholds")
+def test_run_shows_the_scripts_own_lines(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    for text, shown in (("raise KeyError('enough')", "KeyError: 'enough'"), ("a b", "SyntaxError: ")):
+        script.write_text(text)
+        told = said("run", str(script), code=1)
+        assert shown in told
+        assert "runpy" not in told
+    assert said("run", "-m", "no_such_module", code=1) == "ImportError: No module named no_such_module\n"
+
+
 def test_run_keeps_what_arrays_free(tmp_path: Path) -> None:
     path = tmp_path / "faults.py"
     path.write_text(FAULTS)

@@ -260,6 +260,8 @@ def test_without_a_checkpoint_folder_nothing_is_queued_again(tmp_path: Path, she
         ("--nodes 2 --ranks-per-node 3 --mesh 4x-1", "product 6"),
         ("--nodes 2 --ranks-per-node 3 --mesh 2x2", "product 6"),
         ("--mesh two", "4x2"),
+        (f"--mesh {'9' * 5000}", "4x2"),
+        ("--mesh 2-3", "4x2"),
         ("--max-requeues -1", "0 to 1000"),
         ("--max-requeues 1000000", "0 to 1000"),
         ("--array x", "indices"),
@@ -284,6 +286,8 @@ def test_wrong_commands_are_refused(capsys, tmp_path: Path) -> None:
     refused(SLURM, capsys)
     assert "add up" in refused([*SLURM, "--multi-prog", "--", "-n", "2", "a", ":", "-n", "3", "b"], capsys)
     assert "colon" in refused([*SLURM, "--multi-prog", "--", "-n", "2", "a", ":"], capsys)
+    for ranks in ("0", "-1", "two", "9" * 5000, "\u0662"):
+        assert "colon" in refused([*SLURM, "--multi-prog", "--", "-n", ranks, "a"], capsys)
     assert "quotes" in refused(["pbs", "render", "--job-name", "two words", "--", "a"], capsys)
     assert "a letter" in refused(["pbs", "render", "--job-name", "2fast", "--", "a"], capsys)
     for array in ("5", "1,3", "4-4", "9-3", "0-9:0", "0-9%0"):

@@ -201,6 +201,21 @@ def test_fewer_cuts_are_planned_too(shape):
     assert best.seconds == min(ms.plan(conv, shape, mesh=mesh).seconds for mesh in found)
 
 
+def test_numbers_of_ranks_are_factored_in_no_time():
+    most = 2**31 - 1  # a prime
+    vast = (1, 1, 10**9, 10**9)
+    assert candidates(vast, (2, 3), most) == []
+    assert candidates((1, 1, 2**40, 2), (2, 3), most) == [(most, 1)]
+    assert {extents for n in (36, 97, 64) for extents in candidates((1, 1, 9, 100), (2, 3), n)} <= {
+        (p, q) for p in range(1, 10) for q in range(1, 101)
+    }
+    for ranks in (most + 1, 10**300, 0):
+        with pytest.raises(JobError, match="plan: ranks"):
+            ms.plan(conv, (1, 1, 64, 64, 2**40), ranks=ranks)
+    with pytest.raises(JobError, match="plan: mesh"):
+        ms.plan(conv, (1, 1, 2**20, 2**20, 2), mesh=(2**16, 2**16))
+
+
 def test_a_model_that_asks_for_values():
     class Reads(torch.nn.Module):
         def forward(self, x):
@@ -228,7 +243,7 @@ NUMBERS = "float32 = {value = 1e12}\nmemory_bandwidth = {value = 1e11}\nnetwork_
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x = 3", "assumed = 3\n[m]\n" + NUMBERS, "[m", "[m]\nfloat32 = 1e9", b"\xff\xfe",
+    ["", "x = 3", "x = " + "[" * 10000, "assumed = 3\n[m]\n" + NUMBERS, "[m", "[m]\nfloat32 = 1e9", b"\xff\xfe",
      *("[m]\n" + NUMBERS + more for more in (
          "latency = 5", "latency = {value = 'fast'}", "latency = {value = [1]}", "latency = {value = 1e-300}",
          "latency = {source = 'x'}", "latency = {value = 2020-01-01}", "memory = {value = '1e9'}",
@@ -295,6 +310,14 @@ def test_a_figure_of_ranks_that_have_a_mesh(capsys, tmp_path):
 def test_command_refused_without_a_traceback(options, capsys):
     assert main(["plan", UNET, *SMALL, "--ranks", "2", *options]) == 2
     assert "fix:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(0)", "import sys\n\ndef f(**_):\n    sys.exit(0)\n"])
+def test_command_of_a_script_that_ends_itself(text, capsys, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert main(["plan", f"{script}:f", *SMALL, "--ranks", "2"]) == 2
+    assert "SystemExit: 0 (script.py, line " in capsys.readouterr().err
 
 
 def test_command_of_a_file_that_does_not_compile(capsys, tmp_path):

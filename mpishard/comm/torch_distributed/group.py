@@ -74,7 +74,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self.comm = comm
         self._group = blocking.group_of(comm)
         # messages between single ranks have tags of the caller's, and meet nothing else here
-        self._messages = comm.Dup()
+        with guard.waiting("a new process group", (), comm):
+            self._messages = comm.Dup()
         self._name, self._description = "", "undefined"
         self.parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.made: dict[tuple[int, ...], int] = {}

@@ -139,7 +139,9 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
     """Make the group that torch asks for. Collective over its members."""
     ranks = list(options.global_ranks_in_group)
     if not ranks:
-        comm = (MPI.COMM_WORLD if over is None else over.comm).Dup()
+        parent = MPI.COMM_WORLD if over is None else over.comm
+        with guard.waiting("a new process group", (), parent):
+            comm = parent.Dup()
         if (comm.Get_rank(), comm.Get_size()) != (options.group_rank, options.group_size):
             raise MeshError(
                 "torch.distributed: other ranks than MPI's",
