@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -71,12 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = root.main(args=words, prog_name="mpishard", standalone_mode=False, obj=words)
         sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        exit.say_for_node(text.getvalue())
         raise SystemExit(error.exit_code) from None
     except click.Abort:
         return 130
     except MpishardError as error:
-        click.echo(f"mpishard: {error}", err=True)
+        exit.say_for_node(f"mpishard: {error}\n")
         return 2 if isinstance(error, JobError) else 1
     except OSError as error:
         left = isinstance(error, BrokenPipeError)

@@ -89,20 +89,26 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _first_of_node(kind: type[BaseException], trace: TracebackType | None) -> bool:
     """Tell whether no other rank of this node has failed at this place. Not collective."""
-    where = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(trace)]
+    return _claims(kind.__name__, *(f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(trace)))
+
+
+def _claims(*what: str) -> bool:
+    """Tell whether no other rank of this node has claimed the same, and lives. Not collective."""
     # ranks of one job have one parent, mostly; where they have not, each is the first
-    name = hashlib.blake2b(repr((os.getppid(), os.getuid(), kind.__name__, where)).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(repr((os.getppid(), os.getuid(), what)).encode(), digest_size=16).hexdigest()
+    if name in _claimed:
+        return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         # a name in the kernel, given to one process until it ends
         claim.bind(f"\0mpishard-{name}")
     except OSError as error:
         return error.errno != errno.EADDRINUSE
-    _claims.append(claim)
+    _claimed[name] = claim
     return True
 
 
-_claims: list[socket.socket] = []
+_claimed: dict[str, socket.socket] = {}
 
 
 def abort(status: int) -> NoReturn:
@@ -231,6 +237,21 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         os.write(2, text.encode(errors="replace"))
+
+
+# set by those that start ranks
+_LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PALS_RANKID")
+
+
+def say_for_node(text: str) -> None:
+    """Write to the standard error what all ranks of a node say alike and then end: one of them does. Not collective."""
+    if not any(name in os.environ for name in _LAUNCHED):
+        say(text)
+        return
+    if _claims("said", text):
+        say(text)
+    # the claim ends with this process, and the others come a moment later
+    time.sleep(_SETTLED_S)
 
 
 # in place of a standard error that somebody captures and, when the job is aborted, never shows: a descriptor

@@ -12,6 +12,7 @@ import pytest
 
 import mpishard
 from mpishard.cli import main
+from mpishard.comm import exit
 from tests.conftest import python
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,29 @@ def test_a_build_folder_that_cannot_be() -> None:
 def test_wrong_use_is_2() -> None:
     assert "No such command" in said("nonsense", code=2)
     assert "no file" in said("run", "no-such-script.py", code=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("nonsense", "No such command"),
+        ("run no-such-script.py", "no file"),
+        ("plan no.module:none --shape 1x1x8x8 --ranks 2", "module:factory"),
+    ],
+)
+def test_wrong_use_is_told_once_a_node(launch, command: str, told: str) -> None:
+    done = launch(3, "-m", "mpishard", *command.split())
+    assert done.returncode == 2
+    assert done.stdout.count(told) == 1, done.stdout
+
+
+def test_wrong_use_is_told_each_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setattr(exit, "_SETTLED_S", 0.0)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(["nonsense"])
+        assert "No such command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -24,7 +24,8 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
     Not collective. A scheduler may signal one rank or all of them, at any time; `should_stop` is where they
     agree. While the block is entered the signals have no other effect; their former handlers are then put back,
     unless the ranks have agreed to stop: then the signals are ignored until the program ends, as launchers send
-    them to ranks that end a moment later than the first one, whose exit code would be lost.
+    them to ranks that end a moment later than the first one, whose exit code would be lost. Of blocks in blocks all
+    notice a signal.
 
     Parameters
     ----------
@@ -65,13 +66,15 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         self.exit_code = exit_code
         self._group = blocking.world() if mesh is None else mesh.group(tuple(range(mesh.ndim)))
         self._signals = tuple(signals)
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
         self._received = self._agreed = False
 
     def __enter__(self) -> preemption:
         error: MpishardError | None = None
         try:
-            self._before = {s: signal.signal(s, self._note) for s in self._signals}
+            for s in self._signals:
+                # of one that is named twice, that before the first
+                self._before.setdefault(s, signal.signal(s, self._note))
         except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             error = MpishardError(
                 "preemption: signals cannot be noticed here",
@@ -93,8 +96,12 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
             signal.signal(s, signal.SIG_IGN if self._agreed else before)
         self._before = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True
+        # a block around this one stops, too
+        around = self._before.get(number)
+        if around is not None and isinstance(getattr(around, "__self__", None), preemption):
+            around(number, frame)
 
     def should_stop(self) -> bool:
         """Tell whether any rank was signalled: the same answer on every rank.

@@ -52,6 +52,33 @@ def test_other_signals_and_codes():
     signal.signal(signal.SIGHUP, hang_up)
 
 
+def test_blocks_in_blocks_stop_together():
+    before = [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)]
+    with ms.io.preemption() as outer:
+        with ms.io.preemption() as inner:
+            assert not inner.should_stop()
+            if WORLD.rank == SIZE - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            # it ends before it looks once more
+        assert outer.should_stop()
+    for each, handler in zip((signal.SIGUSR1, signal.SIGTERM), before, strict=True):
+        signal.signal(each, handler)
+
+
+def test_handlers_come_back():
+    """Also where a signal is named twice, has no name, or the one behind it cannot be noticed."""
+    unnamed = signal.SIGRTMIN + 3
+    before = [signal.getsignal(each) for each in (signal.SIGUSR1, unnamed)]
+    with ms.io.preemption(signals=[signal.SIGUSR1, unnamed, signal.SIGUSR1]) as stop:
+        if WORLD.rank == 0:
+            os.kill(os.getpid(), unnamed)
+        WORLD.Barrier()
+    assert stop._received == (WORLD.rank == 0)
+    with pytest.raises(MpishardError, match="signals cannot be noticed"), ms.io.preemption(signals=[signal.SIGUSR1, 9]):
+        pass
+    assert [signal.getsignal(each) for each in (signal.SIGUSR1, unnamed)] == before
+
+
 def test_not_in_another_thread():
     errors = []
 
