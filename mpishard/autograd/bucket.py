@@ -87,6 +87,15 @@ class Buckets:
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
         self._withholds = is_withholding()
+        # of autograd, as last seen: a pass of plain tensors inside of this one is another
+        self._task, self._adds = -1, False
+
+    def serve(self, node: Any) -> bool:
+        """Tell whether the pass that runs a parameter's ``node`` adds to ``.grad``, and returns nothing."""
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if task != self._task:
+            self._task, self._adds = task, _accumulates(node)
+        return self._adds
 
     def collect(self, unit: object, count: int, way: Way, part: Part) -> bool:
         """Take one of ``count`` small gradients of sharded parameters, which travel together; return whether all came.
@@ -250,6 +259,15 @@ class Buckets:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
 
 
+def _accumulates(node: Any) -> bool:
+    """Tell whether autograd will add to the ``.grad`` of the parameter to which a node leads."""
+    leaf = next(n for n, _ in node.next_functions if n is not None)
+    try:
+        return torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # torch's answer where a pass returns the gradient of a leaf
+        return False
+
+
 def _accumulate(flat: Tensor, bucket: _Bucket) -> None:
     new = bucket.params[0].grad is None
     split: Any = torch.split_with_sizes
@@ -274,8 +292,8 @@ def finish_withheld() -> None:
 
 # until a backward pass ends: what only its graph would hold, held here as what the parameters hold would hold it
 kept: deque[object] = deque(maxlen=64)
-# of the threads that differentiate, each with a mesh of its own
-_active: dict[int, list[Buckets]] = {}
+# of the threads that differentiate, each with a mesh of its own; None: of a pass that returns what it finds
+_active: dict[int, list[Buckets | None]] = {}
 # in which torch hands them to its own threads, which compute for the one that differentiates; it is emptied, as an
 # object left in it ends the process with its thread, which torch 2.8 cannot: there, one thread differentiates at a time
 _SLOT = "mpishard.buckets"
@@ -288,22 +306,41 @@ def bucketed() -> Iterator[None]:
 
     For a pass that accumulates into ``.grad`` of all leaves and builds no graph of its own.
     """
-    buckets, me = Buckets(), threading.get_ident()
+    buckets = Buckets()
+    with _during(buckets):
+        try:
+            yield
+            buckets.finish()
+        except BaseException:
+            buckets.abandon()
+            raise
+        finally:
+            kept.clear()
+
+
+@contextmanager
+def unbucketed() -> Iterator[None]:
+    """Have another kind of pass return what it finds, also inside of one that fills buckets. Not collective."""
+    if current() is None:
+        yield
+    else:
+        with _during(None):
+            yield
+
+
+@contextmanager
+def _during(buckets: Buckets | None) -> Iterator[None]:
+    around, me = current(), threading.get_ident()
     mine = _active.setdefault(me, [])
     mine.append(buckets)
     _hand_on(buckets)
     try:
         yield
-        buckets.finish()
-    except BaseException:
-        buckets.abandon()
-        raise
     finally:
         mine.pop()
-        _hand_on(mine[-1] if mine else None)
+        _hand_on(around)
         if not mine:
             del _active[me]
-        kept.clear()
 
 
 def _hand_on(buckets: Buckets | None) -> None:
@@ -338,3 +375,9 @@ def current() -> Buckets | None:
         return next(iter(_active.values()))[-1]
     known = torch._C._is_key_in_tls(_SLOT)  # type: ignore[attr-defined]
     return torch._C._get_obj_in_tls(_SLOT) if known else None  # type: ignore[attr-defined,no-any-return]
+
+
+def serving(node: Any) -> Buckets | None:
+    """Return the buckets of the pass that runs a parameter's ``node``, or None. Not collective."""
+    buckets = current()
+    return buckets if buckets is not None and buckets.serve(node) else None

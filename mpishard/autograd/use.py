@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
-from mpishard.autograd.bucket import BUCKET_NBYTES, current, kept, run_deferred
+from mpishard.autograd.bucket import BUCKET_NBYTES, kept, run_deferred, serving
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.redistribute import redistribute, use_step
 from mpishard.autograd.replica import Replica, Together, note_ddp, note_use, replica_of
@@ -32,7 +32,7 @@ class _UseParameter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (g,), buckets = grads, current()
+        (g,), buckets = grads, serving(ctx)
         if buckets is not None:
             if not _is_awaited(ctx.param, ctx.replica):
                 buckets.add(ctx, g)
@@ -51,10 +51,11 @@ def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     Not collective, nor is ``compute``. Allowed is it where the gradient goes to the buckets alone: of what `use` has
     returned. Not where it hid nothing before: at once, the cotangent is still in the cache.
     """
-    node, buckets = weight.grad_fn, current()
-    if buckets is None or not isinstance(node, _UseParameter._backward_cls) or node.replica.hides_sums is False:  # type: ignore[attr-defined]
+    node: Any = weight.grad_fn
+    if not isinstance(node, _UseParameter._backward_cls) or node.replica.hides_sums is False:  # type: ignore[attr-defined]
         return None
-    return buckets.defer(node, weight, compute)
+    buckets = serving(node)
+    return None if buckets is None else buckets.defer(node, weight, compute)
 
 
 def _is_awaited(param: Tensor, replica: Replica) -> bool:
@@ -82,7 +83,7 @@ class _UseTogether(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        buckets = current()
+        buckets = serving(ctx)
         put_off: list[int] = []
         now: list[int] = []
         for i, (param, replica, g) in enumerate(zip(ctx.params, ctx.replicas, grads)):

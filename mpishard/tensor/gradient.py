@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpishard.autograd.batch import batch_refused, refuse_batched
-from mpishard.autograd.bucket import bucketed, finish_withheld
+from mpishard.autograd.bucket import bucketed, finish_withheld, unbucketed
 from mpishard.autograd.graph import packs
 from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
@@ -93,7 +92,7 @@ def autograd_backward(
     leaves = None if inputs is None else [_input(i) for i in _as_list(inputs)]
     ends = [_end(t) for t in roots]
     # sums of parameter gradients may wait for the end of the pass where nothing reads them before
-    with contextlib.nullcontext() if create_graph or inputs is not None else bucketed():
+    with unbucketed() if create_graph or inputs is not None else bucketed():
         torch.autograd.backward(
             ends,
             [_output_gradient(*each) for each in zip(roots, ends, grads)],
@@ -125,16 +124,17 @@ def grad(
     ends = [_end(t) for t in roots]
 
     def of(given: Sequence[Any], retain_graph: bool | None) -> tuple[Any, ...]:
-        out = torch.autograd.grad(
-            ends,
-            into,
-            [_output_gradient(*each) for each in zip(roots, ends, given)],
-            retain_graph,
-            create_graph,
-            only_inputs,
-            allow_unused,
-            materialize_grads=materialize_grads,
-        )
+        with unbucketed():
+            out = torch.autograd.grad(
+                ends,
+                into,
+                [_output_gradient(*each) for each in zip(roots, ends, given)],
+                retain_graph,
+                create_graph,
+                only_inputs,
+                allow_unused,
+                materialize_grads=materialize_grads,
+            )
         return tuple(
             global_cotangent(g, root_of(i)[1], i.mesh) if isinstance(i, ShardTensor) and g is not None else g
             for i, g in zip(leaves, out)
