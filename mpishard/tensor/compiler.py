@@ -27,6 +27,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
+from mpishard.tensor.registry import no_rule
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
@@ -449,6 +450,21 @@ def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
+_call_script = torch.jit.ScriptFunction.__call__
+
+
+def _guarded_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch.jit; of ShardTensors what it was made of, as its interpreter asks for no rule."""
+    if not holds_shards((args, kwargs)):
+        return _call_script(self, *args, **kwargs)
+    function = getattr(self, "_torchdynamo_inline", None)
+    # a trace has the shapes and branches of its example, and so another meaning than its function
+    if function is None or torch.jit._state._try_get_jit_cached_function(function) is None:
+        raise no_rule(self, args, kwargs)
+    return function(*args, **kwargs)
+
+
+torch.jit.ScriptFunction.__call__ = _guarded_script  # type: ignore[method-assign]
 torch.compile = functools.wraps(_torch_compile)(_compile)  # type: ignore[assignment]
 for _module, _name, _called in (
     (torch.jit, "trace", "torch.jit.trace"),

@@ -250,7 +250,7 @@ def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> No
     # below torch's functions: mostly a transform, which has unpacked the call
     within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
-        within = "; of a model in torch.jit: call the model that it was made of"
+        within = "; of what torch.jit made: call the model or function that it was made of"
     return NoShardingRule(
         f"no sharding rule for {name_of(function)}({layouts})",
         expected="an operation with a rule (a local result would be wrong, so none is given)",

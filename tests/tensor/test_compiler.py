@@ -70,7 +70,32 @@ def test_traces_are_refused(export):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_traced_model_says_what_to_call():
-    traced = torch.jit.trace(model(), values())
-    with pytest.raises(ms.NoShardingRule, match="call the model that it was made of"):
+@pytest.mark.parametrize("made_of", [model, lambda: lambda x: x + x.shape[2]])
+def test_a_trace_says_what_to_call(made_of):
+    traced = torch.jit.trace(made_of(), values())
+    with pytest.raises(ms.NoShardingRule, match="call the model or function that it was made of"):
         traced(shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)]))
+
+
+@torch.jit.script
+def scripted(a, b, factor: int = 2):
+    return torch.einsum("bcx,cd->bdx", a, b).cumsum(2) * factor
+
+
+@torch.jit.script
+def scripted_in_turn(a, b):
+    return scripted(a, b, factor=3).sigmoid()
+
+
+def test_scripted_functions():
+    """As models of climate have them around products of complex numbers."""
+    for function in (scripted, scripted_in_turn):
+        x, w = values().requires_grad_(), torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        own = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)], requires_grad=True)
+        expected, got = function(x, w), function(own, b=w)
+        torch.testing.assert_close(gathered(got), expected)
+        (gw,) = torch.autograd.grad(expected.square().sum(), w, retain_graph=True)
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        torch.testing.assert_close(gathered(own.grad), x.grad)
+        torch.testing.assert_close(w.grad, 2 * gw)
