@@ -53,8 +53,7 @@ def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int)
     decide, which all ranks know, and not the block of this rank.
     """
     cells = math.prod(n if sizes is None else largest(sizes) for n, sizes in zip(target.shape, target.sizes))
-    # where no rank more holds a cell, cells only move
-    if cells * itemsize <= limit_nbytes() or _holders(target) <= _holders(source):
+    if cells * itemsize <= limit_nbytes() or not gathers(source, target):
         return
     op, path, line = _called()
     lost = [d for d in source.shard_dims if d not in target.shard_dims]
@@ -69,6 +68,11 @@ def notice_gather(mesh: CartMesh, source: Layout, target: Layout, itemsize: int)
             return
         _noticed.add((op, path, line))
     warnings.warn_explicit(text, GatherWarning, path, line)
+
+
+def gathers(source: Layout, target: Layout) -> bool:
+    """Tell whether more ranks will hold a cell; otherwise cells only move. Not collective."""
+    return _holders(target) > _holders(source)
 
 
 def _holders(layout: Layout) -> int:

@@ -16,6 +16,7 @@ from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
+from mpishard.tensor.notice import gathers, notice_gather
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -140,20 +141,24 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         held, local = x.shape, x
     else:
         return x
-    source, target, used = _fits.get((held, out)) or _fit(held, out, mesh)
+    source, target, used, gathered = _fits.get((held, out)) or _fit(held, out, mesh)
+    if gathered:
+        notice_gather(mesh, source, target, local.itemsize)
     return use_part(local, mesh, source, target, used)
 
 
-_fits: dict[tuple[Layout | torch.Size, Layout], tuple[Layout, Layout, tuple[int, ...]]] = {}
+_Fit = tuple[Layout, Layout, tuple[int, ...], bool]
+_fits: dict[tuple[Layout | torch.Size, Layout], _Fit] = {}
 
 
-def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Return an operand's layout, that in which it meets ``out``, and the mesh dims over which it is used.
+def _fit(held: Layout | torch.Size, out: Layout, mesh: CartMesh) -> _Fit:
+    """Return an operand's layout, that in which it meets ``out``, over which mesh dims it is used, and if it gathers.
 
     ``held`` is its layout, or the shape of a plain tensor.
     """
     source = held if isinstance(held, Layout) else replicated_layout(mesh, held)
-    fit = source, *aligned_to(out, source)
+    target, used = aligned_to(out, source)
+    fit = source, target, used, gathers(source, target)
     if len(_fits) > 65536:
         _fits.clear()
     _fits[held, out] = fit
@@ -190,7 +195,7 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
         mesh_dims = _beside[key]
     except KeyError:
         mesh, out = broadcast_of([other, x])
-        source, target, used = _fit(x.shape, layout, mesh) if out is layout else (None, layout, ())
+        source, target, used, _ = _fit(x.shape, layout, mesh) if out is layout else (None, layout, (), False)
         if len(_beside) > 65536:
             _beside.clear()
         mesh_dims = _beside[key] = used if source is target else None

@@ -46,6 +46,25 @@ def test_an_error_comes_on_every_rank(monkeypatch):
             x.unbind(0)
 
 
+def write(y, x):
+    y[:, :8] = x
+
+
+@pytest.mark.parametrize(
+    "into", [write, lambda y, x: y[:, :8].add_(x), lambda y, x: y.index_add_(1, torch.arange(8), x)]
+)
+@pytest.mark.parametrize("kind", ["plain", "replicated"])
+def test_a_write_into_what_is_whole(monkeypatch, into, kind):
+    monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
+    x = rows()
+    y = torch.zeros(8, 9, dtype=x.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ms.GatherWarning, match="gathers a ShardTensor"):
+            into(y if kind == "plain" else ms.distribute_tensor(y, x.mesh, (ms.Replicate(),)), x)
+        into(x.new_zeros(8, 9), x)  # where it lies as `x` does, nothing is gathered
+
+
 def first_rows_only(mesh):
     return ms.distribute_tensor(field(8, 4), mesh, (ms.Shard(0),), sizes={0: (8, *[0] * (WORLD.size - 1))})
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
-from mpishard.layout import Layout
+from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled
 from mpishard.ops.rule.dim import (
     beside,
     ints,
@@ -384,7 +384,7 @@ def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
 
 def _new_rule(name: str) -> Callable[..., Any]:
     def rule(self: ShardTensor, *given: Any, size: Any = None, **kwargs: Any) -> Any:
-        """Make a tensor of this dtype, laid out as ``self`` where it has its shape, else Replicate. Not collective.
+        """Make a tensor of this dtype, sharded as ``self`` where it has its extents, or multiples. Not collective.
 
         Not a plain tensor: random numbers that are written into it must be the same on every rank.
         """
@@ -392,8 +392,7 @@ def _new_rule(name: str) -> Callable[..., Any]:
         if name == "new_full" and not value and len(given) + (size is not None) > 1:
             given, value = given[:-1], given[-1:]
         shape = ints(given if size is None else tuple(size))
-        same = shape == tuple(self.sharding.shape)
-        layout = cotangent_layout(self.sharding) if same else replicated_layout(self.mesh, shape)
+        layout = _layout_like(self.sharding, shape)
         return _made(self, getattr(self.block, name)(layout.local_shape(self.mesh.coords), *value, **kwargs), layout)
 
     return rule
@@ -401,6 +400,17 @@ def _new_rule(name: str) -> Callable[..., Any]:
 
 for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
     implements(getattr(torch.Tensor, _name), sharded="local")(_new_rule(_name))
+
+
+def _layout_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the layout of a tensor of any extents, whose cells lie where those do that will be computed with them."""
+    if shape == tuple(layout.shape):
+        return cotangent_layout(layout)
+    alike = layout.shard_dims if len(shape) == len(layout.shape) else ()
+    times = {d: shape[d] // n for d in alike if (n := layout.shape[d]) and shape[d] > 0 and shape[d] % n == 0}
+    kept = [p if type(p) is Shard and p.dim in times else Replicate() for p in layout.placements]
+    sizes = {d: scaled(layout.sizes[d] or (), k) for d, k in times.items()}
+    return layout_of(layout.mesh_shape, kept, shape, sizes)
 
 
 @implements(torch.Tensor.new_tensor, sharded="local")

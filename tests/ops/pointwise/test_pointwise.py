@@ -319,6 +319,21 @@ def test_tensors_of_the_same_kind():
         x.new(x)
 
 
+def test_a_tensor_for_what_is_computed_beside():
+    """It lies where that does: what is written into it stays on its rank."""
+    for mesh, placements, sizes in layouts(X.shape, (0, 1)):
+        x = shard(X, mesh, placements, sizes)
+        for times in ((1, 3, 1), (2, 1, 1), (2, 2, 1)):
+            shape = [n * k for n, k in zip(X.shape, times)]
+            expected, y = X.new_zeros(shape), x.new_zeros(shape)
+            assert y.placements == x.placements
+            expected[:: times[0], :: times[1]] = X
+            with ms.comm_counter() as counter:
+                y[:: times[0], :: times[1]] = x
+            assert not counter.messages
+            torch.testing.assert_close(gathered(y), expected)
+
+
 def test_conversions():
     mesh = mesh_of((WORLD.size,))
     x = shard(X, mesh, (ms.Shard(1),))
