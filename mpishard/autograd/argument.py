@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from mpishard.comm.memory.buffer import UNCOPIED, uncopied, unfit
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.comm.mesh_argument import no_mesh
+from mpishard.comm.mesh_argument import listed, no_mesh
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import as_block_sizes, runs_of
 
@@ -65,14 +65,12 @@ def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:
     """Return the mesh dims that an argument names, in mesh order. Not collective."""
     if mesh_dim is None:
         return tuple(range(len(mesh.shape)))
-    if isinstance(mesh_dim, (int, str)) or not isinstance(mesh_dim, Iterable):
-        return (mesh.mesh_dim(mesh_dim),)
-    dims = tuple(mesh.mesh_dim(m) for m in mesh_dim)
+    dims = tuple(mesh.mesh_dim(m) for m in listed(mesh_dim))
     if not dims or sorted(set(dims)) != list(dims):
         raise MeshError(
             "mesh dims out of order",
             expected="different mesh dims, in mesh order",
-            got=tuple(mesh_dim),
+            got=listed(mesh_dim),
             fix="list them in the order of the mesh: ranks are counted row-major in it",
         )
     return dims

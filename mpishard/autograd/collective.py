@@ -22,6 +22,7 @@ from mpishard.autograd.argument import (
     mesh_dims,
     misfit,
     needs_grad,
+    require,
     require_dense,
     require_mesh,
     require_rank,
@@ -107,6 +108,8 @@ def all_reduce(
         require_dense("all_reduce", x)
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)
+    if type(op) is not str:  # MPI's, such as MPI.SUM, cannot be looked up
+        require("all_reduce", "op", op, str, "name one of sum, avg, prod, max, min")
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -117,7 +120,7 @@ def all_reduce(
         run = mesh.plans.get(key) or mesh.plan(
             key, lambda: reducer(mesh.group(tuple(dims)), op, x.dtype, replicated, deterministic)
         )
-    elif mesh_dim == ():
+    elif type(mesh_dim) is tuple and not mesh_dim:  # a number of numpy's would compare itself with each of no dims
         dims, run = (), torch.clone
     else:
         dims = mesh_dims(mesh, mesh_dim)

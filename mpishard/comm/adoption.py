@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.mesh_argument import checked_names, of_handle
+from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handle
 from mpishard.comm.mesh_device import as_device
 from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
@@ -137,17 +136,9 @@ def _refuse_other(what: str, given: Sequence[int] | None, own: Sequence[int]) ->
 def _periods(given: Periodic, ndim: int, own: Sequence[bool] | None) -> tuple[bool, ...]:
     if given is None:
         return tuple(own) if own is not None else (False,) * ndim
-    periods = (
-        tuple(map(bool, given))
-        if isinstance(given, (Sequence, np.ndarray))
-        else (bool(given),) * (len(own or ()) or ndim)
-    )
+    periods = checked_periods(given, ndim if own is None else len(own), "adopt")
     if own is not None:
-        _refuse_other("periodic", periods, own)  # type: ignore[arg-type]
-    if len(periods) != ndim:
-        raise MeshError(
-            "adopt: periodic does not fit the names", expected=f"{ndim} flags", got=periods, fix="one per dim"
-        )
+        _refuse_other("periodic", periods, own)
     return periods
 
 

@@ -145,7 +145,7 @@ class CartMesh(DeviceMeshNames):
         require_mpi("from_comm")
         adopted = mesh_argument.checked_cart(comm, handle)
         cart = made("from_comm", adopted, lambda: MPI.Cartcomm(adopted.Dup()))  # type: ignore[arg-type]
-        names, on = _agreed_arguments(cart, mesh_dim_names, device)
+        names, on = mesh_argument.agreed(cart, mesh_dim_names, device)
         return made("from_comm", cart, lambda: cls(cart, names, on))
 
     @property
@@ -220,13 +220,13 @@ class CartMesh(DeviceMeshNames):
             fix="name a dim of this mesh",
         )
 
-    def __getitem__(self, names: str | int | tuple[str | int, ...]) -> CartMesh:
+    def __getitem__(self, names: str | int | Sequence[str | int]) -> CartMesh:
         """Return the sub-mesh of some dims that this rank lies in, always the same object. Not collective.
 
         It shares the communicators of this mesh, and is freed with it.
         """
         self.group(tuple(range(self.ndim)))  # raises where the mesh is freed
-        dims = tuple(self.mesh_dim(n) for n in (names if isinstance(names, tuple) else (names,)))
+        dims = tuple(self.mesh_dim(n) for n in mesh_argument.listed(names))
         if not dims or sorted(set(dims)) != list(dims):
             raise MeshError(
                 "sub-mesh: dims out of order",
@@ -420,6 +420,9 @@ class CartMesh(DeviceMeshNames):
             fix="make the mesh again with init_mesh in the other process",
         )
 
+    def __copy__(self) -> CartMesh:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CartMesh:
         return self
 
@@ -470,31 +473,13 @@ def init_mesh(
     try:
         extents = mesh_argument.checked_extents(mesh_shape)
         names = mesh_argument.checked_names(mesh_dim_names, len(extents), "init_mesh")
-        periods = mesh_argument.checked_periods(periodic, len(extents))
+        periods = mesh_argument.checked_periods(periodic, len(extents), "init_mesh")
         full = mesh_argument.inferred(extents, comm.Get_size())
         wanted = as_device(device)
-    except MpishardError as e:
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     told = "" if error else f"init_mesh({full}, {names}, periodic={periods}{told_device(wanted)})"
     first_agreement(comm, error, told)
     return made(
         "init_mesh", comm, lambda: CartMesh(comm.Create_cart(full, periods=periods, reorder=False), names, wanted)
     )
-
-
-def _agreed_arguments(
-    cart: MPI.Cartcomm, given: Sequence[str] | None, device: torch.device | str | None
-) -> tuple[tuple[str, ...], torch.device | None]:
-    error: MpishardError | None = None
-    names: tuple[str, ...] = ()
-    on: torch.device | None = None
-    try:
-        names, on = mesh_argument.checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
-    except MpishardError as e:
-        error = e
-    try:
-        first_agreement(cart, error, f"from_comm{names}{told_device(on)}")
-    except MpishardError:
-        cart.Free()
-        raise
-    return names, on

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+import torch
 from mpi4py import MPI
 
-from mpishard.errors import MeshError
+from mpishard.comm.mesh_device import as_device, told_device
+from mpishard.comm.setting import first_agreement
+from mpishard.errors import MeshError, MpishardError
 
 
 def kind_of(comm: Any) -> str:
@@ -91,24 +95,32 @@ def inferred(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     )
 
 
-def checked_periods(periodic: bool | Sequence[bool], ndim: int) -> tuple[bool, ...]:
+def listed(given: Any) -> tuple[Any, ...]:
+    """Return what is given one by one, or one thing alone, which may be a text. Not collective."""
+    return (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+
+
+def checked_periods(periodic: bool | Sequence[bool] | None, ndim: int, what: str) -> tuple[bool, ...]:
     """Return one flag per dim. Not collective."""
-    periods = tuple(map(bool, periodic)) if isinstance(periodic, Sequence) else (bool(periodic),) * ndim
-    if len(periods) != ndim:
+    flags = listed(False if periodic is None else periodic)
+    if not isinstance(periodic, Iterable):
+        flags *= ndim
+    # names of dims would all be true
+    if len(flags) != ndim or not all(isinstance(f, (Integral, np.bool_)) for f in flags):
         raise MeshError(
-            "init_mesh: periodic does not fit the shape",
+            f"{what}: periodic does not fit the mesh",
             expected=f"{ndim} flags or one for all",
-            got=periods,
+            got=periodic,
             fix="give one flag per mesh dim",
         )
-    return periods
+    return tuple(map(bool, flags))
 
 
 def checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...]:
     """Return one name per dim. Not collective."""
     if names is None:
         return tuple(f"dim{i}" for i in range(ndim))
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = listed(names)
     if len(names) != ndim or len(set(names)) != ndim or not all(isinstance(n, str) for n in names):
         raise MeshError(
             f"{what}: names do not fit the mesh",
@@ -160,3 +172,22 @@ def no_mesh(call: str, given: Any) -> MeshError:
         got=type(given).__name__,
         fix="make one with mpishard.init_mesh",
     )
+
+
+def agreed(
+    cart: MPI.Cartcomm, given: Sequence[str] | None, device: torch.device | str | None
+) -> tuple[tuple[str, ...], torch.device | None]:
+    """Return names and device of a mesh that adopts ``cart``, which is freed where they are wrong. Collective."""
+    error: Exception | None = None
+    names: tuple[str, ...] = ()
+    on: torch.device | None = None
+    try:
+        names, on = checked_names(given, cart.Get_dim(), "from_comm"), as_device(device)
+    except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
+        error = e
+    try:
+        first_agreement(cart, error, f"from_comm{names}{told_device(on)}")
+    except MpishardError:
+        cart.Free()
+        raise
+    return names, on

@@ -7,12 +7,12 @@ import os
 from mpi4py import MPI
 
 from mpishard.comm import disagreement, guard
-from mpishard.errors import MeshError, MpishardError
+from mpishard.errors import MeshError
 
 DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
 
 
-def first_agreement(comm: MPI.Intracomm, error: MpishardError | None, signature: str = "") -> None:
+def first_agreement(comm: MPI.Intracomm, error: BaseException | None, signature: str = "") -> None:
     """Do what `guard.agree` does, and raise where the variables are not the same on all ranks.
 
     Collective, and the same messages whatever the variables say.

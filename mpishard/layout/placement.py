@@ -49,8 +49,8 @@ class Kind(Frozen):
         """Tell whether this is a Replicate."""
         return False
 
-    def is_partial(self) -> bool:
-        """Tell whether this is a Partial."""
+    def is_partial(self, reduce_op: str | None = None) -> bool:  # noqa: ARG002
+        """Tell whether this is a Partial (of ``reduce_op``, if given)."""
         return False
 
 
@@ -145,9 +145,9 @@ class Partial(Kind):
     def __repr__(self) -> str:
         return "Partial()"
 
-    def is_partial(self) -> bool:
-        """Return True."""
-        return True
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Tell whether this is a Partial (of ``reduce_op``, if given)."""
+        return reduce_op in (None, self.reduce_op)
 
 
 Placement = Shard | Replicate | Partial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from numbers import Integral
@@ -127,6 +127,7 @@ class Pipeline(nn.Module):
         signature, m = "Pipeline", 0
         try:
             m = mesh.mesh_dim(mesh_dim)
+            require("Pipeline", "stages", stages, Sized, "give a sequence of modules, or of functions that return them")
             if len(stages) != mesh.shape[m] or not isinstance(microbatches, Integral) or microbatches < 1:
                 raise LayoutError(
                     "Pipeline: stages or micro-batches do not fit",
@@ -158,7 +159,7 @@ class Pipeline(nn.Module):
 
     @staticmethod
     def _made(stage: Stage, device: torch.device) -> nn.Module:
-        made = stage if isinstance(stage, nn.Module) else stage()
+        made = stage() if callable(stage) and not isinstance(stage, nn.Module) else stage
         require("Pipeline", "stages", made, nn.Module, "give modules, or functions that return them")
         return made.to(device)
 

@@ -17,6 +17,7 @@ from mpishard.autograd.gathered import Gathered, Schedule, Turn, Unit, saving, s
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.mesh_argument import listed
 from mpishard.errors import LayoutError, MeshError, UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard
 from mpishard.tensor.convert import distribute_tensor
@@ -37,7 +38,7 @@ def dims_of(mesh: CartMesh, given: str | int | Iterable[str | int]) -> tuple[int
     MeshError
         There is no such dim.
     """
-    names = (given,) if isinstance(given, (str, int)) else tuple(given)
+    names = listed(given)
     if any(isinstance(name, bool) for name in names):  # to Python an integer
         raise MeshError(
             "shard_parameters: no such mesh dim",

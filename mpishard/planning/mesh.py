@@ -73,7 +73,7 @@ def mesh_on(
         )
     names, periods = (
         checked_names(mesh_dim_names, len(extents), "planning.mesh"),
-        checked_periods(periodic, len(extents)),
+        checked_periods(periodic, len(extents), "planning.mesh"),
     )
     where = torch.device(device)
     return CartMesh(NullComm.cart(extents, at, periods, where), names, where)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from mpishard.comm import guard
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.gather_sizes import digest
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.mesh_argument import two_meshes
+from mpishard.comm.mesh_argument import listed, two_meshes
 from mpishard.comm.wait_meter import WaitMeter
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout, balanced, bounds, sizes_of
@@ -87,7 +87,7 @@ def balance(
     error: Exception | None = None
     among: tuple[int, ...] = ()
     try:
-        asked = range(mesh.ndim) if dims is None else (dims,) if isinstance(dims, str | int) else dims
+        asked = range(mesh.ndim) if dims is None else listed(dims)
         among = tuple(sorted({mesh.mesh_dim(d) for d in asked}))
         _check_numbers(every, threshold, relaxation, min_cells, multiple)
     except Exception as e:  # noqa: BLE001 (Python's too, of what is no number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,8 @@ def _named(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _numbers(values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return (values,)  # the ranks agree on what is wrong with it
     if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
         values = values.tolist()
     if {*map(type, values)} <= {int, float}:
@@ -357,9 +360,10 @@ def _rebalanced(layout: Layout, given: Any) -> Layout:
     sizes = list(layout.sizes)
     for dim, numbers in by_dim("rebalance", given, layout.ndim).items():
         count = len(sizes[dim] or ())
-        total = sum(numbers)
+        are_real = all(issubclass(kind, Real) for kind in {*map(type, numbers)})
+        total = sum(numbers) if are_real else math.nan
         exact = total == layout.shape[dim] and all(isinstance(v, int) for v in numbers)
-        if not count or len(numbers) != count or min(numbers) < 0 or not (exact or 0 < total < math.inf):
+        if not count or len(numbers) != count or not (exact or 0 < total < math.inf) or min(numbers) < 0:
             raise LayoutError(
                 f"rebalance: numbers do not fit dim {dim}",
                 expected=f"{count} numbers >= 0, not all 0, for a sharded dim, one per block",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from mpishard.tensor.resident import Widths, resident, room
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import Fill, draw_seed, drawn_into, normal, uniform
 
+F = TypeVar("F", bound=Callable[..., Any])
 Sizes = Mapping[int, Sequence[int]]
 Ghost = Width | Mapping[int, Width]
 
@@ -69,6 +71,24 @@ def given_placements(name: str, placements: Any, mesh: CartMesh) -> Any:
     """Return the placements, `Replicate` where none are given. Not collective."""
     require_mesh(name, mesh)
     return (Replicate(),) * mesh.ndim if placements is None else placements
+
+
+def _called_as_dtensor(function: F) -> F:
+    """Let a factory be called as DTensor's is, with ``device_mesh`` and a memory layout. Not collective."""
+    named = names_device_mesh(function)
+
+    @wraps(function)
+    def call(*args: Any, layout: torch.layout = torch.strided, **kwargs: Any) -> Any:
+        if layout is not torch.strided:
+            raise LayoutError(
+                f"{function.__name__}: layout= is of another kind",
+                expected="torch.strided",
+                got=layout,
+                fix="leave it out: shards are dense",
+            )
+        return named(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def _integers(shape: tuple[Any, ...]) -> tuple[int, ...] | str:
@@ -136,7 +156,7 @@ def _constant(name: str, value: Any, ghost: Ghost | None, shape: Any, mesh: Cart
     return _make(name, shape, mesh, *rest, make, ghost)  # type: ignore[call-arg]
 
 
-@names_device_mesh
+@_called_as_dtensor
 def zeros(
     *shape: Any,
     mesh: CartMesh,
@@ -175,7 +195,7 @@ def zeros(
     return _constant("zeros", 0, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
-@names_device_mesh
+@_called_as_dtensor
 def ones(
     *shape: Any,
     mesh: CartMesh,
@@ -189,7 +209,7 @@ def ones(
     return _constant("ones", 1, ghost, shape, mesh, placements, sizes, dtype, requires_grad)
 
 
-@names_device_mesh
+@_called_as_dtensor
 def full(
     shape: Sequence[int],
     fill_value: Any,
@@ -206,7 +226,7 @@ def full(
     return _constant("full", fill_value, ghost, (shape,), mesh, placements, sizes, dtype, requires_grad)
 
 
-@names_device_mesh
+@_called_as_dtensor
 def empty(
     *shape: Any,
     mesh: CartMesh,
@@ -235,7 +255,7 @@ def _random(
     return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
 
 
-@names_device_mesh
+@_called_as_dtensor
 def rand(
     *shape: Any,
     mesh: CartMesh,
@@ -258,7 +278,7 @@ def rand(
     return _random("rand", uniform, shape, mesh, generator, placements, sizes, dtype, requires_grad)
 
 
-@names_device_mesh
+@_called_as_dtensor
 def randn(
     *shape: Any,
     mesh: CartMesh,
@@ -272,7 +292,7 @@ def randn(
     return _random("randn", normal, shape, mesh, generator, placements, sizes, dtype, requires_grad)
 
 
-@names_device_mesh
+@_called_as_dtensor
 def arange(
     start: Any,
     end: Any = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,7 +94,18 @@ def whole_value(x: ShardTensor) -> torch.Tensor:
     return x.block.detach() if x.sharding.is_replicated else x.detach().full_tensor()  # type: ignore[attr-defined]
 
 
-implements(torch.Tensor.__bool__, sharded="local")(lambda self: bool(whole_value(self)))
+@implements(torch.Tensor.__bool__, sharded="local")
+def truth(self: ShardTensor) -> bool:
+    """Return whether the only cell is not zero. Collective unless it is replicated."""
+    if cells := numel(self):
+        return bool(whole_value(self)) if cells == 1 else _ambiguous("more than one value")
+    return _ambiguous("no values")
+
+
+def _ambiguous(values: str) -> NoReturn:
+    raise RuntimeError(f"Boolean value of Tensor with {values} is ambiguous")
+
+
 implements(torch.Tensor.__int__, sharded="local")(lambda self: int(whole_value(self)))
 implements(torch.Tensor.__float__, sharded="local")(lambda self: float(whole_value(self)))
 implements(torch.Tensor.__complex__, sharded="local")(lambda self: complex(whole_value(self)))

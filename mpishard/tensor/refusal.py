@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpishard.autograd.graph import unseen
-from mpishard.errors import MpishardError
+from mpishard.errors import MpishardError, UnsupportedOperationError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there
-STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
+_STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
+# and what torch raises where a DTensor is among the operands
+STUMBLES = (*_STUMBLES, RuntimeError)
 
 # torch's rules for meta are Python, too, and see less than its kernels
 _STUMBLES_OF_META = (NotImplementedError, KeyError, AttributeError, AssertionError, ZeroDivisionError)
@@ -30,9 +32,14 @@ def explained(
     """Return what torch raises of the same call of whole tensors without their data, or None if ``error`` is as clear.
 
     Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
-    the program's functions that it calls.
+    the program's functions that it calls; but where a DTensor was given, that is told.
     """
-    if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
+    if isinstance(error, MpishardError):
+        return None
+    # by name, as torch.distributed.tensor takes half a second to import
+    if any(type(x).__name__ == "DTensor" for x in tree_leaves((args, kwargs))):
+        return of_dtensor()
+    if function in _GRADIENTS or not isinstance(error, _STUMBLES) or not _is_ours(error):
         return None
     answer: Exception | None = None
     with torch.no_grad(), unseen():
@@ -56,7 +63,8 @@ def with_ints(
 
     Not collective. Torch takes them for ints; a rule may have stumbled over one.
     """
-    if isinstance(error, MpishardError) or not any(map(_is_int, tree_leaves((args, kwargs)))):
+    is_stumble = isinstance(error, _STUMBLES) and not isinstance(error, MpishardError)
+    if not is_stumble or not any(map(_is_int, tree_leaves((args, kwargs)))):
         return None
     return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 
@@ -65,6 +73,20 @@ def _is_int(x: Any) -> bool:
     if type(x) is Tensor:
         return x.ndim == 0 and x.dtype in _INTEGERS and not x.is_meta
     return isinstance(x, np.integer)
+
+
+def of_dtensor() -> UnsupportedOperationError:
+    """Return the error of a ShardTensor that meets a DTensor; torch's says to make all of them DTensors.
+
+    Not collective.
+    """
+    return UnsupportedOperationError(
+        "a ShardTensor meets a DTensor",
+        expected="ShardTensors and plain tensors",
+        got="a torch.distributed.tensor.DTensor",
+        fix="ShardTensor.from_local(d.to_local(), mesh, d.placements), or d.full_tensor(); let "
+        "mpishard.distribute_module, or torch's own on a CartMesh, distribute modules",
+    )
 
 
 def _is_ours(error: Exception) -> bool:

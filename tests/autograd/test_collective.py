@@ -316,6 +316,7 @@ def test_dtypes(mesh):
     [
         (lambda x, m: ms.all_reduce(x.bool(), m), ms.UnsupportedDtypeError, "no reduction 'sum' of torch.bool"),
         (lambda x, m: ms.all_reduce(x.int(), m, op="avg"), ms.UnsupportedDtypeError, "no reduction 'avg'"),
+        (lambda x, m: ms.all_reduce(x, m, op=MPI.SUM), ms.LayoutError, "op= is of another kind"),
         (lambda x, m: ms.all_reduce(x, m, op="mode"), ms.UnsupportedDtypeError, "avg, sum, prod, max, min"),
         (lambda x, m: ms.all_reduce(x, m, "z"), ms.MeshError, "no such mesh dim"),
         (lambda x, m: ms.all_reduce(x, m, ("x", "x")), ms.MeshError, "out of order"),
@@ -376,6 +377,14 @@ def test_mesh_dims_in_a_list():
     x = torch.ones(3)
     for dims in (["y", "x"], [0], []):
         assert torch.equal(ms.all_reduce(x, mesh, dims), ms.all_reduce(x, mesh, tuple(dims)))
+
+
+def test_mesh_dims_of_numpy():
+    mesh = ms.init_mesh((-1, 1), ("y", "x"))
+    x = torch.ones(3)
+    for call in (ms.all_reduce, ms.all_gather, ms.reduce_scatter, ms.broadcast):
+        for dim in (0, 1, -2):
+            assert torch.equal(call(x, mesh, np.int64(dim)), call(x, mesh, dim))
 
 
 def test_shard_tensors_are_refused(mesh):

@@ -64,21 +64,44 @@ def test_extents_that_are_no_integers(shape):
     assert init_mesh(np.int64(WORLD.size)).shape == (WORLD.size,)
 
 
-@pytest.mark.parametrize("names", [("y",), ("y", "y"), ("y", 1), "xyz"])
+@pytest.mark.parametrize("names", [("y",), ("y", "y"), ("y", 1), "xyz", 3])
 def test_names_that_do_not_fit(names):
     with pytest.raises(MeshError, match="2 different names"):
         init_mesh((-1, 1), names)
 
 
-def test_periodic_flags_that_do_not_fit():
+@pytest.mark.parametrize("periodic", [(True,), ("y", "x"), "yx", (1.0, 0.0)], ids=repr)
+def test_periodic_flags_that_do_not_fit(periodic):
     with pytest.raises(MeshError, match="periodic does not fit"):
-        init_mesh((-1, 1), periodic=(True,))
+        init_mesh((-1, 1), periodic=periodic)
+
+
+def test_periodic_flags_of_numpy():
+    assert init_mesh((-1, 1), periodic=np.array([True, False])).periodic == (True, False)
+    assert init_mesh((-1, 1), periodic=np.True_).periodic == (True, True)
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_error_of_one_rank_is_everybodys():
+@pytest.mark.parametrize("names", [("y", "y"), 3], ids=repr)
+def test_error_of_one_rank_is_everybodys(names):
+    odd = WORLD.rank == 1
     with pytest.raises(MeshError, match=r"raised on: rank 1 of"):
-        init_mesh((-1, 1), ("y", "y") if WORLD.rank == 1 else ("y", "x"))
+        init_mesh((-1, 1), names if odd else ("y", "x"))
+    with pytest.raises(MeshError, match=r"raised on: rank 1 of"):
+        CartMesh.from_comm(WORLD.Create_cart((WORLD.size, 1)), names if odd else ("y", "x"))
+
+
+class Unreadable:
+    """Of which nothing can be asked."""
+
+    def __iter__(self):
+        raise RuntimeError("no names here")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_python_raises_for_an_argument_of_one_rank_reaches_all():
+    with pytest.raises(MpishardError, match=r"no names here[\s\S]*raised on: rank 1 of"):
+        init_mesh((-1, 1), Unreadable() if WORLD.rank == 1 else ("y", "x"))
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -522,3 +545,10 @@ def test_a_device_that_one_rank_gets_wrong(wrong):
     with pytest.raises(MeshError, match="device of a mesh"):
         ms.CartMesh.from_comm(cart, device=given)
     cart.Free()
+
+
+def test_a_copy_is_the_mesh_itself():
+    mesh = init_mesh((-1, 1), ("y", "x"))
+    assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
+    assert mesh[["y", "x"]] is mesh
+    assert mesh[["y"]] is mesh["y"]

@@ -216,6 +216,11 @@ def test_ghosts_only_inside_and_only_outside():
         host.free()
 
 
+def test_names_are_no_periodic_flags():
+    with pytest.raises(ms.MeshError, match="adopt: periodic does not fit"):
+        ms.insitu.adopt(None, (6, 5), 1, ("x", "y"), periodic=("x", "y"))
+
+
 @pytest.mark.parametrize("periodic", [False, True])
 @pytest.mark.parametrize("shared", [True, False])
 def test_faces(periodic, shared):

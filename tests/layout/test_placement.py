@@ -97,3 +97,10 @@ def test_placements_are_frozen_and_can_be_copied(placement):
     for same in (pickle.loads(pickle.dumps(placement)), copy.deepcopy(placement)):
         assert type(same) is type(placement)
         assert same == placement
+
+
+def test_a_partial_knows_its_reduction():
+    assert Partial().is_partial("sum")
+    assert not Partial().is_partial("max")
+    assert not Replicate().is_partial("sum")
+    assert not Shard(0).is_partial(reduce_op="sum")

@@ -196,6 +196,8 @@ def test_what_is_refused(mesh):
         (stages, "stage", {"microbatches": 0}, ms.LayoutError, "stages or micro-batches do not fit"),
         (stages, "stage", {"microbatches": 1.5}, ms.LayoutError, "stages or micro-batches do not fit"),
         (stages, "depth", {}, ms.MeshError, "no such mesh dim"),
+        (None, "stage", {}, ms.LayoutError, "stages= is of another kind"),
+        ([3] * mesh.shape[0], "stage", {}, ms.LayoutError, "stages= is of another kind"),
     ):
         with pytest.raises(error, match=text):
             ms.Pipeline(given, mesh, dim, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,6 +164,7 @@ def test_batch_on_other_dims_than_the_parameters(mesh):
         ("data", (ms.Replicate(), ms.Replicate())),
         (("data", "y"), PLACEMENTS),
         ("y", (ms.Shard(0), ms.Replicate())),
+        (np.int64(0), PLACEMENTS),
     ):
         model = sharded(lambda: UNet(2), mesh, shard_parameters=over)
         out, _ = run(model, ms.distribute_tensor(full, mesh, placements), mean_square)

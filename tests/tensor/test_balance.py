@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,10 +171,11 @@ def test_chosen_dims_and_dims_together():
     mesh = ms.init_mesh((2, 2), ("data", "y"))
     cost = cost_of(2)
     x = ms.distribute_tensor(cost, mesh, [ms.Shard(0), ms.Shard(1)])
-    balancer = ms.balance(mesh, dims="y", every=1)
-    y = decide(balancer, x, cost, 4)
-    assert y.sharding.sizes[0] == (N // 2, N // 2)
-    assert y.sharding.sizes[1][0] < N // 2
+    for dims in ("y", np.int64(1)):
+        balancer = ms.balance(mesh, dims=dims, every=1)
+        y = decide(balancer, x, cost, 4)
+        assert y.sharding.sizes[0] == (N // 2, N // 2)
+        assert y.sharding.sizes[1][0] < N // 2
     with pytest.raises(ms.LayoutError, match="together"):
         balancer(ms.zeros(N, mesh=mesh, placements=[ms.Shard(0), ms.Shard(0)]))
     # both dims cut one dim of the tensor

@@ -226,9 +226,22 @@ def test_rebalance_knows_its_dims():
     for dims in ({4: sizes}, {1: sizes, -2: sizes}):
         with pytest.raises(ms.LayoutError, match="no such dim, or one named twice"):
             x.rebalance(dims)
-    for numbers in ((0,) * mesh.size, (float("nan"),) * mesh.size):
+    for numbers in ((0,) * mesh.size, (float("nan"),) * mesh.size, ("a",) * mesh.size, (None,) * mesh.size, "a" * 9, 3):
         with pytest.raises(ms.LayoutError, match="do not fit"):
             x.rebalance(numbers)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("wrong", [3, "a", [None]], ids=repr)
+def test_what_is_no_weight_on_one_rank_reaches_all(wrong):
+    mesh = mesh_of((-1,))
+    x = shard(values(), mesh, (ms.Shard(1),))
+    with pytest.raises(ms.LayoutError, match=r"do not fit[\s\S]*raised on: rank 1 of"):
+        x.rebalance(wrong if mesh.rank == 1 else (1.0,) * mesh.size)
+
+
+def test_rebalance_of_no_cells():
+    mesh = mesh_of((-1,))
     empty = shard(values()[:, :0], mesh, (ms.Shard(1),))
     assert empty.rebalance(empty.sharding.sizes[1]).sharding == empty.sharding
 

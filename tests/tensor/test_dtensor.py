@@ -78,6 +78,12 @@ def test_a_program_for_dtensor_runs_with_other_imports():
     z = ms.zeros(3, 4, device_mesh=mesh)
     assert z.placements == (ms.Replicate(),)
     assert torch.equal((ms.ones(3, 4, device_mesh=mesh, placements=[ms.Shard(0)]) + z).full_tensor(), torch.ones(3, 4))
+    make = {"device_mesh": mesh, "placements": [ms.Shard(0)], "layout": torch.strided}
+    for t in (ms.zeros(3, 4, **make), ms.full((3, 4), 0.0, **make), ms.rand(3, 4, **make)):
+        assert t.placements == (ms.Shard(0),)
+    with pytest.raises(ms.LayoutError, match=r"empty: layout= is of another kind"):
+        ms.empty(3, 4, device_mesh=mesh, layout=torch.sparse_coo)
+    assert torch.equal(ms.scatter_tensor(full, 0, device_mesh=mesh, placements=[ms.Shard(0)]).full_tensor(), full)
 
 
 def test_a_mesh_answers_as_torchs_does():
@@ -241,5 +247,34 @@ def test_importing_the_names_of_physicsnemo_leaves_torchs_meshes_alone():
         assert type(api.distribute_tensor(values(4), line(), [api.Shard(0)])) is ms.ShardTensor
         # by a name from before
         assert type(torchs_distribute_tensor(values(4), line(), [api.Shard(0)])) is ms.ShardTensor
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, d: x + d,
+        lambda x, d: d * x,
+        lambda x, d: x.add_(d),
+        lambda x, d: torch.cat([x, d]),
+        nn.functional.linear,
+        lambda x, d: torch.add(x, 1, out=d),
+        lambda x, d: x.requires_grad_().mul(2).backward(d),
+        lambda x, d: x.__setitem__(0, d[0]),
+    ],
+    ids=["add", "radd", "add_", "cat", "linear", "out", "backward", "setitem"],
+)
+def test_a_dtensor_among_the_operands_is_named(call):
+    mesh = ms.init_mesh((-1,), ("d",))
+    group = ms.process_group(mesh)
+    try:
+        torchs = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+        full = values(6, 6)
+        x = ms.distribute_tensor(full, mesh, [ms.Shard(1)])
+        d = torchs_distribute_tensor(full, torchs, [torch.distributed.tensor.Shard(0)])
+        with pytest.raises(ms.UnsupportedOperationError, match="a ShardTensor meets a DTensor"):
+            call(x, d)
+        assert torch.equal(x.full_tensor(), full)
     finally:
         dist.destroy_process_group()

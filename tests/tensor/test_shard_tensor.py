@@ -85,6 +85,9 @@ def test_one_cell_has_a_global_value(x):
     assert abs(x.sum().item() - total) < 1e-12
     assert abs(float(x.sum()) - total) < 1e-12
     assert bool(x.sum() > total - 1)
+    for cells, text in ((x, "more than one value"), (x[:0], "no values")):
+        with pytest.raises(RuntimeError, match=f"Boolean value of Tensor with {text} is ambiguous"):
+            bool(cells)
     assert int(x.sum() * 0 + 3) == 3
     one = shard(torch.tensor([5.0]), x.mesh, (ms.Shard(0),))
     assert one.item() == 5
