@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,6 +59,19 @@ def require_state(call: str, **arguments: Any) -> None:
                 got=type(value).__name__,
                 fix="give tensors as tensors={name: tensor}",
             )
+
+
+def raise_together(call: str, error: Exception, mesh: CartMesh, mesh_dims: tuple[int, ...] | None = None) -> NoReturn:
+    """Raise what is wrong with an argument: on every rank, where the others make a plan for a call that is new to them.
+
+    Collective over ``mesh_dims`` (all, if not given), as that is.
+    """
+
+    def build() -> NoReturn:
+        raise error
+
+    mesh.plan((call, "refused", str(error)), build, mesh_dims)
+    raise error
 
 
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from mpishard.autograd.argument import (
     mesh_dims,
     misfit,
     needs_grad,
+    raise_together,
     require,
     require_dense,
     require_mesh,
@@ -35,6 +36,7 @@ from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpo
 from mpishard.comm.collective.gather_sizes import asked_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.errors import LayoutError
 from mpishard.layout import balanced, key_of
 
 
@@ -183,13 +185,16 @@ def all_gather(
     >>> whole = ms.all_gather(rows, mesh, "y", dim=0)
     """
     dims, group = _called("all_gather", x, mesh, mesh_dim)
-    dim = tensor_dim("all_gather", x, dim)
+    try:
+        dim = tensor_dim("all_gather", x, dim)
+        given = None if sizes is None else extents("all_gather", "sizes", sizes)
+    except LayoutError as e:
+        raise_together("all_gather", e, mesh, dims)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
-    if sizes is None:
+    if given is None:
         every = asked_extents("all_gather", x.shape, dim, call, mesh, dims)
         key = ("all_gather", dims, key_of(every), *call)
         return apply(mesh.keep(key, lambda: gather_step(group, every, dim, replicated, deterministic)), x)
-    given = extents("all_gather", "sizes", sizes)
     fits = fits_group(given, group, x.shape[dim])
     key = ("all_gather of", dims, key_of(given), *call, fits or x.shape, *x.shape[:dim], *x.shape[dim + 1 :])
 
@@ -252,8 +257,11 @@ def reduce_scatter(
     >>> mine = ms.reduce_scatter(contributions, mesh, "y", dim=0)
     """
     dims, group = _called("reduce_scatter", x, mesh, mesh_dim)
-    dim = tensor_dim("reduce_scatter", x, dim)
-    sizes = balanced(x.shape[dim], group.size) if sizes is None else extents("reduce_scatter", "sizes", sizes)
+    try:
+        dim = tensor_dim("reduce_scatter", x, dim)
+        sizes = balanced(x.shape[dim], group.size) if sizes is None else extents("reduce_scatter", "sizes", sizes)
+    except LayoutError as e:
+        raise_together("reduce_scatter", e, mesh, dims)
     key = ("reduce_scatter", dims, dim, key_of(sizes), deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
@@ -317,15 +325,18 @@ def all_to_all(
     >>> columns = ms.all_to_all(rows, mesh, "y", split_dim=1, concat_dim=0)
     """
     dims, group = _called("all_to_all", x, mesh, mesh_dim)
-    split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
-    split = None if split_sizes is None else tuple(extents("all_to_all", "split_sizes", split_sizes))
+    try:
+        split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
+        split = None if split_sizes is None else tuple(extents("all_to_all", "split_sizes", split_sizes))
+        joined = () if concat_sizes is None else extents("all_to_all", "concat_sizes", concat_sizes)
+    except LayoutError as e:
+        raise_together("all_to_all", e, mesh, dims)
     call = (split_dim, concat_dim, split, x.dtype, needs_grad(x))
     # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
     bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
     if concat_sizes is None:
         joined = asked_extents("all_to_all", x.shape, concat_dim, (*call, bad), mesh, dims)
     else:
-        joined = extents("all_to_all", "concat_sizes", concat_sizes)
         bad = bad or not fits_group(joined, group, x.shape[concat_dim])
     key = ("all_to_all", dims, key_of(joined), *call, bad, *x.shape[:concat_dim], *x.shape[concat_dim + 1 :])
 
@@ -391,7 +402,10 @@ def broadcast(
     """
     dims, group = _called("broadcast", x, mesh, mesh_dim)
     if type(root) is not int:
-        root = whole_number("broadcast", "root", root)
+        try:
+            root = whole_number("broadcast", "root", root)
+        except LayoutError as e:
+            raise_together("broadcast", e, mesh, dims)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

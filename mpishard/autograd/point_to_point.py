@@ -15,6 +15,7 @@ from mpishard.autograd.argument import (
     is_plain,
     mesh_dims,
     needs_grad,
+    raise_together,
     require_dense,
     require_mesh,
     require_rank,
@@ -23,7 +24,7 @@ from mpishard.autograd.argument import (
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import MeshError
+from mpishard.errors import LayoutError, MeshError
 
 
 def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
@@ -65,7 +66,10 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
     if type(displacement) is not int:
-        displacement = whole_number("shift", "displacement", displacement)
+        try:
+            displacement = whole_number("shift", "displacement", displacement)
+        except LayoutError as e:
+            raise_together("shift", e, mesh, dims)
     key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

@@ -148,7 +148,7 @@ class Pipeline(nn.Module):
         self.stage_mesh = _alone(self._comm, mesh.device) if self.mesh is None else self.mesh
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         run = _Run()
-        stage = run(self._made, (stages[self.index], mesh.device))
+        stage = run(lambda: self._made(stages[self.index], mesh.device), ())
         guard.agree(self._comm, run.error, "Pipeline: a stage is made")
         beside = self.mesh
         if beside is not None:

@@ -362,6 +362,28 @@ def test_ranks_that_disagree(mesh, call):
         call(torch.ones(3, 2, requires_grad=odd), mesh)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, m, odd: ms.all_gather(x, m, dim=2 if odd else 1),
+        lambda x, m, odd: ms.all_gather(x, m, dim="y" if odd else 0),
+        lambda x, m, odd: ms.all_gather(x, m, sizes=7 if odd else (7,) * m.size),
+        lambda x, m, odd: ms.reduce_scatter(x, m, dim=2 if odd else 1),
+        lambda x, m, odd: ms.reduce_scatter(x, m, sizes=7 if odd else None),
+        lambda x, m, odd: ms.all_to_all(x, m, split_dim=2 if odd else 1, concat_dim=0),
+        lambda x, m, odd: ms.all_to_all(x, m, split_dim=0, concat_dim=1, concat_sizes=7 if odd else (3,) * m.size),
+        lambda x, m, odd: ms.broadcast(x, m, root="x" if odd else 0),
+        lambda x, m, odd: ms.shift(x, m, 0, 0.5 if odd else 1),
+    ],
+    ids=lambda call: f"line {call.__code__.co_firstlineno}",
+)
+def test_an_argument_that_is_wrong_on_one_rank_raises_on_all(call):
+    mesh = ms.init_mesh((-1,), ("y",))  # of its own: no call is known
+    with pytest.raises(ms.LayoutError, match=r"raised on: rank 1 of"):
+        call(torch.ones(7, 3), mesh, mesh.rank == 1)
+
+
 def test_mesh_after_free():
     mesh = ms.init_mesh((SIZE,), ("x",))
     x = torch.ones(3)

@@ -240,6 +240,25 @@ def test_what_is_no_weight_on_one_rank_reaches_all(wrong):
         x.rebalance(wrong if mesh.rank == 1 else (1.0,) * mesh.size)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, odd: x.redistribute(placements=None if odd else [ms.Replicate()]),
+        lambda x, odd: x.redistribute(placements=[ms.Shard(0)], forward_dtype=torch.half if odd else None),
+        lambda x, odd: ms.halo_exchange(x, 1 if odd else {1: 1}),
+        lambda x, odd: ms.full((3,), "a" if odd else 2, mesh=x.mesh),
+        lambda x, odd: ms.arange("a" if odd else 5, mesh=x.mesh),
+        lambda x, odd: ms.arange(0, 5, 0 if odd else 1, mesh=x.mesh),
+    ],
+    ids=["no placements", "another dtype", "no widths", "no number", "no range", "no step"],
+)
+def test_an_argument_that_is_wrong_on_one_rank_raises_on_all(call):
+    mesh = ms.init_mesh((-1,))  # of its own: no call is known
+    with pytest.raises(ms.MpishardError, match=r"raised on: rank 1 of"):
+        call(shard(values(), mesh, (ms.Shard(1),)), mesh.rank == 1)
+
+
 def test_rebalance_of_no_cells():
     mesh = mesh_of((-1,))
     empty = shard(values()[:, :0], mesh, (ms.Shard(1),))
