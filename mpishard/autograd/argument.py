@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,13 @@ def require(call: str, argument: str, value: Any, kind: type, fix: str) -> None:
     if not isinstance(value, kind):
         what = f"{call}: {argument}= is of another kind"
         raise LayoutError(what, expected=f"a {kind.__name__}", got=type(value).__name__, fix=fix)
+
+
+def require_functions(call: str, **arguments: Any) -> None:
+    """Raise unless all arguments that are given can be called. Not collective."""
+    for argument, value in arguments.items():
+        if value is not None:
+            require(call, argument, value, Callable, "give a function or a module")  # type: ignore[arg-type]
 
 
 def whole_number(call: str, argument: str, value: Any) -> int:

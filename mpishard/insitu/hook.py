@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from mpishard.autograd.argument import require
+from mpishard.autograd.argument import require, require_functions
 from mpishard.comm.agreement import threads_may_communicate
 from mpishard.comm.memory.buffer import byte_view, dense
 from mpishard.comm.thread import guest
@@ -83,9 +83,8 @@ class Hook:
         grad: bool = False,
         warm_up: int = 1,
     ) -> None:
-        for argument, given in (("model", model), ("pack", pack), ("unpack", unpack)):
-            if given is not None or argument == "model":
-                require("hook", argument, given, Callable, "give a module or a function")  # type: ignore[arg-type]
+        require("hook", "model", model, Callable, "give a module or a function")  # type: ignore[arg-type]
+        require_functions("hook", pack=pack, unpack=unpack)
         self._simulation, self._model = simulation, model
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._pack, self._unpack, self._grad = pack, unpack, grad

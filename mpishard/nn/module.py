@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpishard.autograd.argument import require, require_mesh
+from mpishard.autograd.argument import require, require_functions, require_mesh
 from mpishard.autograd.replica import join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -104,9 +104,11 @@ def distribute_module(
     over: tuple[int, ...] = ()
     signature = "distribute_module"
     try:
+        require_functions("distribute_module", partition_fn=partition_fn, input_fn=input_fn, output_fn=output_fn)
         named, over = _checked(module, mesh, shard_parameters, gather_dtype, offload)
         told = [(name, tuple(t.shape), t.dtype, *getattr(t, "placements", ())) for name, t in named]
-        signature = f"distribute_module over={over} {gather_dtype} offload={offload} {told}"
+        functions = [f is not None for f in (partition_fn, input_fn, output_fn)]
+        signature = f"distribute_module over={over} {gather_dtype} offload={offload} functions={functions} {told}"
     except Exception as e:  # noqa: BLE001 (torch's too, of a model that cannot move)
         error = e
     guard.agree(group.comm, error, signature)

@@ -151,6 +151,16 @@ def test_autocast_to_bfloat16():
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["partition_fn", "input_fn", "output_fn"])
+def test_functions_that_are_none_or_on_some_ranks_alone(name):
+    mesh = ms.init_mesh((-1,))
+    with pytest.raises(ms.LayoutError, match=f"distribute_module: {name}= is of another kind"):
+        ms.distribute_module(nn.Linear(2, 2), mesh, **{name: 3})
+    if mesh.size > 1:
+        with pytest.raises(ms.DesyncError, match="functions="):
+            ms.distribute_module(nn.Linear(2, 2), mesh, **{name: (lambda *_: None) if mesh.rank == 1 else None})
+
+
 def test_models_that_differ_are_refused():
     mesh = mesh_of((-1,))
     with pytest.raises(ms.MpishardError, match="rank"):
