@@ -56,13 +56,13 @@ def write(y, x):
 @pytest.mark.parametrize("kind", ["plain", "replicated"])
 def test_a_write_into_what_is_whole(monkeypatch, into, kind):
     monkeypatch.setenv("MPISHARD_GATHER_WARN", "0")
-    x = rows()
-    y = torch.zeros(8, 9, dtype=x.dtype)
+    x = rows()[..., None] * 1
+    y = torch.zeros(8, 9, 1, dtype=x.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ms.GatherWarning, match="gathers a ShardTensor"):
             into(y if kind == "plain" else ms.distribute_tensor(y, x.mesh, (ms.Replicate(),)), x)
-        into(x.new_zeros(8, 9), x)  # where it lies as `x` does, nothing is gathered
+        into(x.new_zeros(8, 9, 1), x)  # where it lies as `x` does, nothing is gathered
 
 
 def first_rows_only(mesh):

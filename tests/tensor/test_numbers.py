@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from tests.compare import WORLD, flat, gathered, mesh_of, shard
+from tests.release import RELEASE
 
 X = torch.arange(1.0, 14.0)
 CALLS = {
@@ -62,10 +63,13 @@ DIMS = {
 def test_integers_of_numpy_and_torch(name, integer):
     whole = torch.randn(2, 4, 6, 5, generator=torch.Generator().manual_seed(1))
     call, given = DIMS[name], (integer(1), integer(2))
+    if RELEASE < (2, 13):
+        pytest.skip("torch takes some of these, some otherwise")
+    expected = flat(call(whole, *given))
     for dim in (2, 3):
         got = call(shard(whole, mesh_of((WORLD.size,)), (ms.Shard(dim),)), *given)
-        for g, expected in zip(flat(got), flat(call(whole, *given)), strict=True):
-            torch.testing.assert_close(gathered(g), expected)
+        for g, e in zip(flat(got), expected, strict=True):
+            torch.testing.assert_close(gathered(g), e)
 
 
 def test_more_cells_are_no_number():

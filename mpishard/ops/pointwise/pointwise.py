@@ -406,7 +406,8 @@ def _layout_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of any extents, whose cells lie where those do that will be computed with them."""
     if shape == tuple(layout.shape):
         return cotangent_layout(layout)
-    alike = layout.shard_dims if len(shape) == len(layout.shape) else ()
+    # a matrix may be of pairs of cells, as torch makes it for Jacobians
+    alike = layout.shard_dims if len(shape) == len(layout.shape) > 2 else ()
     times = {d: shape[d] // n for d in alike if (n := layout.shape[d]) and shape[d] > 0 and shape[d] % n == 0}
     kept = [p if type(p) is Shard and p.dim in times else Replicate() for p in layout.placements]
     sizes = {d: scaled(layout.sizes[d] or (), k) for d, k in times.items()}
