@@ -320,9 +320,15 @@ def _without_data(x: ShardTensor) -> Tensor:
 
 @functools.cache
 def _fake_mode() -> Any:
+    import torch._dynamo
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    class Unread(FakeTensorMode):
+        """Dynamo of torch 2.8 reads what it logs where a view is taken past the graph, and cannot."""
+
+        __torch_dispatch__ = torch._dynamo.disable(FakeTensorMode.__torch_dispatch__)
+
+    return Unread(allow_non_fake_inputs=True)
 
 
 def _is_off() -> bool:

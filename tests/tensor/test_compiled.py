@@ -19,6 +19,7 @@ import mpishard as ms
 from mpishard.comm import traced
 from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
+from tests.release import RELEASE
 
 SIZE = WORLD.size
 
@@ -241,7 +242,7 @@ def test_checkpoints_and_inference_mode():
     def f(x):
         return x.sin().cumsum(0)
 
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=RELEASE >= (2, 13))
     with torch.inference_mode():
         torch.testing.assert_close(gathered(compiled(x)), gathered(f(x)))
     with torch.compiler.set_stance("force_eager"):
@@ -400,7 +401,7 @@ def test_at_the_recompile_limit_of_one_rank_all_run_eagerly_that_time_alone():
         before = len(eager)
         run(0)
     assert len(told) == 1
-    assert ("recompile limit" if WORLD.rank == 0 else "another rank runs it eagerly") in told[0]
+    assert ("recompile limit" if WORLD.rank == 0 else "another rank runs it eagerly") in told[0].replace("_", " ")
     assert before
     assert len(eager) == before
 

@@ -165,10 +165,10 @@ def test_what_torch_refuses_is_told_in_its_words():
     """Not in those of its rules for tensors without data, which are others here."""
     mesh = mesh_of((WORLD.size,))
     x, out = torch.ones(5, 2, dtype=torch.complex64), torch.zeros(5, 4)
-    with pytest.raises(TypeError) as theirs:
+    with pytest.raises((TypeError, RuntimeError)) as theirs:
         torch.column_stack([x, x], out=out)
     sharded = shard(x, mesh, (ms.Shard(0),))
-    with pytest.raises(TypeError, match=re.escape(str(theirs.value))):
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
         torch.column_stack([sharded, sharded], out=shard(out, mesh, (ms.Shard(0),)))
 
 
