@@ -114,13 +114,13 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile. a call with ShardTensors:UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_other_values_in_a_program_that_is_there(case):
+    if case == "embedding" and RELEASE < (2, 13):
+        pytest.skip("Dynamo does not read it, and it runs eagerly")
     f, *drawn = CASES[case]
     mesh = mesh_of((SIZE,))
-    # before, an embedding is not read, and runs eagerly
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=RELEASE >= (2, 13))
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     for seed in (1, 2, 3):
         full = [draw(seed + k) for k, (draw, _) in enumerate(drawn)]
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in full]
