@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.dlpack
 
 from mpishard.comm.null import A_VALUE, no_values
 from mpishard.layout import runs_of
@@ -146,3 +147,16 @@ def _between_rule(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 implements(torch.linspace, sharded="local")(_between_rule(torch.linspace))
 implements(torch.logspace, sharded="local")(_between_rule(torch.logspace))
+
+
+# -- functions in C that ask for no rule
+
+_capsule = torch.utils.dlpack.to_dlpack
+
+
+def to_dlpack(tensor: Any) -> Any:
+    """Return a capsule of the memory of a plain tensor; a ShardTensor has none, and says so. Not collective."""
+    return tensor.__dlpack__() if isinstance(tensor, ShardTensor) else _capsule(tensor)
+
+
+torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[assignment]

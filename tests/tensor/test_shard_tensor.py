@@ -110,6 +110,13 @@ def test_what_needs_the_whole_is_refused(x, call):
         call(x)
 
 
+def test_memory_of_a_shard_is_not_handed_on(x):
+    for hand_on in (torch.from_dlpack, torch.utils.dlpack.to_dlpack, torch.to_dlpack, np.from_dlpack):
+        with pytest.raises(ms.NoShardingRule, match="__dlpack"):
+            hand_on(x)
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(torch.ones(2))).sum() == 2
+
+
 def test_what_every_rank_holds_is_an_array(x):
     whole = x.detach().redistribute(placements=[ms.Replicate()] * x.mesh.ndim)
     for array in (whole.numpy(), np.asarray(whole), whole.cpu().numpy(force=True), np.asarray(whole, dtype=np.float32)):
