@@ -103,12 +103,14 @@ def _claims(*what: str) -> bool:
         # a name in the kernel, given to one process until it ends
         claim.bind(f"\0mpishard-{name}")
     except OSError as error:
+        claim.close()
         return error.errno != errno.EADDRINUSE
-    _claimed[name] = claim
+    claim.detach()  # open until the process ends
+    _claimed.add(name)
     return True
 
 
-_claimed: dict[str, socket.socket] = {}
+_claimed: set[str] = set()
 
 
 def abort(status: int) -> NoReturn:

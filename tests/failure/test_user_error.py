@@ -125,7 +125,7 @@ EVERYWHERE = {
     ),
     "stages of another kind on one rank": (
         MESH + "ms.Pipeline(5 if rank else [torch.nn.Linear(2, 2)] * 2, mesh, 'x')",
-        ["MpishardError: TypeError", "raised on: rank 1 of 2"],
+        ["LayoutError: Pipeline: stages= is of another kind", "raised on: rank 1 of 2"],
     ),
     "stage that is no module": (
         MESH + "ms.Pipeline([lambda: 5] * 2, mesh, 'x')",
