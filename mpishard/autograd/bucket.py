@@ -87,15 +87,8 @@ class Buckets:
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
         self._withholds = is_withholding()
-        # of autograd, as last seen: a pass of plain tensors inside of this one is another
-        self._task, self._adds = -1, False
-
-    def serve(self, node: Any) -> bool:
-        """Tell whether the pass that runs a parameter's ``node`` adds to ``.grad``, and returns nothing."""
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        if task != self._task:
-            self._task, self._adds = task, _accumulates(node)
-        return self._adds
+        # the pass that was seen last, and whether it adds to .grad: one of plain tensors inside of this one may not
+        self.task, self.adds = -1, False
 
     def collect(self, unit: object, count: int, way: Way, part: Part) -> bool:
         """Take one of ``count`` small gradients of sharded parameters, which travel together; return whether all came.
@@ -380,4 +373,9 @@ def current() -> Buckets | None:
 def serving(node: Any) -> Buckets | None:
     """Return the buckets of the pass that runs a parameter's ``node``, or None. Not collective."""
     buckets = current()
-    return buckets if buckets is not None and buckets.serve(node) else None
+    if buckets is None:
+        return None
+    task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    if task != buckets.task:
+        buckets.task, buckets.adds = task, _accumulates(node)
+    return buckets if buckets.adds else None
