@@ -13,7 +13,6 @@ from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
-from mpishard.tensor.refusal import of_dtensor
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, global_cotangent, root_of, wrap
 
@@ -27,8 +26,6 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
     """
     if g is None:
         return None
-    if type(g).__name__ == "DTensor":  # it would become .grad as it is
-        raise of_dtensor()
     whole = cotangent_layout(layout)
     local = moved(g, whole).block if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
     # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum

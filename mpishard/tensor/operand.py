@@ -17,6 +17,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
 from mpishard.tensor.notice import gathers, notice_gather
+from mpishard.tensor.refusal import refuse_dtensor
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -88,7 +89,10 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
 
     Collective over Partial dims.
     """
-    return resolved(x) if isinstance(x, ShardTensor) else wrap(x, replicated_layout(mesh, x.shape), mesh)
+    if isinstance(x, ShardTensor):
+        return resolved(x)
+    refuse_dtensor(x)
+    return wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
 def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[Layout, ...]]:
@@ -105,6 +109,7 @@ def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[La
             blocks.append(x.block)
             layouts.append(x.sharding)
         else:
+            refuse_dtensor(x)
             blocks.append(x)
             layouts.append(replicated_layout(mesh, x.shape))
     return mesh, blocks, tuple(layouts)
@@ -136,6 +141,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
         if held is out:
             return local
     elif isinstance(x, Tensor):
+        refuse_dtensor(x)
         if x.ndim == 0 and not differentiated(x):
             return x
         held, local = x.shape, x
@@ -189,6 +195,7 @@ def used_beside(x: Tensor, other: ShardTensor) -> Tensor | None:
     Not collective. None where a rank has a part of ``x``, or the result is laid out differently from ``other``, which
     has no Partial: `broadcast_of` and `fitted` are for all cases.
     """
+    refuse_dtensor(x)
     layout = other.sharding
     key = layout, x.shape
     try:

@@ -36,9 +36,8 @@ def explained(
     """
     if isinstance(error, MpishardError):
         return None
-    # by name, as torch.distributed.tensor takes half a second to import
-    if any(type(x).__name__ == "DTensor" for x in tree_leaves((args, kwargs))):
-        return of_dtensor()
+    if any(map(_is_dtensor, tree_leaves((args, kwargs)))):
+        return _of_dtensor()
     if function in _GRADIENTS or not isinstance(error, _STUMBLES) or not _is_ours(error):
         return None
     answer: Exception | None = None
@@ -75,7 +74,21 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, np.integer)
 
 
-def of_dtensor() -> UnsupportedOperationError:
+def refuse_dtensor(x: Any) -> None:
+    """Raise where a plain operand is a DTensor: torch would take a block of one cell for one, on that rank alone.
+
+    Not collective.
+    """
+    if _is_dtensor(x):
+        raise _of_dtensor()
+
+
+def _is_dtensor(x: Any) -> bool:
+    # by name, as torch.distributed.tensor takes half a second to import
+    return type(x).__name__ == "DTensor"
+
+
+def _of_dtensor() -> UnsupportedOperationError:
     """Return the error of a ShardTensor that meets a DTensor; torch's says to make all of them DTensors.
 
     Not collective.

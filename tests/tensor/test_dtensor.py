@@ -276,5 +276,10 @@ def test_a_dtensor_among_the_operands_is_named(call):
         with pytest.raises(ms.UnsupportedOperationError, match="a ShardTensor meets a DTensor"):
             call(x, d)
         assert torch.equal(x.full_tensor(), full)
+        # of one cell, torch takes a block for a DTensor
+        one = ms.ones(mesh.size, mesh=mesh, placements=[ms.Shard(0)])
+        for y in (one, one.sum()):
+            with pytest.raises(ms.UnsupportedOperationError, match="a ShardTensor meets a DTensor"):
+                y + d[0, 0]
     finally:
         dist.destroy_process_group()
