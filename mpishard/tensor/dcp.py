@@ -18,11 +18,11 @@ def chunks(self: ShardTensor) -> list[Any]:
 
     coords = self.mesh.coords
     first, extent = self.sharding.offset(coords), self.sharding.local_shape(coords)
-    # chunks are told apart by where they start: there, an empty one would pass for the one that follows
-    if self.block.numel() == 0 and self.numel() > 0:
-        return []
     if self.numel() == 0:  # named once, by all ranks alike
         first, extent = (0,) * self.ndim, self.sharding.shape
+    elif self.block.numel() == 0:
+        # chunks are told apart by where they start: an empty one would pass for the one that follows
+        return []
     return [ChunkStorageMetadata(offsets=torch.Size(first), sizes=torch.Size(extent))]
 
 

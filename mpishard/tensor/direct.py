@@ -58,10 +58,6 @@ def _operator(function: Any, *, in_place: bool) -> Any:
             raise  # one of ours may be a TypeError too
         except TypeError:
             return NotImplemented  # as torch does: the other operand may know how
-        except RuntimeError as e:
-            if told := explained(function, (self, other), {}, e):
-                raise told from None
-            raise
 
     return operator
 

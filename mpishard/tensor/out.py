@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from mpishard.autograd.graph import unseen
 from mpishard.errors import UnsupportedOperationError
-from mpishard.tensor.refusal import without_data
+from mpishard.tensor.refusal import refuse_dtensor, without_data
 from mpishard.tensor.registry import name_of, outline, spellings, tensors_in
 
 # cells that torch is asked with, along each dim (a cross product needs three), and in all
@@ -30,7 +30,7 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     Raises
     ------
     UnsupportedOperationError
-        ``out`` is a plain tensor, or has another shape than the result.
+        ``out`` is a plain tensor or a DTensor, or has another shape than the result.
     RuntimeError
         A gradient is asked for.
     Exception
@@ -43,6 +43,7 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     operands = list(tensors_in([*args, *given.values()]))
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     for t in outs:
+        refuse_dtensor(t)
         if not hasattr(t, "placements"):
             raise unfit(function, "a ShardTensor", t)
     if torch.is_grad_enabled() and any(t.requires_grad for t in [*operands, *outs]):

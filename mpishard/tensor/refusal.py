@@ -14,9 +14,7 @@ from mpishard.autograd.graph import unseen
 from mpishard.errors import MpishardError, UnsupportedOperationError
 
 # what Python raises where a rule looks for a dim or an attribute that is not there
-_STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
-# and what torch raises where a DTensor is among the operands
-STUMBLES = (*_STUMBLES, RuntimeError)
+STUMBLES = (LookupError, AttributeError, TypeError, ValueError, AssertionError, ArithmeticError)
 
 # torch's rules for meta are Python, too, and see less than its kernels
 _STUMBLES_OF_META = (NotImplementedError, KeyError, AttributeError, AssertionError, ZeroDivisionError)
@@ -32,13 +30,9 @@ def explained(
     """Return what torch raises of the same call of whole tensors without their data, or None if ``error`` is as clear.
 
     Not collective. Only for errors that a rule itself has stumbled over: not those on purpose, nor those of torch or of
-    the program's functions that it calls; but where a DTensor was given, that is told.
+    the program's functions that it calls.
     """
-    if isinstance(error, MpishardError):
-        return None
-    if any(map(_is_dtensor, tree_leaves((args, kwargs)))):
-        return _of_dtensor()
-    if function in _GRADIENTS or not isinstance(error, _STUMBLES) or not _is_ours(error):
+    if function in _GRADIENTS or isinstance(error, MpishardError) or not _is_ours(error):
         return None
     answer: Exception | None = None
     with torch.no_grad(), unseen():
@@ -62,8 +56,7 @@ def with_ints(
 
     Not collective. Torch takes them for ints; a rule may have stumbled over one.
     """
-    is_stumble = isinstance(error, _STUMBLES) and not isinstance(error, MpishardError)
-    if not is_stumble or not any(map(_is_int, tree_leaves((args, kwargs)))):
+    if isinstance(error, MpishardError) or not any(map(_is_int, tree_leaves((args, kwargs)))):
         return None
     return tree_map(lambda x: int(x) if _is_int(x) else x, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 
