@@ -342,3 +342,42 @@ def test_no_rank_waits_for_an_entry_of_another(world):
         store.get(f"mine {RANK + 1}")
     with pytest.raises(ms.UnsupportedOperationError, match="store"):
         store.wait([f"mine {RANK + 1}"])
+
+
+def scattered(x):
+    reduce_scatter_single(x.new_empty(4), x.repeat(SIZE))
+
+
+# bytes that MPI takes for what they are not, in silence
+COMPARED = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce in the background": lambda x: dist.all_reduce(x, async_op=True).wait(),
+    "all_reduce max": lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
+    "all_reduce of several": lambda x: dist.all_reduce_coalesced([x, x]),
+    "bits": lambda x: dist.all_reduce(x.view(torch.int64) if x.is_floating_point() else x, dist.ReduceOp.BOR),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "reduce max": lambda x: dist.reduce(x, 0, dist.ReduceOp.MAX),
+    "broadcast": lambda x: dist.broadcast(x, SIZE - 1),
+    "all_gather": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(SIZE)], x),
+    "all_gather of one": lambda x: all_gather_single(x.new_empty(4 * SIZE), x),
+    "reduce_scatter of one": scattered,
+    "reduce_scatter": lambda x: dist.reduce_scatter(torch.empty_like(x), [x] * SIZE),
+    "all_to_all": lambda x: dist.all_to_all([torch.empty_like(x) for _ in range(SIZE)], [x] * SIZE),
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+@pytest.mark.parametrize("name", COMPARED)
+def test_calls_that_differ_are_named_at_once(world, name):
+    call, odd = COMPARED[name], RANK == SIZE - 1
+    for dtype in (torch.float32, torch.int32):
+        call(torch.ones(4, dtype=dtype))
+    with pytest.raises(ms.DesyncError, match="different calls") as e:
+        call(torch.ones(4, dtype=torch.int32 if odd else torch.float32))
+    assert len(set(WORLD.allgather(str(e.value)))) == 1
+    with pytest.raises(ms.DesyncError, match="different calls"):
+        dist.barrier() if odd else dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX)
+    # nothing of it is left for the next one
+    dist.all_reduce(x := torch.ones(4))
+    assert torch.equal(x, torch.full((4,), float(SIZE)))

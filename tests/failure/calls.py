@@ -179,6 +179,34 @@ def dist_reduce(x: Tensor, group: Any, n: int) -> Tensor:
     return x
 
 
+def dist_sum_of_equal_bytes(x: Tensor, group: Any, _: int) -> Tensor:
+    x = x.view(torch.int32 if x.dtype == torch.float64 else x.dtype)
+    dist.all_reduce(x, group=group)
+    return x.to(torch.float64)
+
+
+def dist_reduce_to_one(x: Tensor, group: Any, n: int) -> Tensor:
+    dist.reduce(x, n % SIZE, dist.ReduceOp.SUM if n == 3 else dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def dist_scattered_sum(x: Tensor, group: Any, n: int) -> Tensor:
+    y = x.new_empty(n)
+    dist.reduce_scatter_tensor(y, x, group=group)
+    return y
+
+
+def dist_to_all(x: Tensor, group: Any, _: int) -> Tensor:
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x, group=group)
+    return y
+
+
+def dist_barrier(x: Tensor, group: Any, _: int) -> Tensor:
+    dist.barrier(group)
+    return x
+
+
 def dist_gather(x: Tensor, group: Any, _: int) -> Tensor:
     y = x.new_empty(SIZE * len(x))
     dist.all_gather_into_tensor(y, x, group=group)
@@ -217,6 +245,11 @@ COLLECTIVES: dict[str, Make] = {
     "broadcast": on_plain(lambda x, mesh, n: ms.broadcast(x, mesh, root=n % SIZE)),
     "step of a model": parameters,
     "torch.distributed all_reduce": of_group(dist_reduce),
+    "torch.distributed all_reduce of equal bytes": of_group(dist_sum_of_equal_bytes),
+    "torch.distributed reduce": of_group(dist_reduce_to_one),
+    "torch.distributed reduce_scatter": of_group(dist_scattered_sum),
+    "torch.distributed all_to_all": of_group(dist_to_all),
+    "torch.distributed barrier": of_group(dist_barrier),
     "torch.distributed all_gather": of_group(dist_gather),
     "torch.distributed broadcast": of_group(dist_broadcast),
     "torch.distributed send": of_group(dist_ring),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mpishard.comm.collective.nonblocking import iall_reduce
 from mpishard.comm.memory.buffer import address, as_bytes, dense, is_dense, pieces, to_host, unfit
 from mpishard.comm.mesh import Group
 from mpishard.comm.torch_distributed.work import Work, keep
+from mpishard.comm.transport.slot import slot_of
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 
 BACKEND = "mpishard"
@@ -54,6 +56,18 @@ def _check(op: str, *tensors: Tensor) -> None:
 
 def _kind(x: Tensor) -> str:
     return f"{x.numel()} of {x.dtype}"
+
+
+def _compared(collective: Callable[..., Work]) -> Callable[..., Work]:
+    """Compare what the ranks called when it is over: no small sum of this package may ever follow on a group."""
+
+    @wraps(collective)
+    def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        work = collective(self, *args, **kwargs)
+        slot_of(self._group).confirm()
+        return work
+
+    return run
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -124,15 +138,20 @@ class MPIProcessGroup(dist.ProcessGroup):
         op = _name_of(opts)
         (x,) = tensors
         _check("all_reduce", x)
+        slot = slot_of(self._group)
         if op != "sum" or blocking.in_order(None):
             _reduced(x.detach(), op, self._group)
+            slot.confirm()
             return Work(tensors)
         # whether a rank waits, and how its tensor lies, is its own matter: MPI wants the same call of all
         own = dense(x.detach())
         pending = iall_reduce(own, self._group)
+        request, compare = slot.start_confirm()
+        pending.requests.append(request)
 
         def finish() -> None:
             pending.wait()
+            compare()
             if not is_dense(x):
                 x.detach().copy_(own)
 
@@ -143,6 +162,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         work.wait()
         return work
 
+    @_compared
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place. Collective."""
         _check("all_reduce", *tensors)
@@ -150,11 +170,13 @@ class MPIProcessGroup(dist.ProcessGroup):
             _reduced(x.detach(), _name_of(opts), self._group)
         return Work(tensors)
 
+    @_compared
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce onto one rank. Collective."""
         (x,) = tensors
         _check("reduce", x)
         op = _name_of(opts)
+        slot_of(self._group).note(f"reduce {op} to {opts.rootRank}", x.dtype, x.nbytes)
         if op == "sum":
             y = blocking.reduce(x.detach(), self._group, opts.rootRank)
         else:
@@ -170,6 +192,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         blocking.broadcast(x.detach(), self._group, opts.rootRank, in_place=True)
         return Work(tensors)
 
+    @_compared
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank every rank's tensor. Collective."""
         for parts, x in zip(outputs, inputs):
@@ -184,6 +207,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     allgather_coalesced = allgather
 
+    @_compared
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Join the ranks' tensors into one. Collective."""
         _check("all_gather_into_tensor", input, output)
@@ -205,6 +229,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @_compared
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce and keep a block each. Collective."""
         _check("reduce_scatter_tensor", input, output)
@@ -233,6 +258,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_compared
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Reduce lists of tensors and keep one of them each. Collective."""
         for output, parts in zip(outputs, inputs):
@@ -248,13 +274,13 @@ class MPIProcessGroup(dist.ProcessGroup):
                     output.detach().copy_(whole.view(output.shape))
         return Work(outputs)
 
+    @_compared
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Send a tensor to every rank and receive one from each. Collective."""
         _check("all_to_all", *inputs, *outputs)
         most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
         # how they travel depends on the largest of all ranks
-        with guard.waiting("all_to_all", (), self.comm):
-            most = self.comm.allreduce(most, MPI.MAX)
+        most = int(blocking.all_reduce(torch.tensor(most), self._group, "max"))
         blocks = [t.detach() for t in inputs]
         got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
         for output, part in zip(outputs, got):
@@ -325,8 +351,11 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks. Collective."""
-        with guard.waiting("barrier", (), self.comm):
-            self.comm.Barrier()
+        if guard.DEBUG:
+            guard.check(self.comm, "barrier")
+        slot = slot_of(self._group)
+        slot.note("barrier", torch.uint8)
+        slot.confirm()
         return Work([])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -432,6 +461,7 @@ def _bitwise(x: Tensor, op: str, group: Group) -> None:
             f"no reduction {op!r} of {x.dtype}", expected="an integer dtype", got=x.dtype, fix="convert it"
         )
     host = dense(x) if x.device.type == "cpu" else to_host(x)
+    slot_of(group).note(f"all_reduce {op}", x.dtype, x.nbytes)
     with guard.waiting("all_reduce", (), group.comm):
         group.comm.Allreduce(MPI.IN_PLACE, (as_bytes(host), MPI.BYTE), _BITWISE[op])
     if host is not x:

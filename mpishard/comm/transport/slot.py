@@ -9,12 +9,15 @@ looked at numbers of other lengths, one of them could come out with its own. Pro
 have to be 1.
 
 What is not small, or no all-reduce, has no mark of its own. Its operation, dtype and length are noted here, and go into
-the mark of the next small one: where they differed, all ranks learn of it then.
+the mark of the next small one: where they differed, all ranks learn of it then. Where MPI libraries let other lengths
+pass (to and from one rank), and where no small one may ever come (groups of torch.distributed), one of nothing but a
+mark follows at once.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,11 +34,13 @@ if TYPE_CHECKING:
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 _NOTHING = bytes(SLOT_NBYTES)
+_EMPTY = torch.empty(0, dtype=torch.int64)
 # of marks, which take some microseconds to make
 _KEPT = 4096
 
 # operation, dtype, bytes as they travel, or 0 where ranks have their own
 _Key = tuple[str, torch.dtype, int]
+_CONFIRM: _Key = ("confirm", torch.int64, 0)
 
 
 class Slot:
@@ -82,6 +87,33 @@ class Slot:
         self._reduce(most, most, key, (MPI.INT64_T, MPI.MAX))
         y.copy_(most.bitwise_not_() if op == "min" else most)
 
+    def confirm(self) -> None:
+        """Wait for all ranks, and compare what was noted with what they have. Collective.
+
+        Raises
+        ------
+        DesyncError
+            On every rank: some made another call.
+        """
+        with guard.waiting(self._noted[0], (), self._comm):
+            self._reduce(_EMPTY, _EMPTY, _CONFIRM, (MPI.INT64_T, MPI.MAX))
+
+    def start_confirm(self) -> tuple[MPI.Request, Callable[[], None]]:
+        """As `confirm`, in the background: return its request, and what compares, once it is through. Collective."""
+        call, self._since = self._said(self._since), 0
+        mark = np.array(extreme_mark(zlib.crc32(call.encode())), np.int64)
+        came = np.empty_like(mark)
+
+        def compare() -> None:
+            if not np.array_equal(mark, came):
+                raise guard.differing(self._comm, call)
+
+        return self._comm.Iallreduce((mark, MPI.INT64_T), (came, MPI.INT64_T), MPI.MAX), compare
+
+    def _said(self, since: int) -> str:
+        op, dtype, nbytes = self._noted
+        return f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x})"
+
     def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
 
@@ -116,11 +148,10 @@ class Slot:
         self._comm.Allreduce(MPI.IN_PLACE, (buffer, how[0]), how[1])
         if words[-2] != mark[1] or words[-1] != mark[2]:
             op, dtype, nbytes = key
-            call = f"all_reduce {op}, {nbytes} bytes for {dtype}"
+            texts = [] if key is _CONFIRM else [f"all_reduce {op}, {nbytes} bytes for {dtype}"]
             if called is not key:
-                before, dtype, nbytes = self._noted
-                call += f", after {before}, {nbytes or 'some'} bytes for {dtype} (all since: {called[1]:x})"
-            raise guard.differing(self._comm, call)
+                texts.append(self._said(called[1]))
+            raise guard.differing(self._comm, ", after ".join(texts))
         address(y.data_ptr(), n)[:] = buffer[:n]
 
 

@@ -119,9 +119,7 @@ UNMARKED = {
     "all_reduce sum": blocking.all_reduce,
     "all_reduce max": lambda x, group: blocking.all_reduce(x, group, "max"),
     "all_reduce in the background": in_background,
-    "reduce": lambda x, group: blocking.reduce(x, group, group.size - 1),
     "reduce_scatter": lambda x, group: blocking.reduce_scatter(x, group, 0, COUNTS[group.size]),
-    "broadcast": lambda x, group: blocking.broadcast(x, group, 0),
     "all_gather": lambda x, group: blocking.all_gather(x, group, 0, [256] * group.size),
     "all_to_all": lambda x, group: blocking.all_to_all_flat(
         x[: 16 * group.size], [16] * group.size, [16] * group.size, group, 1 << 20
@@ -154,6 +152,34 @@ def test_what_has_no_mark_is_named_at_the_next_small_one(device, op, odd, monkey
                 assert len(set(WORLD.allgather(str(e.value)))) == 1
                 assert "int32" in str(e.value)
             # what was told is over
+            assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+
+
+# of one rank, where a library may let other lengths pass
+CONFIRMED = {
+    "reduce": blocking.reduce,
+    "broadcast": blocking.broadcast,
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("odd", [torch.int32, torch.float32])
+@pytest.mark.parametrize("op", CONFIRMED)
+@pytest.mark.parametrize("device", ["host", "device", "nccl"])
+def test_what_one_rank_gives_or_gets_is_compared_at_once(device, op, odd, monkeypatch):
+    group = with_plans().group((0,))
+    with emulated(kernel=True) if device != "host" else contextlib.nullcontext():
+        if device == "nccl":
+            monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
+        for n in (3, 256):
+            x = torch.ones(n, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
+            if odd is torch.float32:
+                CONFIRMED[op](x, group, 0)
+            else:
+                with pytest.raises(ms.errors.DesyncError, match=op) as e:
+                    CONFIRMED[op](x, group, 0)
+                assert len(set(WORLD.allgather(str(e.value)))) == 1
+                assert "int32" in str(e.value)
             assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
 
 
