@@ -68,17 +68,28 @@ def require_state(call: str, **arguments: Any) -> None:
             )
 
 
-def raise_together(call: str, error: Exception, mesh: CartMesh, mesh_dims: tuple[int, ...] | None = None) -> NoReturn:
-    """Raise what is wrong with an argument: on every rank, where the others make a plan for a call that is new to them.
+class together:  # noqa: N801 (a statement, as `contextlib.suppress`)
+    """Whoever finds an argument wrong in here raises it on every rank: the others make a plan for a call new to them.
 
-    Collective over ``mesh_dims`` (all, if not given), as that is.
+    Collective over ``mesh_dims`` (all, if not given) where something is raised, as the making of a plan is.
     """
 
-    def build() -> NoReturn:
-        raise error
+    __slots__ = ("_call", "_mesh", "_mesh_dims")
 
-    mesh.plan((call, "refused", str(error)), build, mesh_dims)
-    raise error
+    def __init__(self, call: str, mesh: CartMesh, mesh_dims: tuple[int, ...] | None = None) -> None:
+        self._call, self._mesh, self._mesh_dims = call, mesh, mesh_dims
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+
+        def build() -> NoReturn:
+            raise error
+
+        self._mesh.plan((self._call, "refused", str(error)), build, self._mesh_dims)
 
 
 def mesh_dims(mesh: CartMesh, mesh_dim: MeshDims) -> tuple[int, ...]:

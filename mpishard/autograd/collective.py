@@ -22,12 +22,12 @@ from mpishard.autograd.argument import (
     mesh_dims,
     misfit,
     needs_grad,
-    raise_together,
     require,
     require_dense,
     require_mesh,
     require_rank,
     tensor_dim,
+    together,
     whole_number,
 )
 from mpishard.autograd.linear import Step, apply
@@ -36,7 +36,6 @@ from mpishard.autograd.step import broadcast_step, gather_step, reducer, transpo
 from mpishard.comm.collective.gather_sizes import asked_extents
 from mpishard.comm.memory.reduction_type import rule_of
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import LayoutError
 from mpishard.layout import balanced, key_of
 
 
@@ -185,11 +184,9 @@ def all_gather(
     >>> whole = ms.all_gather(rows, mesh, "y", dim=0)
     """
     dims, group = _called("all_gather", x, mesh, mesh_dim)
-    try:
+    with together("all_gather", mesh, dims):
         dim = tensor_dim("all_gather", x, dim)
         given = None if sizes is None else extents("all_gather", "sizes", sizes)
-    except LayoutError as e:
-        raise_together("all_gather", e, mesh, dims)
     call = (dim, replicated, deterministic, x.dtype, needs_grad(x))
     if given is None:
         every = asked_extents("all_gather", x.shape, dim, call, mesh, dims)
@@ -257,11 +254,9 @@ def reduce_scatter(
     >>> mine = ms.reduce_scatter(contributions, mesh, "y", dim=0)
     """
     dims, group = _called("reduce_scatter", x, mesh, mesh_dim)
-    try:
+    with together("reduce_scatter", mesh, dims):
         dim = tensor_dim("reduce_scatter", x, dim)
         sizes = balanced(x.shape[dim], group.size) if sizes is None else extents("reduce_scatter", "sizes", sizes)
-    except LayoutError as e:
-        raise_together("reduce_scatter", e, mesh, dims)
     key = ("reduce_scatter", dims, dim, key_of(sizes), deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:
@@ -325,12 +320,10 @@ def all_to_all(
     >>> columns = ms.all_to_all(rows, mesh, "y", split_dim=1, concat_dim=0)
     """
     dims, group = _called("all_to_all", x, mesh, mesh_dim)
-    try:
+    with together("all_to_all", mesh, dims):
         split_dim, concat_dim = tensor_dim("all_to_all", x, split_dim), tensor_dim("all_to_all", x, concat_dim)
         split = None if split_sizes is None else tuple(extents("all_to_all", "split_sizes", split_sizes))
         joined = () if concat_sizes is None else extents("all_to_all", "concat_sizes", concat_sizes)
-    except LayoutError as e:
-        raise_together("all_to_all", e, mesh, dims)
     call = (split_dim, concat_dim, split, x.dtype, needs_grad(x))
     # a rank whose sizes do not fit says so before any data moves: its key differs from the others'
     bad = split is not None and (not fits_group(split, group) or sum(split) != x.shape[split_dim])
@@ -402,10 +395,8 @@ def broadcast(
     """
     dims, group = _called("broadcast", x, mesh, mesh_dim)
     if type(root) is not int:
-        try:
+        with together("broadcast", mesh, dims):
             root = whole_number("broadcast", "root", root)
-        except LayoutError as e:
-            raise_together("broadcast", e, mesh, dims)
     key = ("broadcast", dims, root, replicated, deterministic, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

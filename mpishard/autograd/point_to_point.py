@@ -15,16 +15,16 @@ from mpishard.autograd.argument import (
     is_plain,
     mesh_dims,
     needs_grad,
-    raise_together,
     require_dense,
     require_mesh,
     require_rank,
+    together,
     whole_number,
 )
 from mpishard.autograd.linear import Step, apply
 from mpishard.autograd.step import message_step
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.errors import LayoutError, MeshError
+from mpishard.errors import MeshError
 
 
 def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> Tensor:
@@ -66,10 +66,8 @@ def shift(x: Tensor, mesh: CartMesh, mesh_dim: int | str, displacement: int) -> 
     require_mesh("shift", mesh)
     dims = mesh_dims(mesh, mesh_dim)
     if type(displacement) is not int:
-        try:
+        with together("shift", mesh, dims):
             displacement = whole_number("shift", "displacement", displacement)
-        except LayoutError as e:
-            raise_together("shift", e, mesh, dims)
     key = ("shift", dims, displacement, x.shape, x.dtype, needs_grad(x))
 
     def build() -> Step:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
-from mpishard.autograd.argument import is_plain, raise_together, require, whole_number
+from mpishard.autograd.argument import is_plain, require, together, whole_number
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.device_mesh import names_device_mesh
@@ -288,11 +288,9 @@ def redistribute(
     --------
     >>> y = x.redistribute(placements=(ms.Shard(1), ms.Replicate()))
     """
-    try:
+    with together("redistribute", x.mesh):
         placements = mesh_and_placements(x, device_mesh, placements)
         check_dtypes(x, forward_dtype, backward_dtype)
-    except LayoutError as e:
-        raise_together("redistribute", e, x.mesh)
     layout = x.sharding
     key = ("placements", layout, *asked(placements))
     return moved(x, x.mesh.plan(key, lambda: layout.with_placements(placements)))
@@ -412,10 +410,8 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None 
     >>> padded = ms.halo_exchange(x, {2: (1, 1), 3: (2, 0)}, mode="zeros")
     """
     require("halo_exchange", "x", x, ShardTensor, "shard it first, e.g. with mpishard.distribute_tensor")
-    try:
+    with together("halo_exchange", x.mesh):
         require("halo_exchange", "widths", widths, Mapping, "give {tensor_dim: width}")
-    except LayoutError as e:
-        raise_together("halo_exchange", e, x.mesh)
     x = resolved(x)
     return window.halo_exchange(x.block, x.mesh, x.sharding, widths, mode)
 

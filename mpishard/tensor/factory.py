@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mpishard.autograd.argument import raise_together, require, require_mesh
+from mpishard.autograd.argument import require, require_mesh, together
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
@@ -223,10 +223,8 @@ def full(
 ) -> ShardTensor:
     """Return a tensor of one value; other parameters as of `zeros`. Not collective."""
     require_mesh("full", mesh)
-    try:
+    with together("full", mesh):
         dtype = dtype or torch.full((), fill_value).dtype
-    except (TypeError, RuntimeError) as e:
-        raise_together("full", e, mesh)
     return _constant("full", fill_value, ghost, (shape,), mesh, placements, sizes, dtype, requires_grad)
 
 
@@ -315,10 +313,8 @@ def arange(
     start, end, step = (v.item() if hasattr(v, "item") else v for v in (start, end, step))
     whole = all(isinstance(v, (int, Integral)) for v in (start, end, step))
     dtype = dtype or (torch.int64 if whole else torch.get_default_dtype())
-    try:
+    with together("arange", mesh):
         n = _length(start, end, step, dtype)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise_together("arange", e, mesh)
     if not dtype.is_floating_point:
         start, step = int(start), int(step)
 
