@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +15,7 @@ from mpishard.comm.agreement import Agreement
 from mpishard.comm.halo.exchanger import Width, width_pair
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
+from mpishard.insitu.box import misplaced
 from mpishard.insitu.field import Field, staggered_dims
 from mpishard.insitu.hook import Hook, told
 from mpishard.insitu.kind import Kinds, outline
@@ -203,45 +204,9 @@ class Simulation:
             told = (n, self._offset[m]) if self._offset else (n,)
             along, common = self.agreement.along(m, told)
             sizes = self._sizes[m] = tuple(row[0] for row in along)
-            error = error or self._misplaced(m, sizes, [row[1] for row in along] if self._offset else None, common)
+            offsets = [row[1] for row in along] if self._offset else None
+            error = error or misplaced(self.mesh, m, self.shape[m], sizes, offsets, common)
         self.agreement.on(error, "adopt", str([self._sizes[m] for m in own]))
-
-    def _misplaced(
-        self, m: int, sizes: tuple[int, ...], offsets: Sequence[int] | None, common: bool
-    ) -> MpishardError | None:
-        name, extent = self.mesh.mesh_dim_names[m], self.shape[m]
-        fix = "pass shape= of the whole domain, and owned extents (arrays less their halo) that tile it"
-        at = 0
-        for i, n in enumerate(sizes):
-            start = at if offsets is None else offsets[i]
-            if start != at:
-                kind = "overlap" if start < at else "leave a gap"
-                return LayoutError(
-                    f"adopt: owned boxes {kind} along {name!r} before the box [{start}:{start + n})",
-                    expected=f"a box that begins at {at}, where the one before it ends",
-                    got=f"coordinate {i} of {name!r} owns [{start}:{start + n})",
-                    fix=fix,
-                )
-            at += n
-        if at != extent:
-            what = "leave a gap" if at < extent else "overlap, or reach past the domain,"
-            last = f"[{at - sizes[-1]}:{at})"
-            return LayoutError(
-                f"adopt: owned boxes {what} along {name!r} at the box {last}",
-                expected=f"boxes that end at {extent}",
-                got=f"extents {sizes} of the boxes along {name!r}, which end at {at}",
-                fix=fix,
-            )
-        if not common:
-            c = self.mesh.coords[m]
-            start = sum(sizes[:c])
-            return LayoutError(
-                f"adopt: owned boxes overlap or leave a gap along {name!r} at the box [{start}:{start + sizes[c]})",
-                expected=f"the same interval on all ranks at coordinate {c} of {name!r}",
-                got=f"[{start}:{start + sizes[c]}) on the rank at {self.mesh.coords}, another one beside it",
-                fix="let an extent depend on the coordinate along its own dim only",
-            )
-        return None
 
     # -- fields
 
@@ -327,36 +292,7 @@ class Simulation:
         if new:
             self._agreed("field", lambda: _require_room(what, array, min(new.values())))
             self._place(new)
-        sizes: dict[int, tuple[int, ...]] = {}
-        widths: dict[int, Sequence[Any]] = {}
-        error: MpishardError | None = None
-        for d, m in enumerate(on):
-            if m is None:
-                continue
-            cells, (lo, hi) = self._sizes[m], found["halo"][m]
-            assert cells is not None
-            at, last = mesh.coords[m], len(cells) - 1
-            faces = m in staggered
-            # the last face of all is nobody's first
-            sizes[d] = cells if not faces or mesh.periodic[m] else (*cells[:-1], cells[-1] + 1)
-            room = array.shape[d] - lo - hi - sizes[d][at]
-            if room != 0 and not (faces and room == 1 and (at < last or mesh.periodic[m])):
-                error = error or LayoutError(
-                    f"{what}: array dim {d} has another extent than said",
-                    expected=f"{lo} + {sizes[d][at]} + {hi} cells along {names[m]!r}"
-                    + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
-                    got=array.shape[d],
-                    fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
-                )
-            widths[d], common = self.agreement.along(m, (lo, hi + max(0, room)))
-            if not common:
-                error = error or LayoutError(
-                    f"{what}: ghost layers along {names[m]!r} differ between ranks at one coordinate of it",
-                    expected="widths that depend on the coordinate along their own dim only",
-                    got=f"{(lo, hi)} on the rank at {mesh.coords}",
-                    fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",
-                )
-        self.agreement.on(error, "field")
+        sizes, widths = self._fitted(what, array, on, found["halo"], staggered)
         strides = [s for s, n in zip(array.stride(), array.shape) if n > 1]
         reverse = self.agreement.same(len(strides) > 1 and strides == sorted(strides))
         placements: list[Any] = [Replicate()] * mesh.ndim
@@ -371,6 +307,48 @@ class Simulation:
             )
         self._kinds.note(key, array, tensor)
         return self._added(Field(self, name, array, tensor, writable=writable, known=seen))
+
+    def _fitted(
+        self,
+        what: str,
+        array: Tensor,
+        on: Sequence[int | None],
+        halo: Sequence[tuple[int, int]],
+        staggered: Collection[int],
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, Sequence[Any]]]:
+        """Return an array's owned extents and ghost widths, by dim; raise where it has others. Collective."""
+        mesh = self.mesh
+        sizes: dict[int, tuple[int, ...]] = {}
+        widths: dict[int, Sequence[Any]] = {}
+        error: MpishardError | None = None
+        for d, m in enumerate(on):
+            if m is None:
+                continue
+            cells, (lo, hi) = self._sizes[m], halo[m]
+            assert cells is not None
+            at, last, along = mesh.coords[m], len(cells) - 1, f"along {mesh.mesh_dim_names[m]!r}"
+            faces = m in staggered
+            # the last face of all is nobody's first
+            sizes[d] = cells if not faces or mesh.periodic[m] else (*cells[:-1], cells[-1] + 1)
+            room = array.shape[d] - lo - hi - sizes[d][at]
+            if room != 0 and not (faces and room == 1 and (at < last or mesh.periodic[m])):
+                error = error or LayoutError(
+                    f"{what}: array dim {d} has another extent than said",
+                    expected=f"{lo} + {sizes[d][at]} + {hi} cells {along}"
+                    + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
+                    got=array.shape[d],
+                    fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
+                )
+            widths[d], common = self.agreement.along(m, (lo, hi + max(0, room)))
+            if not common:
+                error = error or LayoutError(
+                    f"{what}: ghost layers {along} differ between ranks at one coordinate of it",
+                    expected="widths that depend on the coordinate along their own dim only",
+                    got=f"{(lo, hi)} on the rank at {mesh.coords}",
+                    fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",
+                )
+        self.agreement.on(error, "field")
+        return sizes, widths
 
     def _added(self, field: Field) -> Field:
         self.fields[field.name] = field

@@ -176,35 +176,43 @@ class _Asked(NamedTuple):
         )
 
 
-def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
-    """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
-    group = mesh.group(tuple(range(mesh.ndim)))
+def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choice, str]:
+    """Return how the ranks read a file, and what they call; raise together where one of them cannot. Collective."""
     error: Exception | None = None
     choice: Choice | None = None
-    backend, external, out = asked.backend, asked.external, asked.out
-    gaps = 0
-    signature = "io.read"
+    call = "io.read"
     try:
-        signature = f"io.read {shown(name)} of {told(path)}"
+        call = f"io.read {shown(name)} of {told(path)}"
         import_h5py()
         disjoint = not asked.halo and _is_sharded(asked.placements)
-        choice = choose_reading(mesh, backend, virtual=False, disjoint=disjoint)
+        choice = choose_reading(mesh, asked.backend, virtual=False, disjoint=disjoint)
         if choice.name == "mpio":
             error = unreadable(path)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # a file that one rank does not see is told as that, where ranks may open files on their own
     together = choice is not None and choice.name == "mpio"
-    guard.agree(group.comm, error, f"{signature if together else 'io.read'} by {choice}, external={external}")
+    group = mesh.group(tuple(range(mesh.ndim)))
+    guard.agree(group.comm, error, f"{call if together else 'io.read'} by {choice}, external={asked.external}")
     assert choice is not None
+    return choice, call
+
+
+def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
+    """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
+    group = mesh.group(tuple(range(mesh.ndim)))
+    external, out, gaps = asked.external, asked.out, 0
+    choice, signature = _chosen(path, name, mesh, asked)
+    together = choice.name == "mpio"
+    error: Exception | None = None
     seen = Seen(path)
     with contextlib.ExitStack() as files:
         try:
-            file = files.enter_context(opened_together(path, group) if choice.name == "mpio" else opened(path))
+            file = files.enter_context(opened_together(path, group) if together else opened(path))
             dataset = found(file, path, name, external=external)
             elsewhere = dataset.is_virtual or bool(dataset.external)
-            if choice.name == "mpio" and (elsewhere or is_filtered(dataset)):
-                choice = choose_reading(mesh, backend, virtual=elsewhere, filtered=is_filtered(dataset))
+            if together and (elsewhere or is_filtered(dataset)):
+                choice = choose_reading(mesh, asked.backend, virtual=elsewhere, filtered=is_filtered(dataset))
             if choice.name != "mpio" and together:
                 files.close()
                 dataset = found(files.enter_context(opened(path)), path, name, external=external)
@@ -228,7 +236,7 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
             return None
         assert out is not None
         if gaps:
-            choice = choose_reading(mesh, backend, virtual=False, written=False)
+            choice = choose_reading(mesh, asked.backend, virtual=False, written=False)
             files.close()
         tell(mesh, choice, "read")
         failure: Exception | None = None
