@@ -326,7 +326,7 @@ class Simulation:
                 continue
             cells, (lo, hi) = self._sizes[m], halo[m]
             assert cells is not None
-            at, last, along = mesh.coords[m], len(cells) - 1, f"along {mesh.mesh_dim_names[m]!r}"
+            at, last, name = mesh.coords[m], len(cells) - 1, mesh.mesh_dim_names[m]
             faces = m in staggered
             # the last face of all is nobody's first
             sizes[d] = cells if not faces or mesh.periodic[m] else (*cells[:-1], cells[-1] + 1)
@@ -334,7 +334,7 @@ class Simulation:
             if room != 0 and not (faces and room == 1 and (at < last or mesh.periodic[m])):
                 error = error or LayoutError(
                     f"{what}: array dim {d} has another extent than said",
-                    expected=f"{lo} + {sizes[d][at]} + {hi} cells {along}"
+                    expected=f"{lo} + {sizes[d][at]} + {hi} cells along {name!r}"
                     + (" (or one more)" if faces and (at < last or mesh.periodic[m]) else ""),
                     got=array.shape[d],
                     fix="pass the array with its ghost cells; give halo= or dims= where the field's differ",
@@ -342,7 +342,7 @@ class Simulation:
             widths[d], common = self.agreement.along(m, (lo, hi + max(0, room)))
             if not common:
                 error = error or LayoutError(
-                    f"{what}: ghost layers {along} differ between ranks at one coordinate of it",
+                    f"{what}: ghost layers along {name!r} differ between ranks at one coordinate of it",
                     expected="widths that depend on the coordinate along their own dim only",
                     got=f"{(lo, hi)} on the rank at {mesh.coords}",
                     fix="say the narrower widths on all of them, and give the rest to dims= or a view of the array",

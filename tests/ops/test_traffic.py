@@ -180,6 +180,12 @@ FAMILIES = {
     "shape/cat, a new dim": (lambda x: torch.stack([x, x], 2), NOTHING, NOTHING),
     "index/advanced": (lambda x: x.index_select(2, torch.tensor([0, 3, 5])), PICKED, PICKED),
     "index/index_put": (lambda x: x.index_add(2, torch.tensor([0, 3]), values(2, 4, 2, 6)), NOTHING, NOTHING),
+    # the sums of two rows travel, not the rows of x
+    "index/added": (
+        lambda x: x.new_zeros(2, 4, 2, 6).index_add(2, torch.arange(ROWS) % 2, x),
+        each("all_reduce", 2 * ROW),
+        NOTHING,
+    ),
     "shape/pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), NOTHING, NOTHING),
     "shape/reshape": (lambda x: x.mT.flatten(2), FLATTENED, FLATTENED),
     "shape/reshape, in order": (lambda x: x.flatten(2), NOTHING, NOTHING),

@@ -89,6 +89,13 @@ CASES = {
         (below(N, 3 * SIZE), 0),
         (real(3 * SIZE, 5), 0),
     ),
+    "index_add, to few": (lambda x, i, s: x.index_add(0, i, s), (real(3, 5), None), (below(3, N), 0), (real(N, 5), 0)),
+    "scatter_add, to few": (
+        lambda x, i, s: x.scatter_add(0, i, s),
+        (real(3, 5), None),
+        (below(3, N, 5), None),
+        (real(N, 5), 0),
+    ),
     "index_copy": (lambda x, i, s: x.index_copy(0, i, s), (real(N, 5), 0), (different(N, 3), None), (real(3, 5), None)),
     "written": (written, (real(N, 5), 0), (different(N, 3), None), (real(5), None)),
     "filled": (lambda x, i: written(x, i, 2.0), (real(N, 5), 0), (below(N, 3), None)),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.use import use
 from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of, sizes_of
+from mpishard.ops.index import added
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.dim import (
     CACHED,
@@ -161,7 +162,10 @@ def _scatter_rule(name: str) -> Any:
 
     @into_plain(in_place)
     def rule(self: ShardTensor, dim: int, index: Any, *args: Any, **kwargs: Any) -> ShardTensor:
-        """Write or add cells along a dim. Collective where that dim is sharded: it is gathered, and cut again."""
+        """Write or add cells along a dim.
+
+        Collective where that dim is sharded: it is gathered, and cut again. Many values for few cells are summed.
+        """
         require_writable(self, f"{name}_")
         d = normal_dim(dim, self.ndim)
         prepare_write(self)
@@ -171,6 +175,8 @@ def _scatter_rule(name: str) -> Any:
         if not self.ndim or not index.ndim:
             named = {k: _as_source(a) for k, a in kwargs.items()}
             rule(as_vector(self), d, as_vector(index), *map(_as_source, args), **named)
+            return self
+        if name == "scatter_add" and added.add(self, d, index, *args, **kwargs, call=_scattered(d)):
             return self
         x = whole_along(self, (d,))
         target = _beside(x.sharding, tuple(index.shape), d)
@@ -194,6 +200,10 @@ def _scatter_rule(name: str) -> Any:
         return self
 
     return rule
+
+
+def _scattered(dim: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda zeros, cells, values: zeros.scatter_add(dim, cells, values)
 
 
 def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:

@@ -13,6 +13,7 @@ from mpishard.autograd.compiled import linear_by_values
 from mpishard.autograd.linear import Step, pair
 from mpishard.autograd.use import use
 from mpishard.comm import traced
+from mpishard.ops.index import added
 from mpishard.ops.index.advanced import (
     along,
     at_dims,
@@ -73,6 +74,8 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     else:
         _check_dtype(y, value, False)
     layout, points = y.sharding, points_of(y.sharding, per_dim)
+    if accumulate and len(points.dims) == 1 and added.add(y, points.at, points.indices[0], value, _sums(points.at)):
+        return
     indices: Sequence[Tensor] = torch.broadcast_tensors(*map(everywhere, points.indices))
     lead, shape, dims = points.at, indices[0].shape, points.dims
     sharded = any(len(layout.sizes[d] or ()) > 1 for d in dims)
@@ -102,6 +105,10 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     if mine is not None and value.ndim:
         value = value.index_select(lead, mine)
     _written(y.block, items, value, accumulate, y)
+
+
+def _sums(dim: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda zeros, cells, values: torch.ops.aten.index_put(zeros, [*[None] * dim, cells], values, True)
 
 
 def _check_dtype(y: ShardTensor, value: Any, one: bool) -> None:
