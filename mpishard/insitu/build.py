@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mpishard.errors import MissingPackageError, MpishardError
 
 NATIVE = Path(__file__).with_name("native")
-SOURCES = ("object.c", "layout.c", "meeting.c", "domain.c", "link.c")
+SOURCES = ("object.c", "layout.c", "meeting.c", "domain.c", "link.c", "fortran.c")
 # the second in a file of its own: a host that calls nothing of it needs no libmpishard
 MODULES = ("mpishard", "mpishard_hook")
 
@@ -89,8 +89,7 @@ def build(
         python = [f'-DMPS_PYTHON="{sys.executable}"', os.fspath(NATIVE / "python.c"), "-ldl", "-lm"]
         for name, rest in (("libmpishard_link.so", []), ("libmpishard.so", python)):
             _run([*c, "-shared", *sources, *rest, f"-Wl,-soname,{name}", "-o", os.fspath(lib / name)], folder)
-        _run([*c, "-c", os.fspath(NATIVE / "fortran.c"), "-o", "fortran.o"], lib)
-        objects = ["fortran.o"]
+        objects = []
         if fc is not None:
             for name in MODULES:
                 _run([*fc, "-O2", "-fPIC", "-c", os.fspath(NATIVE / f"{name}.f90"), "-o", f"{name}.o"], lib)
@@ -99,6 +98,8 @@ def build(
             for left in lib.glob("*.smod"):
                 left.unlink()
             _check_same(cc, fc, lib)
+        # ar keeps what an archive of another version had besides
+        (lib / "libmpishard_f.a").unlink(missing_ok=True)
         _run(["ar", "rcs", "libmpishard_f.a", *objects], lib)
         for name in objects:
             (lib / name).unlink()

@@ -50,7 +50,7 @@ class Host:
         """Return what an operation does, or a status below 0."""
         run = self._operations[operation]
         try:
-            return run(numbers) if text is None else run(numbers, text.decode())
+            return run(numbers) if text is None else run(numbers, os.fsdecode(text))
         except BaseException as error:  # noqa: BLE001 (it must not end the host, whatever it is)
             self._door.text = _told(error).encode(errors="replace")[:1023]
             if run not in (self.step, self.wait, self.hook, self.release):

@@ -5,10 +5,16 @@ program embedded
     use, intrinsic :: iso_c_binding
     implicit none
     integer, parameter :: nx = 6, ny = 7
-    type(mps_handle) :: sim, u, tau, level, hook, other
+    type :: cell
+        real(c_double) :: flux
+        integer(c_int) :: kind
+    end type
+    type(mps_handle) :: sim, u, tau, level, flux, hook, other
     type(MPI_Comm) :: cart
     real(c_double), allocatable, target :: a(:, :), b(:, :), levels(:, :, :)
-    real(c_float), allocatable, target :: t(:, :)
+    real(c_float), allocatable, target :: t(:, :), absent(:, :)
+    type(cell), allocatable, target :: cells(:, :)
+    integer, allocatable :: few(:), many(:)
     integer :: rank, ranks, coords(2), own(2), first, k
     character(1024) :: folder
 
@@ -31,12 +37,22 @@ program embedded
         call must(mps_adopt(cart, [nx, ny + merge(1, 0, rank == 0)], sim, sizes=own) == MPS_ERR_ORDER, "another shape on one rank")
         call must(says("different arguments"), "another shape on one rank")
     end if
+    allocate(few(1), many(3), source=1)
+    call must(mps_adopt(cart, [nx, ny], sim, sizes=few) == MPS_ERR_ARGUMENT .and. says("sizes has another length"), "few sizes")
+    call must(mps_adopt(cart, [nx, ny], sim, grid=many) == MPS_ERR_ARGUMENT .and. says("grid has another length"), "many ranks")
+    if (rank == 0) few = [1, 1]
+    call must(mps_adopt(cart, [nx, ny], sim, sizes=own, periodic=few == 1) == merge(MPS_OK, MPS_ERR_ARGUMENT, ranks == 1), &
+              "another length on one rank")
     call must(mps_adopt(cart, [nx, ny], sim, sizes=own) == MPS_OK, "adopt")
+    allocate(cells(own(1), own(2)))
     allocate(a(0:own(1) + 1, 0:own(2) + 1), b(0:own(1) + 1, 0:own(2) + 1), t(own(1), own(2)))
     allocate(levels(3, 0:own(1) + 1, 0:own(2) + 1))
 
     call must(mps_field(sim, "u", a(1:own(1), :), u, lo=[merge(1, 0, rank == 0), 1]) == MPS_ERR_ARGUMENT, &
               "a short array on one rank")
+    call must(mps_field(sim, "u", a, u, lo=many) == MPS_ERR_ARGUMENT .and. says("lo has another length"), "many ghosts")
+    call must(mps_field(sim, "u", a, u, lo=[1, 1], dims=many) == MPS_ERR_ARGUMENT .and. says("dims has"), "many dims")
+    call must(mps_field(sim, "u", absent, u) == MPS_ERR_ARGUMENT .and. says("an extent of 0"), "not allocated")
     call must(mps_field(sim, "u", a, u, lo=[1, 1]) == MPS_OK, "field")
     call must(mps_field(sim, "u", b, tau, lo=[1, 1]) == MPS_ERR_ARGUMENT, "a name used twice")
     call must(says("used twice"), "a name used twice")
@@ -74,6 +90,14 @@ program embedded
     call must(right(t, 4), "a section of an array")
     call must(all(levels(1, :, :) == -5), "a section of an array")
     call must(all(levels(3, :, :) == -5), "a section of an array")
+
+    ! a compiler may hand on a copy of these, which is gone after the call
+    cells = cell(-5, 7)
+    call must(mps_field(sim, "flux", cells%flux, flux) == MPS_OK, "a part of structures")
+    call must(mps_hook(sim, model("around"), other, inputs=[level], outputs=[flux]) == MPS_OK, "a part of structures")
+    call must(mps_step(other) == MPS_OK, "a part of structures")
+    call must(right(real(cells%flux, c_float), 4) .and. all(cells%kind == 7), "a part of structures")
+    call must(mps_release(other) == MPS_OK .and. mps_release(flux) == MPS_OK, "release")
 
     call must(mps_hook(sim, model("raises_on_one"), other, inputs=[u], outputs=[tau]) == MPS_OK, "hook")
     call must(mps_step(other) == MPS_ERR_MODEL, "raises on one rank")

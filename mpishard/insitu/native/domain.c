@@ -82,8 +82,8 @@ static int borders(sim_t *sim, const int64_t *sizes)
     return MPS_OK;
 }
 
-int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
-              mps_handle *handle)
+int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
+             mps_handle *handle)
 {
     int status = mpi_ready(), inter = 0;
     if (status) return status;
@@ -102,7 +102,7 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
     sim->rank = sim->circle.rank;
     sim->size = sim->circle.size;
     sim->ndim = ndim;
-    if (handle == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no place for the domain");
+    status = handle != NULL ? known : fail(MPS_ERR_ARGUMENT, "adopt: no place for the domain");
     if (!status && (ndim < 1 || ndim > 8)) status = fail(MPS_ERR_ARGUMENT, "adopt: ndim is %d\n  expected: 1 to 8", ndim);
     if (!status && shape == NULL) status = fail(MPS_ERR_ARGUMENT, "adopt: no shape");
     for (int d = 0; !status && d < ndim; d++) {
@@ -112,14 +112,20 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
     if (!status) status = topology(sim, comm, grid, periodic);
     uint64_t sum = digest(digest(0, &ndim, sizeof ndim), sim->shape, sizeof sim->shape);
     sum = digest(digest(sum, sim->grid, sizeof sim->grid), sim->periodic, sizeof sim->periodic);
-    status = circle_same(&sim->circle, status, 60.0, sum, "adopt");
-    if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), 60.0);
+    status = circle_same(&sim->circle, status, own_limit(), sum, "adopt");
+    if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), own_limit());
     if (!status && (*handle = object_made(OBJECT_SIM, sim)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
     if (status) {
         MPI_Comm_free(&sim->circle.comm);
         sim_left(sim);
     }
     return status;
+}
+
+int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
+              mps_handle *sim)
+{
+    return sim_made(MPS_OK, comm, ndim, shape, grid, sizes, periodic, sim);
 }
 
 void sim_left(sim_t *sim)
@@ -203,8 +209,8 @@ static int named(sim_t *sim, field_t *field, const char *name)
     return MPS_OK;
 }
 
-int mps_field(mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
-              const int64_t *lo, const int64_t *strides, mps_handle *out)
+int field_made(int known, mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims,
+               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *out)
 {
     sim_t *sim = object_of(handle, OBJECT_SIM);
     if (out != NULL) *out = MPS_NULL;
@@ -216,14 +222,15 @@ int mps_field(mps_handle handle, const char *name, int dtype, void *data, int nd
     field->data = data;
     field->sim = sim;
     sim->users++;
-    int status = out != NULL ? named(sim, field, name) : fail(MPS_ERR_ARGUMENT, "field: no place for the field");
+    int status = out != NULL ? known : fail(MPS_ERR_ARGUMENT, "field: no place for the field");
+    if (!status) status = named(sim, field, name);
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
     if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
     if (!status) status = field_usable(field, "field");
     layout_t *layout = &field->layout;
     uint64_t sum = digest(digest(0, field->name, NAME_BYTES), &dtype, sizeof dtype);
     sum = digest(digest(sum, layout->shape, sizeof layout->shape), layout->shards, sizeof layout->shards);
-    status = circle_same(&sim->circle, status, 60.0, sum, "field");
+    status = circle_same(&sim->circle, status, own_limit(), sum, "field");
     if (!status && (*out = object_made(OBJECT_FIELD, field)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "field: no memory");
     if (status) {
         field_left(field);
@@ -232,6 +239,12 @@ int mps_field(mps_handle handle, const char *name, int dtype, void *data, int nd
     field->next = sim->fields;
     sim->fields = field;
     return MPS_OK;
+}
+
+int mps_field(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
+              const int64_t *lo, const int64_t *strides, mps_handle *field)
+{
+    return field_made(MPS_OK, sim, name, dtype, data, ndim, dims, extents, lo, strides, field);
 }
 
 void field_left(field_t *field)
@@ -264,7 +277,7 @@ int mps_rebind(mps_handle handle, void *data)
     if (field->sim->released) return field_usable(field, "rebind");
     field->data = data;
     status = field_usable(field, "rebind");
-    status = circle_same(&field->sim->circle, status, 60.0, digest(0, field->name, NAME_BYTES), "rebind");
+    status = circle_same(&field->sim->circle, status, own_limit(), digest(0, field->name, NAME_BYTES), "rebind");
     if (status) field->data = before;
     else field->binding++;
     return status;

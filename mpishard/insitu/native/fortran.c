@@ -1,18 +1,39 @@
-/* Communicators as Fortran passes them; for mpishard.f90. */
-#include "mpishard.h"
+/* What Fortran passes otherwise than C: communicators, and arrays whose lengths are known; for mpishard.f90. */
+#include "native.h"
 
+#pragma GCC visibility push(default)
 int mps_adopt_f(MPI_Fint comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
-                mps_handle *sim);
+                const int *lengths, mps_handle *sim);
+int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
+                const int64_t *lo, const int64_t *strides, const int *lengths, mps_handle *field);
 int mps_comm_f(mps_handle program, MPI_Fint *comm);
+#pragma GCC visibility pop
+
+/* Arguments with an entry per dim; what is wrong on one rank is for all to hear, in the call itself. */
+static int lengths_fit(const char *call, const char *const *names, int count, const int *lengths, int ndim)
+{
+    for (int i = 0; i < count; i++)
+        if (lengths[i] != ndim)
+            return fail(MPS_ERR_ARGUMENT, "%s: %s has another length\n  expected: %d, an entry per dim\n  got:      %d", call, names[i], ndim,
+                        lengths[i]);
+    return MPS_OK;
+}
 
 int mps_adopt_f(MPI_Fint comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
-                mps_handle *sim)
+                const int *lengths, mps_handle *sim)
 {
-    int begun = 0, over = 0;
-    MPI_Initialized(&begun);
-    MPI_Finalized(&over);
-    /* without MPI the handle cannot be converted, and mps_adopt says why */
-    return mps_adopt(begun && !over ? MPI_Comm_f2c(comm) : MPI_COMM_NULL, ndim, shape, grid, sizes, periodic, sim);
+    static const char *const names[] = {"grid", "sizes", "periodic"};
+    int status = mpi_ready(); /* without MPI the handle cannot be converted */
+    if (status) return status;
+    status = lengths_fit("adopt", names, 3, lengths, ndim);
+    return sim_made(status, MPI_Comm_f2c(comm), ndim, shape, grid, sizes, periodic, sim);
+}
+
+int mps_field_f(mps_handle sim, const char *name, int dtype, void *data, int ndim, const int *dims, const int64_t *extents,
+                const int64_t *lo, const int64_t *strides, const int *lengths, mps_handle *field)
+{
+    static const char *const names[] = {"lo", "dims"};
+    return field_made(lengths_fit("field", names, 2, lengths, ndim), sim, name, dtype, data, ndim, dims, extents, lo, strides, field);
 }
 
 int mps_comm_f(mps_handle program, MPI_Fint *comm)

@@ -110,6 +110,13 @@ int time_to_look(patience_t *wait)
 
 /* decisions of all ranks of a program */
 
+double own_limit(void)
+{
+    const char *text = getenv("MPISHARD_TIMEOUT");
+    double seconds = text != NULL && *text ? strtod(text, NULL) : 300.0;
+    return seconds > 0 ? seconds : 1e9;
+}
+
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name)
 {
     memset(circle, 0, sizeof *circle);

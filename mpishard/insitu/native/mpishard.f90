@@ -26,7 +26,8 @@ module mpishard
 
     ! mps_field(sim, name, array, field, lo, dims): lo(d) ghost cells lie before the owned ones (none if not given);
     ! array dim d is dim dims(d) of the domain, counted from 1, 0 for another (all in order if not given). The array is
-    ! a target that lives until the field is released; it may be a section of another
+    ! a target that lives until the field is released; it may be a section of another, or a part of structures (s%a): a
+    ! pointer, as compilers hand on a copy of some of these otherwise, of which nothing is left after the call
     interface mps_field
         module procedure field_real32_1
         module procedure field_real32_2
@@ -47,21 +48,24 @@ module mpishard
     end interface
 
     interface
-        integer(c_int) function c_adopt(comm, ndim, shape, grid, sizes, periodic, sim) bind(c, name="mps_adopt_f")
+        integer(c_int) function c_adopt(comm, ndim, shape, grid, sizes, periodic, lengths, sim) &
+            bind(c, name="mps_adopt_f")
             import
             integer(c_int), value :: comm, ndim
             integer(c_int64_t), intent(in) :: shape(*)
             type(c_ptr), value :: grid, sizes, periodic
+            integer(c_int), intent(in) :: lengths(*)
             type(mps_handle), intent(out) :: sim
         end function
-        integer(c_int) function c_field(sim, name, dtype, data, ndim, dims, extents, lo, strides, field) &
-            bind(c, name="mps_field")
+        integer(c_int) function c_field(sim, name, dtype, data, ndim, dims, extents, lo, strides, lengths, field) &
+            bind(c, name="mps_field_f")
             import
             type(mps_handle), value :: sim
             character(kind=c_char), intent(in) :: name(*)
             integer(c_int), value :: dtype, ndim
             type(c_ptr), value :: data, dims
             integer(c_int64_t), intent(in) :: extents(*), lo(*), strides(*)
+            integer(c_int), intent(in) :: lengths(*)
             type(mps_handle), intent(out) :: field
         end function
         integer(c_int) function mps_rebind(field, data) bind(c)
@@ -168,23 +172,28 @@ contains
         type(mps_handle), intent(out) :: sim
         integer, intent(in), optional :: grid(:), sizes(:)
         logical, intent(in), optional :: periodic(:)
-        integer(c_int), target :: ranks(size(shape)), flags(size(shape))
-        integer(c_int64_t), target :: own(size(shape))
+        integer(c_int), allocatable, target :: ranks(:), flags(:)
+        integer(c_int64_t), allocatable, target :: own(:)
         type(c_ptr) :: at(3)
+        integer(c_int) :: lengths(3)
         at = c_null_ptr
+        lengths = size(shape)
         if (present(grid)) then
-            ranks = grid
+            allocate(ranks, source=int(grid, c_int))
             at(1) = c_loc(ranks)
+            lengths(1) = size(grid)
         end if
         if (present(sizes)) then
-            own = sizes
+            allocate(own, source=int(sizes, c_int64_t))
             at(2) = c_loc(own)
+            lengths(2) = size(sizes)
         end if
         if (present(periodic)) then
-            flags = merge(1, 0, periodic)
+            allocate(flags, source=merge(1_c_int, 0_c_int, periodic))
             at(3) = c_loc(flags)
+            lengths(3) = size(periodic)
         end if
-        status = c_adopt(comm%mpi_val, size(shape), int(shape, c_int64_t), at(1), at(2), at(3), sim)
+        status = c_adopt(comm%mpi_val, size(shape), int(shape, c_int64_t), at(1), at(2), at(3), lengths, sim)
     end function
 
     ! an array of any kind and rank, dense in Fortran's order
@@ -195,7 +204,7 @@ contains
         type(c_ptr), intent(in) :: data
         integer, intent(in) :: extents(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
+        integer, intent(in), optional :: lo(:), dims(:)
         integer(c_int64_t) :: strides(size(extents))
         integer :: d
         integer, parameter :: nbytes(0:14) = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16]
@@ -213,19 +222,25 @@ contains
         type(c_ptr), intent(in) :: data
         integer(c_int64_t), intent(in) :: strides(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
-        integer(c_int64_t) :: ghosts(size(extents))
-        integer(c_int), target :: numbers(size(extents))
+        integer, intent(in), optional :: lo(:), dims(:)
+        integer(c_int64_t), allocatable :: ghosts(:)
+        integer(c_int), allocatable, target :: numbers(:)
         type(c_ptr) :: at
+        integer(c_int) :: lengths(2)
         at = c_null_ptr
-        ghosts = 0
-        if (present(lo)) ghosts = lo
+        lengths = size(extents)
+        allocate(ghosts(size(extents)), source=0_c_int64_t)
+        if (present(lo)) then
+            ghosts = lo
+            lengths(1) = size(lo)
+        end if
         if (present(dims)) then
-            numbers = dims - 1
+            allocate(numbers, source=int(dims - 1, c_int))
             at = c_loc(numbers)
+            lengths(2) = size(dims)
         end if
         status = c_field(sim, trim(name) // c_null_char, dtype, data, size(extents), at, int(extents, c_int64_t), &
-                         ghosts, strides, field)
+                         ghosts, strides, lengths, field)
     end function
 
     ! an array that may be a section of another: cells(1) is its first cell, cells(1 + d) the next one along dim d
@@ -235,7 +250,7 @@ contains
         integer, intent(in) :: dtype, extents(:)
         type(c_ptr), intent(in) :: cells(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(size(extents)), dims(size(extents))
+        integer, intent(in), optional :: lo(:), dims(:)
         integer(c_int64_t) :: strides(size(extents))
         integer(c_intptr_t) :: first
         integer :: d
@@ -307,220 +322,272 @@ contains
     integer function field_real32_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target :: array(:)
+        real(c_float), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(1), dims(1)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(2)
-        integer :: n(1)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
+        integer :: extents(1), a(1), b(1)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_real32_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target :: array(:, :)
+        real(c_float), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(2), dims(2)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(3)
-        integer :: n(2)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
+        integer :: extents(2), a(2), b(2)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
+                                       c_loc(array(a(1), b(2)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_real32_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target :: array(:, :, :)
+        real(c_float), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(3), dims(3)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(4)
-        integer :: n(3)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
-                                      c_loc(array(1, 1, n(3)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
+        integer :: extents(3), a(3), b(3)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
+                                       c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_real32_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_float), intent(inout), target :: array(:, :, :, :)
+        real(c_float), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(4), dims(4)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(5)
-        integer :: n(4)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
-                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
-                                      c_loc(array(1, 1, 1, n(4)))]
-        status = placed(sim, name, MPS_FLOAT32, cells, shape(array), field, lo, dims)
+        integer :: extents(4), a(4), b(4)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
+                                       c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
+                                       c_loc(array(a(1), a(2), a(3), b(4)))]
+        status = placed(sim, name, MPS_FLOAT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_real64_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target :: array(:)
+        real(c_double), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(1), dims(1)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(2)
-        integer :: n(1)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
+        integer :: extents(1), a(1), b(1)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_real64_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target :: array(:, :)
+        real(c_double), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(2), dims(2)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(3)
-        integer :: n(2)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
+        integer :: extents(2), a(2), b(2)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
+                                       c_loc(array(a(1), b(2)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_real64_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target :: array(:, :, :)
+        real(c_double), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(3), dims(3)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(4)
-        integer :: n(3)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
-                                      c_loc(array(1, 1, n(3)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
+        integer :: extents(3), a(3), b(3)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
+                                       c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_real64_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        real(c_double), intent(inout), target :: array(:, :, :, :)
+        real(c_double), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(4), dims(4)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(5)
-        integer :: n(4)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
-                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
-                                      c_loc(array(1, 1, 1, n(4)))]
-        status = placed(sim, name, MPS_FLOAT64, cells, shape(array), field, lo, dims)
+        integer :: extents(4), a(4), b(4)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
+                                       c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
+                                       c_loc(array(a(1), a(2), a(3), b(4)))]
+        status = placed(sim, name, MPS_FLOAT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_int32_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target :: array(:)
+        integer(c_int32_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(1), dims(1)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(2)
-        integer :: n(1)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
-        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
+        integer :: extents(1), a(1), b(1)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_int32_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target :: array(:, :)
+        integer(c_int32_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(2), dims(2)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(3)
-        integer :: n(2)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
-        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
+        integer :: extents(2), a(2), b(2)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
+                                       c_loc(array(a(1), b(2)))]
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_int32_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target :: array(:, :, :)
+        integer(c_int32_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(3), dims(3)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(4)
-        integer :: n(3)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
-                                      c_loc(array(1, 1, n(3)))]
-        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
+        integer :: extents(3), a(3), b(3)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
+                                       c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_int32_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int32_t), intent(inout), target :: array(:, :, :, :)
+        integer(c_int32_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(4), dims(4)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(5)
-        integer :: n(4)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
-                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
-                                      c_loc(array(1, 1, 1, n(4)))]
-        status = placed(sim, name, MPS_INT32, cells, shape(array), field, lo, dims)
+        integer :: extents(4), a(4), b(4)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
+                                       c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
+                                       c_loc(array(a(1), a(2), a(3), b(4)))]
+        status = placed(sim, name, MPS_INT32, cells, extents, field, lo, dims)
     end function
 
     integer function field_int64_1(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target :: array(:)
+        integer(c_int64_t), pointer, intent(in) :: array(:)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(1), dims(1)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(2)
-        integer :: n(1)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1)), c_loc(array(n(1)))]
-        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
+        integer :: extents(1), a(1), b(1)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1))), c_loc(array(b(1)))]
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_int64_2(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target :: array(:, :)
+        integer(c_int64_t), pointer, intent(in) :: array(:, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(2), dims(2)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(3)
-        integer :: n(2)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1)), c_loc(array(n(1), 1)), c_loc(array(1, n(2)))]
-        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
+        integer :: extents(2), a(2), b(2)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2))), c_loc(array(b(1), a(2))), &
+                                       c_loc(array(a(1), b(2)))]
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_int64_3(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target :: array(:, :, :)
+        integer(c_int64_t), pointer, intent(in) :: array(:, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(3), dims(3)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(4)
-        integer :: n(3)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1)), c_loc(array(n(1), 1, 1)), c_loc(array(1, n(2), 1)), &
-                                      c_loc(array(1, 1, n(3)))]
-        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
+        integer :: extents(3), a(3), b(3)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3))), c_loc(array(b(1), a(2), a(3))), &
+                                       c_loc(array(a(1), b(2), a(3))), c_loc(array(a(1), a(2), b(3)))]
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
     end function
 
     integer function field_int64_4(sim, name, array, field, lo, dims) result(status)
         type(mps_handle), intent(in) :: sim
         character(*), intent(in) :: name
-        integer(c_int64_t), intent(inout), target :: array(:, :, :, :)
+        integer(c_int64_t), pointer, intent(in) :: array(:, :, :, :)
         type(mps_handle), intent(out) :: field
-        integer, intent(in), optional :: lo(4), dims(4)
+        integer, intent(in), optional :: lo(:), dims(:)
         type(c_ptr) :: cells(5)
-        integer :: n(4)
-        n = min(2, shape(array))
-        if (size(array) > 0) cells = [c_loc(array(1, 1, 1, 1)), c_loc(array(n(1), 1, 1, 1)), &
-                                      c_loc(array(1, n(2), 1, 1)), c_loc(array(1, 1, n(3), 1)), &
-                                      c_loc(array(1, 1, 1, n(4)))]
-        status = placed(sim, name, MPS_INT64, cells, shape(array), field, lo, dims)
+        integer :: extents(4), a(4), b(4)
+        extents = 0
+        if (associated(array)) extents = shape(array)
+        a = lbound(array)
+        b = a + min(1, extents - 1)
+        if (all(extents > 0)) cells = [c_loc(array(a(1), a(2), a(3), a(4))), c_loc(array(b(1), a(2), a(3), a(4))), &
+                                       c_loc(array(a(1), b(2), a(3), a(4))), c_loc(array(a(1), a(2), b(3), a(4))), &
+                                       c_loc(array(a(1), a(2), a(3), b(4)))]
+        status = placed(sim, name, MPS_INT64, cells, extents, field, lo, dims)
     end function
 end module

@@ -65,6 +65,7 @@ int time_to_look(patience_t *wait);
 extern void (*background)(void); /* what goes on in every wait */
 
 typedef struct { MPI_Comm comm; int rank, size, broken, apart; char name[NAME_BYTES]; int64_t mine[6], least[6]; MPI_Request request; } circle_t;
+double own_limit(void); /* seconds for which ranks of a domain wait for each other: MPISHARD_TIMEOUT, as in Python */
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
 /* of a call of a link: an error on all ranks where they start for other calls */
@@ -98,6 +99,11 @@ typedef struct {
     int64_t python;  /* what Python knows it by; 0: not at all */
     int64_t hooks;   /* made so far */
 } sim_t;
+/* the calls of mpishard.h, where something is known to be wrong before (else MPS_OK), which all ranks are told */
+int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
+             mps_handle *handle);
+int field_made(int known, mps_handle handle, const char *name, int dtype, void *data, int ndim, const int *dims,
+               const int64_t *extents, const int64_t *lo, const int64_t *strides, mps_handle *out);
 void sim_left(sim_t *sim);
 
 struct field_s {

@@ -57,14 +57,6 @@ static int64_t call(int op, const int64_t *numbers, const char *text)
     return result < 0 ? fail((int)result, "%s", door.text) : result;
 }
 
-/* seconds for which ranks of a domain wait for each other, as in Python */
-static double limit(void)
-{
-    const char *text = getenv("MPISHARD_TIMEOUT");
-    double seconds = text != NULL && *text ? strtod(text, NULL) : 300.0;
-    return seconds > 0 ? seconds : 1e9;
-}
-
 /* finding and starting Python */
 
 static const char ask[] =
@@ -165,19 +157,19 @@ static int opened(circle_t *circle)
     int64_t here = running != NULL && running(), length = PATH_BYTES, values[3];
     char *answer = NULL;
     circle_start(circle, MPS_OK, 0, door.call != NULL, here, 0);
-    int status = circle_finish(circle, limit(), values);
+    int status = circle_finish(circle, own_limit(), values);
     if (status || values[0]) return status;
     if (!values[1]) {
         status = circle->rank == 0 ? find(&answer) : MPS_OK;
-        status = circle_agree(circle, status, limit());
-        if (!status) status = circle_tell(circle, &answer, &length, limit());
+        status = circle_agree(circle, status, own_limit());
+        if (!status) status = circle_tell(circle, &answer, &length, own_limit());
     }
     if (!status) {
         host_t host;
         host_leaves(&host, 1);
         status = door.call != NULL ? MPS_OK : begin(answer);
         host_returns(&host);
-        status = circle_agree(circle, status, limit());
+        status = circle_agree(circle, status, own_limit());
     }
     free(answer);
     if (!status) python_release = release;
@@ -296,18 +288,18 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
     int counts[4] = {n_in, n_out, every, mode};
     uint64_t sum = digest(digest(0, counts, sizeof counts), model ? model : "", model ? strlen(model) : 0);
     for (int i = 0; i < hook->count && !status; i++) sum = digest(sum, hook->fields[i]->name, NAME_BYTES);
-    status = circle_same(&sim->circle, status, limit(), sum, "hook");
+    status = circle_same(&sim->circle, status, own_limit(), sum, "hook");
     if (!status) status = opened(&sim->circle);
     /* one status after each, as the ranks go on together */
-    if (!status) status = circle_agree(&sim->circle, adopt(sim), limit());
-    for (int i = 0; i < hook->count && !status; i++) status = circle_agree(&sim->circle, known(hook->fields[i]), limit());
+    if (!status) status = circle_agree(&sim->circle, adopt(sim), own_limit());
+    for (int i = 0; i < hook->count && !status; i++) status = circle_agree(&sim->circle, known(hook->fields[i]), own_limit());
     for (int i = 0; i < hook->count && !status; i++) status = rebound(hook->fields[i]);
     if (!status) {
         int64_t first[5] = {sim->python, every ? every : 1, mode, n_in, n_out};
         memcpy(numbers, first, sizeof first);
         for (int i = 0; i < hook->count; i++) numbers[5 + i] = hook->fields[i]->python;
         int64_t made = call(HOOK, numbers, model);
-        status = circle_agree(&sim->circle, made > 0 ? MPS_OK : (int)made, limit());
+        status = circle_agree(&sim->circle, made > 0 ? MPS_OK : (int)made, own_limit());
         hook->python = made;
     }
     free(numbers);
@@ -335,7 +327,7 @@ static int run(mps_handle handle, int op, const char *name)
     /* the ranks are here, in the same call, before Python waits for them */
     call_of_all += hook->serial << 40;
     circle_start(&hook->sim->circle, status, 0, status ? status : call_of_all, -call_of_all, 0);
-    status = circle_finish(&hook->sim->circle, limit(), values);
+    status = circle_finish(&hook->sim->circle, own_limit(), values);
     if (!status && values[0] != -values[1])
         status = fail(MPS_ERR_ORDER, "%s: the ranks of the domain made different calls\n  expected: the same call for the same hook on all of "
                       "them, after the same calls of mps_rebind", name);
