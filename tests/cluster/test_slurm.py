@@ -185,6 +185,17 @@ def test_a_job_that_must_stop_is_queued_again(submit: Submit, script: Script, pr
     assert "sum over 4 ranks: 4" in output
 
 
+def test_a_job_that_its_user_cancels_stays_cancelled(
+    submit: Submit, script: Script, program: Path, tmp_path: Path
+) -> None:
+    path = script(program, "--stop", options=(f"--checkpoints={tmp_path / 'saved'}",))
+    _, output = submit(path, when=("from step 0", ("scancel",)))
+    assert "'JobState': 'CANCELLED'" in output
+    assert "cancelled, or queued again by Slurm" in output
+    assert output.count("from step") == 1, output
+    assert (tmp_path / "saved" / "latest").exists()
+
+
 # of an array one task has the number of the whole: this one asks for another turn, once, while the others still run
 TURNS = """
 echo "$SLURM_ARRAY_TASK_ID" >>"$1"

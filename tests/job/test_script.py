@@ -31,6 +31,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(here, "calls"), "a") as file:
     said = [os.path.basename(__file__), sys.argv[1:], os.environ.get("MPISHARD_CHECKPOINTS"), os.environ.get("SOURCED")]
     print(json.dumps(said), file=file)
+if "scontrol" in __file__ and "show" in sys.argv:
+    print(os.environ.get("SAYS", ""))
 sys.exit(int(os.environ.get("CODE", 0)) if "srun" in __file__ or "mpiexec" in __file__ else 0)
 """
 
@@ -220,11 +222,31 @@ def test_a_job_that_saved_is_queued_again_until_the_cap(tmp_path: Path, shell) -
     assert "cap is 2" in error
 
 
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        # while it runs; when its time is over; when its user cancels it
+        ("RUNNING Reason=None", True),
+        ("COMPLETING Reason=TimeLimit", True),
+        ("COMPLETING Reason=None", False),
+        ("CANCELLED Reason=None", False),
+        ("PREEMPTED Reason=None", True),
+    ],
+)
+def test_a_job_that_was_cancelled_is_not_queued_again(tmp_path: Path, shell, state: str, again: bool) -> None:
+    script = made([*SLURM, "--checkpoints", "c", "--", "prog"], tmp_path / "script")
+    code, calls, error = shell(script, CODE="75", SAYS=f"JobId=7 JobName=x JobState={state} Dependency=(null)")
+    assert code == 75
+    assert (["scontrol", ["requeue", "7"]] in [call[:2] for call in calls]) == again
+    assert ("cancelled" in error) != again
+
+
 def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, shell) -> None:
     script = made([*SLURM, "--checkpoints", "c", "--array", "0-3", "--", "prog"], tmp_path / "script")
     # the last task of an array has its number
     _, calls, _ = shell(script, CODE="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
-    assert [call[1] for call in calls if call[0] == "scontrol"] == [["requeue", "7_3"]]
+    asked = ["--oneliner", "show", "job", "7_3"]
+    assert [call[1] for call in calls if call[0] == "scontrol"] == [asked, ["requeue", "7_3"]]
     assert [call[2] for call in calls if call[0] == "srun"] == ["c/3"]
 
 

@@ -77,13 +77,22 @@ srun {{ options | joined }} \
 {% if job.requeues %}
 {{ parts.cap() -}}
 elif [ "$code" -eq 75 ]; then
-    # goes back to the queue under its number, and ends this script
 {% if job.array %}
     # this task alone: one task has the number of the whole array, too
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:?}_${SLURM_ARRAY_TASK_ID:?}"
+    job=${SLURM_ARRAY_JOB_ID:?}_${SLURM_ARRAY_TASK_ID:?}
 {% else %}
-    scontrol requeue "${SLURM_JOB_ID:?}"
+    job=${SLURM_JOB_ID:?}
 {% endif %}
+    case $(scontrol --oneliner show job "$job" || true) in
+    *" JobState=COMPLETING Reason=TimeLimit "*) ;;
+    *" JobState=COMPLETING "* | *" JobState=CANCELLED "*)
+        # a program saves when its user cancels it, too; and of what Slurm queues again itself nothing is to be done
+        echo "cancelled, or queued again by Slurm: not queued again here" >&2
+        exit "$code"
+        ;;
+    esac
+    # goes back to the queue under its number, and ends this script
+    scontrol requeue "$job"
     wait
 fi
 {% endif %}
