@@ -1,4 +1,4 @@
-"""Files that may not be as long as they would be (``ulimit -f``): errors, and a process that ends as it should."""
+"""Files that may not be as long or as many as they would be (``ulimit -f``, ``-n``): errors, and a clean end."""
 
 from __future__ import annotations
 
@@ -93,5 +93,62 @@ note("END")
 
 def test_no_length_that_a_file_may_have_ends_a_process(job, tmp_path):
     outcome = job(2, BODY, FOLDER=os.fspath(tmp_path))
+    assert outcome.status == 0, outcome.output
+    assert len(outcome.noted("END")) == 2, outcome.output
+
+
+FEW = """
+import resource
+
+mesh = ms.init_mesh((-1,), ("x",))
+full = torch.arange(20.0).view(10, 2)
+x = ms.distribute_tensor(full, mesh, (ms.Shard(0),))
+path = os.environ["FOLDER"] + "/a.h5"
+ms.io.write(path, {"x": x})
+
+def outcome(call):
+    try:
+        call()
+    except OSError as e:
+        return str(e)
+
+calls = [
+    lambda: ms.io.write(path, {"x": x}),
+    lambda: ms.io.write(path + "5", {"x": x}, append="time"),
+    lambda: ms.io.read(path, "x", mesh, (ms.Shard(0),)),
+]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+said = []
+for left in range(6):
+    for odd in range(world.size):
+        if rank == odd:
+            # numbers below the limit that are in use, and those that are left
+            held = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
+            try:
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                pass
+            for _ in range(left):
+                os.close(held.pop())
+        for call in calls:
+            texts = world.allgather(outcome(call))
+            assert len(set(texts)) == 1, texts
+            said.append(texts[0])
+        if rank == odd:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in held:
+                os.close(descriptor)
+        for call in calls:
+            call()
+assert torch.equal(ms.io.read(path, "x", mesh, (ms.Shard(1),)).full_tensor(), full)
+assert any(text and "Too many open files" in text for text in said), said
+note("END")
+"""
+
+
+def test_one_rank_that_may_open_no_more_files_is_an_error_of_all(job, tmp_path):
+    outcome = job(2, FEW, FOLDER=os.fspath(tmp_path), MPISHARD_TIMEOUT="30")
     assert outcome.status == 0, outcome.output
     assert len(outcome.noted("END")) == 2, outcome.output

@@ -24,7 +24,7 @@ from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given,
 from mpishard.io.file.close import abandon, empty
 from mpishard.io.file.hyperslab import BlockReader
 from mpishard.io.file.journal import Journal, taken_back
-from mpishard.io.file.open import LIBVER, import_h5py, not_opened
+from mpishard.io.file.open import LIBVER, check_descriptors, import_h5py, not_opened
 from mpishard.io.file.room import check_room, no_room
 from mpishard.io.file.schema import begun, create, grow, step_of
 from mpishard.io.file.trust import Path
@@ -77,6 +77,7 @@ def write_mpio(job: Job) -> str:
                 # takes room, too
                 journal = begun(job.path)
             check_room(job.path, job.form, exists=job.exists, filtered=True)
+            check_descriptors()
         # the calls that follow are collective: all ranks or none
         with job.together(), guard.waiting("io.write", (), comm):
             file = _opened(job.partial, "r+" if job.exists else "w", job.group, job.hints, job.alignment)

@@ -22,6 +22,8 @@ _MOST_LINKS = 16  # that lead to a dataset, as HDF5 has it
 _MOST_NAMES = 50  # in an error's text
 _MOST_SOURCES = 1 << 20  # of a virtual dataset, and of those that it is made of
 _ELSEWHERE = object()
+# Open MPI opens two more beside a file; where one rank can not, all others wait in that call for ever
+_DESCRIPTORS = 4
 _TRIES = 20  # to open a file that is written to meanwhile
 # of new files: HDF5 1.8 and later read it, and what says where datasets lie has checksums, so that damage is an error
 LIBVER = ("v108", "latest")
@@ -107,6 +109,17 @@ def _check_heaps(path: Path, name: str, external: bool) -> None:
         _followed(file, path, name, external, looking=True)
 
 
+def check_descriptors() -> None:
+    """Raise OSError where this process may not open as many files as MPI-IO does for one. Not collective."""
+    held: list[int] = []
+    try:
+        while len(held) < _DESCRIPTORS:
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def unreadable(path: Path) -> FileError | None:
     """Return why a file cannot be opened, before all ranks open it together: one that fails there fails for ever.
 
@@ -114,6 +127,7 @@ def unreadable(path: Path) -> FileError | None:
     """
     try:
         check_settled(path)
+        check_descriptors()
         with open_regular(path) as file:
             magic = file.read(4)
     except FileError as e:
