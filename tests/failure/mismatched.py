@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 import time
 from typing import Any, NamedTuple
@@ -33,13 +34,15 @@ from tests.failure.calls import (
     communicator,
     prepare,
 )
+from tests.failure.calls_of_families import FAMILIES
 
 # How long a rank with an error waits for the others, and how it ends the job then.
 GRACE_S, ENDED = 0.5, 77
 PATIENCE_S = 120.0
 
-# draws among the calls that have this in their names
+# draws among the calls in whose names this regular expression is found
 ONLY = os.environ.get("FUZZ_ONLY", "")
+EVERY = CALLS | FAMILIES
 
 Call = tuple[str, int, int]
 
@@ -55,7 +58,7 @@ class Pair(NamedTuple):
 
 def pairs(seed: int, ranks: int, count: int) -> list[Pair]:
     """Draw pairs: half of them the same call, otherwise."""
-    draw, names = random.Random(f"{seed} {ranks}"), [name for name in CALLS if ONLY in name]
+    draw, names = random.Random(f"{seed} {ranks}"), [name for name in EVERY if re.search(ONLY, name)]
     found: list[Pair] = []
     while len(found) < count:
         name, n, bits = draw.choice(names), draw.choice(SIZES), draw.choice(BITS)
@@ -76,7 +79,7 @@ def kind(call: Call) -> str:
     return next((text for text, some in KINDS.items() if name in some), "another call")
 
 
-KINDS = {"an exchange": EXCHANGES, "a collective": COLLECTIVES, "a file": FILES}
+KINDS = {"an exchange": EXCHANGES, "a collective": COLLECTIVES, "a file": FILES, "one of a family": FAMILIES}
 
 
 def family(pair: Pair) -> str:
@@ -121,7 +124,7 @@ def main(seed: str, first: str, count: str, path: str) -> None:
         pair = every[i]
         for warm in (pair.warm, True):
             mesh = ms.init_mesh((-1,), ("x",), periodic=True)
-            ready = [CALLS[name](mesh, n, bits) for name, n, bits in (pair.most, pair.odd)]
+            ready = [EVERY[name](mesh, n, bits) for name, n, bits in (pair.most, pair.odd)]
             if warm:
                 for _ in range(2):
                     expected = [call().clone() for call in ready]
