@@ -87,6 +87,10 @@ class Hook:
         require_functions("hook", pack=pack, unpack=unpack)
         self._simulation, self._model = simulation, model
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        names = [field.name for field in outputs]
+        if len(set(names)) < len(names):
+            fix, one_each = "name it once", "a field for each of the model's results"
+            raise LayoutError("hook: an output is named twice", expected=one_each, got=names, fix=fix)
         self._pack, self._unpack, self._grad = pack, unpack, grad
         if not hasattr(every, "__index__") or every < 1:
             fix = "give every= an integer above 0"

@@ -108,6 +108,8 @@ def test_names(host, sim):
             sim.field(name if LAST else "v", host.array())
     with pytest.raises(ms.LayoutError, match="no field 'w'"):
         sim.hook(len, ["w"] if LAST else ["u"])
+    with pytest.raises(ms.MpishardError, match="an output is named twice"):
+        sim.hook(len, ["u"], ["u", "u"] if LAST else ["u"])
     for wrong in ({"every": 0}, {"every": "2"}, {"evry": 2}, *[{"every": 2}] * (SIZE > 1)):
         with pytest.raises(ms.MpishardError, match=r"every|evry|different calls"):
             sim.hook(len, ["u"], **(wrong if LAST else {}))
