@@ -103,6 +103,22 @@ def truth(self: ShardTensor) -> bool:
     return _ambiguous("no values")
 
 
+@implements(torch._assert, sharded="local")
+def assert_(condition: ShardTensor, message: str) -> None:
+    """Raise on every rank where the only cell is zero. Collective unless it is replicated."""
+    if not truth(condition):
+        raise AssertionError(message)
+
+
+@implements(*spellings("_assert_async"), sharded="local")
+def assert_async(
+    input: ShardTensor, assert_msg: str = "Expected Tensor with single nonzero value, but got zero"
+) -> None:
+    """Raise on every rank where the only cell is zero. Collective unless it is replicated."""
+    if not truth(input):
+        raise RuntimeError(assert_msg)
+
+
 def _ambiguous(values: str) -> NoReturn:
     raise RuntimeError(f"Boolean value of Tensor with {values} is ambiguous")
 

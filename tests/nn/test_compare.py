@@ -112,3 +112,33 @@ class Unruled(nn.Module):
 def test_a_function_without_a_rule_is_named():
     with pytest.raises(ms.NoShardingRule, match="to_dense"):
         ms.compare_module(Unruled(), INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])
+
+
+@torch.library.custom_op("compare::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+class Holder(nn.Module):
+    """Holds what Python does not copy: an operator, a library of them, and a weight that its forward makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.half, self.library = half, torch.ops.aten
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            self.conv = torch.nn.utils.weight_norm(nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.library.relu(self.conv(x)) * self.half(self.conv.bias.detach()).view(-1, 1, 1)
+
+
+def test_a_model_that_python_does_not_copy():
+    found = ms.compare_module(Holder(), INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])
+    assert max(found.values()) < 1e-12, found
+
+
+def test_cotangents_are_not_the_inputs():
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    norm = nn.BatchNorm1d(4, dtype=torch.float64)  # lets nothing through of a cotangent like its input
+    found = ms.compare_module(norm, x, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)])
+    assert max(found.values()) < 1e-13, found

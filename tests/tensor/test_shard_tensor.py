@@ -88,6 +88,14 @@ def test_one_cell_has_a_global_value(x):
     for cells, text in ((x, "more than one value"), (x[:0], "no values")):
         with pytest.raises(RuntimeError, match=f"Boolean value of Tensor with {text} is ambiguous"):
             bool(cells)
+    for check, error in ((torch._assert, AssertionError), (torch._assert_async, RuntimeError)):
+        assert check((x == x).all(), "all of it") is None
+        with pytest.raises(error, match="in one cell"):
+            check((x != x[1, 1]).all(), "in one cell")
+        with pytest.raises(RuntimeError, match="more than one value"):
+            check(x, "which?")
+    with pytest.raises(RuntimeError, match="nonzero value, but got zero"):
+        torch._assert_async(x.sum() * 0)
     assert int(x.sum() * 0 + 3) == 3
     one = shard(torch.tensor([5.0]), x.mesh, (ms.Shard(0),))
     assert one.item() == 5
