@@ -15,6 +15,7 @@ from mpishard.ops import (
     reduce,
     shape,
     spectral,
+    torchvision,
     window,
 )
 from mpishard.tensor import direct

@@ -55,6 +55,9 @@ def uncovered() -> list[str]:
 
 def _path(function: Any) -> tuple[str, str] | None:
     """Return (place, name) of a public function, such as ("torch.Tensor", "add")."""
+    if isinstance(function, str):  # a custom operator
+        library, _, name = function.partition("::")
+        return f"torch.ops.{library}", name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = torch.overrides.resolve_name(function)

@@ -120,7 +120,8 @@ def implements(*functions: Any, sharded: str = "local") -> Callable[[R], R]:
     ----------
     *functions
         What ``__torch_function__`` is given: ``torch.add``, ``torch.Tensor.add``,
-        ``torch.nn.functional.relu`` ... List every spelling that users call.
+        ``torch.nn.functional.relu`` ... List every spelling that users call. A custom operator also by its name,
+        ``"library::name"``: that is all its overloads, and the library need not be there.
     sharded
         What the rule does with a sharded dim, for `mpishard ops`: ``"local"``, ``"halo"``, ``"reduction"``,
         ``"moves"`` or ``"gathers"``.
@@ -206,14 +207,16 @@ def aten(*names: str) -> list[Any]:
 def rule_below(function: Any) -> Rule | None:
     """Return the rule of a function of ``torch.ops.aten``: that of the public function with its name and arguments.
 
-    Not collective.
+    Of another library's operator: the rule of its name. Not collective.
     """
     if not isinstance(function, (OpOverload, OpOverloadPacket)):
         return None
     packet = function.overloadpacket if isinstance(function, OpOverload) else function
     namespace, _, name = packet._qualified_op_name.partition("::")
-    if namespace != "aten" or (isinstance(function, OpOverload) and function._overloadname.endswith("out")):
+    if isinstance(function, OpOverload) and function._overloadname.endswith("out"):
         return None
+    if namespace != "aten":
+        return RULES.get(packet._qualified_op_name)
     twins = (getattr(place, name, None) for place in _OF_ATEN)
     return next((RULES[twin] for twin in twins if twin in RULES), None)
 
