@@ -204,19 +204,23 @@ def aten(*names: str) -> list[Any]:
     return found
 
 
+def _operator(function: Any) -> str | None:
+    """Return the name of an operator, that of all its overloads: "aten::add". Not collective."""
+    packet = function.overloadpacket if isinstance(function, OpOverload) else function
+    return packet._qualified_op_name if isinstance(packet, OpOverloadPacket) else None
+
+
 def rule_below(function: Any) -> Rule | None:
     """Return the rule of a function of ``torch.ops.aten``: that of the public function with its name and arguments.
 
     Of another library's operator: the rule of its name. Not collective.
     """
-    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+    operator = _operator(function)
+    if operator is None or (isinstance(function, OpOverload) and function._overloadname.endswith("out")):
         return None
-    packet = function.overloadpacket if isinstance(function, OpOverload) else function
-    namespace, _, name = packet._qualified_op_name.partition("::")
-    if isinstance(function, OpOverload) and function._overloadname.endswith("out"):
-        return None
+    namespace, _, name = operator.partition("::")
     if namespace != "aten":
-        return RULES.get(packet._qualified_op_name)
+        return RULES.get(operator)
     twins = (getattr(place, name, None) for place in _OF_ATEN)
     return next((RULES[twin] for twin in twins if twin in RULES), None)
 
@@ -250,15 +254,18 @@ def _own_names(function: Any) -> frozenset[str]:
 def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
     """Return the error for a torch function without a rule. Not collective."""
     layouts = ", ".join(map(outline, tensors_in([*args, *kwargs.values()])))
-    # below torch's functions: mostly a transform, which has unpacked the call
-    within = "; of a torch.func transform: take torch.autograd" if isinstance(function, OpOverload) else ""
+    decorator, within, operator = "@mpishard.implements", "", _operator(function)
+    if operator is not None and not operator.startswith(("aten::", "prim")):
+        decorator += f'("{operator}")'
+    elif isinstance(function, OpOverload):  # below torch's functions: mostly a transform, which has unpacked the call
+        within = "; of a torch.func transform: take torch.autograd"
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         within = "; of what torch.jit made: call the model or function that it was made of"
     return NoShardingRule(
         f"no sharding rule for {name_of(function)}({layouts})",
         expected="an operation with a rule (a local result would be wrong, so none is given)",
         got=name_of(function),
-        fix="(1) register a rule with @mpishard.implements; (2) redistribute the operands and work on "
+        fix=f"(1) register a rule with {decorator}; (2) redistribute the operands and work on "
         "x.to_local() yourself; (3) gather with x.full_tensor() and run it on every rank" + within,
     )
 

@@ -24,7 +24,7 @@ def test_the_three_rules_take_less_than_20_lines():
     assert len([line for line in rules.splitlines() if line.strip()]) < 20
 
 
-@pytest.mark.parametrize("name", ["limited", "slope", "rms", "cube"])
+@pytest.mark.parametrize("name", ["limited", "slope", "rms", "cube", "ranks"])
 def test_they_agree_with_one_process(name):
     full = 2 * field(2, 3, 7, 9)
     for mesh, placements, sizes in list(layouts(full.shape, (2, 3))):
@@ -65,3 +65,16 @@ def test_without_a_rule_they_raise():
     with pytest.raises(ms.NoShardingRule, match="unknown"):
         unknown(x)
     assert torch.equal(TUTORIAL["StraightThrough"].apply(x).full_tensor(), x.full_tensor().clamp(-1, 1))
+
+
+@torch.library.custom_op("tutorial::unknown", mutates_args=())
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def test_an_operator_without_a_rule_is_named_as_a_rule_is_given():
+    x = shard(field(3, 4), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for call in (unknown, torch.ops.tutorial.unknown, torch.ops.tutorial.unknown.default):
+        with pytest.raises(ms.NoShardingRule, match=r'with @mpishard\.implements\("tutorial::unknown"\); \(2\)') as e:
+            call(x)
+        assert "torch.func" not in str(e.value)
