@@ -348,8 +348,6 @@ def _check_code() -> None:
     """Raise where the code that Dynamo has just read asks what a ShardTensor is. Not collective."""
     context = torch._guards.TracingContext.try_get()
     for code in getattr(context, "traced_code", ()):
-        if code.co_filename.startswith(_PACKAGE) and code.co_name != "called":
-            raise CannotCompileError(f"a call of mpishard's own, {code.co_name}")
         if code.co_filename.startswith(os.path.dirname(torch.__file__)):
             continue
         names = set(code.co_names)
@@ -378,7 +376,8 @@ def _told(error: BaseException) -> str:
             break
         error = inner
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+    # see `_leave_out_package`
+    return "a call of mpishard's own" if any(f"file `{_PACKAGE}" in line for line in lines) else lines[0]
 
 
 def _warn(reason: str) -> None:
@@ -414,10 +413,23 @@ def _given_shards(compiled: Callable[..., Any], for_shards: Compiled) -> Any:
     return run
 
 
+def _leave_out_package() -> None:
+    """Have Dynamo break its graphs where the package's code is called, never read it. Not collective.
+
+    It comes there by ShardTensors that are no arguments, which it takes for tensors of this process: what communicates
+    would be traced with tensors that have no data, or be compiled line by line.
+    """
+    rules = torch._dynamo.trace_rules
+    if _PACKAGE not in rules.SKIP_DIRS:
+        rules.add(__name__.partition(".")[0])
+
+
 def _compile(model: Any = None, **given: Any) -> Any:
     if model is None:  # a decorator with arguments
         return lambda function: torch.compile(function, **given)
     compiled = _torch_compile(model, **given)
+    if "torch._dynamo" in sys.modules:
+        _leave_out_package()
     if compiled is model or given.get("disable"):
         return compiled
     backend = _backend_of(given.get("backend", "inductor"), given.get("mode"), given.get("options"))
@@ -435,10 +447,9 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(function, "__name__", "") != "_call_impl":
         return function
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    from torch._dynamo.external_utils import wrap_inline
 
-    return called
+    return wrap_inline(function)
 
 
 def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]:

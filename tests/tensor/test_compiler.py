@@ -52,6 +52,34 @@ def test_every_spelling(compiled):
         assert not m.training
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"shard_parameters": 0}])
+def test_shards_that_are_no_arguments(options):
+    """A step that closes over its data, and that of an optimizer: Dynamo breaks its graphs there."""
+    torch._dynamo.reset()
+    mesh = mesh_of((WORLD.size,))
+    found = []
+    for m, x in (
+        (model(), values()),
+        (ms.distribute_module(model(), mesh, **options), shard(values(), mesh, [ms.Shard(2)])),
+    ):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+
+        def step(m=m, x=x):
+            loss = (m(x) - x[:, :1]).square().mean()
+            loss.backward()
+            return loss
+
+        run, update = torch.compile(step, backend="eager"), torch.compile(optimizer.step, backend="eager")
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(float(run()))
+            update()
+        found.append([*losses, *[gathered(p) for p in m.parameters()]])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize(
     "export",
     [
