@@ -106,12 +106,7 @@ class _Layer(Turn):
         module.register_forward_hook(self._behind, always_call=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedOperationError(
-            "a copy of a model with shard_parameters",
-            expected="a model whose parameters are whole",
-            got="one that gathers them layer by layer, from the ranks of a mesh",
-            fix="copy the model before distribute_module, which takes the copy too, and load the state_dict into it",
-        )
+        raise _cannot_be_copied()
 
     def _before(self, called: nn.Module, _inputs: Any) -> None:
         for module, name, gathered in self.places:
@@ -162,6 +157,36 @@ class _Layer(Turn):
         return whole._version, repr(whole.detach().sum().item() if has_values else None)
 
 
+class _Whole:
+    """What is done around a forward of the whole model."""
+
+    def __init__(self, module: nn.Module, schedule: Schedule, plain: list[tuple[nn.Module, str]]) -> None:
+        self._schedule, self._plain = schedule, plain
+        module.register_forward_pre_hook(self._before, prepend=True)
+        module.register_forward_hook(self._behind, always_call=True)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _cannot_be_copied()
+
+    def _before(self, *_: Any) -> None:
+        self._schedule.rest()
+        for owner, name in self._plain:
+            _check_memory(owner, name)
+
+    def _behind(self, *_: Any) -> None:
+        self._schedule.rest()
+
+
+def _cannot_be_copied() -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        "a copy of a model with shard_parameters",
+        expected="a model whose parameters are whole",
+        got="one that gathers them layer by layer, from the ranks of a mesh",
+        fix="copy the model before distribute_module, which takes the copy too, and load the state_dict into it; "
+        "save it with mpishard.io.save_checkpoint",
+    )
+
+
 def _blocks(values: Any) -> list[Tensor]:
     """Return the tensors in what a module takes or returns, of ShardTensors this rank's blocks."""
     return [x for x in map(block_of, tree_leaves(values)) if isinstance(x, Tensor)]
@@ -205,13 +230,7 @@ def shard_parameters(
     for part in module.modules():
         _list_anew(part)
 
-    def begin(*_: Any) -> None:
-        schedule.rest()
-        for owner, name in plain:
-            _check_memory(owner, name)
-
-    module.register_forward_pre_hook(begin, prepend=True)
-    module.register_forward_hook(lambda *_: schedule.rest(), always_call=True)
+    _Whole(module, schedule, plain)
     _schedules[module] = schedule
 
 

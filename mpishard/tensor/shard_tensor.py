@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpishard.autograd.linear import apply
 from mpishard.autograd.plain import given_layout, note_wrapped, taken
@@ -311,6 +311,10 @@ class ShardTensor(Tensor):
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.sharding.is_replicated:  # the plain tensor that every rank has, for files and processes without a mesh
+            whole = self.block.detach()
+            whole = nn.Parameter(whole) if getattr(self, "_is_param", False) else whole
+            return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
         text = described(
             "a ShardTensor cannot be pickled",
             expected="data of one process",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import numpy as np
 import pytest
@@ -613,6 +615,7 @@ def test_a_checkpoint_and_a_forward_without_gradients_before(mesh, inference):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_copy_is_refused(mesh):
-    model = sharded(lambda: nn.Linear(8, 8), mesh)
-    with pytest.raises(ms.UnsupportedOperationError, match="a copy of a model with shard_parameters"):
-        copy.deepcopy(model)
+    model = sharded(lambda: nn.Sequential(nn.Linear(8, 8)), mesh)
+    for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(ms.UnsupportedOperationError, match="a copy of a model with shard_parameters"):
+            copied(model)

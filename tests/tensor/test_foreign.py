@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+import pickle
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import mpishard as ms
 from tests.compare import WORLD, gathered, mesh_of, shard
@@ -179,6 +181,25 @@ def test_copies_and_pickles():
     for call in (lambda: torch.save({"a": x}, io.BytesIO()), lambda: multiprocessing.reduction.ForkingPickler.dumps(x)):
         with pytest.raises(ms.UnsupportedOperationError, match=r"mpishard\.io"):
             call()
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), saved])
+def test_what_every_rank_holds_whole_is_pickled_as_a_plain_tensor(through):
+    """As losses are that checkpoints keep, and parameters of DTensor's kind."""
+    x = shard(torch.arange(float(N)), mesh_1d(), [ms.Shard(0)], requires_grad=True)
+    parameter = nn.Parameter(ms.distribute_tensor(torch.ones(2), mesh_1d(), [ms.Replicate()]))
+    loss, detached, parameter = through([x.square().mean(), x.detach().sum(), parameter])
+    assert [type(t) for t in (loss, detached, parameter)] == [torch.Tensor, torch.Tensor, nn.Parameter]
+    assert [t.requires_grad for t in (loss, detached, parameter)] == [True, False, True]
+    torch.testing.assert_close(loss.detach(), torch.arange(float(N)).square().mean())
+    torch.testing.assert_close([detached, parameter.data], [torch.arange(float(N)).sum(), torch.ones(2)])
 
 
 class Samples(torch.utils.data.Dataset):
