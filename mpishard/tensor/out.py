@@ -25,12 +25,13 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     """Call a rule with ``out=`` among its arguments. Collective as the rule is, and as copying its result is.
 
     A rule with an attribute ``into``, a function that takes ``out``, leaves it to that. Of others the result is
-    copied: it may be laid out differently.
+    copied: it may be laid out differently. Into a plain tensor goes all of it, on every rank: it is gathered, as by
+    ``copy_``.
 
     Raises
     ------
     UnsupportedOperationError
-        ``out`` is a plain tensor or a DTensor, or has another shape than the result.
+        ``out`` is no tensor, or a DTensor, or has another shape than the result.
     RuntimeError
         A gradient is asked for.
     Exception
@@ -44,15 +45,15 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     for t in outs:
         refuse_dtensor(t)
-        if not hasattr(t, "placements"):
-            raise unfit(function, "a ShardTensor", t)
+        if not isinstance(t, Tensor):
+            raise unfit(function, "a tensor", t)
     if torch.is_grad_enabled() and any(t.requires_grad for t in [*operands, *outs]):
         raise RuntimeError(
             f"{name_of(function)}(): functions with out=... arguments don't support automatic differentiation, "
             "but one of the arguments requires grad."
         )
     into = getattr(rule, "into", None)
-    if into is not None:
+    if into is not None and all(hasattr(t, "placements") for t in outs):
         return into(*args, out=out, **given)
     single = isinstance(out, Tensor)
     if function in _COMPUTED_AS_OUT and single and given.get("dtype") is None:
@@ -66,7 +67,7 @@ def call_into(function: Any, rule: Callable[..., Any], args: Sequence[Any], kwar
         raise TypeError(f"{name_of(function)}(): out= takes {len(parts)} tensors, got {len(outs)}")
     for t, part in zip(outs, parts):
         if tuple(t.shape) != tuple(part.shape):
-            raise unfit(function, f"a ShardTensor of shape {tuple(part.shape)}", t)
+            raise unfit(function, f"a tensor of shape {tuple(part.shape)}", t)
     if [t.dtype for t in parts] != [t.dtype for t in outs] and not _require_cast(
         function, args, given, outs, single=single
     ):

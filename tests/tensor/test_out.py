@@ -77,10 +77,23 @@ def test_out_of_plain_operands_takes_their_result():
     torch.testing.assert_close(gathered(out), X @ X)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_plain_out_takes_all_of_it(name):
+    """As optimizers write products of parameters into memory of their own."""
+    call = CASES[name]
+    expected = call(SPD, INDEX)
+    many = isinstance(expected, tuple)
+    x, index = (shard(t, mesh_of((WORLD.size,)), (ms.Shard(0),)) for t in (SPD, INDEX))
+    outs = [torch.zeros_like(t) for t in (expected if many else [expected])]
+    got = call(x, index, out=tuple(outs) if many else outs[0])
+    assert all(a is b for a, b in zip(got if many else [got], outs, strict=True))
+    torch.testing.assert_close(outs, list(expected) if many else [expected])
+
+
 def test_what_does_not_fit_is_refused():
     mesh = mesh_of((WORLD.size,))
     x = shard(X, mesh, (ms.Shard(0),))
-    for out in (torch.zeros(4).double(), shard(torch.zeros(3).double(), mesh, (ms.Shard(0),))):
+    for out in (torch.zeros(3).double(), shard(torch.zeros(3).double(), mesh, (ms.Shard(0),))):
         for call in (lambda out: torch.sum(x, 0, out=out), lambda out: torch.add(x[0], x[1], out=out)):
             with pytest.raises(ms.UnsupportedOperationError, match="out="):
                 call(out)
