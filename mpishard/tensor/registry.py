@@ -251,14 +251,22 @@ def _own_names(function: Any) -> frozenset[str]:
     return frozenset(names & NUMPY_NAMES.keys())
 
 
-def no_rule(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> NoShardingRule:
-    """Return the error for a torch function without a rule. Not collective."""
+def no_rule(
+    function: Any, args: Iterable[Any], kwargs: Mapping[str, Any], *, past_rules: bool = False
+) -> NoShardingRule:
+    """Return the error for a torch function without a rule. Not collective.
+
+    ``past_rules``: it came below torch's functions, from one that looks for no rule.
+    """
     layouts = ", ".join(map(outline, tensors_in([*args, *kwargs.values()])))
     decorator, within, operator = "@mpishard.implements", "", _operator(function)
     if operator is not None and not operator.startswith(("aten::", "prim")):
         decorator += f'("{operator}")'
-    elif isinstance(function, OpOverload):  # below torch's functions: mostly a transform, which has unpacked the call
-        within = "; of a torch.func transform: take torch.autograd"
+    elif past_rules:
+        within = (
+            "; of a torch.func transform or torch.autograd.gradcheck: take torch.autograd, mpishard.dot_test; of what "
+            "else looks for no rule (torch.sparse_coo_tensor, DistributedDataParallel): hand it plain tensors"
+        )
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         within = "; of what torch.jit made: call the model or function that it was made of"
     return NoShardingRule(

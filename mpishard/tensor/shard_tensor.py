@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _subclass = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _strided = torch.strided
 _number = torch.ops.aten._local_scalar_dense.default
+_detach = torch.ops.aten.detach.default
 
 
 class ShardTensor(Tensor):
@@ -107,7 +108,9 @@ class ShardTensor(Tensor):
         """Refuse: what arrives here went past the rules, and would see no data. But torch may ask for a number."""
         if func is _number:  # as torch.full, torch.arange, torch.histc do
             return args[0].item()
-        raise no_rule(func, args, kwargs or {})
+        if func is _detach and args[0].sharding.is_replicated:  # as torch.tensor does, which makes a plain one
+            return args[0].block.detach()
+        raise no_rule(func, args, kwargs or {}, past_rules=True)
 
     # -- what it is: Python properties, 0.1 us instead of a dispatch through torch's descriptors
 
@@ -118,6 +121,7 @@ class ShardTensor(Tensor):
     layout = property(lambda self: self.block.layout, doc="As of any tensor: torch.strided.")  # type: ignore[assignment]
     _base = property(lambda self: self.block._base)  # type: ignore[assignment]
     placements = property(lambda self: self.sharding.placements, doc="One placement per mesh dim.")
+    name = None  # as of any tensor: pandas and xarray ask
 
     # -- the same by the names that DTensor and PhysicsNeMo have for it; the others are in mpishard.tensor.spec
 
@@ -357,6 +361,34 @@ class ShardTensor(Tensor):
         if not self.sharding.is_replicated:
             raise _whole_needed(name, self)
         return self.block
+
+    def as_subclass(self, cls: type) -> NoReturn:
+        """Refuse: its cells would have no mesh. Not collective."""
+        raise UnsupportedOperationError(
+            f"{cls.__name__} of a ShardTensor (as_subclass)",
+            expected="a plain tensor: a tensor is of one subclass",
+            got=outline(self),
+            fix="give it x.full_tensor(), or x.to_local() where it needs no more; MONAI's transforms take tensors as "
+            "they are after monai.data.set_track_meta(False)",
+        )
+
+    def set_(self, source: Any = None, *region: Any) -> ShardTensor:
+        """Take the cells of another tensor for its own, as torch.nn.utils.parametrize has it do.
+
+        Collective where that is a ShardTensor that is laid out in another way.
+        """
+        if region or not isinstance(source, Tensor):
+            raise UnsupportedOperationError(
+                "Tensor.set_ of a ShardTensor",
+                expected="one tensor, whose cells it takes",
+                got=f"{type(source).__name__}{' and numbers' if region else ''}",
+                fix="x.copy_(values)",
+            )
+        if type(source) is Tensor and source.shape == self.shape:  # every rank has it
+            whole = layout_of(self.sharding.mesh_shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
+            source = wrap(source, whole, self.mesh)
+        self.data = source  # type: ignore[assignment]
+        return self
 
     def data_ptr(self) -> NoReturn:
         """Refuse: the data is not on this rank alone. Not collective."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -619,3 +620,23 @@ def test_a_copy_is_refused(mesh):
     for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
         with pytest.raises(ms.UnsupportedOperationError, match="a copy of a model with shard_parameters"):
             copied(model)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_parametrization_that_is_removed(mesh):
+    def build():
+        return nn.Sequential(spectral_norm(nn.Linear(6, 8)), nn.Tanh(), weight_norm(nn.Linear(8, 6)))
+
+    reference, model = seeded(build, torch.float64), sharded(build, mesh)
+    x = data(4, 5, 6)
+    own = ms.distribute_tensor(x, mesh, (ms.Shard(0), ms.Shard(1)))
+    for _ in range(2):
+        for net, given in ((reference, x), (model, own)):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            mean_square(net(given)).backward()
+            optimizer.step()
+            for i in (0, 2):
+                if parametrize.is_parametrized(net[i]):
+                    parametrize.remove_parametrizations(net[i], "weight")
+    close(whole(model(own)), reference(x), "output")

@@ -125,6 +125,37 @@ def test_memory_of_a_shard_is_not_handed_on(x):
     assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(torch.ones(2))).sum() == 2
 
 
+class Named(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_what_looks_for_no_rule(x):
+    """Torch hands these over below its functions, where no rule is."""
+    with pytest.raises(ms.UnsupportedOperationError, match="Named of a ShardTensor"):
+        x.as_subclass(Named)
+    with pytest.raises(ms.NoShardingRule, match="hand it plain tensors"):
+        torch.Tensor(x)
+    loss = x.square().mean()
+    for number in (torch.tensor(loss.detach()), torch.tensor(loss.detach(), dtype=torch.float32)):
+        assert type(number) is torch.Tensor
+        assert number.item() == pytest.approx(values().square().mean().item())
+    assert x.name is None
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_the_cells_of_another_tensor(x, dim):
+    y, kept = x.detach().clone(), x.sharding
+    alias = y
+    for source in (values() + 1, shard(values() + 2, x.mesh, (ms.Shard(dim),))):
+        assert y.set_(source) is alias
+        torch.testing.assert_close(y.full_tensor(), source.full_tensor() if hasattr(source, "mesh") else source)
+        assert y.sharding == kept
+    for source in ((), (values(), 0, (3,), (1,)), (values(2),), (values().float(),)):
+        with pytest.raises(ms.UnsupportedOperationError):
+            y.set_(*source)
+
+
 def test_what_every_rank_holds_is_an_array(x):
     whole = x.detach().redistribute(placements=[ms.Replicate()] * x.mesh.ndim)
     for array in (whole.numpy(), np.asarray(whole), whole.cpu().numpy(force=True), np.asarray(whole, dtype=np.float32)):
