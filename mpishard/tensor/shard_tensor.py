@@ -184,17 +184,21 @@ class ShardTensor(Tensor):
     def data(self) -> ShardTensor:  # type: ignore[override]
         """The same cells outside autograd.
 
-        What is assigned is brought to where this tensor lies, if it has the same shape: collective then.
+        What is assigned is brought to where this tensor lies, if it has the same shape: collective then. So is a plain
+        tensor of that shape, which every rank has: each takes its own cells.
         """
         return self._twin(self.block.data)
 
     @data.setter
-    def data(self, value: ShardTensor) -> None:
+    def data(self, value: Tensor) -> None:
+        if type(value) is Tensor and (value.shape, value.dtype) == (self.shape, self.dtype):
+            whole = layout_of(self.sharding.mesh_shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
+            value = wrap(value, whole, self.mesh)
         if not isinstance(value, ShardTensor) or value.dtype != self.dtype:
             raise UnsupportedOperationError(
                 "ShardTensor.data: assignment of another kind of tensor",
-                expected=f"a ShardTensor of {self.dtype}",
-                got=f"{type(value).__name__} of {getattr(value, 'dtype', 'no dtype')}",
+                expected=f"a ShardTensor of {self.dtype}, or a plain tensor of this shape and dtype",
+                got=f"{type(value).__name__}{tuple(getattr(value, 'shape', ()))} of {getattr(value, 'dtype', 'no dtype')}",
                 fix="shard it first, with distribute_tensor or ShardTensor.from_local; or convert it, with .to",
             )
         if value.sharding != self.sharding and value.mesh is self.mesh and value.sharding.shape == self.sharding.shape:
@@ -384,10 +388,7 @@ class ShardTensor(Tensor):
                 got=f"{type(source).__name__}{' and numbers' if region else ''}",
                 fix="x.copy_(values)",
             )
-        if type(source) is Tensor and source.shape == self.shape:  # every rank has it
-            whole = layout_of(self.sharding.mesh_shape, [Replicate()] * self.mesh.ndim, self.sharding.shape)
-            source = wrap(source, whole, self.mesh)
-        self.data = source  # type: ignore[assignment]
+        self.data = source
         return self
 
     def data_ptr(self) -> NoReturn:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils import clip_grad_norm_, parametrize
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, parametrize, vector_to_parameters
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -640,3 +640,20 @@ def test_a_parametrization_that_is_removed(mesh):
                 if parametrize.is_parametrized(net[i]):
                     parametrize.remove_parametrizations(net[i], "weight")
     close(whole(model(own)), reference(x), "output")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_vector_of_all_parameters(mesh):
+    """Of those of fewer cells than ranks, too, which are plain tensors."""
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    reference, model = seeded(build, torch.float64), sharded(build, mesh)
+    vector_to_parameters(2 * parameters_to_vector(reference.parameters()), reference.parameters())
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(2 * whole(vector.detach()), model.parameters())
+    x = data(4, 5, 6)
+    for net, given in ((reference, x), (model, ms.distribute_tensor(x, mesh, (ms.Shard(0), ms.Shard(1))))):
+        mean_square(net(given)).backward()
+    same(model, reference, "as a vector")

@@ -310,10 +310,15 @@ def test_errors_have_one_text_on_all_ranks(x):
 
 
 def test_data_is_that_of_a_shard_tensor(x):
-    with pytest.raises(ms.UnsupportedOperationError, match=r"ShardTensor\.data"):
-        x.data = values()
+    for value in (values()[1:], values().float(), values().numpy()):
+        with pytest.raises(ms.UnsupportedOperationError, match=r"ShardTensor\.data"):
+            x.data = value
     x.data = x.data * 2
     torch.testing.assert_close(x.detach().full_tensor(), 2 * values())
+    kept = x.sharding
+    x.data = values() + 1
+    assert x.sharding == kept
+    torch.testing.assert_close(x.detach().full_tensor(), values() + 1)
 
 
 def test_a_freed_mesh_is_refused():
