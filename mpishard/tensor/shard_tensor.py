@@ -198,7 +198,7 @@ class ShardTensor(Tensor):
             raise UnsupportedOperationError(
                 "ShardTensor.data: assignment of another kind of tensor",
                 expected=f"a ShardTensor of {self.dtype}, or a plain tensor of this shape and dtype",
-                got=f"{type(value).__name__}{tuple(getattr(value, 'shape', ()))} of {getattr(value, 'dtype', 'no dtype')}",
+                got=f"{type(value).__name__}{[*getattr(value, 'shape', ())]} of {getattr(value, 'dtype', 'no dtype')}",
                 fix="shard it first, with distribute_tensor or ShardTensor.from_local; or convert it, with .to",
             )
         if value.sharding != self.sharding and value.mesh is self.mesh and value.sharding.shape == self.sharding.shape:
