@@ -158,8 +158,13 @@ static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, floa
         setenv("MPISHARD_TIMEOUT", "1", 1);
         must(told(mps_rebind(u, a), MPS_ERR_LOST, "2 ranks within 2 s"), "alone in a call");
         must(told(mps_step(hook), MPS_ERR_LOST, "lost each other"), "and afterwards");
-    } else
+        /* nor does one that comes later yet end a host that has let go of all */
+        must(mps_release(&hook) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&sim) == MPS_OK, "release");
+    } else {
         sleep(4);
+        must(mps_rebind(u, a) == MPS_OK, "the last one");
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
 }
 
 /* ghost levels: before the owned ones, along an array dim that is no dim of the domain, where a model neither reads nor writes */

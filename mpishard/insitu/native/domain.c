@@ -116,7 +116,7 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
     if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), own_limit());
     if (!status && (*handle = object_made(OBJECT_SIM, sim)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
     if (status) {
-        MPI_Comm_free(&sim->circle.comm);
+        circle_free(&sim->circle);
         sim_left(sim);
     }
     return status;
@@ -130,7 +130,7 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
 
 void sim_left(sim_t *sim)
 {
-    if (--sim->users) return;
+    if (--sim->users || sim->circle.broken) return;
     for (int d = 0; d < MAX_DIMS; d++) free(sim->borders[d]);
     free(sim);
 }
@@ -296,7 +296,7 @@ int mps_release(mps_handle *handle)
     if (kind == OBJECT_SIM) {
         sim_t *sim = object;
         sim->released = 1;
-        if (!over) MPI_Comm_free(&sim->circle.comm);
+        if (!over) circle_free(&sim->circle);
         sim_left(sim);
     } else if (kind == OBJECT_FIELD) {
         field_t *field = object, **at = &field->sim->fields;

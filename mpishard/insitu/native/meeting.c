@@ -130,6 +130,11 @@ int circle_init(circle_t *circle, MPI_Comm comm, const char *name)
     return MPS_OK;
 }
 
+void circle_free(circle_t *circle)
+{
+    if (!circle->broken) MPI_Comm_free(&circle->comm);
+}
+
 static int complete(circle_t *circle, MPI_Request *request, double timeout)
 {
     /* ranks whose own wait ran out come this much later */
@@ -152,6 +157,7 @@ void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t 
 
 void circle_start_in(circle_t *circle, int64_t call, int status, int certain, int64_t a, int64_t b, int64_t c)
 {
+    if (circle->broken) return; /* what is under way reads these numbers */
     int64_t failed = status < 0 ? circle->rank - (certain ? 2 : 1) * (int64_t)circle->size : 0;
     circle->mine[0] = failed;
     circle->mine[1] = a;
@@ -161,7 +167,7 @@ void circle_start_in(circle_t *circle, int64_t call, int status, int certain, in
     circle->mine[5] = -call;
     circle->request = MPI_REQUEST_NULL;
     memcpy(circle->least, circle->mine, sizeof circle->least);
-    if (circle->size > 1 && !circle->broken && mpi_ready() == MPS_OK)
+    if (circle->size > 1 && mpi_ready() == MPS_OK)
         MPI_Iallreduce(circle->mine, circle->least, 6, MPI_INT64_T, MPI_MIN, circle->comm, &circle->request);
 }
 
@@ -186,12 +192,12 @@ int circle_finish(circle_t *circle, double timeout, int64_t values[3])
     }
     if (circle->least[0] == 0) return MPS_OK;
     int root = (int)((circle->least[0] + 2 * (int64_t)circle->size) % circle->size);
-    char told[TEXT_BYTES + 16];
-    memset(told, 0, sizeof told);
-    if (root == circle->rank) snprintf(told, sizeof told, "%d|%s", (int)circle->mine[1] < 0 ? (int)circle->mine[1] : MPS_ERR_PEER, error_text);
+    char *told = circle->told;
+    memset(told, 0, sizeof circle->told);
+    if (root == circle->rank) snprintf(told, sizeof circle->told, "%d|%s", (int)circle->mine[1] < 0 ? (int)circle->mine[1] : MPS_ERR_PEER, error_text);
     if (circle->size > 1) {
         MPI_Request request;
-        MPI_Ibcast(told, (int)sizeof told, MPI_BYTE, root, circle->comm, &request);
+        MPI_Ibcast(told, (int)sizeof circle->told, MPI_BYTE, root, circle->comm, &request);
         status = complete(circle, &request, timeout);
         if (status) return status;
     }
@@ -551,7 +557,7 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
  * where such a communicator is freed. */
 void program_left(program_t *program)
 {
-    if (--program->users) return;
+    if (--program->users || program->circle.broken) return;
     free(program->far);
     free(program);
 }

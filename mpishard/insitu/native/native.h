@@ -64,9 +64,13 @@ int patient(patience_t *wait); /* lets others run; whether there is time left */
 int time_to_look(patience_t *wait);
 extern void (*background)(void); /* what goes on in every wait */
 
-typedef struct { MPI_Comm comm; int rank, size, broken, apart; char name[NAME_BYTES]; int64_t mine[6], least[6]; MPI_Request request; } circle_t;
+/* One that is broken has a reduction under way, in which ranks that come late still take part: it, and what it is a part
+ * of, is left to the end of the program. */
+typedef struct { MPI_Comm comm; int rank, size, broken, apart; char name[NAME_BYTES]; int64_t mine[6], least[6]; char told[TEXT_BYTES + 16];
+    MPI_Request request; } circle_t;
 double own_limit(void); /* seconds for which ranks of a domain wait for each other: MPISHARD_TIMEOUT, as in Python */
 int circle_init(circle_t *circle, MPI_Comm comm, const char *name);
+void circle_free(circle_t *circle);
 void circle_start(circle_t *circle, int status, int certain, int64_t a, int64_t b, int64_t c);
 /* of a call of a link: an error on all ranks where they start for other calls */
 enum { CALL_PUT = 1, CALL_GET, CALL_CLOSE, CALLS };
