@@ -178,3 +178,18 @@ def test_offsets_that_do_not_fit_are_refused_on_every_rank():
     nothing = torch.zeros(2, 1).double()
     with pytest.raises(RuntimeError, match="offset output dims"):
         OPS.deform_conv2d(x, field(4, 8, 3, 3), moves, nothing, field(4), 1, 1, 1, 1, 1, 1, 1, 1, False)
+
+
+def test_the_field_travels_once():
+    mesh = mesh_of((WORLD.size,))
+    x, moves = (shard(t, mesh, (ms.Shard(2),)) for t in (field(2, 8, 12, 7), field(2, 18, 12, 7)))
+    weight, bias, nothing = field(4, 8, 3, 3), field(4), torch.zeros(2, 1).double()
+    for call in (
+        lambda: OPS.deform_conv2d(x, weight, moves, nothing, bias, 1, 1, 1, 1, 1, 1, 1, 1, False),
+        lambda: OPS.roi_align(x, ROIS, 1.0, 2, 2, 2, False),
+    ):
+        call()
+        with ms.comm_counter() as count:
+            call()
+        sent = {op: (c.messages, c.nbytes) for op, c in count.by_op.items() if c.messages}
+        assert sent == ({"all_gather": (1, x.to_local().nbytes)} if WORLD.size > 1 else {})

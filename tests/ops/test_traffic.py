@@ -235,7 +235,7 @@ FAMILIES = {
     "shape/view": (lambda x: x.permute(2, 0, 1, 3).unsqueeze(1), NOTHING, NOTHING),
 }
 # these have a test of their own traffic beside their other tests
-ELSEWHERE = {"attention/multihead", "attention/scaled_dot_product"}
+ELSEWHERE = {"attention/multihead", "attention/scaled_dot_product", "torchvision"}
 # nothing in them computes, or no tensor is at hand
 WITHOUT = {"init", "recurrent", "tensor"}
 
