@@ -23,7 +23,7 @@ class Covered(NamedTuple):
 
 def family_of(rule: Rule) -> str:
     """Return where a rule is: folder and file of this package, "tensor", or a user's module. Not collective."""
-    module = rule.__module__
+    module = rule.__module__ or "__main__"  # of code that was executed as a text
     if module.startswith("mpishard.tensor."):
         return "tensor"
     if not module.startswith("mpishard."):
