@@ -113,6 +113,16 @@ def in_background(x, group):
     end()
 
 
+@pytest.fixture(params=["host", "device", "nccl"])
+def group(request, monkeypatch):
+    """All ranks, whose tensors lie on the host, or travel as those on a device do."""
+    ranks = with_plans().group((0,))
+    with emulated(kernel=True) if request.param != "host" else contextlib.nullcontext():
+        if request.param == "nccl":
+            monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
+        yield ranks
+
+
 COUNTS = {2: [200, 56], 3: [200, 0, 56]}
 # what has no mark, called by a tensor and a group
 UNMARKED = {
@@ -134,25 +144,20 @@ UNMARKED = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("odd", [torch.int32, torch.float32])
 @pytest.mark.parametrize("op", UNMARKED)
-@pytest.mark.parametrize("device", ["host", "device", "nccl"])
-def test_what_has_no_mark_is_named_at_the_next_small_one(device, op, odd, monkeypatch):
+def test_what_has_no_mark_is_named_at_the_next_small_one(group, op, odd):
     """Equal bytes of another dtype: MPI adds them in silence."""
-    group = with_plans().group((0,))
-    with emulated(kernel=True) if device != "host" else contextlib.nullcontext():
-        if device == "nccl":
-            monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
-        for _ in range(2):
-            x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
-            UNMARKED[op](x, group)
-            if odd is torch.float32:
-                assert torch.equal(blocking.all_reduce(torch.ones(2), group), torch.full((2,), float(WORLD.size)))
-            else:
-                with pytest.raises(ms.errors.DesyncError, match=f"after {op.partition(' in')[0]}") as e:
-                    blocking.all_reduce(torch.ones(2), group)
-                assert len(set(WORLD.allgather(str(e.value)))) == 1
-                assert "int32" in str(e.value)
-            # what was told is over
-            assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+    for _ in range(2):
+        x = torch.ones(256, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
+        UNMARKED[op](x, group)
+        if odd is torch.float32:
+            assert torch.equal(blocking.all_reduce(torch.ones(2), group), torch.full((2,), float(WORLD.size)))
+        else:
+            with pytest.raises(ms.errors.DesyncError, match=f"after {op.partition(' in')[0]}") as e:
+                blocking.all_reduce(torch.ones(2), group)
+            assert len(set(WORLD.allgather(str(e.value)))) == 1
+            assert "int32" in str(e.value)
+        # what was told is over
+        assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
 
 
 # of one rank, where a library may let other lengths pass
@@ -165,22 +170,17 @@ CONFIRMED = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("odd", [torch.int32, torch.float32])
 @pytest.mark.parametrize("op", CONFIRMED)
-@pytest.mark.parametrize("device", ["host", "device", "nccl"])
-def test_what_one_rank_gives_or_gets_is_compared_at_once(device, op, odd, monkeypatch):
-    group = with_plans().group((0,))
-    with emulated(kernel=True) if device != "host" else contextlib.nullcontext():
-        if device == "nccl":
-            monkeypatch.setattr(nccl, "link_of", lambda group, x, nbytes: None if nbytes < 512 else Silent())
-        for n in (3, 256):
-            x = torch.ones(n, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
-            if odd is torch.float32:
+def test_what_one_rank_gives_or_gets_is_compared_at_once(group, op, odd):
+    for n in (3, 256):
+        x = torch.ones(n, dtype=odd if WORLD.rank == WORLD.size - 1 else torch.float32)
+        if odd is torch.float32:
+            CONFIRMED[op](x, group, 0)
+        else:
+            with pytest.raises(ms.errors.DesyncError, match=op) as e:
                 CONFIRMED[op](x, group, 0)
-            else:
-                with pytest.raises(ms.errors.DesyncError, match=op) as e:
-                    CONFIRMED[op](x, group, 0)
-                assert len(set(WORLD.allgather(str(e.value)))) == 1
-                assert "int32" in str(e.value)
-            assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
+            assert len(set(WORLD.allgather(str(e.value)))) == 1
+            assert "int32" in str(e.value)
+        assert torch.equal(blocking.all_reduce(torch.ones(3), group), torch.full((3,), float(WORLD.size)))
 
 
 class Silent:
