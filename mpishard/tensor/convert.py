@@ -337,8 +337,8 @@ def _named(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _numbers(values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        return (values,)  # the ranks agree on what is wrong with it
+    if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        return (repr(values),)  # no numbers, not even for a lone rank's block: the ranks agree on what is wrong with it
     if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
         values = values.tolist()
     if {*map(type, values)} <= {int, float}:

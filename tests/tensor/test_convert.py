@@ -226,7 +226,8 @@ def test_rebalance_knows_its_dims():
     for dims in ({4: sizes}, {1: sizes, -2: sizes}):
         with pytest.raises(ms.LayoutError, match="no such dim, or one named twice"):
             x.rebalance(dims)
-    for numbers in ((0,) * mesh.size, (float("nan"),) * mesh.size, ("a",) * mesh.size, (None,) * mesh.size, "a" * 9, 3):
+    unfit = [(value,) * mesh.size for value in (0, float("nan"), "a", None)]
+    for numbers in (*unfit, "a" * 9, 3, np.array(3), torch.tensor(9)):
         with pytest.raises(ms.LayoutError, match="do not fit"):
             x.rebalance(numbers)
 
