@@ -6,6 +6,7 @@ of the whole parameters a rank holds those of the layer that computes, and of th
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,9 @@ class Schedule:
         self._kept: Unit | None = None
         self._backward: Unit | None = None
         self._task = -1
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Schedule:
+        return Schedule()
 
     def rest(self) -> None:
         """Note that no layer computes, before and after the model. Collective where it did not go as last time."""
@@ -155,6 +159,9 @@ class Unit:
         self._pending: list[tuple[PendingReduction, list[Gathered]]] = []
         self._nbytes = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return Unit(copy.deepcopy(self.schedule, memo))  # its members join when they are copied
+
     def start(self) -> None:
         """Send for the blocks of the others, if that was not done. Collective."""
         members = self.members
@@ -219,7 +226,7 @@ class Gathered:
         self, block: Callable[[], Tensor], layout: Layout, mesh: CartMesh, unit: Unit, dtype: torch.dtype | None
     ) -> None:
         self.mesh, self.unit, self.block = mesh, unit, block
-        self._dtype = dtype
+        self._layout, self._dtype = layout, dtype
         ((dim, self._mesh_dims),) = layout.shard_dims.items()
         self.group = mesh.group(self._mesh_dims)
         self.padded = Padded(layout.shape, dim, self.group.size)
@@ -236,6 +243,10 @@ class Gathered:
         self.slice = pair(self._cut, self._joined)
         unit.members.append(self)
         unit.small += self.is_small
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gathered:
+        block, unit = copy.deepcopy((self.block, self.unit), memo)
+        return Gathered(block, self._layout, self.mesh, unit, self._dtype)
 
     # -- the whole
 

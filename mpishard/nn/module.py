@@ -54,7 +54,8 @@ def distribute_module(
     shard_parameters
         Mesh dim, or dims, over which parameters are sharded: they become ShardTensors of which a rank holds its block,
         of gradients and of any optimizer's state too. A layer's are gathered ahead of its forward and backward, freed
-        after each, and its gradients reduce-scattered.
+        after each, and its gradients reduce-scattered. A copy of the model (``copy.deepcopy``, an average of weights by
+        ``torch.optim.swa_utils.AveragedModel``) holds its share too.
     gather_dtype
         Dtype in which sharded parameters travel and are computed with, such as ``torch.bfloat16``; they, their
         gradients and the optimizer's state stay in their own.

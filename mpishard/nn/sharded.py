@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -49,9 +49,6 @@ def dims_of(mesh: CartMesh, given: str | int | Iterable[str | int]) -> tuple[int
     return tuple(sorted({mesh.mesh_dim(name) for name in names}))
 
 
-_schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
-
-
 def parameter_memory(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Return the bytes that this rank holds for the parameters of a model.
 
@@ -68,7 +65,7 @@ def parameter_memory(module: nn.Module, optimizer: torch.optim.Optimizer | None 
     -------
     dict of str to int
         ``parameters``, ``gradients``, ``optimizer``, and of whole parameters gathered for layers ``gathered`` now and
-        the most so far, ``gathered_peak``.
+        the most so far, ``gathered_peak`` (of models inside that were distributed one by one: of all).
 
     Examples
     --------
@@ -77,13 +74,13 @@ def parameter_memory(module: nn.Module, optimizer: torch.optim.Optimizer | None 
     require("parameter_memory", "module", module, nn.Module, "give the model")
     parameters = list(module.parameters())
     states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
-    schedule = _schedules.get(module, Schedule())
+    schedules = _schedules(module)
     return {
         "parameters": _nbytes(parameters),
         "gradients": _nbytes([p.grad for p in parameters]),
         "optimizer": _nbytes(states),
-        "gathered": schedule.nbytes,
-        "gathered_peak": schedule.peak_nbytes,
+        "gathered": sum(schedule.nbytes for schedule in schedules),
+        "gathered_peak": sum(schedule.peak_nbytes for schedule in schedules),
     }
 
 
@@ -95,18 +92,28 @@ class _Layer(Turn):
     """The parameters of one module that are gathered while it computes."""
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
+        self._rest(unit)
+        # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
+        module.register_forward_pre_hook(self._before, prepend=True)
+        module.register_forward_hook(self._behind, always_call=True)
+
+    def _rest(self, unit: Unit) -> None:
         self.unit = unit
         self.places: list[tuple[nn.Module, str, Gathered]] = []
         self._contexts: list[saving] = []
         # before forward: versions of the parameters, and their sums, which tell of what is written by ``.data`` too
         self._before_it: list[Any] = []
         self._sums_are_known = False
-        # before hooks that make a weight of parameters, as `torch.nn.utils.weight_norm`
-        module.register_forward_pre_hook(self._before, prepend=True)
-        module.register_forward_hook(self._behind, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        """Return what is done around the copy of the module, which copies its hooks; that one gathers for itself."""
+        memo[id(self)] = new = _Layer.__new__(_Layer)
+        new._rest(copy.deepcopy(self.unit, memo))
+        new.places = copy.deepcopy(self.places, memo)
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _cannot_be_copied()
+        raise _cannot_be_pickled()
 
     def _before(self, called: nn.Module, _inputs: Any) -> None:
         for module, name, gathered in self.places:
@@ -161,30 +168,41 @@ class _Whole:
     """What is done around a forward of the whole model."""
 
     def __init__(self, module: nn.Module, schedule: Schedule, plain: list[tuple[nn.Module, str]]) -> None:
-        self._schedule, self._plain = schedule, plain
+        self.schedule, self._plain = schedule, plain
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._behind, always_call=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
+        memo[id(self)] = new = _Whole.__new__(_Whole)
+        new.schedule, new._plain = copy.deepcopy((self.schedule, self._plain), memo)
+        return new
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _cannot_be_copied()
+        raise _cannot_be_pickled()
 
     def _before(self, *_: Any) -> None:
-        self._schedule.rest()
+        self.schedule.rest()
         for owner, name in self._plain:
             _check_memory(owner, name)
 
     def _behind(self, *_: Any) -> None:
-        self._schedule.rest()
+        self.schedule.rest()
 
 
-def _cannot_be_copied() -> UnsupportedOperationError:
+def _cannot_be_pickled() -> UnsupportedOperationError:
     return UnsupportedOperationError(
-        "a copy of a model with shard_parameters",
+        "a pickle of a model with shard_parameters",
         expected="a model whose parameters are whole",
         got="one that gathers them layer by layer, from the ranks of a mesh",
-        fix="copy the model before distribute_module, which takes the copy too, and load the state_dict into it; "
-        "save it with mpishard.io.save_checkpoint",
+        fix="save it with mpishard.io.save_checkpoint",
     )
+
+
+def _schedules(module: nn.Module) -> list[Schedule]:
+    """Return those of the models in a module that were distributed with ``shard_parameters``. Not collective."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [owner.schedule for owner in owners if isinstance(owner, _Whole)]
 
 
 def _blocks(values: Any) -> list[Tensor]:
@@ -200,7 +218,7 @@ def _list_anew(module: nn.Module) -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Tell whether parameters of a model, or of a part of it, are sharded already. Not collective."""
-    return any(part in _schedules for part in module.modules())
+    return bool(_schedules(module))
 
 
 # a module, the parameter's name, and what it is now
@@ -231,7 +249,6 @@ def shard_parameters(
         _list_anew(part)
 
     _Whole(module, schedule, plain)
-    _schedules[module] = schedule
 
 
 def _replaced(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, parametrize, vector_to_parameters
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -615,11 +616,87 @@ def test_a_checkpoint_and_a_forward_without_gradients_before(mesh, inference):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_copy_is_refused(mesh):
+def test_a_pickle_is_refused(mesh):
     model = sharded(lambda: nn.Sequential(nn.Linear(8, 8)), mesh)
-    for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(ms.UnsupportedOperationError, match="a copy of a model with shard_parameters"):
+    for copied in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(ms.UnsupportedOperationError, match="a pickle of a model with shard_parameters"):
             copied(model)
+
+
+COPIED = {
+    **{name: case for name, case in MODELS.items() if "of old" not in name},  # torch copies none of those
+    "attention": (lambda: nn.Sequential(TorchAttention(), Block(8, 2)), (4, 9, 8)),
+    "checkpoints": (Checkpointed, (4, 9, 8)),
+    "recurrent": (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (4, 9, 8)),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_computes_and_learns_for_itself(mesh, name):
+    build, shape = COPIED[name]
+    full = data(*shape)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(len(shape) // 2)))
+    reference, model = seeded(build, full.dtype), sharded(build, mesh)
+    pairs = [(reference, full), (model, x)]
+    for net, given in pairs:
+        trained(net, given, OPTIMISERS["SGD"], 1)
+    twins = [copy.deepcopy(net) for net, _ in pairs]
+    assert [type(p) for p in twins[1].parameters()] == [type(p) for p in model.parameters()]
+    for net, given in zip(twins, (full, x)):  # the originals stay as they are
+        trained(net, given, OPTIMISERS["SGD"], 2)
+    for net, given in pairs:
+        trained(net, given, OPTIMISERS["SGD"], 1)
+    for found, expected, what in ((model, reference, "original"), (twins[1], twins[0], "copy")):
+        same(found, expected, what, 1e-7)
+        close(whole(found(x)), expected(full), f"{what}: output", 1e-7)
+    for net in (model, twins[1]):
+        assert ms.parameter_memory(net)["gathered"] == 0
+
+
+@pytest.mark.parametrize("over", ["data", "y", ("data", "y")], ids=str)
+def test_averages_of_weights(mesh, over):
+    """Each with a share of the average, as of the parameters."""
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.SiLU(), nn.Conv2d(6, 4, 3))
+
+    full = data(4, 1, 9, 8)
+    x = ms.distribute_tensor(full, mesh, PLACEMENTS)
+    for average in ({}, {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}, {"avg_fn": lambda a, b, _: (a + b) / 2}):
+        nets = [(seeded(build, full.dtype), full), (sharded(build, mesh, shard_parameters=over), x)]
+        averaged = []
+        for net, given in nets:
+            ema = swa_utils.AveragedModel(net, use_buffers=True, **average)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            for _ in range(3):
+                optimizer.zero_grad()
+                mean_square(net(given)).backward()
+                optimizer.step()
+                ema.update_parameters(net)
+            averaged.append(ema)
+        expected, found = averaged
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            close(whole(p.detach()), q.detach(), "average", 1e-7)
+        for net in (found.eval(), expected.eval()):
+            net.requires_grad_(False)
+        close(whole(found(x)), expected(full), "output", 1e-7)
+        memory = ms.parameter_memory(found)
+        assert memory["gathered"] == 0
+        assert memory["parameters"] == ms.parameter_memory(nets[1][0])["parameters"]
+        assert memory["gathered_peak"] > 0 or all(not isinstance(p, ms.ShardTensor) for p in found.parameters())
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_copy_of_a_part(mesh):
+    model = sharded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Block(8, 2)), mesh)
+    reference = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Block(8, 2)), torch.float64)
+    full = data(4, 9, 8)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Shard(1)))
+    part, expected = copy.deepcopy(model[2]), copy.deepcopy(reference[2])
+    for net, given in ((part, x), (expected, full)):
+        trained(net, given, OPTIMISERS["AdamW"])
+    same(part, expected, "part", 1e-7)
+    close(whole(model(x)), reference(full), "the model is as it was")
 
 
 @pytest.mark.ranks(2, 3, 4)
