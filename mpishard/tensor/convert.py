@@ -15,6 +15,7 @@ from torch import Tensor
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd import window
 from mpishard.autograd.argument import is_plain, require, together, whole_number
+from mpishard.autograd.linear import in_transform
 from mpishard.autograd.plain import given_layout, taken
 from mpishard.comm import guard
 from mpishard.comm.device_mesh import names_device_mesh
@@ -105,6 +106,9 @@ def from_local(
     if 1 in local.shape and local.is_contiguous() and not local.requires_grad:
         # steps that do not count, of a row in a larger array, would tell this rank alone of gaps
         local = local.view(local.shape)
+    if local._is_view() and not (local.requires_grad or in_transform()):
+        # torch follows writes into views of a view in other ways, and on this rank alone if others have none
+        local = local.detach()
     if run_check:
         as_first_rank_has(local, layout, mesh)
     x = ShardTensor(local, layout, mesh)

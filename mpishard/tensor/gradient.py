@@ -175,11 +175,11 @@ def requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor
     return self
 
 
-@implements(torch.Tensor.detach_, sharded="local")
+@implements(torch.Tensor.detach_, torch.detach_, sharded="local")
 def detach_(self: ShardTensor) -> ShardTensor:
     """Cut this tensor from its graph. Not collective."""
-    self.block.detach_()
-    self._root = None
+    # not in place: torch refuses that of views, and a block may be one on this rank alone
+    self.block, self._root = self.block.detach(), None
     return self
 
 
@@ -210,21 +210,36 @@ def _save_inputs(apply: Any, args: Sequence[Any]) -> Any:
 
 
 def _keep_blocks(frame: Any) -> None:
-    """Have the frames of checkpoints do the same where one lies in another, since torch 2.12. Not collective.
+    """Have the frames of checkpoints do the same, since torch 2.12. Not collective.
 
-    The other packs what is kept, and of what it gives back torch makes a plain tensor.
+    Of blocks torch sees whether they were written into, and, where one checkpoint lies in another, they can be packed:
+    of what is packed torch makes a plain tensor.
     """
     save, give = frame.save_inputs, frame.get_inputs
 
     def save_inputs(self: Any, *args: Any) -> None:
-        self.mpishard_kinds = list(map(kind_of, args)) if packs() else None
-        save(self, *(args if self.mpishard_kinds is None else map(block_of, args)))
+        packed = packs()
+        self.mpishard_again = [_again(x, packed) for x in args]
+        save(self, *map(block_of, args))
 
     def get_inputs(self: Any) -> list[Any]:
-        inputs, kinds = give(self), self.mpishard_kinds
-        return inputs if kinds is None else list(map(as_it_was, inputs, kinds))
+        inputs, again = give(self), getattr(self, "mpishard_again", None)  # none of what is older than this package
+        return inputs if again is None else [f(x) for f, x in zip(again, inputs)]
 
     frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+
+
+def _again(x: Any, packed: bool) -> Callable[[Any], Any]:
+    """Return what makes an argument of a checkpoint of what was kept of it. Not collective.
+
+    That is the argument itself, unless it is to be freed, or may be summed before the checkpoint runs again.
+    """
+    if not isinstance(x, ShardTensor):
+        return lambda kept: kept
+    if not packed and not x.sharding.partial_dims:
+        return lambda _: x
+    kind = kind_of(x)
+    return lambda block: as_it_was(block, kind)
 
 
 def _checkpointed(apply: Any, function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:

@@ -50,3 +50,31 @@ def test_derivatives(name, way):
         )
         for got, e in zip(derivatives(x, c), expected, strict=True):
             torch.testing.assert_close(gathered(got).detach(), e.detach())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_of_a_sum_under_way(when):
+    """An argument that is a Partial, and is summed for another reason before the checkpoint's function runs again."""
+
+    def derivative(x):
+        y = x @ field(6, 4)
+        if when == "before":
+            y.detach()
+        out = kept(lambda t: t.sin() * t, y)
+        if when == "after":
+            y.detach()
+        return torch.autograd.grad((out * out).sum() + y.sum(), x)[0]
+
+    whole = field(3, 6)
+    got = derivative(shard(whole, mesh_of((WORLD.size,)), (ms.Shard(1),), None, True))
+    torch.testing.assert_close(gathered(got), derivative(whole.clone().requires_grad_()))
+
+
+def test_arguments_that_are_written_into():
+    """It would run again with other values: refused as by torch."""
+    x = shard(field(7, 3), mesh_of((WORLD.size,)), (ms.Shard(0),), None, True)
+    y = kept(torch.atan, x)
+    with torch.no_grad():
+        x.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -144,6 +144,19 @@ assert type(f(torch.ones(2))) is torch.Tensor
     subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
 
 
+def test_plain_checkpoints_from_before_the_first_tensor_run_backward() -> None:
+    code = """
+import mpishard as ms, torch
+from torch.utils.checkpoint import checkpoint
+x = torch.ones(3, requires_grad=True)
+y = checkpoint(torch.sin, x, use_reentrant=False)
+ms.ones(4, mesh=ms.init_mesh(1), placements=(ms.Shard(0),)).sum()
+y.sum().backward()
+assert x.grad is not None
+"""
+    subprocess.run(python("-c", code), cwd=ROOT, check=True, timeout=300)
+
+
 def test_import_is_silent(imported: Imported) -> None:
     assert imported["output"] == []
 

@@ -209,12 +209,15 @@ class Scores:
         return self._dropout.factor(rows, columns, s)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the attention to some keys, and the logarithm of the sum of exponentials of every row."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the attention to some keys, and the logarithm of the sum of exponentials of every row.
+
+    None where scores may be NaN: of a row of nothing else the kernel makes 0, and 0 for the logarithm.
+    """
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=1.0
     )
-    return out[0], log_sum[0].unsqueeze(-1)
+    return (out[0], log_sum[0].unsqueeze(-1)) if log_sum.all() else None
 
 
 class OnlineSoftmax:
@@ -232,8 +235,9 @@ class OnlineSoftmax:
         for tile in work:
             here, there = (tile.batch, tile.rows), (tile.batch, tile.columns)
             before, out = self._top[here], self._out[here]
-            if tile.fused:
-                share, log_sum = _fused(self._scores.q[here], k[there], v[there], tile.diagonal is not None)
+            fused = _fused(self._scores.q[here], k[there], v[there], tile.diagonal is not None) if tile.fused else None
+            if fused is not None:
+                share, log_sum = fused
                 top = safe = torch.maximum(before, log_sum)
                 p = weight = (log_sum - top).exp_()
             else:
@@ -246,7 +250,7 @@ class OnlineSoftmax:
             rescale = (before - safe).exp_()
             self._sum[here] = self._sum[here] * rescale + weight
             out.mul_(rescale)
-            if tile.fused:
+            if fused is not None:
                 out.addcmul_(p, share)
             else:
                 factor = self._scores.factor(tile, p)

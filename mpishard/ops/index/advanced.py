@@ -176,7 +176,7 @@ def is_boolean(index: Any) -> bool:
 def picked(x: Any, index: Any) -> ShardTensor:
     """Return ``x[index]`` with tensors in the index. Collective where they index a sharded dim."""
     if is_boolean(alone := sole(index)):
-        return x[None][: int(bool(alone))]  # type: ignore[no-any-return]
+        return x[None][: int(bool(alone))].clone()  # type: ignore[no-any-return]
     if not isinstance(x, ShardTensor):
         x = on_mesh(x, mesh_of(tensors_in([index])))
     x = settled(x)

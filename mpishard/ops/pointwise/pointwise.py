@@ -63,7 +63,7 @@ resolve_neg short __pos__
 """.split()
 
 # in-place functions beside the trailing-underscore twin of every name above
-_IN_PLACE = ["copy_", "detach_", "fill_", "zero_", "masked_fill_"]
+_IN_PLACE = ["copy_", "fill_", "zero_", "masked_fill_"]
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.graph import unseen
+from mpishard.autograd.linear import Step, apply, pair, same
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
@@ -205,8 +206,20 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
         base.copy_(y.view(base.shape))
     else:
         base[index] = y
-    x.block, x.sharding, x._root, x._halo = y.block, y.sharding, None, None
+    block = y.block
+    if x.block.requires_grad and not torch.is_grad_enabled() and y.sharding == x.sharding:
+        # the graph goes on, as that of torch's own view does, as if nothing had been written
+        with torch.enable_grad():
+            block = apply(_replacing(block), x.block)
+    x.block, x.sharding, x._root, x._halo = block, y.sharding, None, None
     return True
+
+
+def _replacing(values: Tensor) -> Step:
+    """Return the step whose result is ``values``, whatever it is given, and whose adjoint moves nothing."""
+    step = Step(lambda _: values)
+    step.adjoint = pair(same, same)
+    return step
 
 
 def _fresh(x: ShardTensor) -> ShardTensor:

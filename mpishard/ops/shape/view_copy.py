@@ -67,10 +67,11 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     x = settled(self)
     dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
-    if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
-        return _become(self, torch.squeeze(x, dims))
-    # an index: of its result it is known what it was taken from
-    out = x._twin(x.block)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
+    with torch.enable_grad():  # as below
+        if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
+            return _become(self, torch.squeeze(x, dims))
+        # an index: of its result it is known what it was taken from
+        out = x._twin(x.block)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
     self._gathered_view = True
     return _become(self, out)
 
@@ -81,7 +82,9 @@ def _in_place(name: str) -> Callable[..., Any]:
     def rule(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         if self.requires_grad and self.is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        return _become(self, view(self, *args, **kwargs))
+        # under no_grad too what changes its shape keeps its graph
+        with torch.enable_grad():
+            return _become(self, view(self, *args, **kwargs))
 
     return rule
 

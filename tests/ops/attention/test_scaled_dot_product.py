@@ -61,6 +61,17 @@ def test_sequences_of_any_lengths(method, causal, features):
         attended([along(BATCH), *[along(WHOLE)] * 2], operands(features=features), is_causal=causal)
 
 
+@pytest.mark.parametrize(("which", "causal"), [(0, False), (0, True), (1, False)])
+def test_scores_that_are_nan(which, causal):
+    """Of a row of queries, or of all keys of a rank: torch's fused kernel makes 0 of a row of nothing else."""
+    qkv = [x[:, 0] for x in operands(2 * P, 2 * P, features=5)]  # of three dims, torch does not take that kernel
+    qkv[which][:, 2 * P - 2 :] = torch.nan
+    expected = sdpa(*qkv, is_causal=causal)
+    with ms.attention_method("ring"):
+        got = sdpa(*(shard(x, mesh_of((P,)), (ms.Shard(1),)) for x in qkv), is_causal=causal)
+    torch.testing.assert_close(gathered(got), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (1, 3, 0, 2)])
 def test_any_order_in_memory(method, order):

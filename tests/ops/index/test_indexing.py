@@ -272,11 +272,12 @@ def test_an_index_that_is_sharded_as_the_rows(name, dim):
         lambda x: x.take(PICKED).mul_(2),
         lambda x: x[PICKED[:2].clamp(max=4), PICKED[:2]].add_(1),
         lambda x: x[x > 0.1].sub_(1),
+        lambda x: x[True].mul_(2),
     ],
 )
 def test_what_an_index_took_can_be_written_into(write):
     for mesh, placements, sizes in layouts(SHAPE, (0, 1)):
-        compare(write, [(field(*SHAPE), mesh, placements, sizes)], what=f"{placements} {sizes}")
+        compare(lambda x: [write(x), x], [(field(*SHAPE), mesh, placements, sizes)], what=f"{placements} {sizes}")
 
 
 @pytest.mark.parametrize("index", [PICKED[:3], torch.tensor([True, False] * 3 + [True])])

@@ -228,3 +228,57 @@ def test_what_torch_refuses_of_complex_numbers_is_refused_without_cells():
     q = rows(torch.ones(4, 3, dtype=torch.complex64), (4, *(0,) * (P - 1)))
     with pytest.raises(NotImplementedError):
         F.scaled_dot_product_attention(q, q, q)
+
+
+NO_GRAD_WRITES = {
+    "unsqueeze_": lambda v: v.unsqueeze_(0),
+    "squeeze_": lambda v: v.squeeze_(),
+    "squeeze_ of a sharded dim": lambda v: v.squeeze_(0),
+    "a selected row": lambda v: v.mul_(2),
+    "one that came from another rank, in two steps": lambda v: v[:2].add_(1),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAD_WRITES)
+def test_a_graph_goes_on_beyond_what_is_written_without_gradients(name):
+    """As torch's does, unless it has another shape then: the node before it refuses the cotangent."""
+
+    def derivative(x):
+        y = x * 2
+        v = y[:1] * 3 if "squeeze" in name else y[P]
+        with torch.set_grad_enabled("squeeze" in name and not isinstance(x, ms.ShardTensor)):
+            NO_GRAD_WRITES[name](v)
+        (v.sin().sum() + y.sum()).backward()
+        return v.detach(), y.detach(), x.grad
+
+    full = torch.linspace(0, 1, 4 * (P + 1), dtype=torch.float64).view(P + 1, 4)
+    expected = derivative(full.clone().requires_grad_())
+    for sizes in (None, (*(0,) * (P - 1), P + 1)):
+        got = derivative(rows(full, sizes, requires_grad=True))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(gathered(a), b)
+
+
+def test_views_of_a_leaf_of_local_blocks_are_alike_on_all_ranks():
+    """One rank's block may be a view where others' are none, or have no cells, which torch treats in another way."""
+    whole = torch.arange(8.0)
+    for local in (whole[2:2] if P > 1 and WORLD.rank == P - 1 else torch.ones(2), whole[2 : 2 + WORLD.rank].view(-1)):
+        x = ms.ShardTensor.from_local(local, mesh_of((P,)), (ms.Shard(0),)).requires_grad_()
+        with torch.no_grad():
+            assert len(set(WORLD.allgather(x[:1].requires_grad))) == 1
+        v = x[::2]
+        with torch.no_grad():
+            v.mul_(2)
+        v.sum().backward()
+        torch.testing.assert_close(gathered(x.grad), torch.tensor([1.0, 0.0]).repeat(len(x))[: len(x)])
+        x.detach_()
+        assert not x.requires_grad
+
+
+def test_a_result_is_detached_in_place():
+    """A block without cells may be a view, which torch does not detach in place."""
+    for sizes in uneven():
+        x = rows(torch.ones(3 + P - 1 if sizes[0] == 3 else 4, 3), sizes, requires_grad=True)
+        y = F.conv1d(x.T[None], torch.ones(3, 3, 1))
+        assert y.detach_() is y
+        assert not y.requires_grad
