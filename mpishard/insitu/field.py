@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -284,7 +284,8 @@ def staggered_dims(location: str | Sequence[str], names: Sequence[str]) -> tuple
         return tuple(range(len(names)))
     if location == "face" and len(names) == 1:
         return (0,)
-    given = (location,) if isinstance(location, str) else tuple(location)
+    several = isinstance(location, Iterable) and not isinstance(location, str)
+    given: tuple[Any, ...] = tuple(location) if several else (location,)
     found = {n.removeprefix("face_").removesuffix("_face") for n in given if isinstance(n, str)}
     if len(found) != len(given) or not found <= set(names) or not found:
         raise LayoutError(

@@ -85,6 +85,7 @@ class Hook:
     ) -> None:
         require("hook", "model", model, Callable, "give a module or a function")  # type: ignore[arg-type]
         require_functions("hook", pack=pack, unpack=unpack)
+        require("hook", "grad", grad, bool, "give True where the model trains")
         self._simulation, self._model = simulation, model
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         names = [field.name for field in outputs]

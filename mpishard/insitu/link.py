@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -335,10 +335,10 @@ def _policy(policy: object) -> int:
 def _depth(depth: object) -> int:
     if depth is None:
         return offer.UNSET
-    if isinstance(depth, int) and depth >= 1:
-        return int(depth)
+    if isinstance(depth, SupportsIndex) and 1 <= depth.__index__() <= wire.MOST_SLOTS:
+        return depth.__index__()
     raise UnsupportedOperationError(
-        "connect: depth", expected="a number of slots, 1 or more", got=repr(depth), fix="give an integer >= 1"
+        "connect: depth", expected=f"a number of slots, 1 to {wire.MOST_SLOTS}", got=repr(depth), fix="give a few"
     )
 
 

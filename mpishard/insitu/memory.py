@@ -102,9 +102,9 @@ def _of_numpy(name: str, array: np.ndarray, writable: bool) -> Tensor:
         array = _viewed(array)
     try:
         return torch.from_numpy(array)
-    except TypeError:
-        raise _no_dtype(name, array.dtype) from None
-    except ValueError:
+    except (TypeError, ValueError) as e:
+        if isinstance(e, TypeError) or not array.dtype.isnative:
+            raise _no_dtype(name, array.dtype) from None
         raise LayoutError(
             f"{name}: strides that torch cannot have",
             expected=f"strides that are multiples of {array.itemsize} bytes, none below 0",

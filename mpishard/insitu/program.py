@@ -59,7 +59,7 @@ class Program:
             ``"drop_newest"`` drops the step, ``"latest"`` drops the oldest that was not read. Where this side only
             reads, its policy and depth count if the writer gives none.
         depth
-            Slots: steps that may be under way, 2 if not given.
+            Slots: steps that may be under way, 2 if not given, and 65,536 at most.
         timeout
             Seconds after which the other side counts as gone, here and in every call of the link: more than its
             longest step takes. 60 if not given.

@@ -90,7 +90,10 @@ class _Context(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return getattr(self, "to_save", ()) if self._unpack is None else self._unpack()
+        if self._unpack is not None:
+            return self._unpack()
+        # in `jvp` torch means by this name what was saved for it
+        return getattr(self, "saved_for_forward", ()) or getattr(self, "to_save", ())
 
 
 class _Node(Function):

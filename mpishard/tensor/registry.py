@@ -91,6 +91,8 @@ def _argument(a: Any) -> str:
     if isinstance(a, (list, tuple)):
         return f"[{', '.join(map(_argument, a))}]"
     # addresses and rounding differ between ranks that mean the same
+    if isinstance(a, (float, complex)):
+        return repr((float if isinstance(a, float) else complex)(f"{a:.5g}"))
     return repr(a) if isinstance(a, (int, str, slice, torch.dtype, type(None))) else type(a).__name__
 
 

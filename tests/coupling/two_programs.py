@@ -46,7 +46,7 @@ def bad_input(me):
     for text, fields, kind, *texts in cases:
         refused(kind, lambda: me.connect(OTHER, **side(fields), timeout=100), text, *texts)
     # wrong on one side alone: there it is named, and the other side hears of it
-    wrong = ({"policy": "newest"}, {"depth": 0}, {"timeout": -1}, {"x": torch.ones(3)})
+    wrong = ({"policy": "newest"}, {"depth": 0}, {"depth": 1 << 40}, {"timeout": -1}, {"x": torch.ones(3)})
     for bad in wrong:
         for culprit in ("solver", "model"):
             given = {k: v for k, v in bad.items() if k != "x"}

@@ -289,6 +289,17 @@ def test_different_shapes_in_one_call(job):
     assert re.search(r"rank 2: call \d+: \W*all_reduce.*torch\.Size\(\[5\]\)", outcome.output), outcome.output
 
 
+def test_different_numbers_in_one_call(job):
+    # what travels is alike: sums of as many cells
+    body = MESH + "y = ms.distribute_tensor(torch.arange(24.0).view(1, 2, 12), mesh, (ms.Shard(2),))\n"
+    body += "for eps in (1e-5, 1 / (3 + 1e-14 * rank), 1e-5 + (rank == 1)):\n"
+    body += "    torch.nn.functional.batch_norm(y, None, None, training=True, eps=eps)\n    print('once', flush=True)\n"
+    outcome = job(3, body, MPISHARD_DEBUG="1")
+    outcome.failed_with("DesyncError: ranks made different calls (rank 1 differs)")
+    assert "eps=1e-05" in outcome.output, outcome.output
+    assert outcome.output.count("once") == 6, outcome.output
+
+
 def test_exchange_that_one_rank_leaves_out(job):
     # nothing travels to the last rank, but it has to call
     body = MESH + "y = ms.distribute_tensor(torch.arange(12.0), mesh, (ms.Shard(0),))\n"

@@ -213,7 +213,7 @@ def test_outputs_that_do_not_fit(host, sim, model, text):
     np.testing.assert_array_equal(array, before)
 
 
-@pytest.mark.parametrize("given", [{"model": None}, {"model": 3}, {"pack": "u"}, {"unpack": 1}], ids=repr)
+@pytest.mark.parametrize("given", [{"model": None}, {"model": 3}, {"pack": "u"}, {"unpack": 1}, {"grad": 3}], ids=repr)
 def test_what_cannot_be_called_is_refused_when_the_hook_is_made(host, sim, given):
     sim.field("u", host.array())
     with pytest.raises(ms.LayoutError, match=r"hook: \w+= is of another kind"):

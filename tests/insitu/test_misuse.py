@@ -96,6 +96,11 @@ def test_buffers(host, sim, kind):
     np.testing.assert_array_equal(u.tensor.full_tensor().numpy(), host.whole)
 
 
+def test_a_byte_order_is_named(host, sim):
+    with pytest.raises(ms.UnsupportedDtypeError, match=r"machine's byte order\s+got: +dtype\('>f8'\)"):
+        sim.field("u", host.array().astype(">f8"))
+
+
 def test_names(host, sim):
     sim.field("u", host.array())
     with pytest.raises(ms.LayoutError, match="used twice"):
@@ -258,6 +263,7 @@ def test_coordinates_of_several_ranks():
         {"halo": 2},
         {"halo": (1, 2)},
         {"location": "edge"},
+        {"location": 3},
         {"location": "x"},
         {"location": ("x", "x")},
     ],

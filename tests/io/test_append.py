@@ -92,6 +92,26 @@ def test_what_is_kept(mesh, folder):
     check(folder / "a.h5", mesh, 30, full)
 
 
+def test_cells_that_lie_behind_the_end_of_a_damaged_file(mesh, folder):
+    at = folder / "a.h5"
+    for step in range(2):
+        append(at, mesh, step)
+    with h5py.File(at) as file:
+        place = file["x"].id.get_chunk_info(0).byte_offset.to_bytes(8, "little")
+    far = (1 << 62).to_bytes(8, "little")
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        whole = at.read_bytes()
+        assert whole.count(place) == 1
+        at.write_bytes(whole.replace(place, far))
+    WORLD.Barrier()
+    size = os.path.getsize(at)
+    append(at, mesh, 2)  # the first step is lost, as it was
+    assert not os.path.lexists(journal_of(at))
+    assert torch.equal(ms.io.Dataset(at, "x", mesh, (ms.Shard(0), ms.Shard(1)))[1].full_tensor(), FULL + 1)
+    assert os.path.getsize(at) < 2 * size
+
+
 @pytest.mark.parametrize("backend", WRITERS)
 def test_a_step_that_finds_no_room_is_taken_back(mesh, folder, backend, monkeypatch):
     at = folder / "a.h5"

@@ -179,6 +179,31 @@ def reduction() -> bool:
     )
 
 
+class Handed(torch.Tensor):
+    """It keeps by which names the last function of torch handed arguments on."""
+
+    named: frozenset[str] = frozenset()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.named = frozenset(kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def l1_loss() -> bool:
+    x = torch.ones(2).as_subclass(Handed)
+    F.l1_loss(x, x, weight=torch.ones(2))
+    return "weight" in Handed.named
+
+
+def chain_matmul() -> bool:
+    x = torch.ones(2, 2).as_subclass(Handed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        torch.chain_matmul(x, x, out=torch.zeros(2, 2))
+    return "out" in Handed.named
+
+
 RIGHT: dict[str, Callable[[], bool]] = {
     "batch norm": batch_norm,
     "as_strided_scatter": as_strided_scatter,
@@ -196,6 +221,8 @@ RIGHT: dict[str, Callable[[], bool]] = {
     "conjugates": conjugates,
     "effects": effects,
     "reduction": reduction,
+    "l1_loss": l1_loss,
+    "chain_matmul": chain_matmul,
 }
 
 

@@ -61,6 +61,26 @@ class Exponential(Function):
         return t * y
 
 
+class Sine(Function):
+    """It keeps another tensor for `jvp` than for backward, and asks for either by the same name."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        ctx.save_for_forward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (slope,) = ctx.saved_tensors
+        return g * slope
+
+    @staticmethod
+    def jvp(ctx, t):
+        (x,) = ctx.saved_tensors
+        return t * x.cos()
+
+
 class Centred(Function):
     """Sums over sharded dims, several results, one of them whole numbers, one that nobody uses."""
 
@@ -124,6 +144,7 @@ WEIGHT, KERNEL = values(3, seed=2), values(3, 3, 3, 3, seed=3)
 CALLS = {
     "straight through": lambda x, w, k: StraightThrough.apply(x * 1, 4.0),
     "exponential": lambda x, w, k: Exponential.apply(x).sum(2),
+    "sine": lambda x, w, k: Sine.apply(x) * w.view(1, -1, 1, 1),
     "centred": lambda x, w, k: Centred.apply(x, w)[0].square(),
     "centred, both": lambda x, w, k: sum(Centred.apply(x.sin(), w)[::2]),
     "neighbours": lambda x, w, k: Neighbours.apply(x, k).sin(),
@@ -198,6 +219,9 @@ def test_forward_mode():
         with forward_ad.dual_level():
             got = forward_ad.unpack_dual(Exponential.apply(forward_ad.make_dual(shard(x, *case), shard(t, *case))))
         torch.testing.assert_close(gathered(got.tangent), x.exp() * t)
+        with forward_ad.dual_level():
+            got = forward_ad.unpack_dual(Sine.apply(forward_ad.make_dual(shard(x, *case), shard(t, *case))))
+        torch.testing.assert_close(gathered(got.tangent), x.cos() * t)
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
             StraightThrough.apply(forward_ad.make_dual(shard(x, *case), shard(t, *case)), 2.0)
 

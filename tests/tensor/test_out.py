@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import mpishard as ms
 from tests.compare import WORLD, gathered, mesh_of, shard, skew
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul")
+
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 SPD = X @ X.mT + 4 * torch.eye(4, dtype=torch.float64)
 INDEX = torch.tensor([[0, 3, 1, 2], [2, 2, 0, 1]])
@@ -19,6 +21,7 @@ CASES = {
     "add": lambda x, i, **o: torch.add(x, x.mT, alpha=2, **o),
     "bernoulli": lambda x, i, **o: torch.bernoulli((x > 0).double(), **o),
     "cat": lambda x, i, **o: torch.cat([x, x], 1, **o),
+    "chain_matmul": lambda x, i, **o: torch.chain_matmul(x, x, x, **o),
     "cholesky": lambda x, i, **o: torch.linalg.cholesky(x, **o),
     "column_stack": lambda x, i, **o: torch.column_stack([x, x], **o),
     "cumsum": lambda x, i, **o: torch.cumsum(x, 0, **o),

@@ -17,6 +17,8 @@ TEXT_NBYTES = 1024
 # tags: of the meeting on MPI_COMM_WORLD, and of the messages of a link, which has so many
 MEETING_TAG = 32101
 LINK_TAGS = 8
+# of a link; all are made with it
+MOST_SLOTS = 1 << 16
 HELLO, PRESENCE, DATA, REQUEST, STOP, SERVE = range(6)
 
 # what a data message is

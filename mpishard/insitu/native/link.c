@@ -539,7 +539,8 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     link->serial = program->links++;
     link->timeout = timeout > 0 ? timeout : 60.0;
     if (policy < MPS_DEFAULT || policy > MPS_LATEST) status = fail(MPS_ERR_ARGUMENT, "connect: policy %d is none of MPS_BLOCK...", policy);
-    if (!status && depth < 0) status = fail(MPS_ERR_ARGUMENT, "connect: depth is %d\n  expected: 1 or more slots", depth);
+    if (!status && (depth < 0 || depth > MOST_SLOTS))
+        status = fail(MPS_ERR_ARGUMENT, "connect: depth is %d\n  expected: 1 to %d slots", depth, MOST_SLOTS);
     if (!status) status = taken(link, &link->out, n_out, out, &mine, 0);
     if (!status) status = taken(link, &link->into, n_into, into, &mine, 1);
     status = make(link, &mine, status);

@@ -397,8 +397,9 @@ def begun(path: Path) -> Journal:
         size = os.path.getsize(path)
     regions, at = [], 0
     for start, stop in [*spans, (size, size)]:
-        if start > at:
-            regions.append((at, start - at))
+        # a damaged file may say that cells lie behind its end
+        if min(start, size) > at:
+            regions.append((at, min(start, size) - at))
         at = max(at, stop)
     return Journal(path, regions, lambda: _known.update({path: _Kept(_state(path), steps, spans)}))
 

@@ -16,7 +16,9 @@ from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
 from mpishard.ops.rule.contraction import Label, contract
 from mpishard.ops.rule.dim import into_plain, normal_dim, whole_along
+from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
+from mpishard.tensor.out import call_into
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -367,4 +369,10 @@ def _from_lists(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 
 
 implements(torch.Tensor.__rmatmul__, sharded="reduction")(lambda self, other: matmul(other, self))
-implements(torch.chain_matmul, sharded="reduction")(lambda *matrices: multi_dot(matrices))
+
+
+@implements(torch.chain_matmul, sharded="reduction")
+def chain_matmul(*matrices: Any) -> Any:
+    """As `multi_dot`."""
+    out = forgotten(torch.chain_matmul, "out")  # which does not hand it on
+    return call_into(torch.chain_matmul, lambda *tensors: multi_dot(tensors), matrices, {"out": out})

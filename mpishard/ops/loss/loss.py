@@ -21,6 +21,7 @@ from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
+from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import R, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -138,10 +139,13 @@ def _weighted(func: Any) -> Callable[..., ShardTensor]:
     def rule(*args: Any, **kwargs: Any) -> ShardTensor:
         named, reduction = _arguments(signature, args, kwargs)
         weight = named.pop("weight", None)
+        if weight is None and func is F.l1_loss:  # which does not hand it on
+            weight = forgotten(func, "weight")
         if weight is None:
             return _plain[func](**named, reduction=reduction)
         if tuple(weight.shape) != tuple(named["input"].shape):
             raise ValueError("Weights and input must have the same size.")
+        named["input"] = on_mesh(named["input"], mesh_of((weight, named["input"], named["target"])))
         loss = _plain[func](**named, reduction="none")
         if func is not F.huber_loss:  # torch composes these, so that autocast leaves their dtype
             loss = loss.to(torch.promote_types(named["input"].dtype, named["target"].dtype))

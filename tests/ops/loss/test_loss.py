@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.compare import compare, layouts
+from tests.compare import compare, layouts, shard
 
 SHAPE = (3, 8, 10, 7)
 REDUCTIONS = ("mean", "sum", "none")
@@ -32,6 +32,25 @@ def few():
 def test_losses_per_cell(loss, reduction):
     for where in few():
         compare(lambda a, b: loss(a, b, reduction=reduction), [(X, *where), (T, *where)], what=f"{where}")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_weights_of_cells(loss, reduction):
+    """Which torch's l1_loss does not hand on."""
+    weight = values(9, *SHAPE).abs()
+    for where in few():
+        for own in (where, (None, None, None)):
+            compare(
+                lambda a, b, w: loss(a, b, weight=w, reduction=reduction),
+                [(X, *where), (T, None, None, None), (weight, *own)],
+                what=f"{where}",
+            )
+        plain = [(t, None, None, None) for t in (X, T)]
+        compare(lambda a, b, w: loss(a, b, weight=w, reduction=reduction), [*plain, (weight, *where)])
+    x = shard(X, *where)
+    with pytest.raises(ValueError, match="same size"):
+        loss(x, x + 1, weight=torch.ones(2))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
