@@ -6,21 +6,20 @@ import sys
 from types import FrameType
 from typing import Any
 
-# between the function and its rule lie torch's dispatch and ours
-_MOST_FRAMES = 16
+# between the function and its rule lie torch's dispatch and ours, and a mode, in which torch calls the function again
+_MOST_FRAMES = 32
 
 
 def forgotten(function: Any, name: str) -> Any:
-    """Return an argument of a call whose rule is running, from the stack; None where the rule was called at once.
+    """Return an argument of the call whose rule is running, from the stack; None where there is none.
 
     Not collective.
     """
-    code = getattr(function, "__code__", None)
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
-        if frame is None or code is None:
-            return None
-        if frame.f_code is code:
-            return frame.f_locals.get(name)
+        if frame is None:
+            break
+        if frame.f_code is function.__code__ and frame.f_locals.get(name) is not None:
+            return frame.f_locals[name]
         frame = frame.f_back
     return None

@@ -227,3 +227,13 @@ def test_shapes_of_values_run_eagerly(f):
     (told,) = [str(w.message) for w in caught if "torch.compile" in str(w.message)]
     assert "depends on values" in told or RELEASE < (2, 13)  # in other words
     torch.testing.assert_close(gathered(y), f(gathered(x)))
+
+
+def test_a_weight_that_torch_does_not_hand_on():
+    """Nor do compiled functions of whole tensors have it."""
+    mesh, full = mesh_of((SIZE,)), [real(N, 3)(seed) for seed in range(3)]
+    expected = F.l1_loss(*full[:2], weight=full[2])
+    compiled = torch.compile(lambda x, y, w: F.l1_loss(x, y, weight=w), backend="aot_eager", fullgraph=True)
+    for placement in (ms.Shard(0), ms.Replicate()):
+        x, y, w = (shard(t, mesh, (p,)) for t, p in zip(full, (ms.Shard(0), ms.Shard(1), placement), strict=True))
+        torch.testing.assert_close(gathered(compiled(x, y, w)), expected)
