@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpishard.autograd.graph import underivable
+from mpishard.layout import Replicate, Shard
 from mpishard.ops.norm.normalization import batch_norm, group_norm, layer_norm
 from mpishard.ops.pointwise.pointwise import pointwise
 from mpishard.ops.rule.dim import normal_dim
@@ -161,6 +162,39 @@ def convolution(
     name = f"conv{'_transpose' if transposed else ''}{weight.ndim - 2}d"
     rest = (output_padding, groups, dilation) if transposed else (dilation, groups)
     return getattr(F, name)(input, weight, bias, stride, padding, *rest)
+
+
+@implements(*aten("convolution_backward"), sharded="halo")
+def convolution_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    """Return the cotangents of a convolution's input, weight and bias: it is computed again.
+
+    Collective where a gradient of the weight is asked for, else neighborwise.
+    """
+    mesh = mesh_of((grad_output, input, weight))
+    g, x = (on_mesh(t, mesh) for t in (grad_output, input))
+    if not x.sharding.sharded_mesh_dims:
+        # torch.nn.grad gives one cell in place of an input that is not needed
+        x = x.redistribute(placements=[Replicate() if p == Shard(1) else p for p in g.placements])
+    again = torch.is_grad_enabled() and any(t.requires_grad for t in (g, x, weight))
+    given = [t if again and t.requires_grad else t.detach().requires_grad_() for t in (x, weight)]
+    with torch.enable_grad():
+        y = convolution(*given, None, stride, padding, dilation, transposed, output_padding, groups)
+    wanted = [t for t, need in zip(given, output_mask) if need]
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=again) if wanted else ())
+    own = [next(found) if need else None for need in output_mask[:2]]
+    return own[0], own[1], g.sum([0, *range(2, g.ndim)]) if output_mask[2] else None
 
 
 def _max_pool_backward(pool: Any) -> Any:

@@ -43,6 +43,43 @@ BACKWARD = {
 }
 
 
+IMAGES = {
+    1: ((2, 4, 9), (6, 2, 3), {"stride": 2, "padding": 1, "groups": 2}),
+    2: ((2, 3, 8, 7), (4, 3, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
+    3: ((1, 2, 5, 6, 4), (2, 2, 3, 3, 3), {"padding": 1}),
+}
+
+
+@pytest.mark.parametrize("ndim", IMAGES)
+def test_gradients_of_convolutions(ndim):
+    shape, kernel, options = IMAGES[ndim]
+    x, w = field(*shape), field(*kernel)
+    g = torch.cos(getattr(F, f"conv{ndim}d")(x, w, **options))
+    of_input, of_weight = (getattr(torch.nn.grad, f"conv{ndim}d_{what}") for what in ("input", "weight"))
+    window = [options.get(k, d) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1))]
+    local = [[n] * ndim if isinstance(n, int) else list(n) for n in window]
+    rest = [*local, False, [0] * ndim, options.get("groups", 1), [True, True, True]]
+    for i, (mesh, placements, sizes) in enumerate(list(layouts(shape, range(len(shape))))[ndim - 1 :: 5]):
+        where, whole = (mesh, placements, None), (mesh, None, None)
+        calls = [
+            (lambda g, w: of_input(shape, w, g, **options), [(g, *where), (w, *whole)]),
+            (lambda x, g: of_weight(x, w.shape, g, **options), [(x, mesh, placements, sizes), (g, *where)]),
+            (lambda x, g: of_weight(x, w.shape, g, **options), [(x, *where), (g, *whole)]),
+            (lambda g, x: aten.convolution_backward(g, x, w, [len(w)], *rest)[i % 3], [(g, *where), (x, *whole)]),
+        ]
+        for f, operands in calls:
+            compare(f, operands, what=f"{placements} {sizes}")
+
+
+def test_gradients_of_a_transposed_convolution():
+    x, w = field(2, 3, 5, 4), field(3, 2, 3, 3)
+    g = torch.cos(F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1))
+    rest = [[2], [2, 2], [1, 1], [1, 1], True, [1, 1], 1, [True, True, False]]
+    for i, (mesh, placements, sizes) in enumerate(list(layouts(x.shape, range(4)))[::4]):
+        operands = [(g, mesh, placements, None), (x, mesh, placements, sizes), (w, mesh, None, None)]
+        compare(lambda g, x, w: aten.convolution_backward(g, x, w, *rest)[i % 2], operands)
+
+
 @pytest.mark.parametrize("of", [torch._softmax_backward_data, torch._log_softmax_backward_data])
 def test_cotangents_keep_their_dtype(of):
     for given, asked in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
