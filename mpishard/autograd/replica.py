@@ -151,11 +151,12 @@ class Together:
 
 
 class Keeper:
-    """What a model holds: nodes of its small parameters. Parameters that held them would never be freed."""
+    """What a model holds: its mesh, and nodes of its small parameters, which if they held them would never be freed."""
 
-    __slots__ = ("__weakref__", "nodes")
+    __slots__ = ("__weakref__", "mesh", "nodes")
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: CartMesh) -> None:
+        self.mesh = mesh
         self.nodes: dict[Together, deque[Any]] = {}
 
     def __reduce__(self) -> Any:
@@ -163,6 +164,8 @@ class Keeper:
         return dict, ()
 
 
+# the attribute of a module that was distributed
+KEEPER = "_uses"
 # of one node: a backward pass that needs one of them computes all
 _TOGETHER = 64
 _SMALL_CELLS = 1024
@@ -170,12 +173,12 @@ _SMALL_CELLS = 1024
 _KEPT = 4
 
 
-def join_small(params: Iterable[Tensor]) -> Keeper:
-    """Have the small ones among replicated parameters share nodes, which what is returned keeps. Not collective.
+def join_small(params: Iterable[Tensor], mesh: CartMesh) -> Keeper:
+    """Have the small ones among a model's replicated parameters share nodes; return what keeps them. Not collective.
 
     Those of at most one dim, such as biases and weights of norms: gradients of others may be deferred, one by one.
     """
-    keeper = Keeper()
+    keeper = Keeper(mesh)
     by_kind: dict[Any, list[Tensor]] = {}
     for param in params:
         if param.ndim < 2 and param.numel() <= _SMALL_CELLS:
@@ -189,6 +192,13 @@ def join_small(params: Iterable[Tensor]) -> Keeper:
                 assert replica is not None
                 replica.together = together, place
     return keeper
+
+
+def meshes_of(model: Any) -> list[CartMesh]:
+    """Return the meshes on which a model, or parts of it, was distributed. Not collective."""
+    parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+    keepers = (vars(part).get(KEEPER) for part in parts)
+    return [keeper.mesh for keeper in keepers if isinstance(keeper, Keeper)]
 
 
 def replica_of(param: Tensor) -> Replica | None:

@@ -54,7 +54,8 @@ def ops(name: str | None, as_json: bool, markdown: bool, missing: bool) -> int:
 
 def _is_named(covered: Covered, name: str) -> bool:
     place, _, last = name.rpartition(".")
-    return last == covered.name and (not place or place in ("F", "nn.functional") or place in covered.places)
+    place = {"F": "nn.functional"}.get(place, place)
+    return last == covered.name and (not place or not {place, f"torch.{place}"}.isdisjoint(covered.places))
 
 
 def _show(named: Sequence[Covered]) -> None:

@@ -105,7 +105,7 @@ class Dataset(data.Dataset[Any]):
             own = as_placements(placements, mesh.ndim, len(self.shape) - 1)
             # the dataset's own dims: the sample's come after the first
             shifted = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in own]
-            cut = None if sizes is None else {d + 1 if d >= 0 else d: s for d, s in sizes.items()}
+            cut = {d + 1 if d >= 0 else d: s for d, s in sizes.items()} if isinstance(sizes, Mapping) else sizes
             self._part: Part = part_of(
                 self._dataset, name, mesh, shifted, dtype=dtype, sizes=cut, multiple=multiple, decode=decode
             )

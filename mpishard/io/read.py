@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.argument import require_mesh
+from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.window import halo_widths
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
@@ -329,6 +329,10 @@ def part_of(
     decode: bool = False,
 ) -> Part:
     """Return what is read of a dataset; parameters as of `read`. Not collective."""
+    if dtype is not None:
+        require("read", "dtype", dtype, torch.dtype, "give one of torch's, as torch.float32")
+    if sizes is not None:
+        require("read", "sizes", sizes, Mapping, "give {dim: sizes}")
     axes = selected(select, dataset.shape, name)
     shape = [axis.count for axis in axes if axis.kept]
     own = as_placements(placements, mesh.ndim, len(shape))
@@ -377,7 +381,7 @@ def _buffer(
         raise LayoutError(
             "read: out does not fit",
             expected=f"a plain tensor of shape {shape} without requires_grad",
-            got=f"{type(out).__name__} of shape {tuple(out.shape)}",
+            got=f"{type(out).__name__} of shape {tuple(getattr(out, 'shape', ()))}",
             fix="make it of this rank's own shape, halo included",
         )
     return out

@@ -26,7 +26,17 @@ from mpishard.io.file.dtype import numpy_dtype
 from mpishard.io.file.excepthook import noted
 from mpishard.io.file.journal import heal
 from mpishard.io.file.open import import_h5py, not_written
-from mpishard.io.file.schema import Schema, Variable, any_filtered, check_places, checked_dims, chunks_of, named, option
+from mpishard.io.file.schema import (
+    Schema,
+    Variable,
+    any_filtered,
+    are_chunks,
+    check_places,
+    checked_dims,
+    chunks_of,
+    named,
+    option,
+)
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, write_xdmf
@@ -168,6 +178,8 @@ def write(
         }.items():
             if value is not None:
                 require("io.write", argument, value, Mapping, "give {name: value}")
+        if append is not None:
+            require("io.write", "append", append, str, "give the name of the dim that grows, as 'time'")
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
         if xdmf:
             check_names([own.name, *tensors])
@@ -272,18 +284,18 @@ def _form(
         cut = option(chunks, name)
         if cut is True or (cut is None and append is not None):
             cut = chunks_of(x.sharding, dtype.itemsize)
-        elif cut is not None and (np.ndim(cut) != 1 or len(cut) != len(shape) or min(cut, default=1) < 1):
+        elif cut is not None and not are_chunks(cut, shape):
             raise FileError(
                 f"write: chunks of {name!r}",
                 expected=f"True, or {len(shape)} numbers of at least 1",
                 got=repr(cut),
                 fix="give one extent per dim of the tensor",
             )
-        own = dict((variable_attrs or {}).get(name, {}))
+        own = (variable_attrs or {}).get(name, {})
+        require("io.write", f"variable_attrs[{name!r}]", own, Mapping, "give {name: value}")
         names = checked_dims(option(dims, name), name, shape)
-        variables.append(
-            Variable(name, shape, dtype, None if cut is None else tuple(cut), option(compression, name), names, own)
-        )
+        chunk = None if cut is None else tuple(cut)
+        variables.append(Variable(name, shape, dtype, chunk, option(compression, name), names, dict(own)))
     if append is not None or scales or any(v.dims is not None for v in variables):
         variables = list(named(variables))
     given = dict(scales or {}) if append is None else {append: 0, **(scales or {})}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpishard.autograd.argument import require, require_functions, require_mesh
-from mpishard.autograd.replica import join_small, replicate
+from mpishard.autograd.replica import KEEPER, join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.device_mesh import names_device_mesh
@@ -138,7 +138,7 @@ def distribute_module(
     ]
     for name, param in plain:
         replicate(param, mesh, name)
-    vars(module)["_uses"] = join_small(param for _, param in plain)
+    vars(module)[KEEPER] = join_small((param for _, param in plain), mesh)
     return module
 
 

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from mpishard.comm import guard
-from mpishard.comm.mesh import CartMesh
+from mpishard.comm.collective import blocking
+from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.tag import hashed
 from mpishard.errors import FileError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.profiling.hook import looking
@@ -32,7 +33,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
     Parameters
     ----------
     mesh
-        The ranks that are compared; what they do on other meshes counts too.
+        The ranks that are compared, all ranks of the program if not given; what they do on other meshes counts too.
     trace
         A file for the trace (JSON of Chrome's trace events, for Perfetto: one track a rank), written at the end by
         rank 0 of the mesh. `save` writes one later.
@@ -82,7 +83,12 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
     """
 
     def __init__(
-        self, mesh: CartMesh, *, trace: Path | None = None, quiet: bool = False, most_events: int = 200_000
+        self,
+        mesh: CartMesh | None = None,
+        *,
+        trace: Path | None = None,
+        quiet: bool = False,
+        most_events: int = 200_000,
     ) -> None:
         self._mesh, self._trace, self._quiet, self._most = mesh, trace, quiet, most_events
         self.rows: list[Row] = []
@@ -93,23 +99,36 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
 
     def __enter__(self) -> profile:
         global _running  # noqa: PLW0603
-        mesh = self._mesh
-        if not isinstance(mesh, CartMesh):
-            raise MeshError(
-                "profile", expected="a mesh", got=type(mesh).__name__, fix="give what ms.init_mesh returned"
-            )
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
         error: MpishardError | None = None
         try:
             self._check()
         except MpishardError as e:
             error = e
-        mesh.agree(comm, error, f"profile({self._trace!s}, {self._quiet}, {self._most})")
+        self._agree(error, f"profile({self._trace!s}, {self._quiet}, {self._most})")
         self._recorder = Recorder(self._most if isinstance(self._most, int) else 0)
         self._recorder.begin()
         self._stack.enter_context(looking(self._recorder))
         _running = self
         return self
+
+    @property
+    def _group(self) -> Group:
+        mesh = self._mesh
+        if mesh is None:
+            return blocking.world()
+        if not isinstance(mesh, CartMesh):
+            raise MeshError(
+                "profile",
+                expected="a mesh, or nothing: all ranks",
+                got=type(mesh).__name__,
+                fix="give what ms.init_mesh returned",
+            )
+        return mesh.group(tuple(range(mesh.ndim)))
+
+    def _agree(self, error: MpishardError | None, signature: str) -> None:
+        comm = self._group.comm
+        agree = guard.agree if self._mesh is None else self._mesh.agree
+        agree(comm, error, signature)
 
     def _check(self) -> None:
         if _running is not None:
@@ -123,7 +142,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             raise UnsupportedOperationError(
                 "profile: most_events", expected="an int, 0 or more", got=repr(self._most), fix="give one"
             )
-        if self._trace is not None and self._mesh.rank == 0:
+        if self._trace is not None and self._group.rank == 0:
             _writable(self._trace)
 
     def __exit__(
@@ -138,13 +157,13 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             self.ranks = 1
             self.rows, self.elapsed_s = rows_of(table, 1)
             return
-        comm = self._mesh.group(tuple(range(self._mesh.ndim))).comm
+        comm = self._group.comm
         with guard.waiting("profile", (), comm):
             # a tree of messages, then one broadcast: nothing grows with the ranks
             table = comm.bcast(comm.reduce(table, merged))
-        self.ranks = self._mesh.size
+        self.ranks = self._group.size
         self.rows, self.elapsed_s = rows_of(table, self.ranks)
-        if not self._quiet and self._mesh.rank == 0:
+        if not self._quiet and self._group.rank == 0:
             print(self.table(), end="", flush=True)
         if self._trace is not None:
             self.save(self._trace)
@@ -179,30 +198,29 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
         UnsupportedOperationError
             The profile has not ended, or ended with an error.
         """
-        mesh = self._mesh
-        comm = mesh.group(tuple(range(mesh.ndim))).comm
+        comm, own = self._group.comm, self._group.rank
         error: MpishardError | None = None
-        if _running is self or self.ranks != mesh.size:
+        if _running is self or self.ranks != self._group.size:
             error = UnsupportedOperationError(
                 "profile.save: there is no trace of all ranks",
                 expected="a profile that has ended well",
                 got="one that is running" if _running is self else "one that did not begin, or ended with an error",
                 fix="call it behind the with block",
             )
-        elif mesh.rank == 0:
+        elif own == 0:
             try:
                 _writable(path)
             except FileError as e:
                 error = e
-        mesh.agree(comm, error, "profile.save")
-        mine = (f"rank {mesh.rank}, {socket.gethostname()}", self._recorder.left_out, self._recorder.events)
+        self._agree(error, "profile.save")
+        mine = (f"rank {own}, {socket.gethostname()}", self._recorder.left_out, self._recorder.events)
         tag = hashed("profile.save")
-        if mesh.rank:
+        if own:
             with guard.waiting("profile.save", (0,), comm):
                 comm.send(mine, 0, tag)
         else:
             error = self._collected(path, comm, tag, mine)
-        mesh.agree(comm, error, "profile.save: end")
+        self._agree(error, "profile.save: end")
 
     def _collected(self, path: Path, comm: Any, tag: int, mine: tuple[str, int, list[Event]]) -> FileError | None:
         failed: FileError | None = None
@@ -211,7 +229,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             writer = Writer(path, self.to_dict())
         except Exception as e:  # noqa: BLE001 (the others hand their spans over)
             failed = _not_written(path, e)
-        for rank in range(self._mesh.size):
+        for rank in range(self.ranks):
             label, left_out, events = mine
             if rank:
                 with guard.waiting("profile.save", (rank,), comm):

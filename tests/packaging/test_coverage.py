@@ -97,6 +97,21 @@ def test_command_shows_one_operation(capsys):
         assert main(["ops", name, "--json"]) == 0
         (found,) = [c for c in json.loads(capsys.readouterr().out) if c["name"] == "conv2d"]
         assert found["treatment"] == "halo"
+    # as NoShardingRule names them, without torch's own name too
+    for name in (
+        "torch.Tensor.cumsum",
+        "Tensor.cumsum",
+        "Tensor.add_",
+        "fft.rfft",
+        "linalg.norm",
+        "nn.functional.relu",
+    ):
+        assert main(["ops", name, "--json"]) == 0
+        assert name.rpartition(".")[2] in {c["name"] for c in json.loads(capsys.readouterr().out)}
+    for name in ("torch.conv", "linalg.cumsum", "F.fft"):
+        with pytest.raises(SystemExit):
+            main(["ops", name])
+    capsys.readouterr()
     assert main(["ops", "conv2d"]) == 0
     assert TREATMENTS["halo"].split()[0] in capsys.readouterr().out
     assert main(["ops", "quantize_per_tensor"]) == 1

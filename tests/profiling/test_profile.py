@@ -150,6 +150,16 @@ def test_trace_has_a_track_a_rank(mesh, folder):
     WORLD.Barrier()
 
 
+def test_all_ranks_of_the_program_without_a_mesh(mesh, folder):
+    path = folder / "trace.json"
+    with ms.profile(trace=path, quiet=True) as prof:
+        shard(mesh, 1, 2, 6, 4).sum()
+    assert prof.ranks == WORLD.size
+    assert by_name(prof)["operation", "sum"].calls == even(1)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} == set(range(WORLD.size))
+
+
 def test_events_have_a_bound(mesh):
     x = shard(mesh, 1, 1, WORLD.size, 2)
     with ms.profile(mesh, quiet=True, most_events=3) as prof:

@@ -343,7 +343,8 @@ class HaloExchanger:
             raise UnsupportedOperationError(
                 "HaloExchanger: fields that cannot travel together",
                 expected="different arrays, all on the same device",
-                got=[f"{b.device or 'cpu'} memory at {b.address:#x}" for b in blocks],
+                # not addresses, which differ from rank to rank: fields of one number share memory
+                got=[f"{b.device or 'cpu'} array {[a.address for a in blocks].index(b.address)}" for b in blocks],
                 fix="pass every field once, and GPU and CPU fields in calls of their own",
             )
         foreign = any(b.device and not isinstance(f, torch.Tensor) for b, f in zip(blocks, fields))

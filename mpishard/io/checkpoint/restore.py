@@ -91,7 +91,7 @@ class ReadRequest:
         groups = getattr(optimizer, "param_groups", [])
         params = [p for group in groups for p in group["params"]]
         given = [x[0] if type(x) is tuple and x and isinstance(x[0], CartMesh) else x for x in (tensors or {}).values()]
-        mesh = the_mesh("load_checkpoint", mesh, [*current.values(), *params, *given])
+        mesh = the_mesh("load_checkpoint", mesh, [*current.values(), *params, *given], model)
         return cls(mesh, model, optimizer, scheduler, tensors, placements, rng, strict, current, params)
 
     def signature(self) -> str:

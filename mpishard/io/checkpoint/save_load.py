@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpishard.autograd.argument import require_mesh, require_state
+from mpishard.autograd.argument import require, require_mesh, require_state
 from mpishard.comm import counter, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
@@ -68,7 +68,7 @@ def save_checkpoint(
         How many checkpoints stay; None: all. One that has lost its state or one of its files, or a part of them,
         does not count, and those that are older than it stay for it.
     mesh
-        Needed where no tensor is sharded, and the model no `Pipeline`.
+        Needed where no tensor is sharded, and the model neither distributed by `distribute_module` nor a `Pipeline`.
     asynchronous
         Copy the state and return; the files are written in the background. The copy is the only extra memory (on
         each rank, of what it would write): the next save in this folder waits for this one. The background takes
@@ -104,6 +104,8 @@ def save_checkpoint(
         stages = stages_of("save_checkpoint", model, mesh)
         _check_numbers(step, keep)
         require_state("save_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
+        if tensors is not None:
+            require("save_checkpoint", "tensors", tensors, Mapping, "give {name: tensor}")
         if asynchronous and backend is not None:
             raise MpishardError(
                 "save_checkpoint: backend and asynchronous=True",
@@ -117,7 +119,7 @@ def save_checkpoint(
             # versions of the modules, which torch hangs on the dict
             state["metadata"] = getattr(state["model"], "_metadata", {})
         state |= {k: v for k, v in (("tensors", tensors), ("extra", extra)) if v is not None}
-        taken = snapshot(absolute(path), step, keep, mesh, stages, rng, state)
+        taken = snapshot(absolute(path), step, keep, mesh, stages, rng, model, state)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
@@ -231,7 +233,7 @@ def load_checkpoint(
     strict
         As of `torch.nn.Module.load_state_dict`.
     mesh
-        Needed where no tensor is sharded, and the model no `Pipeline`.
+        Needed where no tensor is sharded, and the model neither distributed by `distribute_module` nor a `Pipeline`.
 
     Returns
     -------
@@ -260,6 +262,8 @@ def load_checkpoint(
     try:
         stages = stages_of("load_checkpoint", model, mesh)
         require_state("load_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
+        if tensors is not None:
+            require("load_checkpoint", "tensors", tensors, Mapping, "give {name: tensor}")
         folder = absolute(path)
         own = mesh if stages is None else stages.own
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, own)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require, valueless
+from mpishard.autograd.replica import meshes_of
 from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import MeshError, MpishardError
@@ -131,6 +132,7 @@ def snapshot(
     mesh: CartMesh | None,
     stages: Stages | None,
     rng: bool,
+    model: Any,
     sections: Mapping[str, Any],
 ) -> Snapshot:
     """Cut the state into tensors and JSON; nothing is copied. Not collective.
@@ -144,7 +146,7 @@ def snapshot(
     """
     plain: dict[str, Tensor] = {}
     tree = {key: encode(value, (key,), plain) for key, value in sections.items()}
-    mesh = the_mesh("save_checkpoint", mesh if stages is None else stages.own, plain.values())
+    mesh = the_mesh("save_checkpoint", mesh if stages is None else stages.own, plain.values(), model)
     if rng:
         tree["rng"] = encode(generators(mesh), ("rng",), plain)
     tensors: dict[str, ShardTensor] = {}
@@ -185,15 +187,15 @@ def state_of(call: str, model: Any) -> dict[Any, Any]:
     return dict(model)
 
 
-def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any]) -> CartMesh:
-    """Return the one mesh that is given, itself or by tensors that live on it. Not collective."""
+def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any], model: Any) -> CartMesh:
+    """Return the one mesh that is given: itself, by tensors that live on it, or else by a model. Not collective."""
     found = (x.mesh if isinstance(x, ShardTensor) else x for x in (mesh, *given))
-    meshes = {id(m): m for m in found if isinstance(m, CartMesh)}
+    meshes = {id(m): m for m in found if isinstance(m, CartMesh)} or {id(m): m for m in meshes_of(model)}
     if len(meshes) == 1:
         return next(iter(meshes.values()))
     raise MeshError(
         f"{what}: one mesh is needed",
-        expected="tensors of one mesh, or mesh=",
+        expected="tensors of one mesh, a model that was distributed on one, or mesh=",
         got=[m.outline for m in meshes.values()] or "nothing that is sharded, and no mesh",
         fix="save and load what lives on each mesh by itself"
         if meshes

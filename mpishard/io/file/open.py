@@ -453,7 +453,10 @@ def not_written(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be written. Not collective."""
     return FileError(
         f"write: cannot write {os.fspath(path)!r}",
-        expected="a folder that can be written to, room in it, and names and attributes that HDF5 takes",
+        expected="a folder that can be written to, room in it, and names, attributes and options that HDF5 takes",
         got=f"{type(e).__name__}: {e}",
-        fix="make the folder, or choose another one",
+        # what h5py says of arguments: of the file and its folder it says OSError or RuntimeError
+        fix="give what this is about otherwise: a name, an attribute or an option"
+        if isinstance(e, (TypeError, ValueError, LookupError))
+        else "make the folder, or choose another one",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -68,12 +69,21 @@ def option(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else value
 
 
+def are_chunks(extents: Any, shape: Sequence[int]) -> bool:
+    """Tell whether a chunk may have these extents, each a whole number. Not collective."""
+    try:
+        return len(extents) == len(shape) and all(operator.index(n) >= 1 for n in extents)
+    except TypeError:
+        return False
+
+
 def checked_dims(dims: Any, name: str, shape: Sequence[int]) -> tuple[str, ...] | None:
     """Return the names of a dataset's dims, one per dim, or None. Not collective."""
     if dims is None:
         return None
-    if not isinstance(dims, str) and len(dims) == len(shape) and all(isinstance(d, str) for d in dims):
-        return tuple(dims)
+    own = tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else None
+    if own is not None and len(own) == len(shape) and all(isinstance(d, str) for d in own):
+        return own
     raise LayoutError(
         f"write: dims of {name!r}",
         expected=f"{len(shape)} names, for the shape {tuple(shape)}",

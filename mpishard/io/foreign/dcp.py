@@ -81,7 +81,7 @@ def import_dcp(
     strict
         Whether every tensor must be there.
     mesh
-        Needed where no tensor is sharded.
+        Needed where no tensor is sharded, and the model not distributed by `distribute_module`.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def import_dcp(
         if mesh is None:
             raise
         error = e
-    mesh = the_mesh("import_dcp", mesh, wanted.values())
+    mesh = the_mesh("import_dcp", mesh, wanted.values(), model)
     comm = mesh.group(tuple(range(mesh.ndim))).comm
     found: dict[str, Tensor] = {}
     try:

@@ -74,7 +74,7 @@ def export_safetensors(
     metadata
         Text to go with them: name -> text.
     mesh
-        Needed where no tensor is sharded.
+        Needed where no tensor is sharded, and the model not distributed by `distribute_module`.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def export_safetensors(
         if mesh is None:
             raise
         error = e
-    mesh = the_mesh("export_safetensors", mesh, state.values())
+    mesh = the_mesh("export_safetensors", mesh, state.values(), model)
     group = mesh.group(tuple(range(mesh.ndim)))
     header: dict[str, Any] = {}
     end, own, text = 0, Path(), b""

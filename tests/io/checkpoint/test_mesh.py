@@ -1,0 +1,60 @@
+"""Whose ranks save and load, where no mesh is given: those of the model's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mpishard as ms
+from mpishard.errors import MeshError
+from tests.io.files import same_on_all
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["itself", "inside"])
+@pytest.mark.parametrize("options", [{}, {"shard_parameters": "y"}], ids=["plain", "sharded"])
+def test_of_a_distributed_model(mesh, folder, options, wrap):
+    """With plain parameters too, and of sharded ones on a single rank, which stay plain."""
+    model = wrap(ms.distribute_module(net(), mesh, **options))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ms.io.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
+    expected = [x.full_tensor() if isinstance(x, ms.ShardTensor) else x.clone() for x in model.state_dict().values()]
+    other = wrap(ms.distribute_module(net().requires_grad_(requires_grad=False), mesh))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    assert ms.io.load_checkpoint(folder, model=other).step == 1
+    for got, want in zip(other.state_dict().values(), expected):
+        assert torch.equal(got, want)
+    ms.io.export_safetensors(folder / "model.safetensors", model)
+
+
+def test_a_mesh_that_is_given_counts(mesh, folder):
+    whole = ms.init_mesh((mesh.size,), ("all",))
+    model = ms.distribute_module(net(), mesh)
+    x = ms.distribute_tensor(torch.arange(6.0), whole, [ms.Shard(0)])
+    ms.io.save_checkpoint(folder, 1, model=model, tensors={"x": x})
+    assert ms.io.load_checkpoint(folder, model=model, mesh=whole).tensors["x"].mesh is whole
+
+
+def test_of_no_model_or_of_two_meshes(mesh, folder):
+    other = ms.init_mesh((mesh.size,), ("all",))
+    two = nn.ModuleList([ms.distribute_module(net(), mesh), ms.distribute_module(net(), other)])
+    for model in (net(), copy.deepcopy(ms.distribute_module(net(), mesh)), two):
+        with pytest.raises(MeshError, match="one mesh is needed") as e:
+            ms.io.save_checkpoint(folder, 1, model=model)
+        same_on_all(e)
+    ms.io.save_checkpoint(folder, 1, model=two, mesh=mesh)

@@ -1,0 +1,72 @@
+"""Arguments of another kind: the text says which one, on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import mpishard as ms
+from mpishard.errors import MpishardError
+from tests.io.files import same_on_all, sharded, values
+
+FULL = values((6, 8))
+
+
+def refused(call, *words):
+    with pytest.raises(MpishardError) as e:
+        call()
+    same_on_all(e)
+    for word in ("expected:", "got:", "fix:", *words):
+        assert word in str(e.value), e.value
+    assert "make the folder" not in str(e.value), e.value
+    assert "check that the file is complete" not in str(e.value), e.value
+
+
+@pytest.mark.parametrize("backend", ["root", "virtual"])
+def test_write(mesh, folder, backend):
+    path = folder / "a.h5"
+    ms.io.write(path, {"a": sharded(FULL, mesh)}, backend=backend)
+    for words, options in {
+        ("append",): [{"append": value} for value in (True, 3, b"t", ("t",), ["t"])],
+        ("chunks", "'a'"): [{"chunks": value} for value in (3, (2, "x"), (2, 2.5), (2,), "ab", (0, 2))],
+        ("dims", "'a'"): [{"dims": value} for value in (3, 1.5, "yx", ("y", 3), ("y",))],
+        ("variable_attrs['a']",): [{"variable_attrs": {"a": value}} for value in (3, "u", ["u"])],
+        ("an option",): [{"compression": value} for value in ("gzip9", ("gzip", 99), b"gzip", 77777)]
+        + [{"attrs": {"u": value}} for value in ("zero \0", [1, "b"])]
+        + [{"locking": "x"}],
+    }.items():
+        for each in options:
+            if not (backend == "virtual" and "append" in each):
+                refused(
+                    lambda each=each: ms.io.write(path, {"a": sharded(FULL + 1, mesh)}, backend=backend, **each), *words
+                )
+    assert torch.equal(ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
+    ms.io.write(path, {"a": sharded(FULL, mesh)}, backend=backend, chunks=np.array([2, 2]), dims=["y", "x"])
+    assert torch.equal(ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1))).full_tensor(), FULL)
+
+
+def test_read(mesh, folder):
+    path = folder / "a.h5"
+    ms.io.write(path, {"a": sharded(FULL, mesh)})
+    for argument, wrong in {
+        "dtype": ("float32", 3, np.float32),
+        "sizes": (3, [1]),
+        "out": (3, "a", FULL.numpy()),
+    }.items():
+        for value in wrong:
+            refused(lambda: ms.io.read(path, "a", mesh, (ms.Shard(0), ms.Shard(1)), **{argument: value}), argument)
+            if argument != "out":
+                refused(
+                    lambda: ms.io.Dataset(path, "a", mesh, (ms.Shard(0), ms.Replicate()), **{argument: value}), argument
+                )
+
+
+def test_checkpoint(mesh, folder):
+    x = sharded(FULL, mesh)
+    for tensors in (3, [x], x):
+        refused(lambda tensors=tensors: ms.io.save_checkpoint(folder, 1, tensors=tensors, mesh=mesh), "tensors")
+    ms.io.save_checkpoint(folder, 1, tensors={"x": x})
+    for tensors in (3, ["x"], x):
+        refused(lambda tensors=tensors: ms.io.load_checkpoint(folder, tensors=tensors, mesh=mesh), "tensors")
+    assert torch.equal(ms.io.load_checkpoint(folder, mesh=mesh).tensors["x"].full_tensor(), FULL)
