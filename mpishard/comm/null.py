@@ -156,9 +156,11 @@ class NullComm:
         """Leave what is there."""
         self.note("collective", "broadcast", nbytes=_nbytes(x))
 
-    def bcast(self, x: Any, root: int = 0) -> Any:  # noqa: ARG002
-        """Return the same."""
+    def bcast(self, x: Any, root: int = 0) -> Any:
+        """Return the same, which stands for what another rank has; where this one has nothing, refuse."""
         self.note("collective", "broadcast")
+        if x is None and root != self.rank:
+            raise no_values("MPI's bcast")
         return x
 
     def allgather(self, x: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from mpishard.autograd.argument import require, require_mesh
 from mpishard.autograd.window import halo_widths
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.null import no_values
 from mpishard.errors import DesyncError, LayoutError, MpishardError
 from mpishard.io.backend.choice import Choice, choose_reading, tell
 from mpishard.io.backend.mpio import opened_together, read_mpio
@@ -183,6 +184,8 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
     call = "io.read"
     try:
         call = f"io.read {shown(name)} of {told(path)}"
+        if mesh.device.type == "meta":
+            raise no_values("io.read")
         import_h5py()
         disjoint = not asked.halo and _is_sharded(asked.placements)
         choice = choose_reading(mesh, asked.backend, virtual=False, disjoint=disjoint)
@@ -202,7 +205,8 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
     """Do what `read` does, but return None on every rank where the file has changed meanwhile. Collective."""
     group = mesh.group(tuple(range(mesh.ndim)))
     external, out, gaps = asked.external, asked.out, 0
-    choice, signature = _chosen(path, name, mesh, asked)
+    choice, call = _chosen(path, name, mesh, asked)
+    part_told = ""
     together = choice.name == "mpio"
     error: Exception | None = None
     seen = Seen(path)
@@ -218,7 +222,7 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
                 dataset = found(files.enter_context(opened(path)), path, name, external=external)
             part = asked.part(dataset, name, mesh)
             plan = part.window(mesh, asked.halo, asked.mode)
-            signature += f" {part!r} {plan.told}"
+            part_told = f" {part!r} {plan.told}"
             out = _buffer(plan.shape, part.dtype, mesh, asked.device, out)
             block = part.block(plan, out)
             if block.pieces:
@@ -231,7 +235,7 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
             error = e
         except Exception as e:  # noqa: BLE001 (of a damaged file h5py raises anything)
             error = damaged(path, name, e)
-        gaps, moved = _agreed(group.comm, error, signature, gaps, seen)
+        gaps, moved = _agreed(group.comm, error, call, part_told, gaps, seen)
         if moved:
             return None
         assert out is not None
@@ -250,23 +254,24 @@ def _once(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> Any:
                     pass
             except Exception as e:  # noqa: BLE001
                 failure = e
-    _, moved = _agreed(group.comm, None if failure is None else damaged(path, name, failure), "", 0, seen)
+    _, moved = _agreed(group.comm, None if failure is None else damaged(path, name, failure), call, "", 0, seen)
     if moved:
         return None
     return wrap(out, part.layout, mesh) if asked.halo is None else out
 
 
-def _agreed(comm: Any, error: Exception | None, signature: str, number: int, seen: Seen) -> tuple[int, int]:
+def _agreed(comm: Any, error: Exception | None, call: str, part: str, number: int, seen: Seen) -> tuple[int, int]:
     """Agree on errors, on the largest number, and on whether the file has changed: then nothing is wrong. Collective.
 
     What was found of a file that is written to says nothing, and ranks may have found it at different steps.
     """
     moved = int(bool(seen.changed()))
     try:
-        return guard.agree(comm, None if moved else error, signature, (number, moved))
+        return guard.agree(comm, None if moved else error, call + part, (number, moved))
     except DesyncError:
         state = -1 if moved else seen.state
-        most, least = guard.agree(comm, None, "io.read: the state of the file", (state, -state))
+        # ranks that named two files have seen two states as well: that is no file which changes
+        most, least = guard.agree(comm, None, call, (state, -state))
         if most == -least >= 0:
             raise
         return number, 1

@@ -16,6 +16,7 @@ import numpy as np
 from mpishard.autograd.argument import require
 from mpishard.comm import counter, guard
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.null import no_values
 from mpishard.errors import FileError, MeshError, MpishardError
 from mpishard.io.backend.choice import choose_backend, tell
 from mpishard.io.backend.job import FAILURES, Job
@@ -37,6 +38,7 @@ from mpishard.io.file.schema import (
     named,
     option,
 )
+from mpishard.io.file.seen import held, mark_of
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, write_xdmf
@@ -168,6 +170,8 @@ def write(
             f"compression={compression!r}, xdmf={xdmf}, vtkhdf={vtkhdf}, alignment={alignment}, hints={hints}, "
             f"locking={locking}"
         )
+        if mesh.device.type == "meta":
+            raise no_values("io.write")
         own = absolute(path)
         import_h5py()
         for argument, value in {
@@ -241,6 +245,13 @@ def _may_append(path: Path) -> bool:
             got=f"{type(e).__name__}: {e}",
             fix=f"name the file itself ({os.path.realpath(path)}), or write another one",
         ) from e
+    if held(mark_of(path)) is not None:
+        raise FileError(
+            f"write: cannot append to {os.fspath(path)!r}",
+            expected="a file that this process does not read: HDF5 opens none in two ways",
+            got="an io.Dataset of it that is open",
+            fix="close() it before, and open it anew",
+        )
     return True
 
 

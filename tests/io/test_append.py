@@ -358,6 +358,20 @@ def test_where_there_are_no_locks(mesh, folder, monkeypatch):
     ms.io.heal(at)
 
 
+@pytest.mark.parametrize("backend", WRITERS)
+def test_a_file_that_is_read_here(mesh, folder, backend):
+    """HDF5 opens no file in two ways: the text names the Dataset, not the folder."""
+    path = folder / "x.h5"
+    append(path, mesh, 0, backend=backend)
+    with ms.io.Dataset(path, "x", mesh, (ms.Shard(0), ms.Shard(1))) as ds:
+        with pytest.raises(FileError, match=r"an io\.Dataset of it that is open") as e:
+            append(path, mesh, 1, backend=backend)
+        same_on_all(e)
+        assert torch.equal(ds[0].full_tensor(), FULL)
+    append(path, mesh, 1, backend=backend)
+    check(path, mesh, 2)
+
+
 @pytest.mark.parametrize("names", ["two", "one"])
 @pytest.mark.parametrize("backend", WRITERS)
 def test_two_jobs_that_begin_one_file(mesh, folder, backend, names, monkeypatch):

@@ -190,3 +190,13 @@ def test_a_file_that_never_rests(mesh, folder, monkeypatch):
     with pytest.raises(FileError, match="written to again and again") as e:
         ms.io.read(at, "a", mesh, WHOLE)
     same_on_all(e)
+
+
+@pytest.mark.ranks(2, 3)
+def test_two_files_are_none_that_changes(mesh, folder):
+    """Each has a time of its own, as one has that is written to between the ranks' looks."""
+    for name in ("a.h5", "b.h5"):
+        store(folder / name, a=(values((12, 4)), {}))
+    with pytest.raises(ms.DesyncError, match=r"b\.h5") as e:
+        ms.io.read(folder / ("b.h5" if WORLD.rank else "a.h5"), "a", mesh, WHOLE[: mesh.ndim])
+    same_on_all(e)

@@ -133,3 +133,16 @@ def test_values_of_a_planning_mesh():
     for ask in (float, int, bool, torch.Tensor.item, torch.Tensor.tolist):
         with pytest.raises(ms.MeshError, match="on a mesh for planning"):
             ask(x.sum())
+
+
+def test_what_other_ranks_have_is_not_there(tmp_path):
+    mesh = ms.planning.mesh((4,), coords=(2,))
+    x = ms.ones(8, mesh=mesh, placements=ms.Shard(0))
+    for call in (
+        lambda: ms.scatter_tensor(torch.ones(8), 0, mesh, ms.Shard(0)),
+        lambda: ms.process_group(mesh),
+        lambda: ms.io.write(tmp_path / "x.h5", {"x": x}),
+        lambda: ms.io.read(tmp_path / "x.h5", "x", mesh, ms.Shard(0)),
+    ):
+        with pytest.raises(ms.MeshError, match="on a mesh for planning"):
+            call()

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh
+from mpishard.comm.null import NullComm, no_values
 from mpishard.comm.setting import first_agreement
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
 from mpishard.comm.torch_distributed.store import OwnStore
@@ -90,6 +91,8 @@ def _comms_of(where: CartMesh | MPI.Intracomm | None) -> tuple[MPI.Intracomm, MP
     if where is None:
         return MPI.COMM_WORLD, MPI.COMM_WORLD
     if isinstance(where, CartMesh):
+        if isinstance(where.root_comm, NullComm):
+            raise no_values("process_group")
         return where.group(tuple(range(where.ndim))).comm, where.root_comm
     if not isinstance(where, MPI.Intracomm) or where == MPI.COMM_NULL:
         raise MeshError(
