@@ -95,3 +95,24 @@ def test_the_python_solver_beside_its_model(programs, tmp_path):
     net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Tanh(), torch.nn.Conv2d(4, 1, 1)).double()
     _, coupled = reference(lambda u: 0.2 + 0.01 * net(u[None, None])[0, 0], 0)
     assert heat(done) == pytest.approx(coupled, rel=1e-12)
+
+
+def test_the_lines_in_c_compile(compiled, tmp_path):
+    """Of coupling.md: what is left out there is what a solver has."""
+    (lines,) = blocks("coupling.md", "c")
+    source = tmp_path / "solver.c"
+    source.write_text(f"""
+#include <mpishard.h>
+#include <stdio.h>
+static double u[4][4], tau[4][4];
+static void advance(double (*a)[4], double (*b)[4]) {{ a[0][0] += b[0][0]; }}
+int main(void)
+{{
+    MPI_Comm cart = MPI_COMM_WORLD;
+    int64_t shape[2] = {{4, 4}}, sizes[2] = {{2, 2}}, extents[2] = {{4, 4}}, ghosts[2] = {{1, 1}};
+    int step, steps = 1;
+    {lines}
+    return 0;
+}}
+""")
+    compiled(source, tmp_path / "solver", link=True)
