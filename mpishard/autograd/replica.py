@@ -159,8 +159,10 @@ class Keeper:
         self.mesh = mesh
         self.nodes: dict[Together, deque[Any]] = {}
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Keeper:
+        return Keeper(self.mesh)  # a copy of the model has parameters of its own
+
     def __reduce__(self) -> Any:
-        # a copy of the model has parameters of its own
         return dict, ()
 
 
