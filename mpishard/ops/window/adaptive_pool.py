@@ -239,7 +239,8 @@ def _average(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> Tensor
             continue
         windows = _windows(x, dim, index)
         if padded:
-            windows = windows * _along(inside.to(x.dtype), dim, windows.ndim)
+            # not a product with 0: what does not count may be NaN
+            windows = windows.masked_fill(~_along(inside, dim, windows.ndim), 0)
         x = windows.sum(dim + 1) / _along(lengths.to(x.dtype), dim, x.ndim)
     return sum_partial(x, mesh, plan.reduced)
 

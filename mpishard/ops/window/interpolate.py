@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,7 +138,8 @@ def interpolate(
     if plan.taps:
         y = _tapped(y, plan.taps)
     if plan.local is not None:
-        y = on_planes(lambda t: F.interpolate(t, **plan.local), y, ndim)
+        aside = () if mode in NEAREST else tuple(dim for dim, _ in plan.taps)
+        y = on_planes(lambda t: _with_channels(lambda u: F.interpolate(u, **plan.local), t, aside), y, ndim)
     return wrap(cropped(y.to(x.dtype), plan.crops), plan.out, x.mesh)
 
 
@@ -301,7 +302,7 @@ def _plan_tapped(
             wanted.append(intervals_wanted(n, dim, windows))
             sizes[dim] = sizes_of(borders)
         taps.append((dim, along.taps(a, b).beyond(lo, x.device)))
-        local_size[dim - 2] = b - a
+        local_size[dim - 2] = b - a if request.mode in NEAREST else 1
         if scales:
             local_scales[dim - 2] = 1.0
         if borders[index] == borders[index + 1]:
@@ -338,6 +339,17 @@ def _copied(x: ShardTensor, request: _Request, shape: Sequence[int]) -> bool:
     scales = (1.2, *[1.2 if stays else 2.0] * (x.ndim - 3))
     answer = F.interpolate(cells.reshape(1, 1, 4, *[1] * (x.ndim - 3)), **request.arguments((), scales))
     return torch.equal(answer.reshape(4, -1)[:, 0], cells)
+
+
+def _with_channels(f: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return ``f(x)`` of each cell along ``dims`` for itself, as of channels: by weights of 0 it would spread a NaN."""
+    if not dims:
+        return f(x)
+    to, others = tuple(range(2, 2 + len(dims))), [d for d in range(2, x.ndim) if d not in dims]
+    extents = [x.shape[d] for d in dims]
+    planes = [1 if d in dims else x.shape[d] for d in range(2, x.ndim)]
+    y = f(x.movedim(dims, to).reshape(len(x), x.shape[1] * math.prod(extents), *planes))
+    return y.reshape(len(x), x.shape[1], *extents, *[y.shape[d] for d in others]).movedim(to, dims)
 
 
 def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:

@@ -74,6 +74,20 @@ def test_cells_whose_weight_is_zero(mode):
             torch.testing.assert_close(got, expected, msg=lambda m: f"{n} {how} {sizes}: {m}")
 
 
+@pytest.mark.parametrize(("mode", "dims"), [("bilinear", 2), ("bicubic", 2), ("trilinear", 3)])
+def test_no_number_reaches_cells_that_do_not_read_it(mode, dims):
+    """As of a field with NaN on land: dims that are cut are weighted apart from the others."""
+    full = torch.ones(1, 2, 12, *(3,) * (dims - 1), dtype=torch.float64)
+    full[0, 0, 4] = torch.nan
+    full[0, 1, 0] = torch.inf
+    for how in ({"size": (7, *(3,) * (dims - 1))}, {"scale_factor": (1.5, *(2.0,) * (dims - 1))}):
+        expected = F.interpolate(full, mode=mode, **how)
+        for mesh, placements, sizes in layouts(full.shape, (2, 3)):
+            x = ms.distribute_tensor(full, mesh, placements, sizes=sizes)
+            got = F.interpolate(x, mode=mode, **how).full_tensor()
+            assert not (got.isnan() & expected.isfinite()).any(), f"{how} {placements} {sizes}"
+
+
 def test_area_is_adaptive_pooling():
     full = full_of(2)
     for mesh, placements, sizes in layouts(full.shape, (2, 3)):

@@ -111,6 +111,17 @@ def test_adaptive_pool(case, kind):
         check(lambda t: function(t, size, return_indices=True), x, range(len(shape)), case + 1)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_windows_of_several_lengths_read_no_other_cells(number):
+    full = field(2, 3, 12)
+    full[0, 0, 0] = full[1, 1, 5] = number
+    for sizes in (None, (0,) * (WORLD.size - 1) + (12,)):
+        x = shard(full, mesh_of((WORLD.size,)), (ms.Shard(2),), sizes and {2: sizes})
+        torch.testing.assert_close(
+            gathered(F.adaptive_avg_pool1d(x, 5)), F.adaptive_avg_pool1d(full, 5), equal_nan=True
+        )
+
+
 def test_fewer_cells_out_than_blocks_are_whole_on_every_rank():
     x = shard(field(2, 3, 4 * WORLD.size), mesh_of((WORLD.size,)), (ms.Shard(2),))
     with ms.comm_counter() as counter:
