@@ -513,3 +513,10 @@ def test_norms_of_the_cells_of_a_vector(dim):
             torch.testing.assert_close(
                 torch.norm_except_dim(x, 2, dim).full_tensor(), torch.norm_except_dim(torch.arange(-3.0, 4.0), 2, dim)
             )
+
+
+def test_two_corrections_at_once_are_refused_as_in_torch():
+    x = shard(torch.arange(12.0).view(4, 3), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for f in (torch.var, torch.std, torch.var_mean, torch.std_mean):
+        with pytest.raises(TypeError, match="unbiased"):
+            f(x, 0, unbiased=False, correction=1)
