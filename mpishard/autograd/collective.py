@@ -110,7 +110,8 @@ def all_reduce(
     if type(mesh) is not CartMesh:
         require_mesh("all_reduce", mesh)
     if type(op) is not str:  # MPI's, such as MPI.SUM, cannot be looked up
-        require("all_reduce", "op", op, str, "name one of sum, avg, prod, max, min")
+        with together("all_reduce", mesh, mesh_dims(mesh, mesh_dim)):
+            require("all_reduce", "op", op, str, "name one of sum, avg, prod, max, min")
     if type(mesh_dim) is list:
         mesh_dim = tuple(mesh_dim)  # hashable
     recorded = x.requires_grad and torch.is_grad_enabled()

@@ -416,6 +416,8 @@ def halo_exchange(x: ShardTensor, widths: Mapping[int, Width], mode: str | None 
     require("halo_exchange", "x", x, ShardTensor, "shard it first, e.g. with mpishard.distribute_tensor")
     with together("halo_exchange", x.mesh):
         require("halo_exchange", "widths", widths, Mapping, "give {tensor_dim: width}")
+        if mode is not None:
+            require("halo_exchange", "mode", mode, str, "name one of zeros, reflect, replicate, circular")
     x = resolved(x)
     return window.halo_exchange(x.block, x.mesh, x.sharding, widths, mode)
 

@@ -207,6 +207,12 @@ def test_one_rank_alone_is_wrong(tmp_path):
         ms.io.save_checkpoint(tmp_path, 1, model=3 if odd else torch.nn.Linear(1, 1), mesh=mesh)
     with pytest.raises(ms.LayoutError, match="optimizer="):
         ms.io.load_checkpoint(tmp_path, optimizer="adam" if odd else None, mesh=mesh)
+    for i, mode in enumerate(([], {}, torch.ones(2), 3)):
+        with pytest.raises(ms.LayoutError, match="halo_exchange: mode="):
+            ms.halo_exchange(x, {0: (1, i)}, mode=mode if odd else "zeros")
+    for op in ([], {}, 3, None):
+        with pytest.raises(ms.LayoutError, match="all_reduce: op="):
+            ms.all_reduce(torch.ones(7), mesh, "x", op=op if odd else "sum")
     with pytest.raises(ms.LayoutError, match="attrs="):
         ms.io.write(tmp_path / "a.h5", {"u": x}, attrs=[1] if odd else None)
     with pytest.raises(ms.MeshError, match="'v' lives on no mesh"):
