@@ -90,7 +90,7 @@ def _run(name: str, plan_of: Any, func: Any, cell: Any, input: ShardTensor, fact
     before, out = x.mesh.plans.get(key) or x.mesh.plan(key, lambda: plan_of(x, factor))
     local = moved(x, before).block
     # torch gives the result, or its gradient, the operand's shape where there are no cells (docs/upstream.md)
-    y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x.mesh.coords))
+    y = func(local, factor) if local.numel() else local.reshape(out.local_shape(x.mesh.coords)).clone()
     return wrap(y, out, x.mesh)
 
 

@@ -134,7 +134,8 @@ def _run(step: Pass, local: Tensor) -> Tensor:
 
 def _of_no_cells(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the transform of an empty block, which torch refuses (docs/upstream.md)."""
-    return (x.to(dtype) if dtype.is_complex else x.to(dtype.to_complex()).real).reshape(shape)
+    # a copy as of others: what is written into it is not written into the operand
+    return (x.to(dtype) if dtype.is_complex else x.to(dtype.to_complex()).real).reshape(shape).clone()
 
 
 def _plan(

@@ -282,3 +282,17 @@ def test_a_result_is_detached_in_place():
         y = F.conv1d(x.T[None], torch.ones(3, 3, 1))
         assert y.detach_() is y
         assert not y.requires_grad
+
+
+@pytest.mark.parametrize("name", ["fft", "irfft", "hfft", "pixel_shuffle", "pixel_unshuffle"])
+def test_a_result_without_cells_is_no_view_of_its_operand(name):
+    """Torch would find the operand changed where the result is written into, on that rank alone."""
+    full = torch.ones(4, 4, 4, 4, dtype=torch.float64)
+    for sizes in ((4, *(0,) * (P - 1)), (*(0,) * (P - 1), 4)):
+        for dim in (0, 1):
+            y = rows(full, sizes, dim, requires_grad=True).sin()
+            y = torch.complex(y, y) if "fft" in name else y
+            saved, z = y * y, getattr(torch.fft, name)(y, dim=-1) if "fft" in name else getattr(F, name)(y, 2)
+            with torch.no_grad():
+                z.mul_(2)
+            saved.abs().sum().backward()
