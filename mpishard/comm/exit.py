@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from mpishard.comm.environment import switch
 from mpishard.errors import MeshError
 
 _PID = os.getpid()
@@ -45,7 +46,7 @@ def install() -> None:
     than the main one, and those at an interactive prompt, end nothing.
     """
     global _installed  # noqa: PLW0603
-    if _installed or os.environ.get("MPISHARD_ABORT", "1") in ("", "0"):
+    if _installed or switch("MPISHARD_ABORT") is False:
         return
     _installed = True
     previous, stderr = sys.excepthook, sys.stderr

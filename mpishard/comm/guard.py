@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from mpishard import errors
 from mpishard.comm import disagreement
+from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
@@ -43,7 +44,7 @@ def _timeout_s() -> float:
     )
 
 
-DEBUG = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
+DEBUG = bool(switch("MPISHARD_DEBUG"))
 TIMEOUT_S = _timeout_s()
 
 # agreement

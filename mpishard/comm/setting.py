@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 from mpi4py import MPI
 
 from mpishard.comm import disagreement, guard
+from mpishard.comm.environment import switch
 from mpishard.errors import MeshError
 
-DETERMINISTIC = os.environ.get("MPISHARD_DETERMINISTIC", "0") not in ("", "0")
+DETERMINISTIC = bool(switch("MPISHARD_DETERMINISTIC"))
 
 
 def first_agreement(comm: MPI.Intracomm, error: BaseException | None, signature: str = "") -> None:

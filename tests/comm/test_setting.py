@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm import guard, setting
+from mpishard.comm.environment import switch
 from mpishard.errors import MeshError
 
 WORLD = MPI.COMM_WORLD
@@ -58,3 +59,12 @@ def test_another_error_comes_first(monkeypatch):
     monkeypatch.setattr(guard, "DEBUG", WORLD.rank == 1)
     with pytest.raises(MeshError, match="does not fit the number of ranks"):
         ms.init_mesh((WORLD.size + 1,))
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [("", None), (" ", None), ("0", False), ("off", False), ("False", False), ("1", True), ("on", True), ("YES", True)],
+)
+def test_what_a_switch_says(monkeypatch, text, on):
+    monkeypatch.setenv("MPISHARD_TEST", text)
+    assert switch("MPISHARD_TEST") is on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -218,3 +219,13 @@ def test_lowest_versions_are_one_fact() -> None:
         ("2.1", "2", False),
     ):
         assert is_lowest(Version(installed), Version(bound)) == right
+
+
+@pytest.mark.parametrize("variable", ["MPISHARD_DEBUG", "MPISHARD_DETERMINISTIC", "MPISHARD_ABORT"])
+def test_a_switch_that_says_nothing_it_knows(variable):
+    given = {**os.environ, variable: "maybe"}
+    words = python("-c", "import mpishard; mpishard.init_mesh")
+    done = subprocess.run(words, env=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert f"MeshError: {variable}: unknown value" in done.stderr
+    assert "'maybe'" in done.stderr

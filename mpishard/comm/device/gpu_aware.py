@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.environment import switch
 from mpishard.errors import MeshError, MpishardError
 
 OVERRIDE = "MPISHARD_GPU_AWARE"
@@ -47,7 +48,7 @@ def findings() -> list[Finding]:
         ``MPISHARD_GPU_AWARE`` is neither 0 nor 1.
     """
     library = MPI.Get_library_version().splitlines()[0].rstrip("\0")
-    return [_override(os.environ), _alloc_kinds(), *_variables(library, os.environ), _query()]
+    return [_override(), _alloc_kinds(), *_variables(library, os.environ), _query()]
 
 
 def decide(found: Sequence[Finding]) -> tuple[bool, str]:
@@ -98,11 +99,9 @@ def agreed(comm: MPI.Intracomm, device: torch.device) -> bool:
         return bool(comm.allreduce(aware, MPI.LAND))
 
 
-def _override(environment: Mapping[str, str]) -> Finding:
-    value = environment.get(OVERRIDE, "")
-    if value not in ("", "0", "1"):
-        raise MeshError(f"{OVERRIDE}: unknown value", expected="0 or 1", got=repr(value), fix="set or unset it")
-    return Finding(OVERRIDE, {"": "nothing", "0": "no", "1": "yes"}[value], f"it is {value or 'not set'}")
+def _override() -> Finding:
+    says = {None: "nothing", False: "no", True: "yes"}[switch(OVERRIDE)]
+    return Finding(OVERRIDE, says, f"it is {os.environ.get(OVERRIDE) or 'not set'}")
 
 
 def _alloc_kinds() -> Finding:

@@ -7,7 +7,6 @@ same data. It refuses two ranks on one GPU, as it does ranks without one: these 
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from mpishard.comm import guard
 from mpishard.comm.device.driver import captured
+from mpishard.comm.environment import switch
 from mpishard.comm.mesh import Group
 from mpishard.errors import MpishardError
 
@@ -35,7 +35,7 @@ _DTYPES = {
 
 def wanted() -> bool:
     """Return what ``MPISHARD_NCCL`` says: 0 never, 1 (as without it) where it works. Not collective."""
-    return os.environ.get("MPISHARD_NCCL", "1") not in ("0", "")
+    return switch("MPISHARD_NCCL") is not False
 
 
 def link_of(group: Group, x: Tensor, nbytes: int) -> Link | None:
@@ -56,11 +56,17 @@ def connect(group: Group, device: torch.device) -> Link | None:
 
 
 def _connect(group: Group, device: torch.device) -> Link | None:
+    error: MpishardError | None = None
+    own = link = None
+    try:
+        own = _identity(device)
+    except MpishardError as e:
+        error = e
+    guard.agree(group.comm, error, "")
     with guard.waiting("NCCL set-up", (), group.comm):
-        every = group.comm.allgather(_identity(device))
+        every = group.comm.allgather(own)
     if None in every or len(set(every)) < group.size:
         return None
-    error, link = None, None
     nccl = _library()
     identity = nccl.get_unique_id() if group.rank == 0 else None
     with guard.waiting("NCCL set-up", (), group.comm):

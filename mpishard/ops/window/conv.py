@@ -146,7 +146,7 @@ def _plan_conv(
     layout, mesh = x.sharding, x.mesh
     slides = _slides(weight.shape[2:], stride, padding, dilation)
     shape, local_padding, crops = list(layout.shape), [0] * ndim, []
-    shape[first - 1] = weight.shape[0]
+    shape[first - 1] = weight.shape[0] if x.shape[first - 1] else 0  # of no channels torch makes none
     wanted, borders, sharded = [], {}, {}
     for i, g in enumerate(slides):
         dim = first + i

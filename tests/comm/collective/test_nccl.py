@@ -186,3 +186,10 @@ def test_the_environment_turns_it_off(monkeypatch):
     monkeypatch.setenv("MPISHARD_NCCL", "0")
     assert not nccl.wanted()
     assert nccl._identity(torch.device("cpu")) is None
+
+
+def test_a_switch_of_one_rank_that_says_nothing_is_an_error_on_all(monkeypatch):
+    if WORLD.rank == WORLD.size - 1:
+        monkeypatch.setenv("MPISHARD_NCCL", "maybe")
+    with pytest.raises(ms.MpishardError, match="MPISHARD_NCCL: unknown value"):
+        nccl.connect(blocking.world(), torch.device("cpu"))

@@ -286,6 +286,17 @@ def test_a_block_without_output_cells():
     compare(lambda x: F.conv2d(x, w, stride=2, padding=1), [(full, mesh, (ms.Shard(2),), sizes)], [w])
 
 
+def test_no_channels():
+    """Of none torch makes none, whatever the weight says."""
+    w = field(3, 0, 3, 3).requires_grad_()
+    for dim in (2, 3):
+        compare(
+            lambda x: F.conv2d(x, w, padding=(0, 1)) * 2,
+            [(field(2, 0, 8, 8), mesh_of((WORLD.size,)), (ms.Shard(dim),), None)],
+            [w],
+        )
+
+
 @pytest.mark.parametrize(
     ("function", "n", "extents", "padding"),
     [(F.conv3d, max(12, 4 * WORLD.size), (3, 1, 7), 3), (F.conv_transpose3d, max(8, 2 * WORLD.size), (2, 3, 4), 1)],
