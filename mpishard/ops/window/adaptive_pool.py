@@ -46,14 +46,14 @@ class Cuts(NamedTuple):
         Which entries of ``index`` count.
     lengths
         Length of each output cell's window in the domain.
-    padded
-        Whether any entry does not count.
+    spare
+        Which do not, in the flat ``index``; None where all count.
     """
 
     index: Tensor
     inside: Tensor
     lengths: Tensor
-    padded: bool
+    spare: Tensor | None
 
 
 class AdaptivePlan(NamedTuple):
@@ -198,14 +198,20 @@ def _cuts(g: Adaptive, cells: tuple[int, int], interval: tuple[int, int], device
     longest = max(own)
     index = start[:, None] + torch.arange(longest, device=device)
     inside = index < stop[:, None]
-    return Cuts(index * inside, inside, torch.tensor(lengths, device=device), min(own) < longest)
+    spare = (~inside).flatten().nonzero().squeeze(1) if min(own) < longest else None
+    return Cuts(index * inside, inside, torch.tensor(lengths, device=device), spare)
 
 
-def _windows(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return ``x`` with ``dim`` replaced by (cells out, longest window)."""
+def _windows(x: Tensor, dim: int, cuts: Cuts, beyond: float) -> Tensor:
+    """Return ``x`` with ``dim`` replaced by (cells out, longest window); ``beyond`` stands behind shorter windows."""
+    index = cuts.index
     if index.shape[0] == 1 and index.shape[1] == x.shape[dim]:
         return x.unsqueeze(dim)  # one cell out, which reads the whole block
-    return x.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+    cells = x.index_select(dim, index.flatten())
+    if cuts.spare is not None:
+        # not a product with 0: what does not count may be NaN
+        cells.index_fill_(dim, cuts.spare, beyond)
+    return cells.unflatten(dim, index.shape)
 
 
 def _along(v: Tensor, dim: int, ndim: int) -> Tensor:
@@ -231,17 +237,13 @@ def _result_dtype(name: str, ndim: int, x: Tensor) -> torch.dtype:
 
 def _average(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> Tensor:
     first = x.ndim - ndim
-    for i, (index, inside, lengths, padded) in enumerate(plan.cuts):
-        dim = first + i
+    for i, cuts in enumerate(plan.cuts):
+        dim, index = first + i, cuts.index
         if index.shape[1] == 0:
             # this rank has no cell of any window, but takes part in what follows
             x = x.sum(dim, keepdim=True).expand([len(index) if d == dim else s for d, s in enumerate(x.shape)])
             continue
-        windows = _windows(x, dim, index)
-        if padded:
-            # not a product with 0: what does not count may be NaN
-            windows = windows.masked_fill(~_along(inside, dim, windows.ndim), 0)
-        x = windows.sum(dim + 1) / _along(lengths.to(x.dtype), dim, x.ndim)
+        x = _windows(x, dim, cuts, 0).sum(dim + 1) / _along(cuts.lengths.to(x.dtype), dim, x.ndim)
     return sum_partial(x, mesh, plan.reduced)
 
 
@@ -249,20 +251,19 @@ def _maximum(x: Tensor, plan: AdaptivePlan, ndim: int, mesh: CartMesh) -> tuple[
     first, at, scale = x.ndim - ndim, None, 1
     # last dim first, and the first of equals each time: the first in row-major order, as torch has it
     for i in reversed(range(ndim)):
-        dim, (index, inside, _, padded) = first + i, plan.cuts[i]
+        dim, cuts = first + i, plan.cuts[i]
+        index, inside = cuts.index, cuts.inside
         if index.shape[1] == 0:
             shape = [len(index) if d == dim else s for d, s in enumerate(x.shape)]
             x = x.sum(dim, keepdim=True).expand(shape) - torch.inf
             at = torch.full(shape, _NOWHERE, device=x.device)
             continue
-        windows = _windows(x, dim, index)
-        if padded:
-            windows = windows.masked_fill(~_along(inside, dim, windows.ndim), -torch.inf)
+        windows = _windows(x, dim, cuts, -torch.inf)
         x, chosen = windows.max(dim + 1)
         cell = _along(index + plan.offsets[i], dim, windows.ndim).expand(windows.shape)
         cell = cell.gather(dim + 1, chosen.unsqueeze(dim + 1)).squeeze(dim + 1) * scale
         if at is not None:
-            before = _windows(at, dim, index).gather(dim + 1, chosen.unsqueeze(dim + 1)).squeeze(dim + 1)
+            before = _windows(at, dim, cuts, _NOWHERE).gather(dim + 1, chosen.unsqueeze(dim + 1)).squeeze(dim + 1)
             cell = torch.where(before == _NOWHERE, before, before + cell)
         at = cell.masked_fill(~_along(inside.any(1), dim, cell.ndim), _NOWHERE)
         scale *= plan.extents[i]
