@@ -56,8 +56,8 @@ def within(mesh: Any, n: int, bits: int) -> Ready:
 
 def graph(mesh: Any, n: int, bits: int) -> Ready:
     x = ms.ShardTensor.from_local(points(n, bits), mesh, (ms.Shard(0),))
-    edges = torch.stack([torch.arange(5 * SIZE), (torch.arange(5 * SIZE) + n) % (5 * SIZE)])
-    edges = ms.distribute_tensor(edges, mesh, (ms.Shard(1),))
+    start = torch.arange(5 * SIZE + n) % (5 * SIZE)  # of other numbers of edges: values are those ranks' own
+    edges = ms.distribute_tensor(torch.stack([start, (start + n) % (5 * SIZE)]), mesh, (ms.Shard(1),))
 
     def run() -> Tensor:
         plan = ms.graph.halo(edges, x)

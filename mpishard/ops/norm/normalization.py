@@ -24,6 +24,7 @@ from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import on_domain, plain, whole_along
 from mpishard.ops.rule.empty_block import filled, unfilled
 from mpishard.ops.rule.reduction import HALVES, reduced
+from mpishard.tensor.function import block_of
 from mpishard.tensor.operand import mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -193,8 +194,11 @@ def batch_norm(
         x = _in_autocast(x, lambda t: torch.batch_norm(t, None, None, None, None, True, 0.0, eps, False))
 
         def told(mean: Tensor, var: Tensor) -> None:
-            _update(running_mean, mean, momentum, x)
-            _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
+            # as by torch, whose checkpoints would refuse what they were given and finds changed
+            running = [block_of(r) for r in (running_mean, running_var) if r is not None]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(r for r in running if not r.is_inference())):
+                _update(running_mean, mean, momentum, x)
+                _update(running_var, var * (rows.count / max(1, rows.count - 1)), momentum, x)
 
         kept = running_mean is not None or running_var is not None
         return wrap(normalised(x.block, weight, bias, rows, mesh, eps, told if kept else None), x.sharding, mesh)
