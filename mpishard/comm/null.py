@@ -146,6 +146,11 @@ class NullComm:
         self.note("collective", "agreement", nbytes=_nbytes(recv))
         MPI.COMM_SELF.Allreduce(send, recv, op)
 
+    def Iallreduce(self, send: Any, recv: Any, op: MPI.Op) -> MPI.Request:
+        """Copy, and return what is over."""
+        self.Allreduce(send, recv, op)
+        return MPI.Request()
+
     def Allgather(self, send: Any, recv: Any) -> None:
         """Copy to every rank's place."""
         mine, every = (np.frombuffer(b[0] if isinstance(b, tuple) else b, np.uint8) for b in (send, recv))
@@ -163,6 +168,10 @@ class NullComm:
             raise no_values("MPI's bcast")
         return x
 
+    def sendrecv(self, x: Any, *_: Any) -> Any:
+        """Return the same, which stands for what another rank says."""
+        return x
+
     def allgather(self, x: Any) -> list[Any]:
         """Return as many of this rank's as there are ranks."""
         self.note("collective", "all_gather")
@@ -172,20 +181,6 @@ class NullComm:
         """Return what so many equal ranks give."""
         self.note("collective", "agreement")
         return x * self.size if op == MPI.SUM else x
-
-    # of what travels while the ranks compute
-
-    def Iallgatherv(self, send: Any, recv: Any) -> MPI.Request:  # noqa: ARG002
-        """Start nothing."""
-        return self._at_once("all_gather", _nbytes(send))
-
-    def Ireduce_scatter(self, send: Any, recv: Any, counts: Any, op: MPI.Op) -> MPI.Request:  # noqa: ARG002
-        """Start nothing."""
-        return self._at_once("reduce_scatter", _nbytes(send))
-
-    def _at_once(self, op: str, nbytes: int) -> MPI.Request:
-        self.note("collective", op, nbytes=nbytes)
-        return MPI.Request()
 
 
 A_VALUE = "a value asked for"

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpishard as ms
+from mpishard.comm import guard
+from mpishard.comm.collective import blocking
 from mpishard.ops.window import conv_kernel
 from mpishard.planning.predict import trace
 from mpishard.planning.step import Program, step_on
@@ -99,6 +101,37 @@ LOOKS = {
              (2, 4096), (1,)),
     "attention": (attended, (1, 2, 512, 8), (2,)),
 }  # fmt: skip
+
+
+def counts(mesh: ms.CartMesh, **how) -> dict[str, tuple[int, int, int]]:
+    """Return what travels in the second step of training, when all plans are made."""
+    torch.manual_seed(0)
+    with torch.device(mesh.device):
+        model = ms.distribute_module(Net(), mesh, **how)
+    x = ms.ones(1, 2, 38, 52, mesh=mesh, placements=[ms.Shard(2)])
+    for _ in range(2):
+        with ms.comm_counter() as count:
+            model(x).square().mean().backward()
+    return {op: (c.calls, c.messages, c.nbytes) for op, c in count.by_op.items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "switch"),
+    [
+        ({}, (guard, "DEBUG")),
+        ({}, (blocking, "DETERMINISTIC")),
+        ({"shard_parameters": 0}, None),
+        ({"shard_parameters": 0}, (guard, "DEBUG")),
+        ({"shard_parameters": 0}, (blocking, "DETERMINISTIC")),
+    ],
+)
+def test_counts_of_other_ways_to_train(how, switch, monkeypatch):
+    if switch is not None:
+        monkeypatch.setattr(*switch, True)
+    monkeypatch.setattr(conv_kernel, "VECTOR", 0)
+    mesh = ms.init_mesh(-1, device="cpu")
+    assert counts(ms.planning.mesh(mesh.shape, coords=mesh.coords), **how) == counts(mesh, **how)
+    mesh.free()
 
 
 @pytest.mark.parametrize("name", LOOKS)

@@ -20,8 +20,9 @@ from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import as_bytes, dense, spans
 from mpishard.comm.memory.reduction_type import ordered, rule_of
 from mpishard.comm.mesh import Group
-from mpishard.comm.transport.choice import transport_of
-from mpishard.comm.transport.host import start_messages
+from mpishard.comm.transport.choice import Transport, transport_of
+from mpishard.comm.transport.host import Host, start_messages
+from mpishard.comm.transport.null import Null
 from mpishard.comm.transport.slot import slot_of
 from mpishard.layout import repeated
 
@@ -72,7 +73,7 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
     if transport.driver is not None:
         transport.driver.check()
     if rule.ordered and in_order(deterministic):
-        return _start_ordered(x, transport.on_host(x), group)
+        return _start_ordered(x, transport, group)
     work = x if rule.carrier is None else x.to(rule.carrier)
     if counter.active:
         counter.record("all_reduce", 1, work.nbytes)
@@ -149,13 +150,17 @@ lifetime.before_free.append(_settle)
 _LOCAL_NBYTES = 1 << 16
 
 
-def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> PendingReduction:
+def _start_ordered(x: torch.Tensor, transport: Transport, group: Group) -> PendingReduction:
+    work, requests = transport.on_host(x), list[MPI.Request]()
     sizes = even(work.numel(), group.size)
     into = work.new_empty((group.size, sizes[group.rank]))
     sends, recvs = [n * work.itemsize for n in sizes], [into[0].nbytes] * group.size
+    most = work.nbytes + group.size * work.itemsize
     if counter.active:
         counter.record("all_reduce", 1, work.nbytes)
-    if work.nbytes + group.size * work.itemsize > buffer.MESSAGE_NBYTES:
+    if isinstance(transport, Null):
+        transport.all_to_all(work, sizes, into, recvs, most)
+    elif most > buffer.MESSAGE_NBYTES:
         requests = start_messages(work, spans(sends), into, spans(recvs), group)
     else:
         requests = [group.comm.Ialltoallv([as_bytes(work), sends], [as_bytes(into), recvs])]
@@ -166,16 +171,21 @@ def _start_ordered(x: torch.Tensor, work: torch.Tensor, group: Group) -> Pending
     return PendingReduction(requests, finish, group)
 
 
+def _is_at_once(x: torch.Tensor, nbytes: int, group: Group) -> bool:
+    """Tell whether rows of so many bytes, all together, travel by a collective that is over when it returns."""
+    return group.size == 1 or not 0 < nbytes <= buffer.MESSAGE_NBYTES or not isinstance(transport_of(group, x), Host)
+
+
 def iall_gather(parts: Sequence[torch.Tensor], group: Group) -> PendingReduction:
     """Start to put the ranks' values in rows, one for each rank, which ``wait()`` returns.
 
     ``parts`` are 1-D and follow one another in this rank's row; all rows are as long. Collective over the group. Over
-    before ``wait()``, where the values lie on a GPU or are very many.
+    before ``wait()``, where the values are very many, or do not lie in memory that MPI reads itself.
     """
     x, size = parts[0], group.size
     width = sum(map(len, parts))
     nbytes = size * width * x.itemsize
-    if size == 1 or transport_of(group, x).driver is not None or not 0 < nbytes <= buffer.MESSAGE_NBYTES:
+    if _is_at_once(x, nbytes, group):
         rows = all_gather(torch.cat(list(parts)), group, 0, repeated([(width, size)])).view(size, width)
         return PendingReduction([], lambda: rows, group, "all_gather")
     if guard.DEBUG:
@@ -192,17 +202,12 @@ def iall_gather(parts: Sequence[torch.Tensor], group: Group) -> PendingReduction
 def ireduce_scatter(x: torch.Tensor, group: Group) -> PendingReduction:
     """Start to sum rows, one for each rank: ``wait()`` returns this rank's.
 
-    Collective over the group. Over before ``wait()``, where they lie on a GPU, are very many, or must be summed in a
-    fixed order.
+    Collective over the group. Over before ``wait()``, where they are very many, must be summed in a fixed order, or do
+    not lie in memory that MPI reads itself.
     """
     rule = rule_of("sum", x.dtype)
     simple = rule.carrier is None and not (rule.ordered and in_order(None))
-    if (
-        group.size == 1
-        or not simple
-        or transport_of(group, x).driver is not None
-        or not 0 < x.nbytes <= buffer.MESSAGE_NBYTES
-    ):
+    if not simple or _is_at_once(x, x.nbytes, group):
         sums = reduce_scatter(x, group, 0, repeated([(1, group.size)])).view(-1)
         return PendingReduction([], lambda: sums, group, "reduce_scatter")
     if guard.DEBUG:
