@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm import guard
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Far
-from mpishard.comm.coupling.patience import Circle, Presence, Wait, presence
+from mpishard.comm.coupling.patience import Circle, Presence, Wait, in_flight, keep_sent, presence
 from mpishard.errors import MpishardError, PeerError, ranges_of, ranks_text
 
 
@@ -97,7 +98,7 @@ def _exchanged(far: Far, tag: int, other: str, offer: bytes, timeout_s: float) -
                 got="nothing" if not theirs else "its offer, and then nothing",
                 fix="call connect in both programs, for several links in the same order; give a longer timeout",
             )
-    MPI.Request.Waitall([request for request, _ in sent])
+    MPI.Request.Waitall(sent)
     return theirs
 
 
@@ -126,6 +127,7 @@ def meet_peers(
                 got="some of them",
                 fix="look whether they died or hang",
             )
+            in_flight.append(requests)
             break
     circle.agree(error, timeout_s)
     return {peer: Presence(*row) for peer, row in zip(peers, theirs.tolist())}
@@ -135,12 +137,12 @@ def _head(kind: int) -> bytes:
     return wire.HEAD.pack(wire.MAGIC, wire.VERSION, kind, 0, 0, 0, 0, 0)
 
 
-def _start(far: Far, tag: int, message: bytes) -> tuple[MPI.Request, bytes]:
-    return far.comm.Isend([message, MPI.BYTE], far.first, tag + wire.HELLO), message
+def _start(far: Far, tag: int, message: bytes) -> MPI.Request:
+    return keep_sent(far.comm.Isend([message, MPI.BYTE], far.first, tag + wire.HELLO))
 
 
 def _send(far: Far, tag: int, kind: int, text: bytes, timeout_s: float) -> None:
-    request, _message = _start(far, tag, _head(kind) + text[: wire.TEXT_NBYTES])
+    request = _start(far, tag, _head(kind) + text[: wire.TEXT_NBYTES])
     wait = Wait(min(1.0, timeout_s))
     while not request.Test() and wait.pause():
         pass
@@ -155,5 +157,6 @@ def order_of(circle: Circle, mesh_comm: MPI.Intracomm) -> tuple[int, ...]:
     if circle.agree(None, 60.0, int(mine == circle.rank))[0]:
         return ()
     table = np.empty(circle.size, np.int64)
-    circle.comm.Allgather([np.array([mine], np.int64), MPI.INT64_T], [table, MPI.INT64_T])
+    with guard.waiting("connect", (), circle.comm):
+        circle.comm.Allgather([np.array([mine], np.int64), MPI.INT64_T], [table, MPI.INT64_T])
     return tuple(np.argsort(table).tolist())

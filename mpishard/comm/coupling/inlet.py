@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import GET
+from mpishard.comm.coupling.patience import GET, keep_sent
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -49,7 +48,6 @@ class Inlet:
         ]
         self._known: Sequence[Tensor] = ()
         self._copies = Copies((), ())
-        self._notes: list[tuple[MPI.Request, np.ndarray]] = []
         self._over: set[int] = set()  # ranks whose last message is here
         self._running: set[int] = set()
         self.ended = False
@@ -182,9 +180,7 @@ class Inlet:
         return [p.peer for p, request in zip(self._parcels, self._requests) if not request.Get_status()]
 
     def _tell(self, peer: int, kind: int, value: int) -> None:
-        self._notes = [(request, note) for request, note in self._notes if not request.Test()]
-        note = notice(kind, value)
-        self._notes.append((self.channel.comm.Isend(note, peer, self.channel.tag + kind), note))
+        keep_sent(self.channel.comm.Isend(notice(kind, value), peer, self.channel.tag + kind))
 
     def release(self) -> None:
         """Free what is local. Not collective."""

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.patience import Circle, Wait
+from mpishard.comm.coupling.patience import Circle, Wait, keep_sent
 from mpishard.comm.coupling.wire import Entry, Roll
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.setting import first_agreement
@@ -111,7 +111,7 @@ def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
     level = len(children)
     wait = Wait(timeout_s + level * _LEVEL_S)
     roll, missing = mine, list(children)
-    going: list[tuple[MPI.Request, bytes]] = []
+    going: list[MPI.Request] = []
     while missing:
         for child in tuple(missing):
             if (told := _received(world, child, mine.attempt)) is not None:
@@ -133,7 +133,7 @@ def _called(world: MPI.Intracomm, mine: Roll, timeout_s: float) -> Roll:
     going += [_sent(world, child, roll) for child in children]
     wait = Wait(_ANSWER_S)
     # small messages: only a rank that is gone keeps one
-    while not all(request.Test() for request, _ in going) and wait.pause():
+    while not all(request.Test() for request in going) and wait.pause():
         pass
     return roll
 
@@ -146,9 +146,8 @@ def _children(rank: int, size: int) -> list[int]:
     return out
 
 
-def _sent(world: MPI.Intracomm, peer: int, roll: Roll) -> tuple[MPI.Request, bytes]:
-    message = wire.pack_roll(roll)
-    return world.Isend([message, MPI.BYTE], peer, wire.MEETING_TAG), message
+def _sent(world: MPI.Intracomm, peer: int, roll: Roll) -> MPI.Request:
+    return keep_sent(world.Isend([wire.pack_roll(roll), MPI.BYTE], peer, wire.MEETING_TAG))
 
 
 def _received(world: MPI.Intracomm, peer: int, attempt: int) -> Roll | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpishard.comm import counter
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import HEAD, Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import PUT, Ballot, keep_going, leave
+from mpishard.comm.coupling.patience import PUT, Ballot, keep_going, keep_sent, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -105,8 +105,7 @@ class Outlet:
         self._looked = time.monotonic()
         self._stopped: set[int] = set()
         self.ended = False
-        self._ends: dict[int, tuple[MPI.Request, np.ndarray]] = {}
-        self._tree: list[tuple[MPI.Request, np.ndarray]] = []
+        self._ends: dict[int, MPI.Request] = {}
         self._call = channel.call(PUT)
         self._ballot = Ballot(channel.circle, later=True)  # on the last step that was pushed
         keep_going(self)
@@ -271,12 +270,10 @@ class Outlet:
                 told = True
         if told:
             # where a rank waits it cannot agree: the others are told, down a tree
-            self._tree = [(request, note) for request, note in self._tree if not request.Test()]
             step = 1
             while circle.rank + step < circle.size and not circle.rank & step:
                 note = notice(wire.SERVE, self._asked)
-                request = circle.comm.Isend(note, circle.rank + step, serial)
-                self._tree.append((request, note))
+                keep_sent(circle.comm.Isend(note, circle.rank + step, serial))
                 step <<= 1
         if not self._putting:
             self._serve(self._asked)
@@ -284,7 +281,7 @@ class Outlet:
     def _end(self, peer: int, kind: int) -> None:
         if peer not in self._ends:
             head = notice(kind, self._next)
-            self._ends[peer] = (self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA), head)
+            self._ends[peer] = keep_sent(self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA))
 
     def flush(self) -> Callable[[], bool]:
         """Return a function to call until it is true: then every step was read, or the reader has stopped."""
@@ -297,7 +294,7 @@ class Outlet:
                 return False
             for p in self._parcels:
                 self._end(p.peer, wire.END)
-            return all(request.Test() for request, _ in self._ends.values())
+            return all(request.Test() for request in self._ends.values())
 
         return done
 

@@ -46,6 +46,21 @@ def leave(worker: Any) -> None:
     _background = tuple(w for w in _background if w is not worker)
 
 
+# whose memory MPI may still read or write, of waits that ended without it
+in_flight: list[object] = []
+_going: list[MPI.Request] = []
+
+
+def keep_sent(request: MPI.Request) -> MPI.Request:
+    """Return the request of a message that is sent, whose memory is kept until MPI has read it. Not collective.
+
+    Nobody need wait for it: a peer that is late, or gone, takes it when it likes, or never.
+    """
+    _going[:] = [going for going in _going if not going.Test()]
+    _going.append(request)
+    return request
+
+
 class CertainError(PeerError):
     """The error of a peer that is known to have died or to have been stopped, not only to be late."""
 
@@ -155,6 +170,7 @@ class Circle:
         while not done():
             if not wait.pause():
                 self._broken = True
+                in_flight.append(done)
                 raise PeerError(
                     f"program {self.name!r}: not all of its own ranks came to the call",
                     expected=f"{self.size} ranks within {wait.timeout_s:.0f} s",
@@ -252,10 +268,7 @@ class Ballot:
         if self._rounds is not None:
             self._rounds.free()
         elif not done:
-            _left.append(self)
-
-
-_left: list[Ballot] = []
+            in_flight.append(self)
 
 
 def call_of(name: str, serial: int) -> int:
