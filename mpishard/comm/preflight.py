@@ -21,6 +21,7 @@ from mpi4py import MPI
 from mpishard.comm import guard, threads
 from mpishard.comm.device import gpu_aware
 from mpishard.comm.info import PACKAGES, gpu_name, probe, told_ranks, version
+from mpishard.comm.loaded import mpi_libraries
 from mpishard.comm.mesh import CartMesh, init_mesh
 
 # how many ranks a launcher says that there are
@@ -195,14 +196,14 @@ def _hdf5(comm: MPI.Intracomm) -> Finding:
     except ImportError as error:
         found, broken = f"h5py cannot be loaded: {error}", True
     else:
-        libraries = gpu_aware.mpi_libraries()
+        libraries = mpi_libraries()
         parallel = h5py.get_config().mpi
         found = (
             "parallel: all ranks write one file"
             if parallel
             else "serial: ranks write files of their own, and join them"
         )
-        if len({os.path.realpath(path) for path in libraries}) > 1:
+        if len(libraries) > 1:
             found, broken = f"h5py and mpi4py load different MPI libraries: {', '.join(libraries)}", True
     if _anywhere(comm, broken):
         return Finding("HDF5", "broken", found if broken else "not on all ranks of one build", advice)

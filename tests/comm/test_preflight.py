@@ -121,7 +121,7 @@ def test_a_rank_that_sees_another_folder(tmp_path, monkeypatch):
 
 def test_an_hdf5_of_another_mpi(monkeypatch, tmp_path):
     if WORLD.rank == LAST:
-        monkeypatch.setattr(module.gpu_aware, "mpi_libraries", lambda: ["/a/libmpi.so", "/b/libmpi.so"])
+        monkeypatch.setattr(module, "mpi_libraries", lambda: ["/a/libmpi.so", "/b/libmpi.so"])
     broken(preflight(str(tmp_path)), "HDF5", "")
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.device.kernel import NAMES, SOURCE, THREADS
+from mpishard.comm.loaded import libraries
 from mpishard.comm.memory.block import Block, DeviceMemory
 from mpishard.comm.memory.copy_table import Table
 from mpishard.errors import MpishardError, UnsupportedOperationError
@@ -330,8 +331,7 @@ def _cuda_malloc(nbytes: int, device: torch.device) -> int:
 def _runtime() -> ctypes.CDLL:
     """Return the CUDA run-time library that torch has loaded."""
     torch.cuda.init()
-    with open("/proc/self/maps") as maps:
-        loaded = sorted({line.split()[-1] for line in maps if "libcudart" in line})
+    loaded = libraries(r"libcudart.*")
     if not loaded:
         raise MpishardError(
             "torch's CUDA run-time library is not to be found",

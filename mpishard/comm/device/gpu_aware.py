@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.environment import switch
+from mpishard.comm.loaded import mpi_libraries
 from mpishard.errors import MeshError, MpishardError
 
 OVERRIDE = "MPISHARD_GPU_AWARE"
@@ -138,13 +139,3 @@ def _query() -> Finding:
     function.restype = ctypes.c_int
     # a library that was built for GPUs says yes also where it finds none
     return Finding(name, "maybe", "it says 1") if function() else Finding(name, "no", "it says 0")
-
-
-def mpi_libraries() -> list[str]:
-    """Return the paths of the MPI libraries that this process has loaded. Not collective."""
-    try:
-        with open("/proc/self/maps") as maps:
-            loaded = {line.split()[-1] for line in maps}
-    except OSError:
-        return []
-    return sorted(path for path in loaded if os.path.basename(path).startswith("libmpi"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from mpishard.comm.memory.copy_table import NDIM, TILE, UNITS
 
 THREADS = 256
-COLUMNS = 4 + (NDIM - 1) + NDIM  # of a row of `Table.rows`
 
 # "{pack|unpack}_{bytes of a unit}"
 SOURCE = f"""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpishard.autograd.argument import require_mesh
+from mpishard.comm.loaded import mpi_libraries
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.io.file.open import import_h5py
@@ -16,8 +17,6 @@ from mpishard.io.file.open import import_h5py
 NAMES = ("mpio", "virtual", "root")
 # Below this, one plain file is worth more than the time that several would save.
 SMALL_NBYTES = 256 << 20
-
-_LIBMPI = re.compile(r"lib(p?mpi|mpich|mpi_abi|mpi_cray|mpi_gnu\w*)([-.]\w+)*?\.so(\.\d+)*")
 
 
 class Choice(NamedTuple):
@@ -159,7 +158,7 @@ def mpio_obstacle() -> tuple[str, str] | None:
         )
     if h5py.version.hdf5_version_tuple < (1, 10, 2):
         return f"HDF5 {h5py.version.hdf5_version} is older than 1.10.2", "use a newer HDF5, or backend='virtual'"
-    loaded = mpi_libraries(_maps())
+    loaded = mpi_libraries()
     if len(loaded) > 1:
         return (
             f"two MPI libraries in one process: {' and '.join(loaded)}",
@@ -179,20 +178,6 @@ def _filter_obstacle() -> str | None:
     # Seen with 1.10.8 on two ranks: from the second dataset of 10,000 chunks on, what is written comes from elsewhere
     # in memory; and chunks that a filter has left as they are (lzf does, of noise) are read through it.
     return f"compressed datasets go wrong through MPI-IO with HDF5 before 1.14 ({version.hdf5_version} here)"
-
-
-def mpi_libraries(maps: str) -> list[str]:
-    """Return the MPI libraries in the text of ``/proc/self/maps``, sorted. Not collective."""
-    paths = {line[line.find("/") :].removesuffix(" (deleted)") for line in maps.splitlines() if "/lib" in line}
-    return sorted(path for path in paths if _LIBMPI.fullmatch(path.rpartition("/")[2]))
-
-
-def _maps() -> str:
-    try:
-        with open("/proc/self/maps") as f:
-            return f.read()
-    except OSError:  # not Linux
-        return ""
 
 
 _told: set[Choice] = set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from mpishard.comm import guard
 from mpishard.comm.collective.gather_slabs import cells_of
 from mpishard.comm.file_hints import info_of
+from mpishard.comm.loaded import libraries
 from mpishard.comm.mesh import Group
 from mpishard.io.backend.job import FAILURES, STAGED_NBYTES, Job, finish, given, is_host_dense
 from mpishard.io.file.close import abandon, empty
@@ -336,10 +336,8 @@ def _hdf5() -> Any:
     if not _library:
         _library.append(None)
         import_h5py()
-        with contextlib.suppress(OSError, AttributeError):
-            with open("/proc/self/maps") as maps:
-                loaded = re.findall(r"(/\S*/libhdf5(?:_openmpi|_mpich)?(?:-\w+)?\.so[.\d]*)$", maps.read(), re.M)
-            for path in dict.fromkeys(loaded):
+        with contextlib.suppress(OSError):
+            for path in libraries(r"libhdf5(_openmpi|_mpich)?(-\w+)?\.so[.\d]*"):
                 library = ctypes.CDLL(path)
                 if hasattr(library, "H5Pget_mpio_actual_io_mode"):
                     _library[0] = library
