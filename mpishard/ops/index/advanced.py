@@ -110,7 +110,10 @@ def _as_tensor(item: Any, x: ShardTensor) -> Any:
 
 
 def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
-    """Return the integer form of the tensors of an index; masks become the indices of their true cells."""
+    """Return the integer form of the tensors of an index; masks become the indices of their true cells.
+
+    Collective where a mask is sharded: it is gathered, once.
+    """
     dims, indices = [], []
     found: dict[int, tuple[Tensor, ...]] = {}
     for d, item in enumerate(per_dim):
@@ -118,15 +121,14 @@ def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
             continue
         if isinstance(item, tuple):
             mask, k = item
-            if isinstance(mask, ShardTensor):
-                mask = mask.full_tensor()  # beside other indices: its cells must be known everywhere
             if mask.shape[k] != layout.shape[d]:
                 raise IndexError(
                     f"The shape of the mask {list(mask.shape)} at index {k} does not match the shape of the indexed "
                     f"tensor {list(layout.shape)} at index {d}"
                 )
             if id(mask) not in found:
-                found[id(mask)] = mask.nonzero(as_tuple=True)
+                # beside other indices its cells must be known everywhere
+                found[id(mask)] = everywhere(mask).nonzero(as_tuple=True)
             item = found[id(mask)][k]
         elif item.is_floating_point() or item.is_complex():
             raise IndexError("tensors used as indices must be long, int, byte or bool tensors")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpishard.ops.rule.dim import ints, require_writable, settled
+from mpishard.ops.shape.view_copy import become
 from mpishard.tensor.operand import mesh_of, on_mesh
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
@@ -174,9 +175,7 @@ def resize_(self: ShardTensor, *sizes: Any, memory_format: Any = None) -> ShardT
     flat: Any = settled(self).reshape(-1)
     n, own = math.prod(shape), self.numel()
     cells = flat[:n] if n <= own else torch.cat([flat, flat.new_zeros(n - own)])
-    found = cells.reshape(shape).clone()
-    self.block, self.sharding, self._root = found.block, found.sharding, None
-    return self
+    return become(self, cells.reshape(shape).clone())
 
 
 @implements(*spellings("resize_as_"), sharded="moves")

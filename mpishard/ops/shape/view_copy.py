@@ -50,10 +50,10 @@ for _name in _COPIED:
 implements(torch.Tensor.narrow_copy, sharded="local")(_copying(torch.narrow))
 
 
-def _become(x: ShardTensor, view: ShardTensor) -> ShardTensor:
-    """Make ``x`` what a view of it is."""
-    x.block, x.sharding, x._root, x._halo = view.block, view.sharding, None, None
-    x._gapped, x._turned, x._origin = view._gapped, view._turned, view._origin
+def become(x: ShardTensor, other: ShardTensor) -> ShardTensor:
+    """Make ``x`` what another tensor, such as a view of it, is; any halo beside its block is left. Not collective."""
+    x.block, x.sharding, x._root, x._halo = other.block, other.sharding, None, None
+    x._gapped, x._turned, x._origin = other._gapped, other._turned, other._origin
     return x
 
 
@@ -69,11 +69,11 @@ def squeeze_(self: ShardTensor, dim: Any = None) -> ShardTensor:
     dims = squeezed_dims(x.sharding, None if dim is None else ints((dim,)))
     with torch.enable_grad():  # as below
         if not any(d in x.sharding.shard_dims and not trivially_sharded(x.sharding, d) for d in dims):
-            return _become(self, torch.squeeze(x, dims))
+            return become(self, torch.squeeze(x, dims))
         # an index: of its result it is known what it was taken from
         out = x._twin(x.block)[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
     self._gathered_view = True
-    return _become(self, out)
+    return become(self, out)
 
 
 def _in_place(name: str) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def _in_place(name: str) -> Callable[..., Any]:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         # under no_grad too what changes its shape keeps its graph
         with torch.enable_grad():
-            return _become(self, view(self, *args, **kwargs))
+            return become(self, view(self, *args, **kwargs))
 
     return rule
 

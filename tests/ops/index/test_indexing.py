@@ -207,6 +207,32 @@ def test_masks_pick_in_torchs_order():
     same(lambda x: torch.stack(torch.where(x > 0.3)), field(*SHAPE), range(3), 4)
 
 
+def test_several_masks():
+    draw, mesh = torch.Generator().manual_seed(5), mesh_of((WORLD.size,))
+    n, full = 12, field(12, 12, 12, 3)
+    for case in range(20):
+        # of equal counts, so that the cells of one for those of another would be no error
+        few = [torch.zeros(n, dtype=torch.bool).index_fill(0, torch.randperm(n, generator=draw)[:4], 1) for _ in "123"]
+        x = shard(full, mesh, (ms.Shard(case % 4),))
+        masks = [shard(m, mesh, (ms.Shard(0),)) for m in few]
+        assert torch.equal(gathered(x[tuple(masks)]), full[tuple(few)])
+        assert torch.equal(gathered(x[:, masks[1], masks[2]]), full[:, few[1], few[2]])
+        x[tuple(masks)] = 5.0
+        want = full.clone()
+        want[tuple(few)] = 5.0
+        assert torch.equal(gathered(x), want)
+
+
+def test_a_mask_of_two_dims_is_gathered_once():
+    x, mesh = field(6, 6, 6), mesh_of((WORLD.size,))
+    where, other = x[..., 0] > 0.3, torch.tensor([2])
+    own = shard(where, mesh, (ms.Shard(0),))
+    with ms.comm_counter() as count:
+        y = shard(x, mesh, (ms.Replicate(),))[own, other]
+    assert torch.equal(gathered(y), x[where, other])
+    assert sum(c.calls for op, c in count.by_op.items() if op == "all_gather") <= 1
+
+
 def test_what_a_mask_picks_stays_sharded():
     x = shard(field(*SHAPE), mesh_of((WORLD.size,)), (ms.Shard(1),))
     assert x[x > 0.3].placements == (ms.Shard(0),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpishard as ms
 from mpishard.ops.shape.as_strided import plan_walk
@@ -98,3 +99,11 @@ def test_resize(shape):
         y = shard(full, mesh, placements, sizes)
         assert tuple(torch.resize_as_(y, torch.empty(shape)).shape) == shape
         assert tuple(y.new_empty_strided(shape, torch.empty(shape).stride()).shape) == shape
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 9), (4, 8), (24, 2)])
+def test_resize_leaves_the_halo(shape):
+    x = ms.zeros(16, 8, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)], ghost=1).add_(1).resize_(*shape)
+    weight, full = torch.ones(1, 1, 3, 3), gathered(x)
+    y = F.conv2d(x[None, None], weight, padding=1)
+    assert torch.equal(gathered(y), F.conv2d(full[None, None], weight, padding=1))
