@@ -92,6 +92,17 @@ def test_what_is_kept(mesh, folder):
     check(folder / "a.h5", mesh, 30, full)
 
 
+def test_what_is_remembered_of_many_files_is_bounded(mesh, folder, monkeypatch):
+    monkeypatch.setattr(schema, "_MOST_FILES", 2)
+    monkeypatch.setattr(schema, "_known", {})
+    for step in range(2):
+        for name in "abc":
+            append(folder / f"{name}.h5", mesh, step)
+            assert len(schema._known) <= 2
+    for name in "abc":
+        check(folder / f"{name}.h5", mesh, 2)
+
+
 def test_cells_that_lie_behind_the_end_of_a_damaged_file(mesh, folder):
     at = folder / "a.h5"
     for step in range(2):

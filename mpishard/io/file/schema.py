@@ -390,7 +390,10 @@ class _Kept(NamedTuple):
 _MANY = 1 << 20  # chunks
 
 
-# of files that this process appends to: looking up every chunk at every step would take longer than to write it
+_MOST_FILES = 64
+
+# of the files that this process appended to last: looking up every chunk at every step would take longer than to
+# write it
 _known: dict[Path, _Kept] = {}
 
 
@@ -411,7 +414,13 @@ def begun(path: Path) -> Journal:
         if min(start, size) > at:
             regions.append((at, min(start, size) - at))
         at = max(at, stop)
-    return Journal(path, regions, lambda: _known.update({path: _Kept(_state(path), steps, spans)}))
+
+    def settled() -> None:
+        _known[path] = _Kept(_state(path), steps, spans)
+        if len(_known) > _MOST_FILES:
+            del _known[next(iter(_known))]
+
+    return Journal(path, regions, settled)
 
 
 def _state(path: Path) -> tuple[int, ...]:
