@@ -26,7 +26,19 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, start_local_sum
 from mpishard.comm.collective.transfer import run_transfer
 from mpishard.comm.mesh import CartMesh, Group
-from mpishard.layout import Box, Layout, Partial, Replicate, Shard, Spans, Transfer, joined, layout_of, plan_transfer
+from mpishard.layout import (
+    Box,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    Spans,
+    Transfer,
+    joined,
+    layout_of,
+    plan_transfer,
+    without_partial,
+)
 
 
 def use_step(mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Step:
@@ -163,15 +175,7 @@ def _steps(mesh: CartMesh, source: Layout, target: Layout) -> Iterator[Step]:
         m for m, p in enumerate(target.placements) if type(p) is Partial and type(now.placements[m]) is not Partial
     )
     # a transfer sees a Partial as a value of its own on every coordinate: like a Replicate
-    before, after = (
-        layout_of(
-            t.mesh_shape,
-            [Replicate() if type(p) is Partial else p for p in t.placements],
-            t.shape,
-            t.sizes,
-        )
-        for t in (now, target)
-    )
+    before, after = without_partial(now), without_partial(target)
     if before != after:
         yield transfer_step(mesh, before, after)
     if keep:

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.bucket import BUCKET_NBYTES, kept, run_deferred, serving
-from mpishard.autograd.linear import apply, in_transform
+from mpishard.autograd.linear import apply, in_transform, node_of
 from mpishard.autograd.redistribute import redistribute, use_step
 from mpishard.autograd.replica import Replica, Together, note_ddp, note_use, replica_of
 from mpishard.comm import traced
@@ -42,7 +42,7 @@ class _UseParameter(Function):
         return apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, g), None, None, None
 
 
-_node = super(Function, _UseParameter).apply  # type: ignore[misc]
+_node = node_of(_UseParameter)
 
 
 def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
@@ -105,7 +105,7 @@ class _UseTogether(Function):
         return None, None, None, *out
 
 
-_shared_node = super(Function, _UseTogether).apply  # type: ignore[misc]
+_shared_node = node_of(_UseTogether)
 
 
 class _Used:

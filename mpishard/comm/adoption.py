@@ -16,6 +16,7 @@ from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handl
 from mpishard.comm.mesh_device import as_device
 from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
+from mpishard.layout.partition import rank_of
 
 Periodic = bool | Sequence[bool] | None
 
@@ -165,10 +166,7 @@ def _place(coords: Sequence[int], grid: tuple[int, ...]) -> int:
             got=place,
             fix="pass 0-based ones",
         )
-    at = 0
-    for c, n in zip(place, grid):
-        at = at * n + c
-    return at
+    return rank_of(place, grid)
 
 
 _left: list[MPI.Comm] = []

@@ -149,12 +149,6 @@ def _strides(shape: Sequence[int], channels_last: bool) -> list[int]:
     return strides
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Tell whether `empty_as` would put channels last. Not collective."""
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    return memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format)
-
-
 @contextmanager
 def recorded(what: Recording) -> Iterator[Recording]:
     """Keep the communication of what runs inside. Not collective."""

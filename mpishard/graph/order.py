@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.autograd.rows import told_counts
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 from mpishard.layout import bounds, repeated
@@ -43,13 +44,12 @@ def in_order(keys: Array, sizes: tuple[int, ...], group: Group, borders: Array |
         starts = np.stack([borders, np.full_like(borders, -1)])
     cuts = [0, *_places(mine, starts, first).tolist(), len(keys)]
     go = torch.from_numpy(np.diff(cuts))
-    ones = repeated(((1, group.size),))
-    come = blocking.all_to_all_flat(go, ones, ones, group, 8 * group.size)
+    come = told_counts(go, group)
     flat = torch.from_numpy(np.ascontiguousarray(mine.T).reshape(-1))
     bound = 16 * bounds(sizes)[-1]
     came = blocking.all_to_all_flat(flat, (2 * go).tolist(), (2 * come).tolist(), group, bound).numpy().reshape(-1, 2)
     part = came[np.lexsort((came[:, 1], came[:, 0])), 1]
-    lengths = blocking.all_gather(torch.tensor([len(part)]), group, 0, ones)
+    lengths = blocking.all_gather(torch.tensor([len(part)]), group, 0, repeated(((1, group.size),)))
     return part, lengths.numpy()
 
 

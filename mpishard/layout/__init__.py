@@ -22,7 +22,7 @@ from mpishard.layout.block_sizes import (
 from mpishard.layout.cells import Spans, blocks_of, holders, spans_of
 from mpishard.layout.coupling import Share, is_idle, plan_sources, plan_targets
 from mpishard.layout.halo import plan_halo
-from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks
+from mpishard.layout.layout import Layout, by_dim, layout_of, watch_empty_blocks, without_partial
 from mpishard.layout.partition import balanced, owner, weighted
 from mpishard.layout.placement import Partial, Placement, Replicate, Shard, as_placements
 from mpishard.layout.route import Leg, Trip, plan_route
@@ -89,4 +89,5 @@ __all__ = [
     "total",
     "watch_empty_blocks",
     "weighted",
+    "without_partial",
 ]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
 from mpishard.layout.block_sizes import bounds
 from mpishard.layout.layout import Layout
-from mpishard.layout.partition import rank_of
-from mpishard.layout.transfer import Box
+from mpishard.layout.partition import coords_of, rank_of
+from mpishard.layout.transfer import Box, relative
 
 
 class Share(NamedTuple):
@@ -53,11 +53,11 @@ def plan_sources(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]
     >>> plan_sources(halves, thirds, 1)
     (Share(peer=0, box=((0, 1),)), Share(peer=1, box=((1, 2),)))
     """
-    mine = reader.box(_coords(reader.mesh_shape, rank))
+    mine = reader.box(coords_of(rank, reader.mesh_shape))
     free = _free(writer)
-    replica = _coords([writer.mesh_shape[m] for m in free], rank % _replicas(writer))
+    replica = coords_of(rank % _replicas(writer), [writer.mesh_shape[m] for m in free])
     shares = [
-        Share(_rank(writer, {**at, **dict(zip(free, replica))}), _local(box, mine))
+        Share(_rank(writer, {**at, **dict(zip(free, replica))}), relative(box, mine))
         for at, box in _meeting(writer, mine)
     ]
     return tuple(sorted(shares))
@@ -73,24 +73,23 @@ def plan_targets(writer: Layout, reader: Layout, rank: int) -> tuple[Share, ...]
     rank
         In the writer's mesh.
     """
-    coords = _coords(writer.mesh_shape, rank)
+    coords = coords_of(rank, writer.mesh_shape)
     mine = writer.box(coords)
-    replicas, own = _replicas(writer), 0
-    for m in _free(writer):
-        own = own * writer.mesh_shape[m] + coords[m]
+    replicas, copies = _replicas(writer), _free(writer)
+    own = rank_of([coords[m] for m in copies], [writer.mesh_shape[m] for m in copies])
     free = _free(reader)
     shares = []
     for at, box in _meeting(reader, mine):
         for others in product(*(range(reader.mesh_shape[m]) for m in free)):
             peer = _rank(reader, {**at, **dict(zip(free, others))})
             if peer % replicas == own:
-                shares.append(Share(peer, _local(box, mine)))
+                shares.append(Share(peer, relative(box, mine)))
     return tuple(sorted(shares))
 
 
 def is_idle(layout: Layout, rank: int) -> bool:
     """Whether a rank holds no cell."""
-    return 0 in layout.local_shape(_coords(layout.mesh_shape, rank))
+    return 0 in layout.local_shape(coords_of(rank, layout.mesh_shape))
 
 
 def _meeting(layout: Layout, box: Box) -> Iterator[tuple[dict[int, int], Box]]:
@@ -114,7 +113,7 @@ def _meeting(layout: Layout, box: Box) -> Iterator[tuple[dict[int, int], Box]]:
         at: dict[int, int] = {}
         for d, (i, _) in enumerate(chosen):
             mesh_dims = layout.shard_dims.get(d, ())
-            at.update(zip(mesh_dims, _coords([layout.mesh_shape[m] for m in mesh_dims], i)))
+            at.update(zip(mesh_dims, coords_of(i, [layout.mesh_shape[m] for m in mesh_dims])))
         yield at, tuple(span for _, span in chosen)
 
 
@@ -126,17 +125,5 @@ def _replicas(layout: Layout) -> int:
     return math.prod(layout.mesh_shape[m] for m in _free(layout))
 
 
-def _coords(shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    coords = []
-    for n in reversed(shape):
-        rank, c = divmod(rank, n)
-        coords.append(c)
-    return tuple(reversed(coords))
-
-
 def _rank(layout: Layout, at: dict[int, int]) -> int:
     return rank_of([at[m] for m in range(len(layout.mesh_shape))], layout.mesh_shape)
-
-
-def _local(box: Box, origin: Box) -> Box:
-    return tuple((lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin))

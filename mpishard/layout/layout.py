@@ -5,7 +5,6 @@ Nothing here is collective.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -13,9 +12,9 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from mpishard.errors import LayoutError
-from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of
+from mpishard.layout.block_sizes import BlockSizes, as_block_sizes, bounds, key_of, total
 from mpishard.layout.partition import balanced
-from mpishard.layout.placement import Frozen, Partial, Placement, Shard, as_placements, set_once
+from mpishard.layout.placement import Frozen, Partial, Placement, Replicate, Shard, as_placements, set_once
 
 Sizes = tuple["tuple[int, ...] | None", ...]
 V = TypeVar("V")
@@ -320,12 +319,12 @@ def layout_of(
                 got=repr(cut),
                 fix="give one size per rank along the mesh dims that shard this dim",
             ) from None
-        least, total = _least(cut), cut.total if isinstance(cut, BlockSizes) else sum(cut)
-        if len(cut) != count or least < 0 or total != shape[dim]:
+        cells = total(cut)
+        if len(cut) != count or _least(cut) < 0 or cells != shape[dim]:
             raise LayoutError(
                 f"block sizes of dim {dim} do not fit",
                 expected=f"{count} sizes >= 0 with sum {shape[dim]}",
-                got=f"{cut} (sum {total})",
+                got=f"{cut} (sum {cells})",
                 fix="give one size per rank along the mesh dims that shard this dim",
             )
         out[dim] = cut
@@ -353,6 +352,9 @@ def by_dim(what: str, given: Mapping[int, V], ndim: int) -> dict[int, V]:
     return out
 
 
-def numel(shape: Sequence[int]) -> int:
-    """Return the number of cells of ``shape``."""
-    return math.prod(shape)
+def without_partial(layout: Layout) -> Layout:
+    """Return the layout with `Replicate` in place of every Partial: that of the sum, and of a cotangent."""
+    if not layout.partial_dims:
+        return layout
+    placements = [Replicate() if type(p) is Partial else p for p in layout.placements]
+    return layout_of(layout.mesh_shape, placements, layout.shape, layout.sizes)

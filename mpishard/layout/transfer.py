@@ -170,14 +170,14 @@ def plan_fetch(
             continue
         out = _meet(my_source, wanted(other))
         if out is not None:
-            sends.append((rank, _shift(out, my_source)))
+            sends.append((rank, relative(out, my_source)))
     return Transfer(_stays(my_source, my_target), tuple(sends), _few(Peers(source, my_target, fixed, me)))
 
 
 def _stays(source: Box, target: Box) -> tuple[Box, Box] | None:
     """Return the cells that two boxes share, relative to each."""
     both = _meet(source, target)
-    return None if both is None else (_shift(both, source), _shift(both, target))
+    return None if both is None else (relative(both, source), relative(both, target))
 
 
 def _meet(a: Box, b: Box) -> Box | None:
@@ -185,5 +185,6 @@ def _meet(a: Box, b: Box) -> Box | None:
     return box if all(hi > lo for lo, hi in box) else None
 
 
-def _shift(box: Box, origin: Box) -> Box:
+def relative(box: Box, origin: Box) -> Box:
+    """Return a box in the indices of another one, which begin at its first cell."""
     return tuple((lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin))

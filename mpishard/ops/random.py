@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.comm import traced
-from mpishard.layout import Layout, Replicate, Shard, layout_of
+from mpishard.layout import Layout, Replicate, Shard, layout_of, without_partial
 from mpishard.ops.rule.agreement import checked
 from mpishard.ops.rule.dim import normal_dim, other_device, resized, whole_along
 from mpishard.tensor.operand import fitted, resolved
 from mpishard.tensor.registry import Rule, implements, tensors_in
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 from mpishard.tensor.stream import (
     Fill,
     chosen,
@@ -398,7 +398,7 @@ def _fill_rule(values: Callable[..., Tensor]) -> Rule:
     def rule(self: Any, *args: Any, generator: Any = None, **named: Any) -> ShardTensor:
         """Fill with random numbers. Collective."""
         drawn = values(self, self.block.dtype, generator, *args, **named)
-        return self.copy_(wrap(drawn, cotangent_layout(self.sharding), self.mesh))  # type: ignore[no-any-return]
+        return self.copy_(wrap(drawn, without_partial(self.sharding), self.mesh))  # type: ignore[no-any-return]
 
     return rule
 

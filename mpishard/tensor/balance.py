@@ -22,6 +22,7 @@ from mpishard.comm.wait_meter import WaitMeter
 from mpishard.errors import LayoutError, MeshError, MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout, balanced, bounds, sizes_of
 from mpishard.layout.balance import CostDensity, moved_borders
+from mpishard.layout.partition import rank_of
 from mpishard.tensor.convert import rebalance
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -473,9 +474,7 @@ class Balancer:
         mine = torch.zeros(sum(counts), dtype=torch.int64)
         ends = [0, *np.cumsum(counts).tolist()]
         for dims, first in zip(self._lines, ends):
-            at = 0
-            for m in dims:
-                at = at * self._mesh.shape[m] + self._mesh.coords[m]
+            at = rank_of([self._mesh.coords[m] for m in dims], [self._mesh.shape[m] for m in dims])
             mine[first + at] = own
         group = self._mesh.group(tuple(range(self._mesh.ndim)))
         slowest = all_reduce(mine, group, "max").tolist()

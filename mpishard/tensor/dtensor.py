@@ -15,8 +15,8 @@ from mpishard.autograd.replica import apart
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError
-from mpishard.layout import Layout, Replicate, as_placements
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+from mpishard.layout import Layout, Replicate, as_placements, without_partial
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
 def as_first_rank_has(local: Tensor, layout: Layout, mesh: CartMesh) -> None:
@@ -56,7 +56,7 @@ def with_grad_placements(x: ShardTensor, local: Tensor, grad_placements: Any) ->
     -----
     Adjoint: Replicate -> `Partial` where that is asked for: the sum of what the ranks get is the cotangent.
     """
-    held = cotangent_layout(x.sharding)
+    held = without_partial(x.sharding)
     given = given_layout("from_local", held, as_placements(grad_placements, x.mesh.ndim, x.ndim))
     if given is held:
         return x

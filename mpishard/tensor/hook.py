@@ -11,10 +11,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout
+from mpishard.layout import Layout, without_partial
 from mpishard.tensor.operand import fitted, mesh_of, moved, replicated_layout
 from mpishard.tensor.registry import implements
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, global_cotangent, root_of, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, global_cotangent, root_of, wrap
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -26,7 +26,7 @@ def local_cotangent(g: Any, layout: Layout, mesh: CartMesh) -> Any:
     """
     if g is None:
         return None
-    whole = cotangent_layout(layout)
+    whole = without_partial(layout)
     local = moved(g, whole).block if isinstance(g, ShardTensor) else fitted(g, mesh, whole)
     # every rank uses it with its own part of a Partial: what is differentiated with respect to it is a sum
     return use(local, mesh, layout.partial_dims)

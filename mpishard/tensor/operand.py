@@ -15,7 +15,7 @@ from mpishard.autograd.linear import differentiated
 from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
-from mpishard.layout import Layout, Partial, Replicate, align, aligned_to, layout_of
+from mpishard.layout import Layout, Replicate, align, aligned_to, layout_of, without_partial
 from mpishard.tensor.notice import gathers, notice_gather
 from mpishard.tensor.refusal import refuse_dtensor
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -57,14 +57,7 @@ def resolved(x: Any) -> Any:
     """Return ``x`` with its Partial dims summed; what is no ShardTensor stays. Collective over them."""
     if not isinstance(x, ShardTensor) or not x.sharding.partial_dims:
         return x
-    layout = x.sharding
-    target = layout_of(
-        layout.mesh_shape,
-        [Replicate() if type(p) is Partial else p for p in layout.placements],
-        layout.shape,
-        layout.sizes,
-    )
-    return moved(x, target)
+    return moved(x, without_partial(x.sharding))
 
 
 def moved(x: ShardTensor, target: Layout) -> ShardTensor:

@@ -25,6 +25,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded
 from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.layout import Layout
+from mpishard.tensor.function import block_of
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 # `_gathered_view`, `_gapped` and `_turned` of a ShardTensor
@@ -118,13 +119,13 @@ class Program:
             # in inference mode nobody counts versions; what surrounds the call, a checkpoint, is not to see the copies
             with torch.inference_mode(False), torch.set_grad_enabled(grad), unpacked(), recorded(recording):
                 copies = [_copy(x) for x in inputs]
-                blocks = [_block(x) for x in copies]
+                blocks = [block_of(x) for x in copies]
                 versions = [x._version if isinstance(x, Tensor) else 0 for x in blocks]
                 recording.restart(blocks)
                 outputs = self._graph(*copies)
                 self._note(copies, blocks, outputs)
                 self._mutates = [isinstance(x, Tensor) and x._version != v for x, v in zip(blocks, versions)]
-                roots = [y for y in map(_block, outputs) if isinstance(y, Tensor) and y.requires_grad]
+                roots = [y for y in map(block_of, outputs) if isinstance(y, Tensor) and y.requires_grad]
                 leaves = [x for x in blocks if isinstance(x, Tensor) and x.requires_grad]
                 if roots and leaves and torch.is_grad_enabled():
                     torch.autograd.grad(roots, leaves, [torch.zeros_like(y) for y in roots], allow_unused=True)
@@ -151,7 +152,7 @@ class Program:
         from torch._guards import TracingContext, tracing
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        blocks = [_block(x) for x in inputs]
+        blocks = [block_of(x) for x in inputs]
         graph = Graph()
         arguments = [graph.placeholder(f"block_{i}") for i in range(len(blocks))]
         result = graph.call_function(self._of_blocks, tuple(arguments))
@@ -181,13 +182,13 @@ class Program:
             b if given is None else _flagged(wrap(b, given[0], self.mesh), given[1])
             for b, given in zip(blocks, self._given)
         ]
-        return [_block(y) for y in self._graph(*shards)]
+        return [block_of(y) for y in self._graph(*shards)]
 
     # -- run
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's blocks. Collective as what it does is."""
-        blocks, copied = [_block(x) for x in inputs], []
+        blocks, copied = [block_of(x) for x in inputs], []
         for i, (x, strides) in enumerate(zip(blocks, self._strides)):
             if strides is not None and x.stride() != strides and x.numel():
                 # as the one that it was compiled for; ranks need not agree on that
@@ -223,10 +224,6 @@ def _agreed(comm: Any, act: Callable[[], None]) -> None:
         guard.agree(comm, None if error is None else CannotCompileError(reason))
     except MpishardError as agreed:
         raise CannotCompileError(str(agreed)) from error
-
-
-def _block(x: Any) -> Any:
-    return x.block if isinstance(x, ShardTensor) else x
 
 
 def _flagged(x: ShardTensor, flags: Flags) -> ShardTensor:

@@ -15,7 +15,7 @@ from mpishard.autograd.plain import given_layout, note_wrapped, taken
 from mpishard.autograd.redistribute import keep_step, redistribute
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError, described
-from mpishard.layout import Layout, Partial, Replicate, as_placements, layout_of
+from mpishard.layout import Layout, Replicate, as_placements, layout_of, without_partial
 from mpishard.tensor.out import call_into
 from mpishard.tensor.refusal import STUMBLES, explained, with_ints
 from mpishard.tensor.registry import BLOCKWISE, RULES, by_torch_names, in_rule, no_rule, outline, rule_below
@@ -170,7 +170,7 @@ class ShardTensor(Tensor):
 
     @grad.setter
     def grad(self, value: ShardTensor | None) -> None:
-        layout = cotangent_layout(self.sharding)
+        layout = without_partial(self.sharding)
         if value is not None and (not isinstance(value, ShardTensor) or value.sharding != layout):
             raise UnsupportedOperationError(
                 "ShardTensor.grad: assignment of a gradient that is laid out differently",
@@ -250,7 +250,7 @@ class ShardTensor(Tensor):
         local = self.block
         if not local.requires_grad or not torch.is_grad_enabled():
             return local
-        held = cotangent_layout(self.sharding)
+        held = without_partial(self.sharding)
         if grad_placements is not None:
             given = given_layout("to_local", held, as_placements(grad_placements, self.mesh.ndim, self.ndim))
             return taken(local, self.mesh, held, held, given)
@@ -474,15 +474,7 @@ def global_cotangent(g: Tensor, layout: Layout, mesh: CartMesh) -> ShardTensor:
     """
     if layout.partial_dims:
         g = apply(keep_step(mesh, layout.partial_dims).adjoint, g)
-    return wrap(g, cotangent_layout(layout), mesh)
-
-
-def cotangent_layout(layout: Layout) -> Layout:
-    """Return the layout of a gradient: every rank holds the cotangent of a Partial whole. Not collective."""
-    if not layout.partial_dims:
-        return layout
-    placements = [Replicate() if type(p) is Partial else p for p in layout.placements]
-    return layout_of(layout.mesh_shape, placements, layout.shape, layout.sizes)
+    return wrap(g, without_partial(layout), mesh)
 
 
 def _whole_needed(name: str, x: ShardTensor) -> UnsupportedOperationError:

@@ -59,7 +59,7 @@ def check_gradient(
     --------
     >>> check_gradient(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
-    group = _group(mesh, comm)
+    group = ranks_of(mesh, comm)
     x = x.detach().requires_grad_()
     y = f(x)
     w = _random(y, seed, group)
@@ -86,7 +86,7 @@ def check_second_gradient(
     --------
     >>> check_second_gradient(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
-    group = _group(mesh, comm)
+    group = ranks_of(mesh, comm)
     x = x.detach()
     v = _random(f(x), seed + 1, group)
 
@@ -122,7 +122,7 @@ def check_jvp(
     --------
     >>> check_jvp(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
-    group = _group(mesh, comm)
+    group = ranks_of(mesh, comm)
     x = x.detach()
     t = _random(x, seed + 2, group)
     with forward_ad.dual_level():
@@ -132,7 +132,8 @@ def check_jvp(
     _compare("forward-mode derivative", tangent, numeric, group, atol, rtol)
 
 
-def _group(mesh: CartMesh | None, comm: Any) -> Group:
+def ranks_of(mesh: CartMesh | None, comm: Any) -> Group:
+    """Return the ranks of a mesh or an mpi4py communicator; all ranks if neither is given. Not collective."""
     if mesh is not None:
         return mesh.group(tuple(range(mesh.ndim)))
     return blocking.world() if comm is None else blocking.group_of(comm)
@@ -140,7 +141,7 @@ def _group(mesh: CartMesh | None, comm: Any) -> Group:
 
 def _random(like: Tensor, seed: int, group: Group) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + group.rank)
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
 
 
 def _differences(f: Function, x: Tensor, w: Tensor, group: Group) -> Tensor:

@@ -13,6 +13,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Partial, Replicate
+from mpishard.testing.derivative import ranks_of
 
 
 class DotTest(float):
@@ -88,7 +89,7 @@ def dot_test(
     --------
     >>> assert ms.dot_test(lambda x: ms.all_reduce(x, mesh), torch.randn(5, dtype=torch.float64), mesh=mesh)
     """
-    group = _group(mesh, comm, x)
+    group = ranks_of(getattr(x, "mesh", None) if mesh is None and comm is None else mesh, comm)
     x = x.detach().requires_grad_()
     y = f(x)
     ours, theirs = _local(x), _local(y)
@@ -105,13 +106,6 @@ def dot_test(
     if math.isnan(error):
         error = math.inf
     return DotTest(error, lhs, rhs, torch.finfo(theirs.dtype).eps ** 0.5 if rtol is None else rtol)
-
-
-def _group(mesh: CartMesh | None, comm: Any, x: Any) -> Group:
-    mesh = getattr(x, "mesh", None) if mesh is None and comm is None else mesh
-    if mesh is not None:
-        return mesh.group(tuple(range(mesh.ndim)))
-    return blocking.world() if comm is None else blocking.group_of(comm)
 
 
 def _local(x: Any) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from zlib import crc32
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import guard
+from mpishard.comm.disagreement import digest_of
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.layout import as_block_sizes, repeated
 
@@ -132,7 +132,7 @@ def first_unlike(op: str, numbers: Sequence[int], group: Group) -> tuple[int, li
 
 def digest(what: object) -> int:
     """Return a number above 0 that tells values apart by their text. Not collective."""
-    return 1 + int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
+    return digest_of(repr(what))
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ def funnel(
     group: Group,
     consume: Callable[[Intervals, torch.Tensor], None],
     *,
-    op: str = "funnel",
+    op: str,
 ) -> None:
     """Call ``consume(box, cells)`` on rank 0 of the group for every slab of every rank, in order.
 

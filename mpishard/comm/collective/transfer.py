@@ -154,7 +154,6 @@ def scatter_blocks(
     x: Tensor | None,
     box_of: Callable[[int], Sequence[tuple[int, int]]],
     dtype: torch.dtype,
-    op: str = "scatter_tensor",
 ) -> Tensor:
     """Return this rank's box of the tensor ``x`` that rank ``src`` holds.
 
@@ -171,10 +170,8 @@ def scatter_blocks(
         Mesh rank -> its box, in global indices. A rank asks for its own, the source for all.
     dtype
         Of ``x``.
-    op
-        Name for counters and the watchdog.
     """
-    comm = mesh.comm
+    comm, op = mesh.comm, "scatter_tensor"
     if guard.DEBUG:
         guard.check(comm, f"{op} from rank {src}", None, dtype)
     tag = hashed(op, src, dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpishard.comm import traced
 from mpishard.comm.exchange.at_once import DTYPES, AtOnce
 from mpishard.comm.exchange.round import Round
-from mpishard.comm.memory.piece import empty_as, like_in_memory, repeats
+from mpishard.comm.memory.piece import channels_last_of, empty_as, like_in_memory, repeats
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label
 from mpishard.comm.transport.choice import Transport, transport_of
@@ -143,7 +143,7 @@ class WindowOp:
             # the others communicate
             traced.recording.names.append(f"{name} {x.dtype}")
             return x
-        return traced.recording.call(name, run, [x], shape, channels_last=traced.is_channels_last(x))
+        return traced.recording.call(name, run, [x], shape, channels_last=channels_last_of(x) is not None)
 
     def halo_of(self, window: Tensor) -> list[Tensor]:
         """Return what `joined` needs of a window that was fetched: copies of the cells beside this rank's block.

@@ -41,17 +41,26 @@ def add_cells(x: Tensor, dim: int, src: int, count: int, step: int, values: Tens
         cells(x, dim, src + (count - 1) * step, count, -step).add_(values.flip(dim))
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def channels_last_of(x: Tensor) -> torch.memory_format | None:
+    """Return the memory format of ``x`` where its channels are last in memory, else None. Not collective."""
+    if x.is_contiguous():
+        return None
+    memory_format = _CHANNELS_LAST.get(x.ndim)
+    return memory_format if memory_format is not None and x.is_contiguous(memory_format=memory_format) else None
+
+
 def like_in_memory(x: Tensor, y: Tensor) -> Tensor:
     """Return ``y``, which is contiguous, in the memory format of ``x``. Not collective."""
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
-        return y.contiguous(memory_format=memory_format)
-    return y
+    memory_format = channels_last_of(x)
+    return y if memory_format is None else y.contiguous(memory_format=memory_format)
 
 
 def empty_as(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor of ``shape`` in the memory format of ``x``. Not collective."""
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if memory_format is not None and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
-        return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)
-    return x.new_empty(tuple(shape))
+    memory_format = channels_last_of(x)
+    if memory_format is None:
+        return x.new_empty(tuple(shape))
+    return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format)

@@ -22,7 +22,7 @@ from mpishard.io.file.open import LIBVER
 from mpishard.io.file.parts import Parts, Plan, part_folders, show, show_boxes, tell, writes
 from mpishard.io.file.room import check_room, hold
 from mpishard.io.file.schema import Schema, Variable, create, dataset_in
-from mpishard.layout import Replicate
+from mpishard.layout import without_partial
 
 
 def write_virtual(job: Job) -> str:
@@ -88,8 +88,7 @@ def _planned(job: Job) -> dict[str, Planned]:
     variables = {v.name: v for v in job.form.variables}
     out = {}
     for name, x in job.tensors.items():
-        summed = [Replicate() if p.is_partial() else p for p in x.sharding.placements]
-        out[name] = Planned(variables[name], x.sharding.with_placements(summed))
+        out[name] = Planned(variables[name], without_partial(x.sharding))
     return out
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpishard.layout import Shard, layout_of
 from mpishard.ops.attention.layout import Stretches
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.tensor.stream import chosen, drawn_into
 
 TILE = 1 << 20  # scores in memory at once
@@ -128,7 +129,7 @@ class Operand(NamedTuple):
 
     def flat(self, x: Tensor) -> Tensor:
         """Return the block with all batch dims as one, in the dtype of the sums. Not collective."""
-        if x.dtype in (torch.float16, torch.bfloat16):
+        if x.dtype in HALVES:
             x = x.float()
         if self.group > 1:
             x = x.repeat_interleave(self.group, -3)

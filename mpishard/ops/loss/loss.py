@@ -16,13 +16,13 @@ from torch.nn import _reduction
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
-from mpishard.layout import Layout
+from mpishard.layout import Layout, layout_of
 from mpishard.ops.rule.agreement import agreed, blank, in_range
 from mpishard.ops.rule.align import meet
 from mpishard.ops.rule.dim import whole_along
 from mpishard.ops.rule.reduction import HALVES, reduced, summed
 from mpishard.tensor.forgotten import forgotten
-from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, on_mesh, replicated_layout, resolved
+from mpishard.tensor.operand import beside, broadcast_of, fitted, mesh_of, moved, on_mesh, replicated_layout, resolved
 from mpishard.tensor.registry import R, implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
@@ -193,14 +193,9 @@ def _class_input(name: str, named: dict[str, Any]) -> tuple[ShardTensor, CartMes
         # beside sharded targets, plain scores count as full ones
         x = on_mesh(x, mesh)
         target = named["target"]
-        shift = 1 if x.ndim > 1 else 0
-        if isinstance(target, ShardTensor) and tuple(target.shape) == (*x.shape[:shift], *x.shape[shift + 1 :]):
-            kept = target.unsqueeze(shift) if x.ndim > 1 else target
-            placements = kept.sharding.placements
-            layout = kept.sharding.with_placements(placements)
-            sizes = [s if d != shift else None for d, s in enumerate(layout.sizes)]
-            from_target = x.redistribute(placements) if x.ndim > 1 else x
-            x = from_target if from_target.sharding.sizes == tuple(sizes) else x
+        if isinstance(target, ShardTensor) and x.ndim > 1 and tuple(target.shape) == (*x.shape[:1], *x.shape[2:]):
+            like = target.unsqueeze(1).sharding
+            x = moved(x, layout_of(mesh.shape, like.placements, x.shape, like.sizes))
     if x.ndim == 0:
         raise ValueError(f"{name}: expected at least 1 dim of classes")
     return whole_along(resolved(x), (min(1, x.ndim - 1),)), mesh

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.moments import BLOCK, are_few, chan, if_small, is_large
+from mpishard.ops.rule.moments import AT_ONCE, BLOCK, are_few, chan, if_small, is_large
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # columns that fill vector registers; fewer are summed several rows at a time
 _WIDTH = 64
-_AT_ONCE = 1 << 18  # cells that are read twice from cache
 
 
 def are_columns(x: Tensor) -> bool:
@@ -86,7 +85,7 @@ def column_sums(x: Tensor) -> Tensor | None:
 def column_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of ``a`` and of ``a * b`` of each channel, in float64, below each other. Not collective."""
     (wide, rest, k), (other, left, _) = _matrix(a), _matrix(b)
-    pieces = wide.split(max(1, _AT_ONCE // wide.shape[1]))
+    pieces = wide.split(max(1, AT_ONCE // wide.shape[1]))
     buffer, products = torch.empty_like(pieces[0]), wide.new_empty((len(pieces), wide.shape[1]))
     for out, p, q in zip(products, pieces, other.split(len(pieces[0]))):
         torch.sum(torch.mul(p, q, out=buffer[: len(p)]), 0, out=out)
@@ -98,8 +97,8 @@ def column_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def column_pieces(x: Tensor) -> Sequence[Tensor]:
-    """Return a block in pieces of `_AT_ONCE` cells, whose channels a kernel can sum one cell after the other."""
-    return x.split(max(1, _AT_ONCE // x[:, :, :1].numel()), 2)
+    """Return a block in pieces of `AT_ONCE` cells, whose channels a kernel can sum one cell after the other."""
+    return x.split(max(1, AT_ONCE // x[:, :, :1].numel()), 2)
 
 
 def columns_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ def columns_combined(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, shift: 
     scale, slope, shift = (t.reshape(-1) for t in (scale, slope, shift))
     torch.addcmul(shift, last_b, slope, out=rest).addcmul_(last_a, scale)
     scale, slope, shift = (t.repeat(k) for t in (scale, slope, shift))
-    step = max(1, _AT_ONCE // wide.shape[1])
+    step = max(1, AT_ONCE // wide.shape[1])
     for o, p, q in zip(wide.split(step), of_a.split(step), of_b.split(step)):
         # what is read again is in the cache
         torch.addcmul(shift, q, slope, out=o).addcmul_(p, scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
-from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled
+from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without_partial
 from mpishard.ops.rule.dim import (
     beside,
     ints,
@@ -27,7 +27,7 @@ from mpishard.ops.rule.dim import (
 from mpishard.tensor.operand import broadcast_of, fitted, mesh_of, replicated_layout, resolved, used_beside
 from mpishard.tensor.out import unfit
 from mpishard.tensor.registry import BLOCKWISE, RULES, implements, name_of, spellings
-from mpishard.tensor.shard_tensor import ShardTensor, cotangent_layout, wrap
+from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 _OUT_OF_PLACE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -208,7 +208,7 @@ def in_place(*functions: Any) -> None:
 def _like_rule(func: Any) -> Callable[..., ShardTensor]:
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         """Make a tensor laid out as ``input``; a Partial is not summed, as its values do not count. Not collective."""
-        return _made(input, func(input.block, *args, **kwargs), cotangent_layout(input.sharding))
+        return _made(input, func(input.block, *args, **kwargs), without_partial(input.sharding))
 
     return rule
 
@@ -405,7 +405,7 @@ for _name in ("new_zeros", "new_ones", "new_full", "new_empty"):
 def _layout_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of any extents, whose cells lie where those do that will be computed with them."""
     if shape == tuple(layout.shape):
-        return cotangent_layout(layout)
+        return without_partial(layout)
     # a matrix may be of pairs of cells, as torch makes it for Jacobians
     alike = layout.shard_dims if len(shape) == len(layout.shape) > 2 else ()
     times = {d: shape[d] // n for d in alike if (n := layout.shape[d]) and shape[d] > 0 and shape[d] % n == 0}

@@ -13,7 +13,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import Group
 
 BLOCK = 1 << 15  # cells of a row that are summed about one number
-_AT_ONCE = 1 << 18  # cells that are read twice from cache; of all rows, one call of torch each
+AT_ONCE = 1 << 18  # cells that are read twice from cache; of all rows, one call of torch each
 _FEW = 1 << 14  # cells for which the calls cost more than the arithmetic
 _FEW_STATISTICS = 64  # that Python compares in less time than torch's calls take
 _OFFSET = 16.0  # a mean of so many standard deviations: its rounding in float32 would be seen
@@ -134,11 +134,11 @@ def _moments(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(v: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor (rows, blocks, cells) in pieces of `_AT_ONCE` cells at most, in order."""
+    """Yield a tensor (rows, blocks, cells) in pieces of `AT_ONCE` cells at most, in order."""
     _, blocks, cells = v.shape
-    rows = _AT_ONCE // (blocks * cells)
+    rows = AT_ONCE // (blocks * cells)
     for piece in v.split(max(1, rows)):
-        yield from (piece,) if rows else piece.split(_AT_ONCE // cells, 1)
+        yield from (piece,) if rows else piece.split(AT_ONCE // cells, 1)
 
 
 def is_large(mean: Tensor, var: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         # row by row: copies of one row at a time
         products = torch.stack([torch.dot(p.to(wide), q.to(wide)) for p, q in zip(a, b)])
     elif a.is_cpu and traced.recording is None:
-        per = max(1, _AT_ONCE // a.shape[1])
+        per = max(1, AT_ONCE // a.shape[1])
         products = torch.cat([torch.linalg.vecdot(p.to(wide), q.to(wide)) for p, q in zip(a.split(per), b.split(per))])
     else:
         products = torch.linalg.vecdot(a.to(wide), b.to(wide))

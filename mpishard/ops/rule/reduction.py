@@ -59,7 +59,7 @@ def reduced(layout: Layout, dim: Any, keepdim: bool = False) -> Reduced:
     key = (layout, dim, keepdim)
     plan = _reduced.get(key)
     if plan is None:
-        if len(_reduced) > 65536:
+        if len(_reduced) > CACHED:
             _reduced.clear()
         plan = _reduced[key] = _plan(layout, _dims(layout.ndim, dim), keepdim)
     return plan

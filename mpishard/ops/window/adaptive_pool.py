@@ -26,6 +26,7 @@ from mpishard.layout import Layout, Placement, Replicate, Shard, balanced, layou
 from mpishard.layout.stencil import Adaptive, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import frozen, on_domain
+from mpishard.ops.rule.reduction import HALVES
 from mpishard.ops.window.planes import cropped, on_planes
 from mpishard.ops.window.pool import global_indices
 from mpishard.tensor.operand import resolved
@@ -290,7 +291,7 @@ def _avg_rule(ndim: int) -> Callable[..., ShardTensor]:
             y = on_planes(lambda w: func(w, plan.local), window, ndim)
         else:
             dtype = _result_dtype(name, ndim, window)
-            wide = torch.float32 if window.dtype in (torch.float16, torch.bfloat16) else window.dtype
+            wide = torch.float32 if window.dtype in HALVES else window.dtype
             y = _average(window.to(wide), plan, ndim, x.mesh).to(dtype)
         return wrap(cropped(y, plan.crops), plan.out, x.mesh)
 

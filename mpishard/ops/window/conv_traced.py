@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpishard.comm import traced
+from mpishard.comm.memory.piece import channels_last_of
 from mpishard.ops.window.conv_tiles import Local, out_shape
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def recorded_conv(
     x, weight, _ = operands
     given = [t for t in operands if t is not None]
     shape = out_shape(read, weight.shape, local)
-    return record(_OP, run, given, shape, channels_last=traced.is_channels_last(x))
+    return record(_OP, run, given, shape, channels_last=channels_last_of(x) is not None)
 
 
 def recorded_gradients(
@@ -126,7 +127,7 @@ def recorded_gradients(
         def of_data(*operands: Tensor) -> Tensor:
             return backward(*operands, (True, False, False))[0]  # type: ignore[return-value]
 
-        gx = record(f"adjoint of {_OP}", of_data, [g, *saved], x.shape, channels_last=traced.is_channels_last(x))
+        gx = record(f"adjoint of {_OP}", of_data, [g, *saved], x.shape, channels_last=channels_last_of(x) is not None)
     if needs[1]:
 
         def of_weight(*operands: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def test_channels_last(shape, in_pieces, monkeypatch):
     if in_pieces:
         # also where there are few cells
         monkeypatch.setattr(moments, "_FEW", 0)
-        monkeypatch.setattr(channels_last, "_AT_ONCE", math.prod(shape) // 5)
+        monkeypatch.setattr(channels_last, "AT_ONCE", math.prod(shape) // 5)
     scale, shift = leaf(shape[-1]), leaf(shape[-1])
     for norm in (
         lambda x: F.group_norm(x, 2, scale, shift),

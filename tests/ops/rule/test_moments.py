@@ -16,7 +16,7 @@ from mpishard.ops.rule import moments
 def test_rows_in_pieces(shape, offset, dtype, monkeypatch):
     # small ones: rows below, of, and above a block and a piece
     monkeypatch.setattr(moments, "BLOCK", 256)
-    monkeypatch.setattr(moments, "_AT_ONCE", 1024)
+    monkeypatch.setattr(moments, "AT_ONCE", 1024)
     monkeypatch.setattr(moments, "_FEW", 0)
     generator = torch.Generator().manual_seed(0)
     v = (torch.randn(shape, generator=generator) + offset).to(dtype)
