@@ -93,7 +93,8 @@ class ResidentHalo:
         self.mesh, self.widths, self.sizes, self.strides = mesh, widths, sizes, strides
         self.order, self.writable, self.name, self.quiet = order, writable, name, False
         self.generation = 0
-        self.key = tuple(sorted(widths.items()))
+        # part of the keys of plans: one for tensors that are cut alike is none for a slice of another one's cells
+        self.key = tuple((m, along, sizes[m]) for m, along in sorted(widths.items()))
         self._layouts: dict[Layout, dict[int, Widths]] = {}
         # (version of the storage, sampled cells, their values) where the halo was fresh
         self._claim: tuple[int, _Sample | None, bytes | Tensor | None] | None = None

@@ -360,6 +360,26 @@ def test_own_tensors_with_room(periodic):
         assert x._halo is not None
 
 
+@pytest.mark.parametrize("periodic", [False, True])
+def test_slices_that_are_cut_as_another_tensor_with_room(periodic):
+    """A plan that was made for a tensor with its halo beside it is none for every other of the same layout."""
+    mesh, n = mesh_of((SIZE,), (periodic,)), 4 * SIZE
+    weight = torch.rand(1, 1, 3, 3)
+    calls = (
+        lambda x: F.conv2d(x[None, None], weight, padding=1),
+        lambda x: F.max_pool2d(x[None, None], 3, 1, 1),
+        lambda x: F.pad(x[None, None], (1, 1, 1, 1), mode="circular"),
+    )
+    for own in (n, n + 1):
+        x = ms.zeros(own, 6, mesh=mesh, placements=[ms.Shard(0)], ghost=1).copy_(torch.rand(own, 6))
+        for view in (lambda x: x[::2], lambda x: x[1:], lambda x: x[:-1], lambda x: x[1::2]):
+            y = view(x)
+            other = ms.zeros(*y.shape, mesh=mesh, placements=[ms.Shard(0)], sizes={0: y.sharding.sizes[0]}, ghost=1)
+            for call in calls:
+                call(other)
+                torch.testing.assert_close(call(y).full_tensor(), call(y.full_tensor()))
+
+
 def test_room_that_does_not_fit():
     mesh = mesh_of((SIZE,))
     for ghost in (-1, {0: 1}, {1: "wide"}, {5: 1}):
