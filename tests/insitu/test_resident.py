@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpishard as ms
+from mpishard.comm import guard
 from mpishard.comm.exchange.window import WindowOp
 from tests.compare import mesh_of, mesh_shapes
 from tests.insitu.hosts import WORLD, Host, cut
@@ -340,9 +341,11 @@ def test_what_one_rank_alone_looks_at_or_keeps():
     host.free()
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("periodic", [False, True])
-def test_own_tensors_with_room(periodic):
+def test_own_tensors_with_room(periodic, debug, monkeypatch):
     """A time loop of convolutions in place of a tensor that mpishard allocates."""
+    monkeypatch.setattr(guard, "DEBUG", debug)
     for shape in mesh_shapes(2):
         mesh = mesh_of(shape, periodic)
         placements = [ms.Shard(2 + m) for m in range(len(shape))]

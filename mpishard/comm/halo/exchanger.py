@@ -361,7 +361,8 @@ class HaloExchanger:
 
     def _check(self, fields: tuple[Any, ...]) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
-        what = f"HaloExchanger {self._number} of {len(fields)} fields, halo {self.halo_width} along {self.mesh_dims}"
+        # not the widths, of which ranks at an edge of the domain may have others
+        what = f"HaloExchanger {self._number} of {len(fields)} fields along {self.mesh_dims}"
         guard.check(self.mesh.comm, what, None, self.dtypes)
 
 
