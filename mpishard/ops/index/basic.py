@@ -94,11 +94,16 @@ def key_of(index: Any) -> Key | None:
                     ends = tuple(map(_number, ends))
                     break
             key.append(ends)
-        elif isinstance(i, np.integer) or (isinstance(i, (Tensor, np.ndarray)) and i.ndim == 0 and _is_integer(i)):
+        elif _is_whole(i) or (isinstance(i, (Tensor, np.ndarray)) and i.ndim == 0 and _is_integer(i)):
             key.append(int(i))
         else:
             return None
     return tuple(key)
+
+
+def _is_whole(i: Any) -> bool:
+    # names of components, such as those of an IntEnum, are of classes of their own
+    return isinstance(i, (int, np.integer)) and not isinstance(i, bool)
 
 
 def _is_integer(x: Any) -> bool:

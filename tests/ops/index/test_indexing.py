@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import pytest
 import torch
 
@@ -244,6 +246,29 @@ def test_so_many_places(size):
         x = shard(WHERE, mesh, placements, sizes)
         expected = torch.nonzero_static(WHERE, size=size, fill_value=-3)
         assert torch.equal(gathered(torch.nonzero_static(x, size=size, fill_value=-3)), expected)
+
+
+class Name(IntEnum):
+    """Components by name, as codes with many fields in one array have them."""
+
+    P = 1
+    Q = 4
+
+
+def written_by_name(x):
+    y = x.clone()
+    y[Name.P] = 7.0
+    y[:, Name.Q] += 1
+    return y
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: x[Name.Q], lambda x: x[:, Name.Q, Name.P], lambda x: x[Name.P : Name.Q], written_by_name],
+    ids=["one", "two", "slice", "written"],
+)
+def test_named_components(f):
+    same(f, field(*SHAPE), [0, 1], 0)
 
 
 def test_out_of_range():
