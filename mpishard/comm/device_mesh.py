@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from mpi4py import MPI
@@ -13,6 +13,29 @@ from mpi4py import MPI
 from mpishard.errors import MeshError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Ranks(int):
+    """A number of ranks, which says so to who calls it: in torch's DeviceMesh ``size`` is a method."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> NoReturn:
+        """Raise, and say what to write. Not collective.
+
+        Raises
+        ------
+        MeshError
+            Always.
+        """
+        raise MeshError(
+            "mesh.size is a number here",
+            expected="mesh.size, or mesh.shape[d] along a dim",
+            got="a call, as of torch's DeviceMesh",
+            fix="leave the parentheses out; what is torch's own (fully_shard, DTensor, parallelize_module) takes "
+            "torch's mesh: mpishard.process_group(mesh), then torch.distributed.init_device_mesh(mesh.device_type, "
+            "mesh.shape, mesh_dim_names=mesh.mesh_dim_names)",
+        )
 
 
 class DeviceMeshNames:

@@ -202,6 +202,8 @@ def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
 
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
     """Return the error of the rank ``first``, the lowest one that has one, on every rank."""
+    if error is not None and not isinstance(comm, MPI.Comm):
+        return error  # of a plan, whose one rank speaks for all
     size = comm.Get_size()
     said = str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
     mine = None if error is None else f"{_public_type(error)}|{said}"

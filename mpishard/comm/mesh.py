@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard, mesh_argument, thread
 from mpishard.comm.device import gpu_aware as aware
-from mpishard.comm.device_mesh import DeviceMeshNames
+from mpishard.comm.device_mesh import DeviceMeshNames, Ranks
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.lifetime import Holding, made
 from mpishard.comm.mesh_device import as_device, local_device, local_rank, told_device
@@ -71,7 +71,7 @@ class CartMesh(DeviceMeshNames):
         self.periodic = tuple(bool(p) for p in periods)
         self.coords = tuple(coords)
         self.rank = cart.Get_rank()
-        self.size = cart.Get_size()
+        self.size: int = Ranks(cart.Get_size())
         self.mesh_dim_names = tuple(names)
         self.plans = plans_on(cart)
         # of the ranks along some dims only: what goes to make room is alike on all ranks that share a cache
@@ -99,7 +99,7 @@ class CartMesh(DeviceMeshNames):
                 sub.Set_errhandler(MPI.ERRORS_RETURN)
                 self._holding.comms.append(sub)
                 groups[mesh_dims] = Group(sub, sub.Get_rank(), sub.Get_size(), {}, gpu_aware)
-        groups[every] = Group(cart, self.rank, self.size, {}, gpu_aware)
+        groups[every] = Group(cart, self.rank, int(self.size), {}, gpu_aware)
         for comm in self._holding.comms:
             thread.own(comm, self._holding.owner)
         return groups

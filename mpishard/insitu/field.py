@@ -257,6 +257,10 @@ class _Released(ShardTensor):
         raise released(self._halo.name)
 
 
+# what errors and programs read
+_Released.__name__ = _Released.__qualname__ = ShardTensor.__name__
+
+
 def released(name: str) -> UnsupportedOperationError:
     """Return the error of a field that is used after its release. Not collective."""
     return UnsupportedOperationError(

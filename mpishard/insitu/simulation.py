@@ -183,7 +183,7 @@ class Simulation:
             raise LayoutError(
                 "halo: not the widths of ghost layers",
                 expected=f"an int >= 0, or an int or (lo, hi) for each of {names}",
-                got=halo,
+                got=repr(halo),
                 fix="give widths along the dims that the ranks cut",
             )
         return tuple(pairs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpishard.comm import counter
 from mpishard.comm.null import A_VALUE, Event, no_values
-from mpishard.errors import JobError, MpishardError, UnsupportedOperationError
+from mpishard.errors import JobError, LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.layout.partition import balanced
 from mpishard.planning.arguments import candidates, checked_machine, checked_mesh, checked_program, checked_ranks
 from mpishard.planning.machine import Machine
@@ -299,7 +299,7 @@ def trace(program: Program, extents: Sequence[int], coords: Sequence[int], devic
                 got=text,
                 fix="leave out of the planned step what reads values: .item(), bool(tensor), indices that are searched",
             ) from error
-        if isinstance(error, MpishardError):
+        if isinstance(error, MpishardError) and not isinstance(error, LayoutError):
             raise
         raise step_failed(error, program) from error
     by_op = {op: (c.calls, c.messages, c.nbytes) for op, c in sorted(count.by_op.items())}

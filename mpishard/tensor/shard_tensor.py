@@ -428,6 +428,10 @@ class _Pending(ShardTensor):
         return block
 
 
+# what errors and programs read
+_Pending.__name__ = _Pending.__qualname__ = ShardTensor.__name__
+
+
 def wrap_pending(
     settle: Callable[[bool], Tensor], like: Tensor, dtype: torch.dtype, layout: Layout, mesh: CartMesh
 ) -> ShardTensor:

@@ -35,6 +35,16 @@ def test_all_extents_inferred(ndim):
     assert mesh.periodic == (False,) * ndim
 
 
+def test_a_size_that_is_called():
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_mesh((-1,))
+    for call in (mesh.size, lambda: mesh.size(0), lambda: fully_shard(torch.nn.Linear(2, 2), mesh=mesh)):
+        with pytest.raises(MeshError, match="size is a number here"):
+            call()
+    assert pickle.loads(pickle.dumps(mesh.size)) == WORLD.size
+
+
 def test_one_extent_inferred():
     assert init_mesh((1, -1)).shape == (1, WORLD.size)
     assert init_mesh((-1, 1)).shape == (WORLD.size, 1)

@@ -158,6 +158,12 @@ def refuses() -> torch.nn.Module:
     raise KeyError("a reason of its own")
 
 
+def test_a_shape_that_the_model_does_not_take():
+    with pytest.raises(JobError, match=r"plan: the step fails(.|\n)*LayoutError: conv3d") as error:
+        ms.plan(lambda: torch.nn.Sequential(conv()), (32, 32), mesh=(4,))
+    assert "raised on" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [(conv(), "lambda"), (None, "function or class"), (lambda: None, "NoneType"), (torch.nn.ReLU, "optimizer=None"),

@@ -81,3 +81,11 @@ def test_a_root_that_is_an_input_too():
     loss.retain_grad()
     loss.backward()
     assert loss.grad.item() == 1
+
+
+@pytest.mark.ranks(2)
+def test_errors_name_the_public_class():
+    _, x = both()
+    with pytest.raises(ms.UnsupportedOperationError, match=r"got: +ShardTensor") as error:
+        ms.all_reduce(x.sum(), x.mesh)
+    assert "_Pending" not in str(error.value)
