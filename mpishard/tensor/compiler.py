@@ -1,4 +1,4 @@
-"""Where torch's compilers meet ShardTensors: `torch.compile` compiles what it can, those that export raise.
+"""Where torch's compiler meets ShardTensors: `torch.compile` compiles what it can.
 
 What a compiled function is given is looked at first. ShardTensors are replaced by tensors without data of the same
 global shape; torch's Dynamo reads the function with them, guards what it has seen of the Python around it, and hands
@@ -27,7 +27,6 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
-from mpishard.tensor.registry import no_rule
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
@@ -136,7 +135,8 @@ class Compiled:
                 "torch.compile(fullgraph=True) with ShardTensors",
                 expected="a function that compiles as one graph",
                 got=reason,
-                fix="leave out fullgraph=True, and it runs eagerly; docs/compile.md says what is compiled",
+                fix="leave out fullgraph=True, and it runs eagerly; what compiles by itself (torch.cond, while_loop, "
+                "flex_attention): write it in Python; docs/compile.md says what is compiled",
             )
         out = self._function(*args, **kwargs)
         _warn(reason)
@@ -452,41 +452,4 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrap_inline(function)
 
 
-def _guarded_export(name: str, export: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(export)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if holds_shards((args, kwargs)):
-            raise UnsupportedOperationError(
-                f"{name} with ShardTensors",
-                expected="plain example inputs: what it makes runs in one process",
-                got="a ShardTensor among the arguments",
-                fix="give plain tensors of the same kind; on shards, call the model itself",
-            )
-        return export(*args, **kwargs)
-
-    return run
-
-
-_call_script = torch.jit.ScriptFunction.__call__
-
-
-def _guarded_script(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch.jit; of ShardTensors what it was made of, as its interpreter asks for no rule."""
-    if not holds_shards((args, kwargs)):
-        return _call_script(self, *args, **kwargs)
-    function = getattr(self, "_torchdynamo_inline", None)
-    # a trace has the shapes and branches of its example, and so another meaning than its function
-    if function is None or torch.jit._state._try_get_jit_cached_function(function) is None:
-        raise no_rule(self, args, kwargs)
-    return function(*args, **kwargs)
-
-
-torch.jit.ScriptFunction.__call__ = _guarded_script  # type: ignore[method-assign]
 torch.compile = functools.wraps(_torch_compile)(_compile)  # type: ignore[assignment]
-for _module, _name, _called in (
-    (torch.jit, "trace", "torch.jit.trace"),
-    (torch.jit, "trace_module", "torch.jit.trace_module"),
-    (torch.jit, "_get_trace_graph", "torch.onnx.export"),
-    (torch.export, "export", "torch.export.export"),
-):
-    setattr(_module, _name, _guarded_export(_called, getattr(_module, _name)))

@@ -283,7 +283,8 @@ def no_rule(
 def name_of(function: Any) -> str:
     """Return how users call ``function``. Not collective."""
     name = torch.overrides.resolve_name(function) if not isinstance(function, str) else function
-    return name or getattr(function, "__qualname__", None) or repr(function)
+    # torch.cond and its kin have no __qualname__, and a repr that is another on every rank
+    return name or getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
 
 
 def tensors_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mpishard as ms
 from tests.compare import WORLD, gathered, mesh_of, shard
@@ -95,6 +96,31 @@ def test_traces_are_refused(export):
     x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
     with pytest.raises(ms.UnsupportedOperationError, match=r"torch\.\w+\.\w+ with ShardTensors"):
         export(model(), x)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        make_fx(lambda y: y.sin() * 2),
+        lambda x: make_fx(lambda w: (x * w).sum())(values()),
+        lambda x: make_fx(lambda w: torch.cat([w, x]))(values()),
+        lambda x: torch.func.linearize(torch.sin, x),
+        lambda x: torch.func.linearize(lambda w: (x * w).sum(), values()),
+    ],
+)
+def test_traces_by_make_fx_are_refused(trace):
+    """Their graphs would hold blocks, and what was computed from them, as constants."""
+    x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
+    with pytest.raises(ms.UnsupportedOperationError, match="make_fx with ShardTensors"):
+        trace(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_compiles_by_itself_is_named_alike_on_all_ranks():
+    x = shard(values(), mesh_of((WORLD.size,)), [ms.Shard(2)])
+    with pytest.raises(ms.UnsupportedOperationError, match=r"rule for cond\(") as raised:
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    assert "other reasons" not in str(raised.value)
 
 
 @pytest.mark.filterwarnings("ignore")
