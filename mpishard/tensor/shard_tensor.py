@@ -62,7 +62,7 @@ class ShardTensor(Tensor):
     _gapped: bool | None = False
     # of a view whose dims were turned round: which dim each was, where that is known
     _turned: bool | tuple[int, ...] = False
-    # of a gathered view: the tensor it was taken from, and the basic index, or the shape that it was given
+    # of a gathered view: the tensor it was taken from, and how (`mpishard.ops.rule.dim`)
     _origin: tuple[ShardTensor, Any] | None = None
     # where another block of the same cells took the place of the first, to which autograd goes back: that one, its
     # layout, and the version of the other up to which both are the same

@@ -21,6 +21,7 @@ from mpishard.autograd.redistribute import redistribute
 from mpishard.layout import Layout, Placement, Shard, bounds, layout_of, moved_borders, sizes_of
 from mpishard.ops.rule.dim import (
     CACHED,
+    AsIndex,
     beside,
     normal_dim,
     on_domain,
@@ -207,7 +208,7 @@ def indexed(x: ShardTensor, key: Key) -> ShardTensor:
         if plan.gapped:
             out._gapped = None if x._turned else True
     if out._gathered_view:
-        out._origin = x, _given(key)
+        out._origin = x, AsIndex(_given(key))
     return out
 
 

@@ -1,3 +1,3 @@
 """Functions of single cells."""
 
-from mpishard.ops.pointwise import foreach, pointwise, special
+from mpishard.ops.pointwise import foreach, pointwise, quantize, special

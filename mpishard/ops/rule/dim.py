@@ -181,10 +181,48 @@ def require_writable(x: ShardTensor, name: str) -> None:
         )
 
 
+class AsIndex(NamedTuple):
+    """A gathered view that was taken at a basic index."""
+
+    index: Any
+
+    def taken(self, base: ShardTensor) -> Any:
+        """Return the view as it would be taken now. Collective as indexing is."""
+        return base[self.index]
+
+    def put(self, base: ShardTensor, value: ShardTensor) -> None:
+        """Write where the view was taken. Collective as the writing is."""
+        base[self.index] = value
+
+
 class AsShape(NamedTuple):
-    """How a gathered view was taken that has another shape, instead of an index."""
+    """A gathered view that has another shape."""
 
     shape: tuple[int, ...]
+
+    def taken(self, base: ShardTensor) -> Any:
+        """Return the view as it would be taken now. Collective as `view` is."""
+        return base.view(self.shape)
+
+    def put(self, base: ShardTensor, value: ShardTensor) -> None:
+        """Write where the view was taken. Collective as `view` is."""
+        base.copy_(value.view(base.shape))
+
+
+class AsDiagonal(NamedTuple):
+    """A gathered view of a diagonal."""
+
+    offset: int
+    dim1: int
+    dim2: int
+
+    def taken(self, base: ShardTensor) -> Any:
+        """Return the view as it would be taken now. Collective: its plane is gathered."""
+        return base.diagonal(*self)
+
+    def put(self, base: ShardTensor, value: ShardTensor) -> None:
+        """Write where the view was taken. Collective: its plane is gathered."""
+        base.copy_(torch.diagonal_scatter(base, value, *self))
 
 
 def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool:
@@ -199,13 +237,10 @@ def written_through(x: ShardTensor, write: Callable[[ShardTensor], Any]) -> bool
     """
     if x._origin is None:
         return False
-    base, index = x._origin
+    base, way = x._origin
     y: Any = _fresh(x).clone()
     write(y)
-    if isinstance(index, AsShape):
-        base.copy_(y.view(base.shape))
-    else:
-        base[index] = y
+    way.put(base, y)
     block = y.block
     if x.block.requires_grad and not torch.is_grad_enabled() and y.sharding == x.sharding:
         # the graph goes on, as that of torch's own view does, as if nothing had been written
@@ -226,8 +261,8 @@ def _fresh(x: ShardTensor) -> ShardTensor:
     """Return a gathered view as it would be taken now. Collective as indexing is."""
     if x._origin is None:
         return x
-    base, index = x._origin
-    return _fresh(base).view(index.shape) if isinstance(index, AsShape) else _fresh(base)[index]
+    base, way = x._origin
+    return way.taken(_fresh(base))  # type: ignore[no-any-return]
 
 
 def settled(x: ShardTensor) -> ShardTensor:

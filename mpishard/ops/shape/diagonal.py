@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpishard.layout import Partial, Shard, layout_of
-from mpishard.ops.rule.dim import mapped, normal_dim, settled, viewed, whole_along
+from mpishard.ops.rule.dim import AsDiagonal, mapped, normal_dim, settled, viewed, whole_along
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -45,7 +45,10 @@ def diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     local = x.block.diagonal(offset, a, b)
     rest = tuple(d for d in range(x.ndim) if d not in (a, b))
     shape = (*(x.sharding.shape[d] for d in rest), local.shape[-1])
-    return viewed(x, local, mapped(x.sharding, (*rest, -1), shape))
+    out = viewed(x, local, mapped(x.sharding, (*rest, -1), shape))
+    if out._gathered_view:
+        out._origin = input, AsDiagonal(offset, a, b)
+    return out
 
 
 @implements(torch.linalg.diagonal, sharded="gathers")

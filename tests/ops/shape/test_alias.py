@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import mpishard as ms
 from mpishard.errors import UnsupportedOperationError
-from tests.compare import WORLD, gathered, mesh_of, shard
+from tests.compare import WORLD, compare, gathered, layouts, mesh_of, shard
 
 P = WORLD.size
 
@@ -195,6 +195,25 @@ def test_a_gathered_view_turned_in_place_is_not_written_into_as_it_was(name):
     torch.testing.assert_close(gathered(v), expected)
     with pytest.raises(UnsupportedOperationError, match="view"):
         v.add_(torch.tensor([0.0, 100.0]))
+
+
+def test_a_diagonal_is_written_through():
+    """As Gaussian processes add their noise."""
+    full = torch.arange(1.0, 49.0, dtype=torch.float64).reshape(3, 4, 4)
+
+    def write(x):
+        y = x * 1
+        y.diagonal(dim1=-2, dim2=-1).add_(0.5)
+        y.diagonal(1, 1, 2).mul_(torch.arange(3.0))
+        y.diagonal(-1)[1] = 7.0
+        y[:, 3].diagonal().zero_()
+        return y
+
+    for mesh, placements, sizes in layouts(full.shape, (0, 1, 2)):
+        compare(write, [(full, mesh, placements, sizes)])
+    leaf = rows(full[0], requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        leaf.diagonal().add_(1)
 
 
 @pytest.mark.ranks(2, 3, 4)
