@@ -167,14 +167,14 @@ class _Layer(Turn):
 class _Whole:
     """What is done around a forward of the whole model."""
 
-    def __init__(self, module: nn.Module, schedule: Schedule, plain: list[tuple[nn.Module, str]]) -> None:
-        self.schedule, self._plain = schedule, plain
+    def __init__(self, module: nn.Module, schedule: Schedule) -> None:
+        self.schedule = schedule
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._behind, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
         memo[id(self)] = new = _Whole.__new__(_Whole)
-        new.schedule, new._plain = copy.deepcopy((self.schedule, self._plain), memo)
+        new.schedule = copy.deepcopy(self.schedule, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -182,8 +182,6 @@ class _Whole:
 
     def _before(self, *_: Any) -> None:
         self.schedule.rest()
-        for owner, name in self._plain:
-            _check_memory(owner, name)
 
     def _behind(self, *_: Any) -> None:
         self.schedule.rest()
@@ -233,7 +231,7 @@ def shard_parameters(
     Collective. Plain ones stay where there are fewer cells than ranks.
     """
     schedule = Schedule()
-    found, plain = _replaced(module, mesh, mesh_dims, offload)
+    found = _replaced(module, mesh, mesh_dims, offload)
     for some in _neighbours(found):
         unit, last = Unit(schedule), None
         for part, places in some:
@@ -248,16 +246,15 @@ def shard_parameters(
     for part in module.modules():
         _list_anew(part)
 
-    _Whole(module, schedule, plain)
+    _Whole(module, schedule)
 
 
 def _replaced(
     module: nn.Module, mesh: CartMesh, mesh_dims: tuple[int, ...], offload: bool
-) -> tuple[list[tuple[nn.Module, _Places]], list[tuple[nn.Module, str]]]:
-    """Replace parameters by ShardTensors; return those of each layer, and those that stay whole. Collective."""
+) -> list[tuple[nn.Module, _Places]]:
+    """Replace parameters by ShardTensors, and return those of each layer. Collective."""
     count = mesh.group(mesh_dims).size
     found: list[tuple[nn.Module, _Places]] = []
-    plain: list[tuple[nn.Module, str]] = []
     # those that several modules have; they live until the end, so that an id means one
     owned = [p for part in module.modules() for p in part._parameters.values() if p is not None]
     tied = {i: [p for p in owned if id(p) == i] for i, n in Counter(map(id, owned)).items() if n > 1}
@@ -277,7 +274,6 @@ def _replaced(
                 shard = made.get(id(param))
                 shard = _shard(param, mesh, mesh_dims, count, offload) if shard is None else shard
                 if shard is None:
-                    plain.append((owner, name))
                     continue
                 if id(param) in tied:
                     made[id(param)] = shard
@@ -285,7 +281,7 @@ def _replaced(
                 places.append((owner, name, shard))
         if places:
             found.append((part, places))
-    return found, plain
+    return found
 
 
 def _neighbours(found: list[tuple[nn.Module, _Places]]) -> list[list[tuple[nn.Module, _Places]]]:
@@ -307,22 +303,6 @@ def _neighbours(found: list[tuple[nn.Module, _Places]]) -> list[list[tuple[nn.Mo
             room = most
         room = room - size if is_whole else 0
     return joined
-
-
-def _check_memory(owner: nn.Module, name: str) -> None:
-    """Raise where a plain parameter was given the memory of a ShardTensor, which has none. Not collective.
-
-    As `torch.nn.utils.vector_to_parameters` does by ``.data``, of which torch tells nobody: a read would end the
-    process.
-    """
-    p = owner._parameters.get(name)
-    if type(p) is nn.Parameter and p.device.type in ("cpu", "cuda") and p.numel() and not p.data_ptr():
-        raise LayoutError(
-            f"shard_parameters: {name!r} of a {type(owner).__name__} was given a ShardTensor as its .data",
-            expected="a plain tensor: of fewer cells than ranks, it is whole on each",
-            got="a ShardTensor",
-            fix="give x.full_tensor(), or copy it in place: p.copy_(x.full_tensor())",
-        )
 
 
 def _block_of(owner: nn.Module, name: str, layout: Layout, mesh: CartMesh) -> Tensor:

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from mpishard.tensor import compiler, dcp, dual, exporter, gradient, kernel, metadata, spec
+from mpishard.tensor import compiler, dcp, dual, exporter, gradient, kernel, metadata, parameter, spec
 from mpishard.tensor.convert import distribute_tensor, halo_exchange
 from mpishard.tensor.factory import arange, empty, full, ones, rand, randn, zeros
 from mpishard.tensor.registry import implements, spellings

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.autograd import bucket
-from tests.compare import mesh_of, mesh_shapes
+from tests.compare import WORLD, mesh_of, mesh_shapes, shard
 
 
 class Net(nn.Module):
@@ -239,3 +240,19 @@ def test_a_copy_of_a_sharded_parameter_or_buffer_is_one(copied):
     module.w = copied(nn.Parameter(cells))
     assert [name for name, _ in module.named_parameters()] == ["w"]
     assert not isinstance(copied(cells), nn.Parameter)
+
+
+def test_a_plain_parameter_takes_the_whole_of_a_sharded_tensor_as_its_data():
+    """Torch gave it the memory of the ShardTensor, which has none: the next read ended the process."""
+    mesh = mesh_of((WORLD.size,))
+    full = torch.arange(3.0 * WORLD.size).reshape(WORLD.size, 3)
+    p, x = nn.Parameter(torch.zeros(WORLD.size, 3)), shard(full, mesh, [ms.Shard(0)], requires_grad=True)
+    p.data = x
+    assert type(p) is nn.Parameter
+    torch.testing.assert_close(p.detach(), full)
+    model = nn.Linear(3, WORLD.size)
+    vector_to_parameters(torch.cat([x.detach().flatten(), x.detach()[:, 0]]), model.parameters())
+    torch.testing.assert_close(model.weight.detach(), full)
+    torch.testing.assert_close(model.bias.detach(), full[:, 0])
+    with pytest.raises(TypeError):
+        p.data = full.tolist()
