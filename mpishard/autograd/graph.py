@@ -48,6 +48,15 @@ def replayed_views() -> contextlib.AbstractContextManager[Any]:
     return _force_original_view_tracking(True)
 
 
+def apart(part: Tensor) -> Tensor:
+    """Return a part of what nobody else holds as a tensor of its own, which is no view for autograd. Not collective.
+
+    For results that are cut out on some ranks alone: written into, a view is followed in another way than a tensor of
+    its own, so that a second derivative would have a graph on some ranks, which communicates, and none on others.
+    """
+    return torch.ops.aten._unsafe_view(part, part.shape)  # type: ignore[no-any-return]
+
+
 def own_nodes(results: Iterable[Tensor], operands: Iterable[Tensor]) -> Iterator[Any]:
     """Give torch's own nodes between operands and results, which communicate nothing.
 

@@ -222,13 +222,18 @@ def _cast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(kind))
 
 
+def _scale(q: Any, scale: float | None) -> float:
+    # of no features, all scores are 0
+    return 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
+
+
 def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal: bool, scale: float | None) -> Any:
     """Attend with all queries on every rank, each to its own keys. Collective over the mesh dims that shard keys."""
     dtype = operands[0].dtype
     q, k, v, *masks = (x.float() if x.dtype in HALVES else x for x in operands)
     if q.ndim > 2:
         k, v = (_repeated(x, q.shape[-3]) for x in (k, v))
-    s = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
+    s = (q * _scale(q, scale)) @ k.mT
     for mask in masks:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if is_causal:
@@ -377,7 +382,7 @@ def _plan(
         columns,
         (k, v),
         (Operand(batch, 1), Operand(batch, groups[0]), Operand(batch, groups[1])),
-        1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        _scale(q, scale),
         is_causal,
         _reach(mesh, q, row, rows, columns, meeting.ring, is_causal),
         mesh.label,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction
 
+from mpishard.autograd.graph import apart
 from mpishard.autograd.redistribute import sum_partial
 from mpishard.autograd.use import use
 from mpishard.comm.mesh import CartMesh
@@ -294,7 +295,7 @@ def _sample_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
         loss = agreed(
             loss_of, mesh, (out,), labels, x.block, check=lambda labels, x: empty or func(x, labels, reduction="none")
         )
-        return _reduce(wrap(loss[:0] if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
+        return _reduce(wrap(apart(loss[:0]) if empty else loss, out, mesh), reduction)  # type: ignore[no-any-return]
 
     return rule
 

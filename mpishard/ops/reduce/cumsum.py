@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.autograd.linear import apply, differentiated
 from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
@@ -149,7 +150,7 @@ def _shortened(x: ShardTensor, dim: int, cells: int, local: Callable[[Tensor], T
     n = x.shape[dim]
     if reduced(x.sharding, dim).over and n > cells:
         window, own, out = _neighbours(x, dim, cells)
-        return wrap(local(window).narrow(dim, 0, own), out, x.mesh)
+        return wrap(apart(local(window).narrow(dim, 0, own)), out, x.mesh)
     layout, kept = x.sharding, max(n - cells, 0)
     shape, sizes = list(layout.shape), list(layout.sizes)
     shape[dim] = kept

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
+
 
 def filled(x: Any, cells: int = 1) -> Any:
     """Return a block, or None, with ``cells`` along dims that have none, made of the block for its graph.
@@ -19,7 +21,7 @@ def filled(x: Any, cells: int = 1) -> Any:
 
 def unfilled(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return what belongs to a block of ``shape`` that was filled. Not collective."""
-    return y[tuple(slice(n) for n in shape)] if 0 in shape else y
+    return apart(y[tuple(slice(n) for n in shape)]) if 0 in shape else y
 
 
 def scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
@@ -34,4 +36,5 @@ def scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, A
         more = torch.cat([x, torch.ones_like(x)], dim) if cells > 1 else x
     else:
         more = x.new_ones([max(n, cells if d == dim else 1) for d, n in enumerate(x.shape)]) + x.sum()
-    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)]
+    # a copy: torch may keep the result for its derivative
+    return func(more, dim, **extra)[tuple(slice(n) for n in x.shape)].clone()

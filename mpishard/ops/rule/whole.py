@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.autograd.graph import unpacked
+from mpishard.autograd.graph import apart, unpacked
 from mpishard.autograd.linear import differentiated
 from mpishard.layout import Labels
 from mpishard.ops.rule.agreement import agree_in_backward, agreed
@@ -88,7 +88,7 @@ def whole(
         if own is None:
             return t
         for d, label in enumerate(own):
-            t = t.narrow(d, 0, 0) if label in empty else t
+            t = apart(t.narrow(d, 0, 0)) if label in empty else t
         return met.result(t, own)
 
     def labels_of(i: int, t: Tensor) -> Labels | None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.autograd.linear import apply, in_transform
 from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
@@ -20,7 +21,6 @@ from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
 from mpishard.layout.stencil import Sliding, Transposed, of_every_kind, paddings_meet, pairs, per_dim, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
-from mpishard.ops.rule.empty_block import filled
 from mpishard.ops.window.beside import read_beside
 from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
 from mpishard.ops.window.conv_node import Fetched, Form, block_conv
@@ -448,7 +448,9 @@ def _of_window(
     """Convolve the window of a tensor of ``shape``: of no samples, torch ends the graph at the first gradient."""
     if len(window) or not shape[0]:
         return func(window, weight, bias, *geometry)
-    return func(filled(window), weight, bias, *geometry)[:0]
+    # of no channels there are none on other ranks either
+    one = window.new_zeros([n or int(d != 1) for d, n in enumerate(window.shape)]) + window.sum().to(window.dtype)
+    return apart(func(one, weight, bias, *geometry)[:0])
 
 
 def _conv_rule(func: Callable[..., Tensor], ndim: int) -> Callable[..., ShardTensor]:

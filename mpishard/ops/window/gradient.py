@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.autograd.linear import apply
 from mpishard.autograd.use import use
 from mpishard.autograd.window import intervals_wanted, window_op
@@ -78,7 +79,7 @@ def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTens
         local = cells.narrow(dim, 0, plan.cells) / (spacing.sum(0, True) if isinstance(spacing, Tensor) else 1)
     else:
         (every,) = torch.gradient(cells, spacing=[spacing], dim=[dim], edge_order=edge_order)
-        local = every.narrow(dim, plan.start, plan.cells)
+        local = apart(every.narrow(dim, plan.start, plan.cells))
     return wrap(local, x.sharding, x.mesh)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mpishard.autograd.graph import apart
 from mpishard.ops.rule.empty_block import filled
 
 
@@ -14,7 +15,7 @@ def cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
     """Return the part (dim, start, length) of ``y`` along some dims. Not collective."""
     for dim, start, length in crops:
         y = y.narrow(dim, start, length)
-    return y
+    return apart(y) if crops else y
 
 
 def on_planes(func: Callable[[Tensor], Any], x: Tensor, ndim: int) -> Any:
@@ -27,5 +28,5 @@ def on_planes(func: Callable[[Tensor], Any], x: Tensor, ndim: int) -> Any:
         return func(x)
     # torch allows no cells along the batch dim alone, and not every kernel of a GPU does (docs/upstream.md)
     out = func(filled(x.reshape(0, 1, *x.shape[-ndim:])))
-    shaped = [t[:0].reshape(*lead, *t.shape[2:]) for t in (out if isinstance(out, tuple) else (out,))]
+    shaped = [apart(t[:0].reshape(*lead, *t.shape[2:])) for t in (out if isinstance(out, tuple) else (out,))]
     return tuple(shaped) if isinstance(out, tuple) else shaped[0]

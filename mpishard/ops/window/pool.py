@@ -161,18 +161,20 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
         mesh = x.mesh
         kernel, pads, spread = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(dilation, ndim)
         step = frozen(stride, ndim) or kernel
-        key = (name, x.sharding, x.dtype, kernel, step, pads, spread, ceil_mode)
+        indices = always_indices or return_indices
+        key = (name, x.sharding, x.dtype, kernel, step, pads, spread, ceil_mode, indices)
 
         def build() -> PoolPlan:
             shape = on_domain(func, x, kernel_size, stride, padding, dilation, ceil_mode).shape
-            if ndim == 1:  # which has a kernel of its own, that is looked for where there are cells, and no modes
+            if (
+                ndim == 1 and not indices
+            ):  # which has a kernel of its own, that is looked for where there are cells, and no modes
                 with unseen():
                     func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
             return _plan(x, ndim, kernel, step, pads, spread, shape, name)
 
         plan = mesh.plans.get(key) or mesh.plan(key, build)
         window = fetched(x, plan.window, key, plan.intervals)
-        indices = always_indices or return_indices
         y = on_planes(
             lambda w: func(w, kernel, step, plan.padding, spread, ceil_mode, return_indices=indices), window, ndim
         )

@@ -61,6 +61,14 @@ def test_sequences_of_any_lengths(method, causal, features):
         attended([along(BATCH), *[along(WHOLE)] * 2], operands(features=features), is_causal=causal)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_queries_of_no_features(method):
+    q, k, v = operands()
+    with ms.attention_method(method):
+        for layouts in (RING, [along(BATCH)] * 3):
+            attended(layouts, (q[..., :0], k[..., :0], v))
+
+
 @pytest.mark.parametrize(("which", "causal"), [(0, False), (0, True), (1, False)])
 def test_scores_that_are_nan(which, causal):
     """Of a row of queries, or of all keys of a rank: torch's fused kernel makes 0 of a row of nothing else."""

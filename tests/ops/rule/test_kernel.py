@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
 from mpishard.tensor import kernel
-from tests.compare import WORLD, gathered, mesh_of, shard
+from tests.compare import WORLD, gathered, mesh_of, shard, skew
 from tests.ops.windows import field
 from tests.release import RELEASE
 
@@ -229,3 +229,42 @@ def test_what_torch_is_asked_has_no_number_of_a_cell_that_is_not_there(monkeypat
     shapes = [[tuple(x.shape) for x in args if isinstance(x, torch.Tensor)] for args in asked]
     assert shapes == [[(1, 1), (1, 1), (1,), (1,), (1,)], [(1, 1)], [(1, 5)]]
     assert all(not x.any() for args in asked[:2] for x in args if isinstance(x, torch.Tensor))
+
+
+RESULTS = {
+    "interpolate": lambda x: F.interpolate(x, 1, mode="linear"),
+    "interpolate, nearest": lambda x: F.interpolate(x, scale_factor=0.34),
+    "max_pool": lambda x: F.max_pool1d(x, 2, 3),
+    "unfold": lambda x: F.unfold(x[:, :, None], (1, 3)),
+    "diff": lambda x: x.diff(n=3),
+    "cumsum": lambda x: x.cumsum(2),
+    "sort": lambda x: x.sort(2)[0],
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "conv": lambda x: F.conv1d(x, torch.ones(3, 3, 2, dtype=x.dtype), stride=3),
+}
+WRITES = {
+    "mul_": lambda y: y.mul_(2),
+    "masked_fill_": lambda y: y.masked_fill_(y.detach() > 0.1, 0.0),
+    "all": lambda y: y[..., :1].fill_(3.0),
+    "a part": lambda y: y[0].mul_(3.0),
+    "index": lambda y: y.__setitem__((..., slice(0, 1)), 3.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_without_cells_is_written_into(name, write):
+    """Of a block that has cells, or of none: its gradient has a graph on all ranks or none; else some would wait."""
+    whole = field(2, 3, 4)
+    for dim in range(3):
+        for sizes in (None, skew(whole.shape[dim], WORLD.size), skew(whole.shape[dim], WORLD.size)[::-1]):
+            x = shard(whole, mesh_of((WORLD.size,)), (ms.Shard(dim),), sizes and {dim: sizes}, True)
+            leaf = whole.clone().requires_grad_()
+            for t in (leaf, x):
+                y = RESULTS[name](t)
+                WRITES[write](y)
+                (g,) = torch.autograd.grad((y**3 + y.sin()).sum(), t, create_graph=True)
+                if t is leaf:
+                    expected = g
+            torch.testing.assert_close(gathered(g), expected.detach())
+            assert set(WORLD.allgather(g.requires_grad)) == {g.requires_grad}

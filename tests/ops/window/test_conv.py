@@ -295,6 +295,9 @@ def test_no_channels():
             [(field(2, 0, 8, 8), mesh_of((WORLD.size,)), (ms.Shard(dim),), None)],
             [w],
         )
+    # nor of a block without samples
+    sizes = {0: (2,) + (0,) * (WORLD.size - 1)}
+    compare(lambda x: F.conv2d(x, w) * 2, [(field(2, 0, 8, 8), mesh_of((WORLD.size,)), (ms.Shard(0),), sizes)], [w])
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,8 @@ def test_max_unpool_refuses_indices_that_lie_elsewhere():
 def test_dtypes():
     same(lambda x: F.max_pool2d(x, 3, 2, 1), field(2, 2, 8, 7, dtype=torch.bfloat16), range(4), 0)
     same(lambda x: F.max_pool2d(x, 3, 2, 1), field(2, 2, 8, 7).mul(100).long(), range(4), 1)
+    # with indices torch takes another kernel, which knows integers
+    same(lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True)[1], field(2, 3, 13).mul(100).long(), range(3), 1)
     same(lambda x: F.adaptive_max_pool2d(x, (3, 1)), field(2, 2, 8, 7, dtype=torch.float16), range(4), 2)
     same(lambda x: F.adaptive_avg_pool2d(x, (3, 1)), field(2, 2, 8, 7, dtype=torch.bfloat16), range(4), 3, exact=False)
     # a mean of 16-bit numbers is summed in 32 bits: nothing is lost where the partial sums would overflow
