@@ -166,9 +166,8 @@ def _max_rule(ndim: int, always_indices: bool) -> Callable[..., Any]:
 
         def build() -> PoolPlan:
             shape = on_domain(func, x, kernel_size, stride, padding, dilation, ceil_mode).shape
-            if (
-                ndim == 1 and not indices
-            ):  # which has a kernel of its own, that is looked for where there are cells, and no modes
+            # torch has a kernel of its own for this one, which is looked for where there are cells, and no modes
+            if ndim == 1 and not indices:
                 with unseen():
                     func(torch.zeros((1, 1), dtype=x.dtype, device=x.block.device), 1)
             return _plan(x, ndim, kernel, step, pads, spread, shape, name)
