@@ -14,6 +14,7 @@ from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handle
 from mpishard.comm.mesh_device import as_device
+from mpishard.comm.plans import Plans, plans_on
 from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
 from mpishard.layout.partition import rank_of
@@ -187,7 +188,6 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
         comms.append(cart)
         mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
     comms.append(comm)
-    for plans in (mesh.plans, mesh.kept, *mesh._partial.values()):
-        plans.clear()
-    mesh._partial.clear()
+    # new caches, not empty ones: with MPISHARD_DEBUG they compare their keys on the communicator they were made with
+    mesh.plans, mesh.kept, mesh._partial = plans_on(cart), Plans(), {}
     mesh.storages, mesh._children = [], {}

@@ -128,16 +128,17 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
     DesyncError
         On every rank, naming the rank that differs.
     """
-    count = _calls(comm)
-    count[0] += 1
     if comm.Get_size() == 1:
         return
-    call = f"call {count[0]}: {op}"
+    count = _calls(comm)
+    call = f"call {count[0] + 1}: {op}"
     call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
     if inside is not None:
         call += f", in {inside()}"
     # a rank that is in `agree` instead sends the same
     _agree(comm, None, "check", call, call, (0, 0), DEBUG)
+    # not what ended in an error: some ranks were in `agree`, which is not counted, and whoever catches it goes on
+    count[0] += 1
 
 
 # what the user has called, where calls are compared: rules communicate for it
@@ -225,6 +226,8 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
 SINGLE = 33
 # a rank that has left this call already may send the text of its next one before the others have noticed
 _MEET_S = 5.0
+# MPI may still write to their memory
+_left: list[MPI.Request] = []
 
 
 def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
@@ -236,6 +239,7 @@ def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
             since = since or time.monotonic()
             if time.monotonic() - since > patience_s:
                 peer = status.Get_source()
+                _left.append(request)
                 told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
                 raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
         os.sched_yield()
