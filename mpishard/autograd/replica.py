@@ -244,22 +244,29 @@ def note_ddp() -> None:
 
 # -- comparison
 
-_Due = list[tuple[Replica, Tensor]]
-_pass: tuple[int, _Due] = (-1, [])
+
+class _Due(list["tuple[Replica, Tensor]"]):
+    """What a backward pass compares at its end."""
+
+    __slots__ = ("__weakref__",)
+
+
+# by the pass: those of several threads may go on at once. One that fails forgets what it would call at its end
+_passes: weakref.WeakValueDictionary[int, _Due] = weakref.WeakValueDictionary()
 
 
 def _compare_after_backward(replica: Replica, param: Tensor) -> None:
-    global _pass  # noqa: PLW0603
     task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-    if _pass[0] != task:
-        _pass = task, []
+    due = _passes.get(task)
+    if due is None:
+        due = _passes[task] = _Due()
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
         # in two steps: what DDP queues meanwhile to finish its averages comes first
-        at_end(partial(at_end, partial(compare, _pass[1])))
-    _pass[1].append((replica, param))
+        at_end(partial(at_end, partial(compare, due)))
+    due.append((replica, param))
 
 
-def compare(due: _Due) -> None:
+def compare(due: Sequence[tuple[Replica, Tensor]]) -> None:
     """Raise where copies of parameters, or their gradients, differ between ranks.
 
     Collective over all ranks that hold copies.
@@ -288,7 +295,7 @@ def _found(check: Callable[[], object]) -> MpishardError | None:
     return None
 
 
-def _compare_on(holders: _Holders, due: _Due) -> None:
+def _compare_on(holders: _Holders, due: Sequence[tuple[Replica, Tensor]]) -> None:
     group = holders.group
     names = [replica.name for replica, _ in due]
     guard.agree(group.comm, None, f"gradients of {names}")

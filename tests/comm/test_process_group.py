@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpishard as ms
+from mpishard.comm.torch_distributed import process_group
 from tests.compare import assert_loads
 
 WORLD = MPI.COMM_WORLD
@@ -381,3 +383,11 @@ def test_calls_that_differ_are_named_at_once(world, name):
     # nothing of it is left for the next one
     dist.all_reduce(x := torch.ones(4))
     assert torch.equal(x, torch.full((4,), float(SIZE)))
+
+
+def test_a_rank_that_torch_calls_another():
+    """On one rank alone: the others are told, and the communicator goes."""
+    wrong = RANK == SIZE - 1
+    options = SimpleNamespace(global_ranks_in_group=[], group_rank=RANK + wrong, group_size=SIZE)
+    with pytest.raises(ms.MeshError, match="other ranks than MPI's"):
+        process_group._create(options, process_group._Over(WORLD))

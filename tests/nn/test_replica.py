@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpishard as ms
+from mpishard.autograd import replica
 from mpishard.comm import guard
 from tests.compare import WORLD
 
@@ -271,3 +272,32 @@ def test_threads_with_a_mesh_each():
         for found in zip(*(pool.map(lambda i: [gradients(i, together.wait) for _ in range(5)], range(2)))):
             for got, expected in zip(found, alone):
                 torch.testing.assert_close(got, expected)
+
+
+def test_passes_of_two_threads_are_compared_one_by_one(monkeypatch):
+    """Where hooks of one thread run between those of another."""
+    compared = []
+    monkeypatch.setattr(replica, "compare", lambda due: compared.append([r.name for r, _ in due]))
+    mesh, turns = ms.init_mesh((-1,)), threading.Barrier(2, timeout=30)
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            turns.wait()
+            return g
+
+    def run(name):
+        first, second = (torch.ones(3, requires_grad=True) for _ in range(2))
+        for param, own in ((first, f"{name} first"), (second, f"{name} second")):
+            replica.replicate(param, mesh, own)
+        # backward begins at what is used last, and the other thread's first hook comes before the second one here
+        (Wait.apply(second * 2) + first).sum().backward()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, "ab"))
+    assert sorted(map(sorted, compared)) == [["a first", "a second"], ["b first", "b second"]]
+    assert not replica._passes

@@ -18,7 +18,7 @@ from mpishard.comm.null import NullComm, no_values
 from mpishard.comm.setting import first_agreement
 from mpishard.comm.torch_distributed.group import BACKEND, TAGS, MPIProcessGroup
 from mpishard.comm.torch_distributed.store import OwnStore
-from mpishard.errors import MeshError
+from mpishard.errors import MeshError, MpishardError
 
 
 def process_group(where: CartMesh | MPI.Intracomm | None = None) -> dist.ProcessGroup:
@@ -145,14 +145,20 @@ def _create(options: Any, over: _Over | None) -> MPIProcessGroup:
         parent = MPI.COMM_WORLD if over is None else over.comm
         with guard.waiting("a new process group", (), parent):
             comm = parent.Dup()
+        error = None
         if (comm.Get_rank(), comm.Get_size()) != (options.group_rank, options.group_size):
-            raise MeshError(
+            error = MeshError(
                 "torch.distributed: other ranks than MPI's",
                 expected=f"rank {comm.Get_rank()} of {comm.Get_size()}",
                 got=f"rank {options.group_rank} of {options.group_size}",
                 fix="start it with mpishard.process_group(mesh or communicator)",
             )
-        first_agreement(comm, None, "process_group")
+        try:
+            # of one rank alone, too: the others wait for it
+            first_agreement(comm, error, "process_group")
+        except MpishardError:
+            comm.Free()
+            raise
         return MPIProcessGroup(comm)
     world = _ours(dist.group.WORLD)
     whole = world.comm
