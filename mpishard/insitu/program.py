@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.comm import guard
+from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Meeting, checked_timeout, meet
-from mpishard.errors import PeerError
+from mpishard.errors import MpishardError, PeerError, UnsupportedOperationError
 from mpishard.insitu.link import Link
 
 
@@ -74,19 +75,29 @@ class Program:
             On all ranks of both programs: names, global shapes or dtypes differ.
         PeerError
             There is no such program, or it did not come in time.
+        UnsupportedOperationError
+            On all ranks: this would be the 4,097th link of two programs, or the 16,384th of one.
 
         Examples
         --------
         >>> me = ms.insitu.join("solver")
         >>> link = me.connect("model", out={"u": u}, into={"tau": tau}, policy="block", depth=2, timeout=60)
         """
-        error = None
+        error: MpishardError | None = None
         if not isinstance(other, str) or other not in self._counts:
             error = PeerError(
                 "connect: no such program",
                 expected=f"another program of the job: {sorted(self._counts) or 'there is none'}",
                 got=f"{other!r}, in program {self.name!r}",
                 fix="name it as it names itself in join, and start it in the same job",
+            )
+        elif self._counts[other] >= wire.MOST_LINKS or sum(self._counts.values()) >= wire.MOST_OF_PROGRAM:
+            error = UnsupportedOperationError(
+                f"connect: no tags are left for one more link to {other!r}",
+                expected=f"{wire.MOST_LINKS} links of two programs at most, and {wire.MOST_OF_PROGRAM} of one, "
+                "closed ones too",
+                got=f"{self._counts[other]} to this one, {sum(self._counts.values())} in all",
+                fix="keep a link, and call put and get many times, in place of a link for every step",
             )
         # one rank may have misspelt it
         guard.agree(self._meeting.circle.comm, error, f"connect({other!r})")

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpishard.comm import counter
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import HEAD, Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import PUT, Ballot, keep_going, keep_sent, leave
+from mpishard.comm.coupling.patience import PUT, Ballot, in_flight, keep_going, keep_sent, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -315,4 +315,6 @@ class Outlet:
             if slot.done():
                 for request in slot.requests:
                     request.Free()
+            else:
+                in_flight.append(slot)  # a reader that is late takes it yet, or it is never taken
         self._slots = []

@@ -17,6 +17,8 @@ TEXT_NBYTES = 1024
 # tags: of the meeting on MPI_COMM_WORLD, and of the messages of a link, which has so many
 MEETING_TAG = 32101
 LINK_TAGS = 8
+# of two programs, and of one: MPI guarantees tags up to 32767, and those of a program's own messages are two a link
+MOST_LINKS, MOST_OF_PROGRAM = 4096, (1 << 14) - 1
 # of a link; all are made with it
 MOST_SLOTS = 1 << 16
 HELLO, PRESENCE, DATA, REQUEST, STOP, SERVE = range(6)

@@ -12,7 +12,7 @@ typedef struct { char name[NAME_BYTES], dtype[16]; layout_t layout; int ranks; i
 typedef struct { int policy, depth, count[2]; offer_t *of[2]; } side_t; /* 0: out, 1: into; by ascending name */
 
 typedef struct { int field; box_t box; int64_t at; } part_t;
-typedef struct { int peer, count, over, stopped, told; part_t *parts; int64_t start, nbytes; presence_t where; int64_t notice[8]; } parcel_t;
+typedef struct { int peer, count, over, stopped, told; part_t *parts; int64_t start, nbytes; presence_t where; } parcel_t;
 typedef struct { char *memory; MPI_Request *requests; int count, flying; int64_t step; } slot_t;
 
 /* one direction */
@@ -20,7 +20,7 @@ typedef struct {
     int fields, count, policy, depth, slots, ended, unread_count, putting, active;
     field_t **of;
     parcel_t *parcels;
-    int64_t nbytes, next, sent, asked, served, request[8];
+    int64_t nbytes, next, sent, asked, served;
     patience_t looks; /* of puts that never wait, whether the peers live */
     slot_t *slot, **unread;
 } flow_t;
@@ -43,6 +43,14 @@ static void head(int64_t *to, int64_t kind, int64_t value, int64_t nbytes)
 {
     int64_t words[8] = {WIRE_MAGIC, WIRE_VERSION, kind, value, nbytes, 0, 0, 0};
     memcpy(to, words, sizeof words);
+}
+
+/* a head that is all of a message */
+static void notify(link_t *link, int peer, int tag, int64_t kind, int64_t value, int64_t nbytes)
+{
+    int64_t *words = malloc(HEAD_BYTES);
+    if (words != NULL) head(words, kind, value, nbytes);
+    send_kept(words, HEAD_BYTES, peer, link->tag + tag, link->far->both);
 }
 
 /* what the two sides tell each other */
@@ -195,29 +203,25 @@ static int compare(const char *own, const side_t *mine, const char *other, const
 
 static int withdraw(link_t *link, const char *text)
 {
-    char message[HEAD_BYTES + TEXT_BYTES];
-    MPI_Request request;
-    int done = 0;
     size_t n = strlen(text) < TEXT_BYTES ? strlen(text) : TEXT_BYTES;
+    char *message = malloc(HEAD_BYTES + n);
+    if (message == NULL) return MPS_OK;
     head((int64_t *)message, KIND_WITHDRAW, 0, 0);
     memcpy(message + HEAD_BYTES, text, n);
-    MPI_Isend(message, HEAD_BYTES + (int)n, MPI_BYTE, link->far->first, link->tag + TAG_HELLO, link->far->both, &request);
+    send_kept(message, HEAD_BYTES + (int)n, link->far->first, link->tag + TAG_HELLO, link->far->both);
     patience_t wait = patience(1.0);
-    do MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    while (!done && patient(&wait));
+    while (sends_under_way() && patient(&wait)) continue;
     return MPS_OK;
 }
 
-/* rank 0: exchange offers; both sides accept, or neither has a link */
+/* rank 0: exchange offers, ours being MPI's from here on; both sides accept, or neither has a link */
 static int exchange(link_t *link, char *offer, int64_t count, char **theirs, int64_t *length)
 {
-    int64_t accept[8];
     int accepted = 0, found, n;
-    MPI_Request requests[2] = {MPI_REQUEST_NULL, MPI_REQUEST_NULL};
     MPI_Message message;
     MPI_Status status;
     patience_t wait = patience(link->timeout);
-    MPI_Isend(offer, (int)count, MPI_BYTE, link->far->first, link->tag + TAG_HELLO, link->far->both, &requests[0]);
+    send_kept(offer, (int)count, link->far->first, link->tag + TAG_HELLO, link->far->both);
     while (*theirs == NULL || !accepted) {
         MPI_Improbe(link->far->first, link->tag + TAG_HELLO, link->far->both, &found, &message, &status);
         if (!found) {
@@ -245,14 +249,12 @@ static int exchange(link_t *link, char *offer, int64_t count, char **theirs, int
         if (words[2] == KIND_OFFER) {
             *theirs = data;
             *length = n;
-            head(accept, KIND_ACCEPT, 0, 0);
-            MPI_Isend(accept, HEAD_BYTES, MPI_BYTE, link->far->first, link->tag + TAG_HELLO, link->far->both, &requests[1]);
+            notify(link, link->far->first, TAG_HELLO, KIND_ACCEPT, 0, 0);
         } else {
             accepted = 1;
             free(data);
         }
     }
-    MPI_Waitall(2, requests, MPI_STATUSES_IGNORE);
     return MPS_OK;
 }
 
@@ -354,7 +356,8 @@ static int meet_peers(link_t *link)
 {
     flow_t *flows[2] = {&link->out, &link->into};
     int count = link->out.count + link->into.count, peers = 0, done = 0, status = MPS_OK;
-    int64_t mine[3], *theirs = calloc((size_t)count * 3 + 1, sizeof *theirs);
+    static int64_t mine[3]; /* always the same: MPI may read it later */
+    int64_t *theirs = calloc((size_t)count * 3 + 1, sizeof *theirs);
     MPI_Request *requests = malloc((size_t)(2 * count + 1) * sizeof *requests);
     parcel_t **of = malloc((size_t)(count + 1) * sizeof *of);
     if (theirs == NULL || requests == NULL || of == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
@@ -382,7 +385,7 @@ static int meet_peers(link_t *link)
     for (int i = 0; i < link->into.count; i++)
         for (int k = 0; k < link->out.count; k++)
             if (link->into.parcels[i].peer == link->out.parcels[k].peer) link->into.parcels[i].where = link->out.parcels[k].where;
-    free(theirs);
+    if (done) free(theirs); /* who comes later is written to it */
     free(requests);
     free(of);
     return circle_agree(&link->program->circle, status, link->timeout);
@@ -483,7 +486,10 @@ static int make(link_t *link, side_t *mine, int status)
         return status;
     }
     if ((offer = side_packed(mine, &count)) == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
-    if (!status && circle->rank == 0) status = exchange(link, offer, count, &theirs, &length);
+    if (!status && circle->rank == 0) {
+        status = exchange(link, offer, count, &theirs, &length);
+        offer = NULL;
+    }
     status = circle_agree(circle, status, link->timeout + 1.0);
     if (!status) status = circle_tell(circle, &theirs, &length, link->timeout);
     if (!status) status = side_unpacked(theirs, &other);
@@ -527,6 +533,9 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     else if (link->far == NULL)
         status = fail(MPS_ERR_PEER, "connect: no such program\n  expected: another program of the job\n  got:      '%s', in program '%s'",
                       name ? name : "", program->name);
+    else if (link->far->connects >= MOST_LINKS || program->links >= MOST_OF_PROGRAM)
+        status = fail(MPS_ERR_ORDER, "connect: no tags are left for one more link to '%s'\n  expected: %d links of two programs at most, and %d "
+                      "of one, closed ones too\n  fix:      keep a link, and call mps_put and mps_get many times", name, MOST_LINKS, MOST_OF_PROGRAM);
     status = circle_same(&program->circle, status, timeout > 0 ? timeout : 60.0, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
     if (status) {
         parted(program, status);
@@ -602,12 +611,9 @@ static void serve(flow_t *flow, int64_t asked)
 
 static void end_to(link_t *link, parcel_t *p, int kind)
 {
-    MPI_Request request;
     if (p->over) return;
     p->over = 1;
-    head(p->notice, kind, link->out.next, HEAD_BYTES);
-    MPI_Isend(p->notice, HEAD_BYTES, MPI_BYTE, p->peer, link->tag + TAG_DATA, link->far->both, &request);
-    MPI_Request_free(&request); /* small: it leaves at once */
+    notify(link, p->peer, TAG_DATA, kind, link->out.next, HEAD_BYTES);
 }
 
 static void progress_requests(link_t *link)
@@ -817,15 +823,6 @@ int mps_put(mps_handle handle)
     return status < 0 && unfit && values[2] && !circle->apart ? status : kept(link, status);
 }
 
-static void tell(link_t *link, parcel_t *p, int peer, int kind)
-{
-    int64_t *words = p ? p->notice : link->into.request;
-    MPI_Request request;
-    head(words, kind, 0, HEAD_BYTES);
-    MPI_Isend(words, HEAD_BYTES, MPI_BYTE, peer, link->tag + kind, link->far->both, &request);
-    MPI_Request_free(&request);
-}
-
 /* what came from one rank: its kind and step, and the rest of a message longer than a piece */
 static int checked(link_t *link, parcel_t *p, int64_t *kind, int64_t *step)
 {
@@ -859,7 +856,7 @@ static int receive(link_t *link, int64_t *kind, int64_t *step, int *certain)
     flow_t *flow = &link->into;
     slot_t *slot = flow->slot;
     int done = 0, status;
-    if (flow->policy == MPS_LATEST && link->program->circle.rank == 0) tell(link, NULL, link->far->first, TAG_REQUEST);
+    if (flow->policy == MPS_LATEST && link->program->circle.rank == 0) notify(link, link->far->first, TAG_REQUEST, TAG_REQUEST, 0, HEAD_BYTES);
     MPI_Startall(slot->count, slot->requests);
     slot->flying = 1;
     patience_t wait = patience(link->timeout);
@@ -972,7 +969,7 @@ int mps_close(mps_handle handle)
             return kept(link, status);
         }
     }
-    for (int i = 0; i < link->into.count && !link->into.ended; i++) tell(link, &link->into.parcels[i], link->into.parcels[i].peer, TAG_STOP);
+    for (int i = 0; i < link->into.count && !link->into.ended; i++) notify(link, link->into.parcels[i].peer, TAG_STOP, TAG_STOP, 0, HEAD_BYTES);
     patience_t wait = patience(link->timeout);
     for (;;) {
         int in = drained(link), out = flushed(link);

@@ -231,12 +231,49 @@ int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout
 {
     MPI_Request request;
     if (circle->size == 1) return MPS_OK;
-    MPI_Ibcast(count, 1, MPI_INT64_T, 0, circle->comm, &request);
+    int64_t *length = malloc(sizeof *length);
+    if (length == NULL) return fail(MPS_ERR_MEMORY, "no memory");
+    *length = *count;
+    MPI_Ibcast(length, 1, MPI_INT64_T, 0, circle->comm, &request);
     int status = complete(circle, &request, timeout);
-    if (status) return status;
+    if (status) return status; /* MPI may still use the length, and below the message: both are left to it */
+    *count = *length;
+    free(length);
     if (circle->rank && (*message = malloc((size_t)*count + 1)) == NULL) return fail(MPS_ERR_MEMORY, "no memory");
     MPI_Ibcast(*message, (int)*count, MPI_BYTE, 0, circle->comm, &request);
-    return complete(circle, &request, timeout);
+    status = complete(circle, &request, timeout);
+    if (status) *message = NULL;
+    return status;
+}
+
+/* messages that nobody waits for */
+
+static struct { MPI_Request request; void *memory; } *going = NULL;
+static int going_count = 0, going_room = 0;
+
+int sends_under_way(void)
+{
+    int left = 0;
+    for (int i = 0; i < going_count; i++) {
+        int done;
+        MPI_Test(&going[i].request, &done, MPI_STATUS_IGNORE);
+        if (done) free(going[i].memory);
+        else going[left++] = going[i];
+    }
+    return going_count = left;
+}
+
+void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm)
+{
+    if (memory == NULL) return;
+    if (sends_under_way() == going_room) {
+        void *more = realloc(going, (size_t)(2 * going_room + 16) * sizeof *going);
+        if (more == NULL) return;
+        going = more;
+        going_room = 2 * going_room + 16;
+    }
+    MPI_Isend(memory, nbytes, MPI_BYTE, peer, tag, comm, &going[going_count].request);
+    going[going_count++].memory = memory;
 }
 
 /* where a process is, and whether it lives */

@@ -9,6 +9,8 @@
 
 enum { MAX_DIMS = 16, NAME_BYTES = 64, TEXT_BYTES = 1024, HEAD_BYTES = 64, ALIGNMENT = 64 };
 enum { WIRE_MAGIC = 0x4D5053, WIRE_VERSION = 1, MEETING_TAG = 32101, LINK_TAGS = 8, MOST_SLOTS = 1 << 16 };
+/* of two programs, and of one: MPI guarantees tags up to 32767 */
+enum { MOST_LINKS = 4096, MOST_OF_PROGRAM = (1 << 14) - 1 };
 enum { TAG_HELLO, TAG_PRESENCE, TAG_DATA, TAG_REQUEST, TAG_STOP, TAG_SERVE };
 enum { KIND_STEP, KIND_END, KIND_GONE };
 enum { KIND_OFFER, KIND_ACCEPT, KIND_WITHDRAW };
@@ -81,6 +83,10 @@ int circle_agree(circle_t *circle, int status, double timeout);
 int circle_same(circle_t *circle, int status, double timeout, uint64_t digest, const char *call);
 uint64_t digest(uint64_t before, const void *data, size_t nbytes);
 int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout); /* rank 0's to all */
+
+/* Send memory of malloc's, which is MPI's from then on: nobody need wait for the message, which may never be taken. */
+void send_kept(void *memory, int nbytes, int peer, int tag, MPI_Comm comm);
+int sends_under_way(void);
 
 typedef struct { int64_t machine, pid, started; } presence_t;
 presence_t presence_here(void);

@@ -6,13 +6,17 @@ import gc
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm.coupling import wire
+from mpishard.comm.coupling.channel import HEAD, Channel, Parcel
 from mpishard.comm.coupling.greeting import meet_peers
-from mpishard.comm.coupling.meeting import Far
-from mpishard.comm.coupling.patience import Circle, keep_sent, presence
+from mpishard.comm.coupling.meeting import Far, Meeting
+from mpishard.comm.coupling.outlet import Outlet
+from mpishard.comm.coupling.patience import Circle, Presence, keep_sent, presence
+from mpishard.insitu.program import Program
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -58,3 +62,37 @@ def test_what_nobody_waits_for(far):
     comm.Barrier()
     if comm.rank == 0:
         assert all(x.all() for x in others)
+
+
+def test_a_step_that_nobody_has_taken_when_the_link_goes(far):
+    comm, n = far.comm, 1 << 17
+    if comm.rank == 0:
+        channel = Channel(comm, 1, 8, 0, Circle(MPI.COMM_SELF, "one"), "other", {1: Presence(0, 0, 0)}, 1.0)
+        outlet = Outlet(channel, [Parcel(1, ((0, ((0, n),)),))], [torch.float64], "block", 1)
+        outlet.put([torch.arange(n, dtype=torch.float64)], None)
+        outlet.release(gone=True)
+        del outlet
+        gc.collect()
+        others = [np.full(HEAD + 8 * n, 255, np.uint8) for _ in range(8)]
+    comm.Barrier()
+    if comm.rank == 1:
+        came = np.empty(HEAD + 8 * n, np.uint8)
+        comm.Recv([came, MPI.BYTE], 0, 8 + wire.DATA)
+        assert (came[HEAD:].view(np.float64) == np.arange(n)).all()
+        comm.Recv([came, MPI.BYTE], 0, 8 + wire.DATA)
+        assert came.view(np.int64)[2] == wire.GONE
+    comm.Barrier()
+    if comm.rank == 0:
+        assert all((x == 255).all() for x in others)
+
+
+def test_links_that_would_need_a_tag_beyond_those_of_mpi(far):
+    assert (wire.MOST_LINKS - 1) * wire.LINK_TAGS + wire.SERVE < 1 << 15
+    circle = Circle(far.comm, "one")
+    program = Program("one", Meeting({"one": circle.size, "other": 1}, far.comm, circle, {"other": far}))
+    program._counts["other"] = wire.MOST_LINKS
+    with pytest.raises(ms.UnsupportedOperationError, match="no tags are left"):
+        program.connect("other")
+    for i in range(wire.MOST_OF_PROGRAM):
+        # of the circle itself there is one before
+        assert circle.new_tag() < 1 << 15, i
