@@ -14,7 +14,7 @@ from mpishard.errors import shown
 from mpishard.layout import Labels
 from mpishard.ops.linear.einsum_kernel import summed_products
 from mpishard.ops.rule.autocast import autocast_enabled, no_autocast
-from mpishard.ops.rule.contraction import Label, contract
+from mpishard.ops.rule.contraction import Label, multiply
 from mpishard.ops.rule.dim import into_plain, normal_dim, whole_along
 from mpishard.tensor.forgotten import forgotten
 from mpishard.tensor.operand import broadcast_of, fitted, resolved
@@ -40,8 +40,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> ShardTensor:
     if not (isinstance(input, ShardTensor) or isinstance(weight, ShardTensor)):
         return F.linear(input, weight) + bias  # type: ignore[no-any-return]
     if _adds_at_once(input, weight, bias):
-        return contract("linear", F.linear, (input, weight, bias), (*labels, ("J",)), out)
-    y = contract("linear", F.linear, (input, weight), labels, out)
+        return multiply("linear", F.linear, (input, weight, bias), (*labels, ("J",)), out)
+    y = multiply("linear", F.linear, (input, weight), labels, out)
     if bias is None:
         return y
     if bias.dtype != y.dtype:  # autocast casts it; torch refuses it otherwise
@@ -80,7 +80,7 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> ShardTe
         return F.bilinear(input1, input2, weight) + bias  # type: ignore[no-any-return]
     batch = tuple(range(input1.ndim - 1))
     labels: tuple[Labels, ...] = ((*batch, "I"), (*batch, "K"), ("J", "I", "K"))
-    y = contract("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
+    y = multiply("bilinear", _bilinear, (input1, input2, weight), labels, (*batch, "J"))
     return y if bias is None else y + bias
 
 
@@ -101,7 +101,7 @@ def matmul(input: Any, other: Any) -> ShardTensor:
     if input.ndim == 0 or other.ndim == 0:
         raise RuntimeError("both arguments to matmul need to be at least 1D")
     labels, result = _matmul_labels(input.ndim, other.ndim)
-    return contract("matmul", torch.matmul, (input, other), labels, result)
+    return multiply("matmul", torch.matmul, (input, other), labels, result)
 
 
 _PRODUCTS: dict[str, tuple[tuple[Labels, ...], Labels]] = {
@@ -119,7 +119,7 @@ def _product_rule(name: str, labels: tuple[Labels, ...], result: Labels) -> Any:
     func = getattr(torch, name)
 
     def rule(input: Any, *others: Any, **named: Any) -> ShardTensor:
-        return contract(name, func, (input, *others, *named.values()), labels, result)
+        return multiply(name, func, (input, *others, *named.values()), labels, result)
 
     return rule
 
@@ -153,7 +153,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
     ) -> Any:
         a, b = (*(x for x in (first, second) if x is not None), *(named[k] for k in sorted(named)))
         sharded = isinstance(a, ShardTensor) or isinstance(b, ShardTensor)
-        y = resolved(contract(name, product, (a, b), labels, result)) if sharded else product(a, b)
+        y = resolved(multiply(name, product, (a, b), labels, result)) if sharded else product(a, b)
         dtype = y.dtype
         whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
         if input.dtype != dtype or whole_numbers or autocast_enabled(y.device.type):  # torch casts, or refuses
@@ -199,8 +199,8 @@ def sparse_mm(mat1: Any, mat2: Any, reduce: str | None = None) -> ShardTensor:
     """Multiply a sparse matrix with a sharded one. As `matmul`; other reductions than a sum gather the summed dim."""
     labels, result = _PRODUCTS["mm"]
     if reduce is None:
-        return contract("sparse.mm", torch.sparse.mm, (mat1, mat2), labels, result)
-    return contract(
+        return multiply("sparse.mm", torch.sparse.mm, (mat1, mat2), labels, result)
+    return multiply(
         "sparse.mm",
         lambda a, b: torch.sparse.mm(a, b, reduce),
         (mat1, whole_along(resolved(mat2), (0,))),
@@ -219,7 +219,7 @@ def inner(input: Any, other: Any) -> ShardTensor:
         return input * other  # type: ignore[no-any-return]
     a: Labels = tuple(range(input.ndim - 1))
     b: Labels = tuple(range(input.ndim, input.ndim + other.ndim - 1))
-    return contract("inner", torch.inner, (input, other), ((*a, "K"), (*b, "K")), (*a, *b))
+    return multiply("inner", torch.inner, (input, other), ((*a, "K"), (*b, "K")), (*a, *b))
 
 
 @implements(torch.tensordot, sharded="reduction")
@@ -239,7 +239,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> ShardTensor:
     for d, e in zip(own, theirs):
         second[e] = first[d]
     result = (*(s for d, s in enumerate(first) if d not in own), *(s for d, s in enumerate(second) if d not in theirs))
-    return contract(
+    return multiply(
         "tensordot",
         lambda x, y: torch.tensordot(x, y, (own, theirs)),
         (a, b),
@@ -258,7 +258,7 @@ def multi_dot(tensors: Sequence[Any]) -> ShardTensor:
         labels[0], result = ("K1",), result[1:]
     if tensors[last].ndim == 1:
         labels[last], result = (f"K{last}",), result[:-1]
-    return contract("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
+    return multiply("multi_dot", lambda *x: torch.linalg.multi_dot(x), tensors, tuple(labels), result)
 
 
 # -- einsum
@@ -325,7 +325,7 @@ def einsum(*args: Any) -> ShardTensor:
         y = summed_products(labels, out, blocks)
         return _summed(equation, *blocks) if y is None else y
 
-    return contract(f"einsum({equation!r})", product, operands, labels, out)
+    return multiply(f"einsum({equation!r})", product, operands, labels, out)
 
 
 def _on_diagonals(x: Any, labels: Labels) -> bool:

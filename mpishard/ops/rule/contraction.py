@@ -134,6 +134,16 @@ def contract(
     return wrap(func(*meeting_blocks(locals_, mesh, layouts, plan)), result, mesh)
 
 
+def multiply(
+    name: str, func: Callable[..., Tensor], operands: Sequence[Any], labels: tuple[Labels, ...], out: Labels
+) -> ShardTensor:
+    """Return the product of operands as `contract` does, for a ``func`` that does not communicate."""
+    if len({x.dtype for x in operands}) > 1 and not torch._C._is_any_autocast_enabled():
+        # mostly torch refuses that, but not of blocks with a cell or none to sum: so it is asked on all ranks
+        func(*(torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands))
+    return contract(name, func, operands, labels, out)
+
+
 def meeting_blocks(
     locals_: Sequence[Tensor], mesh: CartMesh, layouts: Sequence[Layout], plan: Alignment
 ) -> list[Tensor]:

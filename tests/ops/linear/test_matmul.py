@@ -158,3 +158,32 @@ def test_products_of_integers_take_the_whole_part_of_factors(factors):
             torch.testing.assert_close(gathered(got), expected)
     with pytest.raises(RuntimeError, match="must not be a floating point number"):
         torch.addr(shard(a, mesh, (ms.Shard(0),)), a[:, 0], a[0], alpha=2.5)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.bmm(x, w),
+        lambda x, w: torch.baddbmm(x, x, w),
+        lambda x, w: x @ w,
+        lambda x, w: torch.einsum("bij,bjk->bik", x, w),
+        lambda x, w: torch.einsum("bij,bij->", x, w),
+        lambda x, w: F.linear(x, w[0]),
+        lambda x, w: torch.tensordot(x, w, 3),
+    ],
+)
+def test_dtypes_that_torch_does_not_multiply(product):
+    """It looks at them where there are cells: a rank without any says so too."""
+    x, w = field(3, 4, 4), field(3, 4, 4).long()
+    with pytest.raises(RuntimeError):
+        product(x, w)
+    for dim in range(3):
+        for sizes in (skew(x.shape[dim], WORLD.size), skew(x.shape[dim], WORLD.size)[::-1]):
+            own = shard(x, mesh_of((WORLD.size,)), (ms.Shard(dim),), {dim: sizes})
+            for other in (w, shard(w, mesh_of((WORLD.size,)), (ms.Shard(dim),), {dim: sizes})):
+                try:
+                    product(own, other)
+                    refused = False
+                except RuntimeError:
+                    refused = True
+                assert all(told := WORLD.allgather(refused)), (dim, sizes, told)
