@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.exit import require_mpi
+from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handle
 from mpishard.comm.mesh_device import as_device
@@ -181,6 +182,7 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     that are still under way; and MPICH ends the program where a message lies in one that is freed.
     """
     comms = mesh._holding.comms
+    halos = mesh.group(tuple(range(mesh.ndim))).links.get("halo")
     _left.extend(c for c in comms if c is not comm)
     comms.clear()
     with guard.waiting("renew", (), comm):
@@ -188,6 +190,9 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
         comms.append(cart)
         mesh._groups, mesh.comm = mesh.made_groups(cart, mesh.gpu_aware), cart
     comms.append(comm)
+    if halos is not None:
+        # those that the user has made, too; before plans go, with which theirs would be freed
+        halos.leave(channel_of(mesh))
     # new caches, not empty ones: with MPISHARD_DEBUG they compare their keys on the communicator they were made with
     mesh.plans, mesh.kept, mesh._partial = plans_on(cart), Plans(), {}
     mesh.storages, mesh._children = [], {}

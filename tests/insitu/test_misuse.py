@@ -338,3 +338,30 @@ def test_a_model_that_ends_its_program(error, on_all, beside):
         ends = False
         call()
         assert (array[1:-1] == 2).all()
+
+
+def test_an_exchanger_of_the_user_after_a_model_has_raised():
+    """Where other ranks wait in it for the rank that raised."""
+    array = np.zeros((6, 2))
+    with ms.insitu.adopt(WORLD, (4 * SIZE, 2), [(1, 1), 0], ("x", "y"), True, grid=(SIZE, 1)) as sim:
+        sim.field("u", np.zeros((6, 2)))
+        exchange = ms.HaloExchanger(sim.mesh, array.shape, (1, 0), array.dtype)
+        raises = False
+
+        def model(u):
+            if raises and WORLD.rank == SIZE - 1:
+                raise ValueError("unstable")
+            exchange(array)
+            return u
+
+        hook = sim.hook(model, ["u"], ["u"])
+        for step in range(5):
+            raises = step in (1, 3)
+            array[:] = 100 * step + WORLD.rank
+            if raises:
+                with pytest.raises(ms.MpishardError, match="unstable"):
+                    hook()
+                continue
+            hook()
+            assert (array[0] == 100 * step + (WORLD.rank - 1) % SIZE).all()
+            assert (array[-1] == 100 * step + (WORLD.rank + 1) % SIZE).all()

@@ -46,6 +46,11 @@ class Channel:
         for exchanger in list(self.exchangers):
             exchanger.free()
 
+    def leave(self, other: Channel) -> None:
+        """Have all exchangers go on on another channel; what is in flight is left behind. Not collective."""
+        for exchanger in list(self.exchangers):
+            exchanger.move(other)
+
 
 def channel_of(mesh: CartMesh) -> Channel:
     """Return the mesh's channel. Collective on the first call."""

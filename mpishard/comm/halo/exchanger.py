@@ -18,7 +18,7 @@ import torch
 
 from mpishard.comm import guard, lifetime
 from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
-from mpishard.comm.halo.channel import channel_of
+from mpishard.comm.halo.channel import Channel, channel_of
 from mpishard.comm.halo.device import DeviceRefresh
 from mpishard.comm.halo.host import Refresh, Sweep, plan_at_once, plan_sweep
 from mpishard.comm.memory.foreign_array import dtype_names, field_key, locate, mark_written
@@ -32,6 +32,8 @@ from mpishard.layout.partition import coords_of
 _HOST = torch.device("cpu")
 _TAGS, _SLOT_STEP, _FIELDS_STEP = 32767, 499, 61
 _KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
+# MPI may still read and write their memory
+_left: list[object] = []
 
 Width = int | Sequence[int]
 
@@ -264,6 +266,12 @@ class HaloExchanger:
         for slot, _, _ in self._flying:
             self._channel.flying.pop(slot, None)
         self._flying.clear()
+
+    def move(self, channel: Channel) -> None:
+        """Go on on another channel of the same ranks; what is in flight is left behind. Not collective."""
+        _left.append((self._kept, self._flying))
+        self._kept, self._flying, self._channel = OrderedDict(), [], channel
+        channel.exchangers.add(self)
 
     def __del__(self) -> None:
         if getattr(self, "_kept", None):

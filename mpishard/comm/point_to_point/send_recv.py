@@ -14,6 +14,8 @@ from mpishard.comm.tag import crossed, hashed
 from mpishard.comm.transport.choice import transport_of
 from mpishard.errors import LayoutError
 
+_TEXT_NBYTES = 1 << 12  # at most, of what both ends call a message
+
 
 def send_recv(
     x: torch.Tensor,
@@ -64,7 +66,11 @@ def send_recv(
 def _compare(group: Group, call: str, dest: int, source: int) -> None:
     """Tell ``dest`` what this rank calls its message, and compare with what ``source`` says."""
     comm, tag = group.comm, guard.SINGLE
-    with guard.waiting(call, [r for r in (source, dest) if r >= 0], comm):
-        told = comm.sendrecv(call, dest, tag, None, source, tag)
-    if told is not None and told != call:
-        raise crossed(call, comm, [source], [], f"rank {source} of the group sends {told}")
+    # requests: whoever looks out for the end of others can end the wait
+    coming = [comm.irecv(bytearray(_TEXT_NBYTES), source, tag)] if source >= 0 else []
+    going = [comm.isend(call, dest, tag)] if dest >= 0 else []
+    requests, peers = [*coming, *going], [r for r in (source, dest) if r >= 0]
+    with guard.waiting(call, guard.unfinished(requests, peers, len(coming)), comm):
+        told = [request.wait() for request in requests][: len(coming)] or [call]
+    if told != [call]:
+        raise crossed(call, comm, [source], [], f"rank {source} of the group sends {told[0]}")
