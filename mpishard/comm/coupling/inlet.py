@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import GET, keep_sent
+from mpishard.comm.coupling.patience import GET, in_flight, keep_sent
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -138,7 +138,15 @@ class Inlet:
                 fix="report this: both sides plan alike",
             )
         comm, tag = self.channel.comm, self.channel.tag + wire.DATA
-        MPI.Request.Waitall([comm.Irecv(address(*part), peer, tag) for part in self._load.parts[i][1:]])
+        rest = [comm.Irecv(address(*part), peer, tag) for part in self._load.parts[i][1:]]
+        wait = self.channel.wait(lambda: [peer], "get")
+        try:
+            while not _test_all(rest):
+                if not wait.pause():
+                    raise self.channel.late([peer], "get")
+        except PeerError:
+            in_flight.append((self._load, rest))
+            raise
         return kind, step
 
     def _unpack(self, blocks: Sequence[Tensor]) -> None:

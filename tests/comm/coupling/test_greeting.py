@@ -11,11 +11,13 @@ from mpi4py import MPI
 
 import mpishard as ms
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.channel import HEAD, Channel, Parcel
+from mpishard.comm.coupling.channel import HEAD, Channel, Parcel, notice
 from mpishard.comm.coupling.greeting import meet_peers
+from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Far, Meeting
 from mpishard.comm.coupling.outlet import Outlet
 from mpishard.comm.coupling.patience import Circle, Presence, keep_sent, presence
+from mpishard.comm.memory import buffer
 from mpishard.insitu.program import Program
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -84,6 +86,25 @@ def test_a_step_that_nobody_has_taken_when_the_link_goes(far):
     comm.Barrier()
     if comm.rank == 0:
         assert all((x == 255).all() for x in others)
+
+
+def test_a_step_of_which_the_rest_never_comes(far, monkeypatch):
+    """Of a message in pieces, from a rank that has ended meanwhile."""
+    comm, n = far.comm, 64
+    monkeypatch.setattr(buffer, "MESSAGE_NBYTES", 256)
+    if comm.rank == 0:
+        channel = Channel(comm, 1, 8, 0, Circle(MPI.COMM_SELF, "one"), "other", {1: Presence(0, 0, 0)}, 0.3)
+        inlet = Inlet(channel, [Parcel(1, ((0, ((0, n),)),))], [torch.float64], False)
+        into = torch.zeros(n, dtype=torch.float64)
+        with pytest.raises(ms.PeerError, match="did not answer"):
+            inlet.get([into], None)
+        inlet.release()
+        assert not into.any()
+    elif comm.rank == 1:
+        piece = np.zeros(256, np.uint8)
+        piece[:HEAD] = notice(wire.STEP, 0, HEAD + 8 * n).view(np.uint8)
+        comm.Send(piece, 0, 8 + wire.DATA)
+    comm.Barrier()
 
 
 def test_links_that_would_need_a_tag_beyond_those_of_mpi(far):
