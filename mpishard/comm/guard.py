@@ -133,28 +133,32 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
     count = _calls(comm)
     call = f"call {count[0] + 1}: {op}"
     call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
-    if inside is not None:
-        call += f", in {inside()}"
+    if _inside.call is not None:
+        call += f", in {_inside.call()}"
     # a rank that is in `agree` instead sends the same
     _agree(comm, None, "check", call, call, (0, 0), DEBUG)
     # not what ended in an error: some ranks were in `agree`, which is not counted, and whoever catches it goes on
     count[0] += 1
 
 
-# what the user has called, where calls are compared: rules communicate for it
-inside: Callable[[], str] | None = None
+class _Inside(threading.local):
+    """What the user has called in this thread, where calls are compared: rules communicate for it."""
+
+    call: Callable[[], str] | None = None
+
+
+_inside = _Inside()
 
 
 @contextlib.contextmanager
 def within(call: Callable[[], str]) -> Iterator[None]:
     """Compare what ``call`` says too, wherever calls are compared in the body; the outermost counts. Not collective."""
-    global inside  # noqa: PLW0603
-    before = inside
-    inside = before or call
+    before = _inside.call
+    _inside.call = before or call
     try:
         yield
     finally:
-        inside = before
+        _inside.call = before
 
 
 _COUNT_KEYVAL: list[int] = []

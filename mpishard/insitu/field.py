@@ -15,6 +15,7 @@ from mpishard.insitu.memory import as_tensor, described_array, differs
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 if TYPE_CHECKING:
+    from mpishard.comm.halo.exchanger import HaloExchanger
     from mpishard.insitu.simulation import Simulation
 
 
@@ -56,6 +57,8 @@ class Field:
         self._array, self._tensor, self._halo = array, tensor, tensor._halo
         self._known = known  # the outline of an array that has been found right
         self._swap: _Swap | None = None
+        # while a model runs in a thread of its own: plans are the model's then
+        self._ready: HaloExchanger | None = None
 
     @property
     def tensor(self) -> ShardTensor:
@@ -94,7 +97,10 @@ class Field:
         """
         tensor = self.tensor
         self._require_writable("exchange")
-        self._halo.refresh(tensor.block, tensor.sharding)
+        if self._ready is None:
+            self._halo.refresh(tensor.block, tensor.sharding)
+        else:
+            self._ready.renew(self._halo.whole(tensor.block, tensor.sharding), beside=True)
         torch.autograd.graph.increment_version(self._array)
         self._halo.counted()
         self._halo.claim(tensor.block, sampled=True)
@@ -166,7 +172,7 @@ class Field:
     def _prepare(self) -> None:
         """Plan the refresh of the halo, so that `exchange` is no more than messages. Collective where it is new."""
         if self.writable:
-            self._halo.exchanger(self._tensor.block, self._tensor.sharding)
+            self._ready = self._halo.exchanger(self._tensor.block, self._tensor.sharding)
 
     def _leave(self) -> None:
         """Give the field back to the host, which may write: what autograd saved is old. Not collective."""

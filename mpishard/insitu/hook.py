@@ -182,6 +182,8 @@ class Hook:
             return False
         self._simulation._flying = None
         thread.join()
+        for field in self._simulation.fields.values():
+            field._ready = None
         self._write(run)
         return True
 

@@ -201,13 +201,13 @@ class HaloExchanger:
         for field in fields:
             mark_written(field)
 
-    def renew(self, *fields: Any) -> None:
+    def renew(self, *fields: Any, beside: bool = False) -> None:
         """Refresh the halos of ``fields``, of which autograd has saved the interior alone.
 
-        Neighborwise collective.
+        Neighborwise collective. ``beside``: while another thread communicates on the mesh, on all ranks.
         """
         if guard.DEBUG:
-            self._check(fields)
+            self._check(fields, beside=beside)
         slot = self._channel.free_slot()
         self._refresh(fields, slot).run()
 
@@ -367,11 +367,11 @@ class HaloExchanger:
             return Refresh(comm, self._sweeps, *rest)
         return DeviceRefresh(comm, [self._at_once], *rest, foreign=foreign, driver=driver, aware=group.aware)
 
-    def _check(self, fields: tuple[Any, ...]) -> None:
+    def _check(self, fields: tuple[Any, ...], *, beside: bool = False) -> None:
         self.mesh.group(tuple(range(self.mesh.ndim)))  # raises where the mesh is freed
         # not the widths, of which ranks at an edge of the domain may have others
         what = f"HaloExchanger {self._number} of {len(fields)} fields along {self.mesh_dims}"
-        guard.check(self.mesh.comm, what, None, self.dtypes)
+        guard.check(self._channel.comm if beside else self.mesh.comm, what, None, self.dtypes)
 
 
 def _free(kept: OrderedDict[Any, Refresh], *_fields: object) -> None:
