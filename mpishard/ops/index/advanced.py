@@ -8,6 +8,7 @@ same mesh dims ranks ask the owners for the points that their part names.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
         n, entry = 1, None
         if isinstance(item, Tensor):
             if item.ndim == 0:
+                _require_integers(item)
                 basic.append(int(item))
                 continue
             n, entry = (item.ndim, None) if _is_mask(item) else (1, item)
@@ -80,7 +82,7 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
             per_dim.append(None)
             continue
         else:
-            basic.append(int(item))
+            basic.append(operator.index(item))
             continue
         basic += [_ALL] * n
         per_dim += [(item, k) for k in range(n)] if isinstance(item, Tensor) and _is_mask(item) else [entry] * n
@@ -89,6 +91,13 @@ def split_index(x: ShardTensor, index: Any) -> tuple[tuple[Any, ...], list[Any]]
 
 def _is_mask(x: Tensor) -> bool:
     return x.dtype in (torch.bool, torch.uint8)
+
+
+def _require_integers(index: Tensor) -> None:
+    # of a tensor of one number torch takes every whole one
+    taken = (torch.int64, torch.int32) if index.ndim else (torch.int64, torch.int32, torch.int16, torch.int8)
+    if index.dtype not in taken:
+        raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
 
 
 def _as_tensor(item: Any, x: ShardTensor) -> Any:
@@ -130,10 +139,9 @@ def points_of(layout: Layout, per_dim: Sequence[Any]) -> Points:
                 # beside other indices its cells must be known everywhere
                 found[id(mask)] = everywhere(mask).nonzero(as_tuple=True)
             item = found[id(mask)][k]
-        elif item.is_floating_point() or item.is_complex():
-            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
-        elif isinstance(item, ShardTensor) and item.sharding.is_replicated:
-            item = item.block
+        else:
+            _require_integers(item)
+            item = item.block if isinstance(item, ShardTensor) and item.sharding.is_replicated else item
         dims.append(d)
         indices.append(item)
     adjacent = dims[-1] - dims[0] == len(dims) - 1

@@ -74,7 +74,9 @@ def _put_at(y: ShardTensor, per_dim: Sequence[Any], value: Any, accumulate: bool
     else:
         _check_dtype(y, value, False)
     layout, points = y.sharding, points_of(y.sharding, per_dim)
-    if accumulate and len(points.dims) == 1 and added.add(y, points.at, points.indices[0], value, _sums(points.at)):
+    # along an index of more dims values may broadcast: a row of them belongs to no row of the index
+    each = accumulate and len(points.dims) == 1 and points.indices[0].ndim == 1
+    if each and added.add(y, points.at, points.indices[0], value, _sums(points.at)):
         return
     indices: Sequence[Tensor] = torch.broadcast_tensors(*map(everywhere, points.indices))
     lead, shape, dims = points.at, indices[0].shape, points.dims

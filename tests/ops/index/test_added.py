@@ -89,3 +89,12 @@ def test_a_cell_that_is_not_there_is_an_error_on_every_rank(call, sharded):
         ADDED[call](torch.zeros(NODES, 4, dtype=s.dtype), i, s)
     with pytest.raises((IndexError, RuntimeError), match="dtype"):
         ADDED[call](torch.zeros(NODES, 4), cells(), s)
+
+
+@pytest.mark.parametrize("sizes", [None, "uneven"])
+def test_an_index_of_the_shape_of_values_that_broadcast(sizes):
+    index = torch.tensor([[0, 1, 0], [0, 1, 0], [0, 0, 0]])
+    cut = {0: (2, 1, *[0] * (WORLD.size - 2))[: WORLD.size]} if sizes and WORLD.size > 1 else None
+    mesh = mesh_of((WORLD.size,))
+    operands = [(field(2, 3), mesh, (ms.Shard(0),), None), (field(3, 3), mesh, (ms.Shard(0),), cut)]
+    compare(lambda x, s: x.index_put((index,), s, accumulate=True), operands)

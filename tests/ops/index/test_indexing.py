@@ -393,3 +393,26 @@ def test_values_that_torch_does_not_assign(index, value, said):
     for place in (whole, y):
         place[WHERE] = torch.tensor(2.5)  # one for a mask is converted
     torch.testing.assert_close(gathered(y), whole)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (1.5, torch.tensor([0, 2])),
+        (torch.tensor(1.5), torch.tensor([0, 2])),
+        ("1", torch.tensor([0, 2])),
+        torch.tensor([0, 2], dtype=torch.int16),
+        (slice(None), torch.tensor([0, 2], dtype=torch.int8)),
+    ],
+    ids=str,
+)
+def test_what_is_no_index_is_refused(index):
+    full = field(5, 7)
+    with pytest.raises((IndexError, TypeError)):
+        full[index]
+    for dim in range(2):
+        x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(dim)])
+        with pytest.raises((IndexError, TypeError)):
+            x[index]
+        with pytest.raises((IndexError, TypeError)):
+            x[index] = 2.0
