@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.ops.rule.dim import ints, require_writable, settled
+from mpishard.comm.agreement import on_all
+from mpishard.errors import UnsupportedOperationError
+from mpishard.ops.rule.dim import ints, is_ordered, require_writable, settled
 from mpishard.ops.shape.view_copy import become
 from mpishard.tensor.operand import mesh_of, on_mesh
-from mpishard.tensor.registry import implements, spellings
+from mpishard.tensor.registry import implements, outline, spellings
 from mpishard.tensor.shard_tensor import ShardTensor
 
 
@@ -111,10 +113,17 @@ def _checked(x: Any, size: Any, stride: Any, offset: int | None) -> tuple[tuple[
 def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """View the row-major cells by strides. Collective as the cuts, windows and reshapes are that make the view.
 
-    A view that wraps at a border of the tensor is a copy, for which the tensor is gathered.
+    A view that wraps at a border of the tensor is a copy, for which the tensor is gathered. The offset counts from
+    the first cell of the tensor itself, as `storage_offset` does here.
+
+    Raises
+    ------
+    UnsupportedOperationError
+        The cells are not row-major in memory: torch would read those between and behind them.
     """
     size, stride, offset = _checked(input, size, stride, storage_offset)
     x = settled(input)
+    _require_row_major(x)
     if 0 not in size:
         if (walk := plan_walk(x.sharding.shape, size, stride, offset)) is not None:
             return _walked(x, walk, size)
@@ -127,6 +136,18 @@ def as_strided(input: ShardTensor, size: Any, stride: Any, storage_offset: int |
     out: Any = x.reshape(-1)[_positions(size, stride, offset, x.device)]
     out._gathered_view = True
     return out
+
+
+def _require_row_major(x: ShardTensor) -> None:
+    """Refuse a view whose cells do not follow each other in memory. Collective: a block of one row does not show it."""
+    dense = x._gapped is False and x._turned is not True and x.block.is_contiguous() and is_ordered(x)
+    if not on_all(x.mesh, dense, "as_strided"):
+        raise UnsupportedOperationError(
+            "as_strided: cells that do not follow each other in memory",
+            expected="a tensor that is no transposed, cut or expanded view, nor a field of a simulation",
+            got=outline(x),
+            fix="index it, or make it x.contiguous() before",
+        )
 
 
 def _joined(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -152,6 +173,7 @@ def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_off
             f"slice size = {list(size)}"
         )
     x = on_mesh(input, mesh_of((input, src)))
+    _require_row_major(x)
     at = _positions(size, stride, offset, x.device)
     # of the gradients that torch gives, the input's is wrong (docs/upstream.md)
     return torch.index_put(x.reshape(-1), (at,), src).reshape(x.shape)

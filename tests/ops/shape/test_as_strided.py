@@ -107,3 +107,24 @@ def test_resize_leaves_the_halo(shape):
     weight, full = torch.ones(1, 1, 3, 3), gathered(x)
     y = F.conv2d(x[None, None], weight, padding=1)
     assert torch.equal(gathered(y), F.conv2d(full[None, None], weight, padding=1))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, 1:],
+        lambda x: x[::2],
+        lambda x: x[:1].expand(4, 6),
+        lambda x: x.view(2, 2, 6).transpose(0, 1),
+    ],
+)
+def test_a_view_with_gaps_is_refused(view):
+    full, how = field(4, 6), ((3, 2), (4, 1))
+    for mesh, placements, sizes in layouts(full.shape, (0, 1)):
+        y = view(shard(full, mesh, placements, sizes))
+        with pytest.raises(ms.UnsupportedOperationError, match="do not follow each other"):
+            y.as_strided(*how)
+        with pytest.raises(ms.UnsupportedOperationError, match="do not follow each other"):
+            torch.as_strided_scatter(y, torch.zeros(3, 2, dtype=full.dtype), *how)
+        assert torch.equal(gathered(y.contiguous().as_strided(*how)), view(full).contiguous().as_strided(*how))
