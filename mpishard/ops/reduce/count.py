@@ -31,6 +31,8 @@ def _truth_rule(func: Callable[..., Tensor], op: str) -> Callable[..., ShardTens
     def rule(input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         dim, keepdim = dim_and_keepdim(args, kwargs, func)
         x = resolved(input)
+        if isinstance(dim, (tuple, list)) and not dim:  # no dim, where sums and maxima take all
+            return wrap(func(x.block, (), keepdim), x.sharding, x.mesh)
         plan = reduced(x.sharding, dim, keepdim)
         local = func(x.block, plan.dims, keepdim) if plan.dims else func(x.block)
         if plan.over:

@@ -169,7 +169,13 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     x1, x2 = x1.to(common), x2.to(common)
     a, b = torch.broadcast_tensors(x1, x2) if tuple(x1.shape) != tuple(x2.shape) else (x1, x2)
     a, b = (t if isinstance(t, ShardTensor) else _like(t, a if isinstance(a, ShardTensor) else b, mesh) for t in (a, b))
-    return ((a / _norm(a, 2, dim, True).clamp_min(eps)) * (b / _norm(b, 2, dim, True).clamp_min(eps))).sum(dim)
+    sizes = [_at_least(_norm(t, 2, dim, True), eps) for t in (a, b)]
+    return ((a / sizes[0]) * (b / sizes[1])).sum(dim)
+
+
+def _at_least(norm: Any, eps: float) -> Any:
+    """Return ``norm.clamp_min(eps)`` with the derivative of ``norm``: torch clamps it outside of the graph."""
+    return norm + (eps - norm.detach()).clamp_min(0)
 
 
 def _like(t: Tensor, other: ShardTensor, mesh: Any) -> ShardTensor:

@@ -74,6 +74,7 @@ def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> 
 def nanmean(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> ShardTensor:
     """Mean of what is not NaN. Collective where a reduced dim is sharded."""
     dim, keepdim = dim_and_keepdim(args, kwargs, torch.nanmean)
+    torch.nanmean(input.block.new_zeros(1), dtype=dtype)  # of a dtype without means
     wide = torch.float32 if (dtype or input.dtype) in HALVES else dtype
     total = torch.nansum(input, dim, keepdim, dtype=wide)
     live = (~torch.isnan(input.detach())).sum(dim, keepdim)

@@ -520,3 +520,31 @@ def test_two_corrections_at_once_are_refused_as_in_torch():
     for f in (torch.var, torch.std, torch.var_mean, torch.std_mean):
         with pytest.raises(TypeError, match="unbiased"):
             f(x, 0, unbiased=False, correction=1)
+
+
+@pytest.mark.parametrize("function", [torch.any, torch.all])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
+def test_truth_along_no_dim(function, dtype):
+    full = ties(5, 6).abs().to(dtype)
+    for mesh, placements, sizes in layouts(full.shape, (0, 1)):
+        for dim in ((), []):
+            got = function(shard(full, mesh, placements, sizes), dim=dim)
+            assert torch.equal(gathered(got), function(full, dim=dim))
+            assert got.dtype == function(full, dim=dim).dtype
+
+
+def test_a_mean_of_whole_numbers_is_refused():
+    x = shard(values(5, 6), mesh_of((WORLD.size,)), [ms.Shard(0)])
+    for call in (lambda: torch.nanmean(x, dtype=torch.int32), lambda: torch.nanmean(x.long(), 1)):
+        with pytest.raises(RuntimeError, match="floating point or complex"):
+            call()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 2.5, 100.0])
+def test_cosines_of_short_vectors(eps):
+    a, b = values(5, 6), values(6, 5).T.contiguous()
+    a[:2] *= 1e-9
+    for mesh, placements, sizes in layouts(a.shape, (0, 1)):
+        for dim in range(2):
+            f = lambda x, y: torch.cosine_similarity(x, y, dim, eps)  # noqa: E731
+            compare(f, [(t, mesh, placements, sizes) for t in (a, b)], what=f"{dim} {placements} {sizes}")
