@@ -205,10 +205,13 @@ class ShardTensor(Tensor):
             # a parameter stays where its gradient and an optimizer's state are
             with torch.no_grad():
                 self.block.data = redistribute(value.block, self.mesh, value.sharding, self.sharding)
-            self._halo = None
-            return
-        self.block.data = value.block
-        self.sharding, self.mesh, self._halo = value.sharding, value.mesh, value._halo
+            value = wrap(self.block, self.sharding, self.mesh)
+        else:
+            self.block.data = value.block
+            self.sharding, self.mesh = value.sharding, value.mesh
+        # what told of the cells before tells nothing of these
+        self._halo, self._origin, self._gathered_view = value._halo, value._origin, value._gathered_view
+        self._gapped, self._turned = value._gapped, value._turned
 
     # -- from and to local and whole tensors; the communicating ones are set by mpishard.tensor.convert
 

@@ -343,3 +343,15 @@ def test_a_miss_names_the_layouts_in_lists(x):
 def test_names_for_a_shell():
     x = ms.zeros(4, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)])
     assert {"full_tensor", "placements", "sum", "grad"} <= {*dir(x)}
+
+
+def test_new_data_of_a_view_are_its_own():
+    full, other = values(), values()[1] * 3
+    mesh = mesh_of((WORLD.size,))
+    x = shard(full, mesh, [ms.Shard(0)])
+    for data in (shard(other, mesh, [ms.Replicate()]), shard(other, mesh, [ms.Shard(0)]), other.clone()):
+        y = x[0]  # of one rank's cells: a copy here
+        y.data = data
+        y.add_(1)
+        assert torch.equal(y.full_tensor(), other + 1)
+        assert torch.equal(x.full_tensor(), full)
