@@ -37,7 +37,7 @@ def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[di
     reduction = named.pop("reduction")
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    if reduction not in ("none", "mean", "sum", "batchmean"):
+    if reduction not in ("none", "mean", "sum", *(["batchmean"] if "log_target" in signature.parameters else [])):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return named, reduction
 

@@ -71,7 +71,10 @@ def _with_number(single: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``maximum`` or ``minimum`` that also takes numbers, as the functions of lists do."""
 
     def one(t: Any, other: Any) -> Any:
-        return single(t, other if isinstance(other, Tensor) else torch.full((), other, dtype=t.dtype, device=t.device))
+        if not isinstance(other, Tensor):
+            # of the dtype of the result: whole numbers meet 1.5 as torch has them
+            other = torch.full((), other, dtype=torch.result_type(t, other), device=t.device)
+        return single(t, other)
 
     return one
 
@@ -81,14 +84,14 @@ _RESULTS = type(torch._foreach_neg([torch.empty(0)]))
 
 
 def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
-    def rule(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def rule(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         def at(i: int, a: Any) -> Any:
             # a vector of numbers, one per tensor, stands beside lists of tensors
             return a[i] if isinstance(a, (list, tuple)) or (isinstance(a, Tensor) and a.ndim == 1) else a
 
         results = _RESULTS(
-            single(t, *[at(i, a) for a in args], **{k: at(i, a) for k, a in kwargs.items()})
-            for i, t in enumerate(tensors)
+            single(*[at(i, a) for a in (tensors, *args)], **{k: at(i, a) for k, a in kwargs.items()})
+            for i in range(len(args[0] if isinstance(tensors, (int, float, complex)) else tensors))
         )
         return tensors if in_place else results
 
@@ -111,6 +114,8 @@ for _name in dir(torch):
         _single = _with_value(_single)
     if "imum" in _name:
         _single = _with_number(_single)
+    if _name == "_foreach_pow":  # of a number too
+        _single = torch.pow
     if _name.startswith("_foreach_") and _name != "_foreach_norm" and _single is not None:
         _func = getattr(torch, _name)
         implements(_func, sharded="local")(_one_by_one(_func, _single, _name.endswith("_")))

@@ -379,7 +379,8 @@ def prelu(input: ShardTensor, weight: Any) -> ShardTensor:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     elif not input.ndim:
         weight = weight.reshape(())
-    return torch.where(input > 0, input, weight * input)
+    # what is positive is no part of the product, and infinity none of the gradient of the weight
+    return torch.where(input > 0, input, weight * input.clamp_max(0))
 
 
 def _new_rule(name: str) -> Callable[..., Any]:

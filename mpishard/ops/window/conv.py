@@ -363,7 +363,10 @@ def _normal(value: Any, ndim: int) -> Any:
     """Return a stride, padding or dilation as it is part of a key: one per dim. Not collective."""
     if isinstance(value, str):
         return (0,) * ndim if value == "valid" else value
-    return per_dim(value, ndim)
+    value = per_dim(value, ndim)
+    if len(value) != ndim:
+        raise RuntimeError(f"expected a single integer or {ndim} of them, one per spatial dim, but got {list(value)}")
+    return value
 
 
 def _convolved(

@@ -137,3 +137,13 @@ def test_losses_per_sample(case):
     for where in layouts((7, 6), (0, 1)):
         for reduction in REDUCTIONS:
             compare(lambda a, r=reduction: PER_SAMPLE[case](a, r), [(SAMPLES, *where)], what=f"{where} {reduction}")
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.cross_entropy])
+def test_only_kl_div_has_a_mean_over_the_batch(loss):
+    mesh, placements, sizes = next(iter(few()))
+    x = shard(X, mesh, placements, sizes)
+    with pytest.raises(ValueError, match="batchmean is not a valid value"):
+        loss(X, X, reduction="batchmean")
+    with pytest.raises(ValueError, match="batchmean is not a valid value"):
+        loss(x, x, reduction="batchmean")

@@ -22,6 +22,7 @@ CALLS = {
     "sqrt": lambda a, b, c: torch._foreach_sqrt(c),
     "maximum_": lambda a, b, c: torch._foreach_maximum_(a, b),
     "minimum_ number": lambda a, b, c: torch._foreach_minimum_(a, 1.2),
+    "pow of a number": lambda a, b, c: torch._foreach_pow(2.0, c),
     "maximum numbers": lambda a, b, c: torch._foreach_maximum(a, [0.1, 0.5, 1.5]),
     "copy_": lambda a, b, c: torch._foreach_copy_(a, b),
     "zero_": lambda a, b, c: torch._foreach_zero_(a),
@@ -78,3 +79,14 @@ def test_a_gradient_scaler_of_parts_of_a_sum():
     part = ms.ShardTensor.from_local(torch.ones(3), mesh_of((WORLD.size,)), [ms.Partial()])
     with pytest.raises(ms.UnsupportedOperationError, match="Partial"):
         torch._amp_foreach_non_finite_check_and_unscale_([part], torch.zeros(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float16])
+def test_a_maximum_of_whole_numbers_and_a_fraction(dtype):
+    full = torch.arange(-3, 5).to(dtype)
+    x = shard(full, mesh_of((WORLD.size,)), [ms.Shard(0)])
+    for number in (1.5, 2):
+        for function in (torch._foreach_maximum, torch._foreach_minimum):
+            (got,), (expected,) = function([x], number), function([full], number)
+            assert got.dtype == expected.dtype
+            assert torch.equal(gathered(got), expected)

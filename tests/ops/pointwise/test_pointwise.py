@@ -384,3 +384,13 @@ def test_in_place_needs_the_shape_of_its_result():
 def test_all_in_place_twins_are_registered():
     for function in spellings(*[f"{n}_" for n in pointwise._OUT_OF_PLACE]):
         assert function in RULES
+
+
+def test_infinite_cells_of_prelu_leave_the_slope_its_gradient():
+    full = torch.tensor([float("inf"), -2.0, 0.0, 3.0, float("inf")], dtype=torch.float64)
+    grads = []
+    for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(0)])):
+        slope = torch.tensor([0.25], dtype=torch.float64, requires_grad=True)
+        F.prelu(x, slope).clamp_max(9).sum().backward()
+        grads.append(slope.grad)
+    assert torch.equal(*grads)

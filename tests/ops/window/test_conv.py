@@ -330,3 +330,12 @@ def test_what_a_convolution_refuses():
         F.conv2d(x, field(6, 4, 9, 3))
     with pytest.raises(ms.LayoutError, match="input of 4 dims"):
         F.conv1d(x, field(6, 4, 3))
+
+
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_numbers_for_dims_that_are_not_there(name):
+    x = shard(field(1, 2, 12, 12), mesh_of((WORLD.size,)), [ms.Shard(2)])
+    weight = torch.ones(2, 2, 3, 3, dtype=torch.float64)
+    for function in (F.conv2d, F.conv_transpose2d):
+        with pytest.raises(RuntimeError, match=r"\[1, 1, 1\]"):
+            function(x, weight, **{name: (1, 1, 1)})
