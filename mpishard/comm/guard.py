@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
-from mpishard.comm import disagreement
+from mpishard.comm import caller, disagreement
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.thread import owner_of
@@ -133,32 +133,12 @@ def check(comm: MPI.Intracomm, op: str, shape: Sequence[int] | None = None, dtyp
     count = _calls(comm)
     call = f"call {count[0] + 1}: {op}"
     call += ("" if shape is None else f", shape {tuple(shape)}") + ("" if dtype is None else f", {dtype}")
-    if _inside.call is not None:
-        call += f", in {_inside.call()}"
+    if caller.inside.call is not None:
+        call += f", in {caller.inside.call()}"
     # a rank that is in `agree` instead sends the same
     _agree(comm, None, "check", call, call, (0, 0), DEBUG)
     # not what ended in an error: some ranks were in `agree`, which is not counted, and whoever catches it goes on
     count[0] += 1
-
-
-class _Inside(threading.local):
-    """What the user has called in this thread, where calls are compared: rules communicate for it."""
-
-    call: Callable[[], str] | None = None
-
-
-_inside = _Inside()
-
-
-@contextlib.contextmanager
-def within(call: Callable[[], str]) -> Iterator[None]:
-    """Compare what ``call`` says too, wherever calls are compared in the body; the outermost counts. Not collective."""
-    before = _inside.call
-    _inside.call = before or call
-    try:
-        yield
-    finally:
-        _inside.call = before
 
 
 _COUNT_KEYVAL: list[int] = []

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from mpishard.comm import guard
+from mpishard.comm import caller, guard
 from mpishard.comm.thread import Depth
 from mpishard.errors import NoShardingRule, described
 
@@ -69,7 +69,7 @@ def _compared(function: Any, rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with guard.within(lambda: _call_text(function, args, kwargs)):
+        with caller.within(lambda: _call_text(function, args, kwargs)):
             return rule(*args, **kwargs)
 
     return run
