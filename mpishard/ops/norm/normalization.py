@@ -79,12 +79,13 @@ def _in_autocast(x: ShardTensor, probe: Any) -> ShardTensor:
 
     What torch refuses to normalise is refused by it, on ranks without cells too.
     """
+    tiny = (1, *x.shape[1:2], 2)  # of one dim, there are no channels
     if not x.is_floating_point():
-        probe(x.block.new_zeros((1, x.shape[1], 2)))
+        probe(x.block.new_zeros(tiny))
     if not autocast_enabled(x.block.device.type):
         return x
     with torch.no_grad():
-        dtype = probe(x.block.new_zeros((1, x.shape[1], 2))).dtype
+        dtype = probe(x.block.new_zeros(tiny)).dtype
     return x if dtype == x.block.dtype else wrap(x.block.to(dtype), x.sharding, x.mesh)
 
 

@@ -337,6 +337,19 @@ def test_autocast_gives_torch_dtype(op):
     assert got.dtype == expected.dtype
 
 
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_one_dim_in_autocast(norm, dtype):
+    x = values(16).mul(4).to(dtype)
+    own = shard(x, mesh_of((WORLD.size,)), [ms.Shard(0)])
+    with torch.autocast("cpu", torch.bfloat16):
+        if dtype is torch.int64:
+            with pytest.raises(RuntimeError):
+                norm(own, (16,))
+            return
+        torch.testing.assert_close(gathered(norm(own, (16,))), norm(x, (16,)))
+
+
 def test_errors_as_torch():
     mesh = mesh_of((WORLD.size,))
     x = shard(values(1, 6, 1), mesh, [ms.Shard(2)])
