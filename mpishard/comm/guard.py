@@ -22,6 +22,7 @@ from mpishard import errors
 from mpishard.comm import caller, disagreement
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
+from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
 from mpishard.errors import DesyncError, MpishardError, ranges_of, ranks_text
@@ -187,7 +188,7 @@ def differing(comm: MPI.Intracomm, call: str) -> DesyncError:
 
 def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> BaseException:
     """Return the error of the rank ``first``, the lowest one that has one, on every rank."""
-    if error is not None and not isinstance(comm, MPI.Comm):
+    if error is not None and isinstance(comm, NullComm):
         return error  # of a plan, whose one rank speaks for all
     size = comm.Get_size()
     said = str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
