@@ -300,4 +300,6 @@ def test_passes_of_two_threads_are_compared_one_by_one(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(run, "ab"))
     assert sorted(map(sorted, compared)) == [["a first", "a second"], ["b first", "b second"]]
-    assert not replica._passes
+    gc.collect()
+    # those of passes before, which an error may hold, are left out
+    assert not {r.name for due in replica._passes.values() for r, _ in due} & {"a first", "b first"}

@@ -216,6 +216,7 @@ FAMILIES = {
     # how many every rank found
     "index/masked": (lambda x: x.detach()[0, 0, :, 0].nonzero(), each("all_gather", 8), NOTHING),
     "index/searchsorted": (lambda x: torch.bucketize(x.detach(), values(5).sort()[0]), NOTHING, NOTHING),
+    "pointwise/quantize": (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), NOTHING, NOTHING),
     "pointwise, masked": (lambda x: x.masked_fill(x > 0, 1.0), NOTHING, NOTHING),
     "pointwise": (lambda x: torch.where(x > 0, x * x, 1 / x), NOTHING, NOTHING),
     "pointwise, broadcast": (lambda x: x * x.amax(3, keepdim=True) + values(6), NOTHING, NOTHING),
