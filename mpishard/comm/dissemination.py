@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm import in_flight
+
 # looked up once: these are most of what it costs
 _test_all, _wait_all, _start_all = MPI.Request.Testall, MPI.Request.Waitall, MPI.Prequest.Startall
 _pack = struct.Struct("=4q").pack_into
@@ -94,8 +96,4 @@ class Dissemination:
                     request.Free()
             self._rounds, self._at = [], 0
         else:
-            _left.append(self)
-
-
-# MPI may still write to their memory
-_left: list[Dissemination] = []
+            in_flight.left.append(self)

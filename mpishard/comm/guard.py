@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
-from mpishard.comm import caller, disagreement
+from mpishard.comm import caller, disagreement, in_flight
 from mpishard.comm.environment import switch
 from mpishard.comm.exit import GRACE_S, end, place, say_at_end
 from mpishard.comm.null import NullComm
@@ -211,8 +211,6 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
 SINGLE = 33
 # a rank that has left this call already may send the text of its next one before the others have noticed
 _MEET_S = 5.0
-# MPI may still write to their memory
-_left: list[MPI.Request] = []
 
 
 def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
@@ -224,7 +222,7 @@ def _meet(request: MPI.Request, comm: MPI.Intracomm, op: str) -> None:
             since = since or time.monotonic()
             if time.monotonic() - since > patience_s:
                 peer = status.Get_source()
-                _left.append(request)
+                in_flight.left.append(request)
                 told = [(op, comm.Get_rank()), (comm.recv(None, peer, SINGLE), peer)]
                 raise _desync([disagreement.Kind(text, 0, 1, [(rank, rank)]) for text, rank in told])
         os.sched_yield()

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, in_flight
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.meeting import Far
-from mpishard.comm.coupling.patience import Circle, Presence, Wait, in_flight, keep_sent, presence
+from mpishard.comm.coupling.patience import Circle, Presence, Wait, presence
 from mpishard.errors import MpishardError, PeerError, ranges_of, ranks_text
 
 
@@ -127,7 +127,7 @@ def meet_peers(
                 got="some of them",
                 fix="look whether they died or hang",
             )
-            in_flight.append(requests)
+            in_flight.left.append(requests)
             break
     circle.agree(error, timeout_s)
     return {peer: Presence(*row) for peer, row in zip(peers, theirs.tolist())}
@@ -138,7 +138,7 @@ def _head(kind: int) -> bytes:
 
 
 def _start(far: Far, tag: int, message: bytes) -> MPI.Request:
-    return keep_sent(far.comm.Isend([message, MPI.BYTE], far.first, tag + wire.HELLO))
+    return in_flight.keep_sent(far.comm.Isend([message, MPI.BYTE], far.first, tag + wire.HELLO))
 
 
 def _send(far: Far, tag: int, kind: int, text: bytes, timeout_s: float) -> None:

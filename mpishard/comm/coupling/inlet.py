@@ -9,9 +9,10 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from mpishard.comm import in_flight
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import GET, in_flight, keep_sent
+from mpishard.comm.coupling.patience import GET
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -145,7 +146,7 @@ class Inlet:
                 if not wait.pause():
                     raise self.channel.late([peer], "get")
         except PeerError:
-            in_flight.append((self._load, rest))
+            in_flight.left.append((self._load, rest))
             raise
         return kind, step
 
@@ -188,7 +189,7 @@ class Inlet:
         return [p.peer for p, request in zip(self._parcels, self._requests) if not request.Get_status()]
 
     def _tell(self, peer: int, kind: int, value: int) -> None:
-        keep_sent(self.channel.comm.Isend(notice(kind, value), peer, self.channel.tag + kind))
+        in_flight.keep_sent(self.channel.comm.Isend(notice(kind, value), peer, self.channel.tag + kind))
 
     def release(self) -> None:
         """Free what is local. Not collective."""

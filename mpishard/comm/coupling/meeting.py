@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, in_flight
 from mpishard.comm.coupling import wire
-from mpishard.comm.coupling.patience import Circle, Wait, keep_sent
+from mpishard.comm.coupling.patience import Circle, Wait
 from mpishard.comm.coupling.wire import Entry, Roll
 from mpishard.comm.exit import require_mpi
 from mpishard.comm.setting import first_agreement
@@ -147,7 +147,7 @@ def _children(rank: int, size: int) -> list[int]:
 
 
 def _sent(world: MPI.Intracomm, peer: int, roll: Roll) -> MPI.Request:
-    return keep_sent(world.Isend([wire.pack_roll(roll), MPI.BYTE], peer, wire.MEETING_TAG))
+    return in_flight.keep_sent(world.Isend([wire.pack_roll(roll), MPI.BYTE], peer, wire.MEETING_TAG))
 
 
 def _received(world: MPI.Intracomm, peer: int, attempt: int) -> Roll | None:

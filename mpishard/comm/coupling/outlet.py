@@ -20,10 +20,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter
+from mpishard.comm import counter, in_flight
 from mpishard.comm.coupling import wire
 from mpishard.comm.coupling.channel import HEAD, Channel, Copies, Load, Parcel, boxes_of, notice
-from mpishard.comm.coupling.patience import PUT, Ballot, in_flight, keep_going, keep_sent, leave
+from mpishard.comm.coupling.patience import PUT, Ballot, keep_going, leave
 from mpishard.comm.memory.buffer import address
 from mpishard.errors import MpishardError, PeerError
 
@@ -273,7 +273,7 @@ class Outlet:
             step = 1
             while circle.rank + step < circle.size and not circle.rank & step:
                 note = notice(wire.SERVE, self._asked)
-                keep_sent(circle.comm.Isend(note, circle.rank + step, serial))
+                in_flight.keep_sent(circle.comm.Isend(note, circle.rank + step, serial))
                 step <<= 1
         if not self._putting:
             self._serve(self._asked)
@@ -281,7 +281,7 @@ class Outlet:
     def _end(self, peer: int, kind: int) -> None:
         if peer not in self._ends:
             head = notice(kind, self._next)
-            self._ends[peer] = keep_sent(self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA))
+            self._ends[peer] = in_flight.keep_sent(self.channel.comm.Isend(head, peer, self.channel.tag + wire.DATA))
 
     def flush(self) -> Callable[[], bool]:
         """Return a function to call until it is true: then every step was read, or the reader has stopped."""
@@ -316,5 +316,5 @@ class Outlet:
                 for request in slot.requests:
                     request.Free()
             else:
-                in_flight.append(slot)  # a reader that is late takes it yet, or it is never taken
+                in_flight.left.append(slot)  # a reader that is late takes it yet, or it is never taken
         self._slots = []

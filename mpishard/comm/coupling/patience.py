@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import errors
-from mpishard.comm import guard
+from mpishard.comm import guard, in_flight
 from mpishard.comm.coupling import wire
 from mpishard.comm.dissemination import Dissemination
 from mpishard.comm.exit import on_finalize
@@ -44,21 +44,6 @@ def leave(worker: Any) -> None:
     """Undo `keep_going`. Not collective."""
     global _background  # noqa: PLW0603
     _background = tuple(w for w in _background if w is not worker)
-
-
-# whose memory MPI may still read or write, of waits that ended without it
-in_flight: list[object] = []
-_going: list[MPI.Request] = []
-
-
-def keep_sent(request: MPI.Request) -> MPI.Request:
-    """Return the request of a message that is sent, whose memory is kept until MPI has read it. Not collective.
-
-    Nobody need wait for it: a peer that is late, or gone, takes it when it likes, or never.
-    """
-    _going[:] = [going for going in _going if not going.Test()]
-    _going.append(request)
-    return request
 
 
 class CertainError(PeerError):
@@ -170,7 +155,7 @@ class Circle:
         while not done():
             if not wait.pause():
                 self._broken = True
-                in_flight.append(done)
+                in_flight.left.append(done)
                 raise PeerError(
                     f"program {self.name!r}: not all of its own ranks came to the call",
                     expected=f"{self.size} ranks within {wait.timeout_s:.0f} s",
@@ -268,7 +253,7 @@ class Ballot:
         if self._rounds is not None:
             self._rounds.free()
         elif not done:
-            in_flight.append(self)
+            in_flight.left.append(self)
 
 
 def call_of(name: str, serial: int) -> int:

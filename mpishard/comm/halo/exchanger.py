@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm import guard, lifetime
+from mpishard.comm import guard, in_flight, lifetime
 from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import Channel, channel_of
 from mpishard.comm.halo.device import DeviceRefresh
@@ -32,8 +32,6 @@ from mpishard.layout.partition import coords_of
 _HOST = torch.device("cpu")
 _TAGS, _SLOT_STEP, _FIELDS_STEP = 32767, 499, 61
 _KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
-# MPI may still read and write their memory
-_left: list[object] = []
 
 Width = int | Sequence[int]
 
@@ -269,7 +267,7 @@ class HaloExchanger:
 
     def move(self, channel: Channel) -> None:
         """Go on on another channel of the same ranks; what is in flight is left behind. Not collective."""
-        _left.append((self._kept, self._flying))
+        in_flight.left.append((self._kept, self._flying))
         self._kept, self._flying, self._channel = OrderedDict(), [], channel
         channel.exchangers.add(self)
 

@@ -16,7 +16,8 @@ from mpishard.comm.coupling.greeting import meet_peers
 from mpishard.comm.coupling.inlet import Inlet
 from mpishard.comm.coupling.meeting import Far, Meeting
 from mpishard.comm.coupling.outlet import Outlet
-from mpishard.comm.coupling.patience import Circle, Presence, keep_sent, presence
+from mpishard.comm.coupling.patience import Circle, Presence, presence
+from mpishard.comm.in_flight import keep_sent
 from mpishard.comm.memory import buffer
 from mpishard.insitu.program import Program
 
