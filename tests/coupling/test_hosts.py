@@ -74,14 +74,27 @@ def test_a_model_on_the_ranks_of_fortran(programs, compiled, tmp_path):
     assert "EMBEDDED FORTRAN IS RIGHT" in done.stdout
 
 
-def test_c_names_ranks_as_python_does(tmp_path):
-    """In ranges, of which there are a few: a text does not grow with the job."""
+def with_sources(name: str, folder: Path, *flags: str) -> Path:
+    """Return a program in C that has the library's sources in it."""
     cc = wrapper("mpicc")
     if cc is None:
         pytest.skip("no MPI compiler that works beside the launcher")
-    program, native = tmp_path / "ranks", TESTS.parent / "mpishard" / "insitu" / "native"
-    sources = [HERE / "ranks.c", *(native / name for name in SOURCES)]
-    subprocess.run([cc, f"-I{native}", *sources, "-lm", "-o", program], check=True)
+    program, native = folder / "program", TESTS.parent / "mpishard" / "insitu" / "native"
+    sources = [HERE / name, *(native / source for source in SOURCES)]
+    subprocess.run([cc, f"-I{native}", *flags, *sources, "-lm", "-o", program], check=True)
+    return program
+
+
+def test_a_message_in_pieces_of_which_the_rest_never_comes_in_c(programs, tmp_path):
+    host = with_sources("pieces.c", tmp_path, "-DMPS_PIECE=512")
+    done = programs((1, [host, "a"]), (1, [host, "b"]), timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ALIVE") == 2, done.stdout
+
+
+def test_c_names_ranks_as_python_does(tmp_path):
+    """In ranges, of which there are a few: a text does not grow with the job."""
+    program = with_sources("ranks.c", tmp_path)
     few = [3], [0, 1], [0, 1, 2], [3, 7, 8, 9, 40], [5, 6, 9]
     for ranks in (*few, range(9), range(0, 80, 2), [*range(0, 32, 2), 31]):
         said = subprocess.run([program, *map(str, ranks)], capture_output=True, text=True, check=True).stdout

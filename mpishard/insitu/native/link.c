@@ -6,14 +6,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ENDED, FULL, FREE, PIECE = 1 << 30 };
+#ifndef MPS_PIECE /* bytes of a message; tests have small ones */
+#define MPS_PIECE (1 << 30)
+#endif
+enum { ENDED, FULL, FREE, PIECE = MPS_PIECE };
 
 typedef struct { char name[NAME_BYTES], dtype[16]; layout_t layout; int ranks; int64_t *order; } offer_t;
 typedef struct { int policy, depth, count[2]; offer_t *of[2]; } side_t; /* 0: out, 1: into; by ascending name */
 
 typedef struct { int field; box_t box; int64_t at; } part_t;
 typedef struct { int peer, count, over, stopped, told; part_t *parts; int64_t start, nbytes; presence_t where; } parcel_t;
-typedef struct { char *memory; MPI_Request *requests; int count, flying; int64_t step; } slot_t;
+typedef struct { char *memory; MPI_Request *requests; int count, flying, lost; int64_t step; } slot_t;
 
 /* one direction */
 typedef struct {
@@ -334,7 +337,7 @@ static int plan(link_t *link, flow_t *flow, int writes, const offer_t *mine, con
 static int slot_init(link_t *link, flow_t *flow, slot_t *slot, int writes)
 {
     slot->count = 0;
-    slot->flying = 0;
+    slot->flying = slot->lost = 0;
     slot->memory = malloc((size_t)flow->nbytes + 1);
     int pieces = 0;
     for (int i = 0; i < flow->count; i++) pieces += (int)((flow->parcels[i].nbytes + PIECE - 1) / PIECE);
@@ -823,8 +826,28 @@ int mps_put(mps_handle handle)
     return status < 0 && unfit && values[2] && !circle->apart ? status : kept(link, status);
 }
 
-/* what came from one rank: its kind and step, and the rest of a message longer than a piece */
-static int checked(link_t *link, parcel_t *p, int64_t *kind, int64_t *step)
+/* the rest of a message longer than a piece, which is given up where its writer died, or is silent */
+static int rest_of(link_t *link, parcel_t *p, char *memory, int *certain)
+{
+    for (int64_t at = PIECE; at < p->nbytes; at += PIECE) {
+        MPI_Request request;
+        int done, n = p->nbytes - at < PIECE ? (int)(p->nbytes - at) : PIECE;
+        patience_t wait = patience(link->timeout);
+        MPI_Irecv(memory + at, n, MPI_BYTE, p->peer, link->tag + TAG_DATA, link->far->both, &request);
+        while (MPI_Test(&request, &done, MPI_STATUS_IGNORE), !done) {
+            *certain = time_to_look(&wait) && presence_state(&p->where) == 'X';
+            if (!*certain && patient(&wait)) continue;
+            link->into.slot->lost = 1;
+            return fail(MPS_ERR_PEER, "get: rank %d of program '%s' %s in the middle of a message\n  expected: all of its %lld bytes\n"
+                        "  got:      the first %lld", p->peer - link->far->first, link->far->name, *certain ? "died" : "did not go on",
+                        (long long)p->nbytes, (long long)at);
+        }
+    }
+    return MPS_OK;
+}
+
+/* what came from one rank: its kind and step */
+static int checked(link_t *link, parcel_t *p, int64_t *kind, int64_t *step, int *certain)
 {
     char *memory = link->into.slot->memory + p->start;
     int64_t words[8];
@@ -845,10 +868,7 @@ static int checked(link_t *link, parcel_t *p, int64_t *kind, int64_t *step)
     if (words[4] != p->nbytes)
         return fail(MPS_ERR_PEER, "get: a message of rank %d of program '%s' of another size\n  expected: %lld bytes\n  got:      %lld bytes",
                     rank, link->far->name, (long long)p->nbytes, (long long)words[4]);
-    for (int64_t at = PIECE; at < p->nbytes; at += PIECE)
-        MPI_Recv(memory + at, p->nbytes - at < PIECE ? (int)(p->nbytes - at) : PIECE, MPI_BYTE, p->peer, link->tag + TAG_DATA,
-                 link->far->both, MPI_STATUS_IGNORE);
-    return MPS_OK;
+    return rest_of(link, p, memory, certain);
 }
 
 static int receive(link_t *link, int64_t *kind, int64_t *step, int *certain)
@@ -870,7 +890,7 @@ static int receive(link_t *link, int64_t *kind, int64_t *step, int *certain)
     slot->flying = 0;
     for (int i = 0; i < flow->count; i++) {
         int64_t k, s;
-        if ((status = checked(link, &flow->parcels[i], &k, &s))) return status;
+        if ((status = checked(link, &flow->parcels[i], &k, &s, certain))) return status;
         if (i && (k != *kind || s != *step))
             return fail(MPS_ERR_PEER, "get: the writers sent different steps\n  expected: one step\n  got:      %lld and %lld", (long long)*step,
                         (long long)s);
@@ -922,7 +942,7 @@ static int drained(link_t *link)
     for (int i = 0; i < flow->count; i++) {
         parcel_t *p = &flow->parcels[i];
         while (!p->over) {
-            int done;
+            int done, certain = 0;
             int64_t kind, step;
             if (!p->told) MPI_Start(&flow->slot->requests[i]);
             p->told = 1;
@@ -932,7 +952,7 @@ static int drained(link_t *link)
                 break;
             }
             p->told = 0;
-            if (checked(link, p, &kind, &step)) p->over = 1;
+            if (checked(link, p, &kind, &step, &certain)) p->over = 1;
         }
     }
     return all;
@@ -998,7 +1018,7 @@ void link_free(link_t *link)
         flow_t *flow = flows[s];
         for (int i = 0; i < flow->slots; i++) {
             slot_t *slot = &flow->slot[i];
-            int idle = 1;
+            int idle = !slot->lost; /* MPI may still write into it */
             for (int k = 0; k < slot->count && !over; k++) {
                 int done;
                 MPI_Request_get_status(slot->requests[k], &done, MPI_STATUS_IGNORE);
