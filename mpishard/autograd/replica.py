@@ -2,7 +2,8 @@
 
 What arrives from data on the mesh is summed over it, and the same everywhere. A gradient that came another way (of
 a plain batch, or of data on some dims of the mesh) is the same only where the data are: that is compared, in the
-first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every gradient, and more often.
+first backward pass and then ever more rarely; under ``MPISHARD_DEBUG=1`` every gradient, and more often. Parameters
+of a model that was not distributed are compared when they are first used.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from mpishard.autograd.linear import in_transform
 from mpishard.autograd.withhold import held, note_accumulated
-from mpishard.comm import disagreement, guard
+from mpishard.comm import disagreement, guard, traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.lifetime import family_of, is_freed
 from mpishard.comm.mesh import CartMesh, Group
@@ -243,6 +247,50 @@ def note_ddp() -> None:
 
 
 # -- comparison
+
+
+def meet(x: Any, mesh: CartMesh) -> None:
+    """Raise where a parameter that nothing has made the same on all ranks differs, when it is first used on a mesh.
+
+    Collective over the mesh the first time that ``x`` is such a parameter: one agreement. Rounding may differ, as
+    between two kinds of processors.
+
+    Raises
+    ------
+    DesyncError
+        On every rank.
+    """
+    if type(x) is Parameter and replica_of(x) is None and mesh.compared.get(id(x)) is not x:
+        _compare_first(x, mesh)
+
+
+def _compare_first(param: Tensor, mesh: CartMesh) -> None:
+    is_number = param.is_floating_point() or param.is_complex()
+    if mesh.size == 1 or not is_number or param.is_meta or traced.recording is not None or in_transform():
+        return
+    with torch.no_grad():
+        total, norm = _digest(param).tolist()
+    # positive, so that its bits are in its order
+    bits = int(np.float64(norm + total / (2 * max(param.numel(), 1) ** 0.5)).view(np.int64))
+    what = f"a parameter of shape {tuple(param.shape)}, {param.dtype}, which no distribute_module made the same"
+    found = guard.agree(mesh.comm, None, what, (bits, -bits))
+    most, least = np.array([found[0], -found[1]]).view(np.float64)
+    if most - least <= most * torch.finfo(param.dtype).eps ** 0.5:
+        # not before: where an error of another call met the agreement, no rank has compared it
+        mesh.compared[id(param)] = param
+        return
+    with guard.waiting("parameters", (), mesh.comm):
+        values = disagreement.kinds(mesh.comm, f"sum {total:.9g}, norm {norm:.9g}")
+    raise guard.common(
+        DesyncError(
+            f"{what}, differs between ranks",
+            expected=f"the same on every rank of {mesh.outline}: each holds a copy of a plain tensor",
+            got="; ".join(map(str, values)),
+            fix="model = ms.distribute_module(model, mesh) gives every rank the parameters of rank 0; or "
+            "torch.manual_seed(seed), the same on every rank, before the model is made",
+        ),
+        mesh.comm,
+    )
 
 
 class _Due(list["tuple[Replica, Tensor]"]):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpishard.autograd.bucket import BUCKET_NBYTES, kept, run_deferred, serving
 from mpishard.autograd.linear import apply, in_transform, node_of
 from mpishard.autograd.redistribute import redistribute, use_step
-from mpishard.autograd.replica import Replica, Together, note_ddp, note_use, replica_of
+from mpishard.autograd.replica import Replica, Together, meet, note_ddp, note_use, replica_of
 from mpishard.comm import traced
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.mesh import CartMesh
@@ -243,6 +243,7 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
     Adjoint: the sum over the ranks along ``mesh_dims``. That of a replicated parameter may be postponed to the end
     of the backward pass, where it is added to ``.grad``.
     """
+    meet(x, mesh)
     if not mesh_dims:
         return x
     if traced.recording is not None and (known := traced.recording.used(x, mesh_dims)) is not None:

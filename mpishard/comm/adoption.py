@@ -15,7 +15,6 @@ from mpishard.comm.halo.channel import channel_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import checked_names, checked_periods, of_handle
 from mpishard.comm.mesh_device import as_device
-from mpishard.comm.plans import Plans, plans_on
 from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError, MpishardError
 from mpishard.layout.partition import rank_of
@@ -193,6 +192,4 @@ def renew(mesh: CartMesh, comm: MPI.Intracomm) -> None:
     if halos is not None:
         # those that the user has made, too; before plans go, with which theirs would be freed
         halos.leave(channel_of(mesh))
-    # new caches, not empty ones: with MPISHARD_DEBUG they compare their keys on the communicator they were made with
-    mesh.plans, mesh.kept, mesh._partial = plans_on(cart), Plans(), {}
-    mesh.storages, mesh._children = [], {}
+    mesh.forget()

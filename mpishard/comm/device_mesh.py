@@ -15,6 +15,13 @@ from mpishard.errors import MeshError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_TORCHS_OWN = (
+    "what is torch's own (fully_shard, DTensor, parallelize_module, DistributedDataParallel) takes torch's mesh: "
+    "mpishard.process_group(mesh), then torch.distributed.init_device_mesh(mesh.device_type, mesh.shape, "
+    "mesh_dim_names=mesh.mesh_dim_names)"
+)
+
+
 class Ranks(int):
     """A number of ranks, which says so to who calls it: in torch's DeviceMesh ``size`` is a method."""
 
@@ -32,9 +39,7 @@ class Ranks(int):
             "mesh.size is a number here",
             expected="mesh.size, or mesh.shape[d] along a dim",
             got="a call, as of torch's DeviceMesh",
-            fix="leave the parentheses out; what is torch's own (fully_shard, DTensor, parallelize_module) takes "
-            "torch's mesh: mpishard.process_group(mesh), then torch.distributed.init_device_mesh(mesh.device_type, "
-            "mesh.shape, mesh_dim_names=mesh.mesh_dim_names)",
+            fix=f"leave the parentheses out; {_TORCHS_OWN}",
         )
 
 
@@ -65,6 +70,17 @@ class DeviceMeshNames:
     def get_coordinate(self) -> tuple[int, ...]:
         """Return this rank's coordinates. Not collective."""
         return self.coords
+
+    def _is_not_torchs(self, *_: Any) -> NoReturn:
+        raise MeshError(
+            "a CartMesh where torch takes its own mesh",
+            expected="a torch.distributed DeviceMesh",
+            got="a mesh of mpishard",
+            fix=_TORCHS_OWN,
+        )
+
+    # what DDP and DTensor ask of theirs first
+    _get_root_mesh = _is_current_rank_part_of_mesh = _is_not_torchs
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the `process_group` of a mesh dim, which may be left out where there is one. Collective over it."""

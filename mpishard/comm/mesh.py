@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from numbers import Integral
@@ -73,20 +74,27 @@ class CartMesh(DeviceMeshNames):
         self.rank = cart.Get_rank()
         self.size: int = Ranks(cart.Get_size())
         self.mesh_dim_names = tuple(names)
-        self.plans = plans_on(cart)
+        self.forget()
+        self._label: Label | None = None
+        self._freed = False
+        self._holding = Holding(cart)
+        self.local_rank = local_rank(cart)
+        self.device = local_device(self.local_rank) if device is None else device
+        self._groups = self.made_groups(cart, aware.agreed(cart, self.device))
+
+    def forget(self) -> None:
+        """Have nothing planned, nor known of what its ranks hold. Not collective."""
+        # not emptied: with MPISHARD_DEBUG they compare their keys on the communicator they were made with
+        self.plans = plans_on(self.comm)
         # of the ranks along some dims only: what goes to make room is alike on all ranks that share a cache
         self._partial: dict[tuple[int, ...], Plans] = {}
         # what a rank makes on its own
         self.kept = Plans()
         # of the messages of all plans
         self.storages: list[Any] = []
-        self._label: Label | None = None
-        self._freed = False
         self._children: dict[tuple[int, ...], CartMesh] = {}
-        self._holding = Holding(cart)
-        self.local_rank = local_rank(cart)
-        self.device = local_device(self.local_rank) if device is None else device
-        self._groups = self.made_groups(cart, aware.agreed(cart, self.device))
+        # by id: parameters that were found to be the same on all ranks
+        self.compared: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def made_groups(self, cart: MPI.Cartcomm, gpu_aware: bool) -> dict[tuple[int, ...], Group]:
         """Return the groups of all choices of mesh dims. Collective."""
@@ -248,8 +256,7 @@ class CartMesh(DeviceMeshNames):
         child.coords = tuple(self.coords[m] for m in dims)
         child.mesh_dim_names = tuple(self.mesh_dim_names[m] for m in dims)
         child.local_rank, child.device = self.local_rank, self.device
-        child.plans, child._partial, child.kept = plans_on(child.comm), {}, Plans()
-        child.storages, child._children = [], {}
+        child.forget()
         child._freed, child._holding, child._label = False, self._holding, None
         places = {m: i for i, m in enumerate(dims)}
         child._groups = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpishard.autograd import redistribute as autograd
 from mpishard.autograd.linear import differentiated
+from mpishard.autograd.replica import meet
 from mpishard.autograd.use import use_beside, use_part
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
@@ -85,6 +86,7 @@ def on_mesh(x: Tensor, mesh: CartMesh) -> ShardTensor:
     if isinstance(x, ShardTensor):
         return resolved(x)
     refuse_dtensor(x)
+    meet(x, mesh)
     return wrap(x, replicated_layout(mesh, x.shape), mesh)
 
 
@@ -103,6 +105,7 @@ def blocks_of(operands: Sequence[Any]) -> tuple[CartMesh, list[Tensor], tuple[La
             layouts.append(x.sharding)
         else:
             refuse_dtensor(x)
+            meet(x, mesh)
             blocks.append(x)
             layouts.append(replicated_layout(mesh, x.shape))
     return mesh, blocks, tuple(layouts)
@@ -135,6 +138,7 @@ def fitted(x: Any, mesh: CartMesh, out: Layout) -> Any:
             return local
     elif isinstance(x, Tensor):
         refuse_dtensor(x)
+        meet(x, mesh)
         if x.ndim == 0 and not differentiated(x):
             return x
         held, local = x.shape, x

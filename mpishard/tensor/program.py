@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from mpishard.autograd.graph import unpacked
+from mpishard.autograd.replica import meet
 from mpishard.autograd.use import use_together
 from mpishard.comm import guard, traced
 from mpishard.comm.mesh import CartMesh
@@ -188,6 +189,8 @@ class Program:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's blocks. Collective as what it does is."""
+        for x in inputs:
+            meet(x, self.mesh)
         blocks, copied = [block_of(x) for x in inputs], []
         for i, (x, strides) in enumerate(zip(blocks, self._strides)):
             if strides is not None and x.stride() != strides and x.numel():

@@ -319,3 +319,14 @@ def test_functional_collectives(world):
 
 def _turned(every):
     return torch.cat([t.chunk(SIZE)[RANK] for t in every])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
+def test_a_mesh_of_ours_where_torch_takes_its_own():
+    from torch.distributed.tensor import randn
+
+    mesh = ms.init_mesh((-1,), ("data",))
+    for call in (lambda: DistributedDataParallel(net(), device_mesh=mesh), lambda: randn(4, device_mesh=mesh)):
+        with pytest.raises(ms.MeshError, match="where torch takes its own mesh"):
+            call()
