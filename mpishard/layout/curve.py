@@ -63,6 +63,9 @@ def along_curve(cells: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
 def places_of(positions: np.ndarray[Any, Any], low: np.ndarray[Any, Any], high: np.ndarray[Any, Any]) -> Any:
     """Return the places on the curve of points between two corners, int64. Its cells are cubes."""
     bits = bits_of(positions.shape[1])
+    # by a power of two, which rounds nothing: extents near the ends of a double have no inverse, or are none themselves
+    exponent = -int(np.frexp(np.maximum(np.abs(low), np.abs(high)).max(initial=0))[1])
+    positions, low, high = (np.ldexp(x, exponent) for x in (positions, low, high))
     # a dim that is short is short on the curve too
     extent = float((high - low).max(initial=0)) or 1.0
     cells = np.floor((positions - low) * ((2**bits - 1) / extent)).clip(0, 2**bits - 1).astype(np.int64)

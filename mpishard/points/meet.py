@@ -19,7 +19,7 @@ from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Replicate, Shard, layout_of, repeated
 from mpishard.points.tiles import POINTS, QUERIES, Tiles, enough, gaps, generous, lengths, within_reach
-from mpishard.tensor.operand import moved, on_mesh
+from mpishard.tensor.operand import moved, on_mesh, replicated_layout
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 
@@ -79,12 +79,15 @@ def met(
     except Exception as e:
         guard.agree(every, error or e)
         raise
-    p, q = on_mesh(points, mesh), on_mesh(queries, mesh)
-    given = q.sharding
-    p = moved(p, _by_rows(p.sharding, ()))
-    given = _by_rows(given, ())
-    over = p.sharding.sharded_mesh_dims
-    q = moved(q, _by_rows(q.sharding, over))
+    held, given = (
+        _by_rows(x.sharding if isinstance(x, ShardTensor) else replicated_layout(mesh, x.shape), ())
+        for x in (points, queries)
+    )
+    cut = _by_rows(given, held.sharded_mesh_dims)
+    if any(isinstance(x, ShardTensor) and x.sharding != to for x, to in ((points, held), (queries, cut))):
+        # where something travels by a plan that is there already, a rank with a wrong argument would be waited for
+        guard.agree(every, error, f"{call} of {held} and {given}")
+    p, q = (moved(on_mesh(x, mesh), to) for x, to in ((points, held), (queries, cut)))
     for name, x in (("points", p), ("queries", q)):
         bad = (~x.block.detach().isfinite().all(1)).nonzero()
         if len(bad) and error is None:
@@ -147,9 +150,9 @@ def _near(m: Met, k: int | None, radius: float) -> tuple[Tensor, Tensor]:
     bound = generous(bound, block.dtype, block.shape[1])
     told = torch.tensor([bound], dtype=torch.float64)
     bounds = blocking.all_gather(told, group, 0, repeated(((1, group.size),))).to(block.device)
-    # a box of nothing is infinitely far from everything
     gap = gaps(boxes[group.rank, 0], boxes[group.rank, 1], boxes[:, 2], boxes[:, 3])
-    meet = (gap <= bounds) & (gap < float("inf"))
+    # what is beyond all doubles may be a neighbour too, but a box of nothing asks for none
+    meet = (gap <= bounds) & (boxes[:, 2] <= boxes[:, 3]).all(1)
     meet[group.rank] = False
     counts, rows, wide = torch.zeros(group.size, dtype=torch.int64), [own[:0]], block.double()
     for peer in meet.nonzero().reshape(-1).tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -78,8 +79,10 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
     >>> found = ms.points.radius(x, x, 0.1)
     >>> graph = ms.graph.halo(torch.stack([found.indices, found.queries]), x)
     """
-    error = None
-    if not isinstance(radius, Real) or not radius >= 0:
+    error, within = None, math.nan
+    with contextlib.suppress(OverflowError):  # of an integer beyond all doubles
+        within = float(radius) if isinstance(radius, Real) else math.nan
+    if not within >= 0:
         error = LayoutError("points.radius: no radius", expected="a number >= 0", got=radius, fix="give one")
     elif max_points is not None and (not isinstance(max_points, Integral) or max_points < 1):
         error = LayoutError(
@@ -88,7 +91,6 @@ def radius(points: Tensor, queries: Tensor, radius: float, max_points: int | Non
             got=max_points,
             fix="give one",
         )
-    within = math.inf if error else float(radius)
     most = None if error or max_points is None else int(max_points)
     m = met("points.radius", points, queries, None, within, error, most)
     own, near = m.queries.block.detach(), m.near

@@ -258,6 +258,7 @@ MISTAKES = {
     "other dtypes": (lambda p, q: ms.points.radius(p.float(), q, 2), UnsupportedDtypeError, "of other dtypes"),
     "integers": (lambda p, q: ms.points.knn(p.long(), q.long(), 2), UnsupportedDtypeError, "of other dtypes"),
     "not finite": (lambda p, q: ms.points.knn(p / (p - p[4:5]), q, 2), LayoutError, "points are not finite"),
+    "radius beyond all doubles": (lambda p, q: ms.points.radius(p, q, 10**400), LayoutError, "no radius"),
     "negative radius": (lambda p, q: ms.points.radius(p, q, -1.0), LayoutError, "no radius"),
     "no most": (lambda p, q: ms.points.radius(p, q, 1.0, 0), LayoutError, "no number of points"),
     "no shards": (lambda p, q: ms.points.knn(p.full_tensor(), q.full_tensor(), 1), LayoutError, "another kind"),
@@ -297,3 +298,31 @@ def test_calls_that_differ():
     for call in (ms.points.knn, ms.points.radius):
         with pytest.raises(DesyncError):
             call(x, drawn(3, 3).requires_grad_(WORLD.rank == 1), 2)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_wrong_argument_where_points_travel_by_a_plan_that_is_there():
+    mesh = mesh_of((WORLD.size,))
+    x, queries = shard(drawn(9, 3), mesh, (ms.Shard(1),)), drawn(4, 3)
+    for call in (ms.points.knn, ms.points.radius):
+        call(x, queries, 2)
+        with pytest.raises(LayoutError, match="positions of other shapes"):
+            call(x, queries[:, : 2 if WORLD.rank == 1 else 3], 2)
+        with pytest.raises(LayoutError, match=r"no (number of neighbours|radius)"):
+            call(x, queries, -1 if WORLD.rank == 1 else 2)
+
+
+@pytest.mark.parametrize("scale", [1e308, 1e160, 1e-160, 5e-324])
+def test_at_the_ends_of_a_double(scale, recwarn):
+    """Distances that are infinite, or zero, are distances: each query has its points, in the order of their numbers."""
+    x = torch.tensor([[1.0], [-1.0], [0.5], [0.0], [1.0], [-1.0], [0.0]], dtype=torch.float64) * scale
+    mesh = mesh_of((WORLD.size,))
+    own = shard(x, mesh, (ms.Shard(0),))
+    far, at = tiles.lengths(x[:, None] - x).sort(dim=1, stable=True)
+    found = ms.points.knn(own, own, 5)
+    assert torch.equal(found.indices.full_tensor(), at[:, :5])
+    assert torch.equal(found.distances.full_tensor(), far[:, :5])
+    everything = ms.points.radius(own, own, float("inf"))
+    assert torch.equal(everything.indices.full_tensor(), at.reshape(-1))
+    assert sorted(ms.graph.partition(own).full_tensor().tolist()) == list(range(7))
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
