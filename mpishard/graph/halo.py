@@ -19,7 +19,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.comm.mesh_argument import two_meshes
 from mpishard.errors import LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.layout import Layout, Placement, Replicate, Shard, layout_of
-from mpishard.tensor.operand import moved, on_mesh
+from mpishard.tensor.operand import moved, on_mesh, replicated_layout
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
 
 SHARD_IT = "shard it first, e.g. with mpishard.distribute_tensor"
@@ -66,32 +66,43 @@ def halo(edge_index: Tensor, nodes: ShardTensor) -> GraphHalo:
     >>> x = update(torch.cat([x, graph.sum(message(torch.cat([source, target], 1)))], 1))
     """
     require("graph.halo", "nodes", nodes, ShardTensor, SHARD_IT)
-    return GraphHalo(edge_index, nodes)
+    # it lives on: numbers of rows must not be inference tensors, which later gradients may not keep
+    with torch.inference_mode(False):
+        return GraphHalo(edge_index, nodes)
 
 
 def ends_of(
-    call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh, error: MpishardError | None = None
+    call: str,
+    edge_index: Tensor,
+    nodes: Layout,
+    mesh: CartMesh,
+    error: MpishardError | None = None,
+    alike: bool = False,
 ) -> tuple[np.ndarray[Any, Any], Layout, int]:
     """Return the ends of this rank's edges, how all lie on the mesh, and a number that no other call has.
 
-    Collective: wrong edges, and ``error``, rise on every rank. Edges are cut at least over the mesh dims that cut the
-    nodes.
+    Collective: wrong edges, and ``error``, rise on every rank. Edges are cut over the mesh dims that cut the
+    nodes, and unless ``alike`` over those that cut them before.
     """
     every = mesh.group(tuple(range(mesh.ndim))).comm
     try:
-        edges = _checked(call, edge_index, nodes, mesh)
+        _check(call, edge_index, nodes, mesh)
     except Exception as e:
         guard.agree(every, error or e)
         raise
-    held = _edges_layout(edges.sharding, nodes.shard_dims.get(0, ()))
-    ends = moved(edges, held).block.cpu().numpy().astype(np.int64)
+    given = edge_index.sharding if isinstance(edge_index, ShardTensor) else replicated_layout(mesh, edge_index.shape)
+    held = _edges_layout(given, nodes.shard_dims.get(0, ()), alike)
+    if isinstance(edge_index, ShardTensor) and given != held:
+        # where edges travel by a plan that is there already, a rank with wrong ones would be waited for
+        guard.agree(every, error, f"{call} of {given}")
+    ends = moved(on_mesh(edge_index, mesh), held).block.cpu().numpy().astype(np.int64)
     error = error or _out_of_range(call, ends, nodes.shape[0], held.interval(1, mesh.coords)[0])
     number, _ = mesh.agree(every, error, f"{call} of {held} and nodes in {nodes}")
     return ends, held, number
 
 
-def _checked(call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh) -> ShardTensor:
-    """Return edges on the mesh, if they can be some. Not collective."""
+def _check(call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh) -> None:
+    """Raise unless a tensor can be edges on the mesh. Not collective."""
     require(call, "edge_index", edge_index, Tensor, "give the numbers of the edges' nodes as a tensor")
     if isinstance(edge_index, ShardTensor) and edge_index.mesh is not mesh:
         raise two_meshes(mesh, edge_index.mesh)
@@ -109,7 +120,6 @@ def _checked(call: str, edge_index: Tensor, nodes: Layout, mesh: CartMesh) -> Sh
             got=f"edges of shape {tuple(edge_index.shape)}, {nodes.shape or 'no'} rows",
             fix="transpose edges of shape (edges, 2): edge_index.T",
         )
-    return on_mesh(edge_index, mesh)
 
 
 def rows_layout(held: Layout) -> Layout:
@@ -119,9 +129,9 @@ def rows_layout(held: Layout) -> Layout:
     return layout_of(held.mesh_shape, placements, held.shape[:1], held.sizes[:1])
 
 
-def _edges_layout(edges: Layout, over: tuple[int, ...]) -> Layout:
+def _edges_layout(edges: Layout, over: tuple[int, ...], alike: bool) -> Layout:
     placements = [
-        p if p == Shard(1) else Shard(1) if m in over else Replicate() for m, p in enumerate(edges.placements)
+        Shard(1) if m in over or (p == Shard(1) and not alike) else Replicate() for m, p in enumerate(edges.placements)
     ]
     found = layout_of(edges.mesh_shape, placements, edges.shape)
     same = found.shard_dims.get(1) == edges.shard_dims.get(1)
@@ -314,6 +324,7 @@ class GraphHalo:
     def _placed(self, what: str, x: Tensor, rows: Layout) -> ShardTensor:
         """Return ``x`` with its rows where the plan has them. Collective where they lie elsewhere."""
         mesh, n = self._mesh, rows.shape[0]
+        require("graph.halo", what, x, Tensor, "give a tensor")
         if isinstance(x, ShardTensor) and x.mesh is not mesh:
             raise two_meshes(mesh, x.mesh)
         if not x.ndim or x.shape[0] != n:

@@ -16,7 +16,7 @@ from mpishard.comm.mesh import CartMesh, Group
 from mpishard.errors import LayoutError
 from mpishard.graph.halo import SHARD_IT, ends_of, halo, rows_layout
 from mpishard.graph.order import in_order
-from mpishard.layout import Layout, Replicate, Shard, bounds, layout_of
+from mpishard.layout import Layout, bounds, layout_of
 from mpishard.layout.curve import places_of
 from mpishard.tensor.operand import moved, resolved
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -84,17 +84,22 @@ def partition(
         assert nodes is not None
         return _along_curve(nodes.mesh, rows_layout(nodes.sharding), _distances(edge_index, nodes))
     require("graph.partition", "positions", positions, ShardTensor, SHARD_IT)
-    if positions.ndim != 2 or not 1 <= positions.shape[1] <= _MOST_DIMS or positions.is_complex():
-        raise LayoutError(
+    mesh, shape = positions.mesh, positions.shape
+    every = mesh.group(tuple(range(mesh.ndim))).comm
+    if len(shape) != 2 or not 1 <= shape[1] <= _MOST_DIMS or positions.is_complex():
+        wrong = LayoutError(
             "graph.partition: positions of another kind",
             expected=f"real numbers of shape (nodes, dims), 1 to {_MOST_DIMS} dims",
-            got=f"{positions.dtype} of shape {tuple(positions.shape)}",
+            got=f"{positions.dtype} of shape {tuple(shape)}",
             fix="give a row of coordinates for each node",
         )
-    x, mesh = resolved(positions.detach()), positions.mesh
-    rows = rows_layout(x.sharding)
-    held = layout_of(mesh.shape, rows.placements, x.shape, (rows.sizes[0], None))
-    block = moved(x, held).block.to("cpu", torch.float64).numpy()
+        guard.agree(every, wrong)
+    rows = rows_layout(positions.sharding)
+    held = layout_of(mesh.shape, rows.placements, shape, (rows.sizes[0], None))
+    if positions.sharding != held:
+        # where something travels by a plan that is there already, a rank with a wrong argument would be waited for
+        guard.agree(every, None, f"graph.partition of {positions.sharding}")
+    block = moved(resolved(positions.detach()), held).block.to("cpu", torch.float64).numpy()
     bad = np.flatnonzero(~np.isfinite(block).all(1))
     error = None if not len(bad) else LayoutError(
         "graph.partition: positions are not finite",
@@ -102,7 +107,7 @@ def partition(
         got=f"{block[bad[0]].tolist()} as that of node {rows.interval(0, mesh.coords)[0] + int(bad[0])}",
         fix="leave out nodes without a position",
     )  # fmt: skip
-    mesh.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, f"graph.partition of {held}")
+    mesh.agree(every, error, f"graph.partition of {held}")
     return _along_curve(mesh, rows, block)
 
 
@@ -209,13 +214,17 @@ def renumber(edge_index: Tensor, order: ShardTensor) -> ShardTensor:
     """
     require("graph.renumber", "order", order, ShardTensor, "give what mpishard.graph.partition returns")
     mesh = order.mesh
+    every = mesh.group(tuple(range(mesh.ndim))).comm
     if order.ndim != 1 or order.dtype != torch.int64:
-        raise LayoutError(
+        kind = LayoutError(
             "graph.renumber: no order of nodes",
             expected="the old number of every node: one dim of torch.int64",
             got=f"{order.dtype} of shape {tuple(order.shape)}",
             fix="give what mpishard.graph.partition returns",
         )
+        guard.agree(every, kind)
+    if order.sharding.partial_dims:
+        guard.agree(every, None, f"graph.renumber of {order.sharding}")
     order = resolved(order)
     rows = order.sharding
     old = order.block.cpu().numpy()
@@ -237,7 +246,7 @@ def renumber(edge_index: Tensor, order: ShardTensor) -> ShardTensor:
         got=f"not once: {lo + int(np.argmin(once))}",
         fix="give what mpishard.graph.partition returns",
     )  # fmt: skip
-    guard.agree(mesh.group(tuple(range(mesh.ndim))).comm, error, "graph.renumber: the order")
+    guard.agree(every, error, "graph.renumber: the order")
     new = home.add(torch.from_numpy(number + lo).to(mesh.device), order.block.new_zeros(hi - lo))
     asked, at = np.unique(ends, return_inverse=True)
     found = Rows(mesh, rows, 0, asked, "graph.renumber", ("graph.renumber, edges", told)).fetch(new)
@@ -270,10 +279,7 @@ def edge_order(edge_index: Tensor, nodes: ShardTensor) -> ShardTensor:
     require("graph.edge_order", "nodes", nodes, ShardTensor, SHARD_IT)
     mesh, rows = nodes.mesh, rows_layout(nodes.sharding)
     dims = rows.shard_dims.get(0, ())
-    if isinstance(edge_index, ShardTensor) and edge_index.mesh is mesh and edge_index.ndim == 2:
-        over = [Shard(1) if m in dims else Replicate() for m in range(mesh.ndim)]
-        edge_index = moved(resolved(edge_index), edge_index.sharding.with_placements(over))
-    ends, held, _ = ends_of("graph.edge_order", edge_index, rows, mesh)
+    ends, held, _ = ends_of("graph.edge_order", edge_index, rows, mesh, alike=True)
     edges = layout_of(mesh.shape, rows.placements, (held.shape[1],), (held.sizes[1],))
     if not dims:
         return wrap(torch.from_numpy(np.argsort(ends[1], kind="stable")).to(mesh.device), edges, mesh)

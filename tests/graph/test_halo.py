@@ -279,6 +279,19 @@ def test_a_plan_of_another_graph_meanwhile():
             torch.testing.assert_close(plan.sum(plan.ends(own)[0]).full_tensor(), summed(ends(x)[0]))
 
 
+def test_a_plan_made_in_inference_mode():
+    mesh = mesh_of((WORLD.size,))
+    n, edges = graph("at random, with loops and edges that come twice")
+    own = shard(field(n, 2), mesh, (ms.Shard(0),), None, True)
+    with torch.inference_mode():
+        plan = ms.graph.halo(shard(edges, mesh, (ms.Shard(1),)), own)
+        plan.max(plan.ends(own)[0])
+    (plan.sum(plan.ends(own)[0]) + plan.max(plan.ends(own)[0])).sum().backward()
+    again = ms.graph.halo(edges, own)
+    (wanted,) = torch.autograd.grad((again.sum(again.ends(own)[0]) + again.max(again.ends(own)[0])).sum(), own)
+    torch.testing.assert_close(own.grad.full_tensor(), wanted.full_tensor())
+
+
 # -- mistakes
 
 MISTAKES = {
@@ -316,6 +329,8 @@ def test_two_meshes():
         plan(shard(field(n, 2), other, (ms.Shard(0),)))
     with pytest.raises(LayoutError, match="the nodes' rows do not fit"):
         plan(shard(field(n + 1, 2), mesh, (ms.Shard(0),)))
+    with pytest.raises(LayoutError, match="rows= is of another kind"):
+        plan(3)
     with pytest.raises(LayoutError, match="messages do not fit the plan"):
         plan.sum(shard(field(n + 1, 2), mesh, (ms.Shard(0),)))
     with pytest.raises(UnsupportedDtypeError, match="messages without an order"):
@@ -332,6 +347,12 @@ def test_calls_that_differ():
         ms.graph.halo(edges[:, : 7 if WORLD.rank == 1 else 8], own)
     with pytest.raises(LayoutError, match="edges of another shape"):
         ms.graph.halo(edges.T if WORLD.rank == 1 else edges, own)
+    # edges that travel by a plan that is there already
+    lying = ms.ShardTensor.from_local(edges * (WORLD.rank == 0), mesh, (ms.Partial(),))
+    for call in (ms.graph.halo, ms.graph.edge_order):
+        call(lying, own)
+        with pytest.raises(UnsupportedDtypeError, match="numbers of nodes are integers"):
+            call(edges.float() if WORLD.rank == 1 else lying, own)
     plan = ms.graph.halo(edges, own)
     messages = field(plan.edge_index.shape[1], 2)
     with pytest.raises(LayoutError, match="do not fit this rank's edges"):

@@ -212,3 +212,10 @@ def test_calls_that_differ():
     own = shard(points(n, 2), mesh, (ms.Shard(0),))
     with pytest.raises(DesyncError):
         ms.graph.edge_order(edges, own) if WORLD.rank else ms.graph.halo(edges, own)
+    across = shard(points(n, 2), mesh, (ms.Shard(1),))
+    ms.graph.partition(across)
+    with pytest.raises(LayoutError, match="positions of another kind"):
+        ms.graph.partition(own[:, 0] if WORLD.rank == 1 else across)
+    order = shard(torch.arange(n), mesh, (ms.Shard(0),))
+    with pytest.raises(LayoutError, match="no order of nodes"):
+        ms.graph.renumber(edges, order.double() if WORLD.rank == 1 else order)
