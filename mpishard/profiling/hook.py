@@ -34,6 +34,12 @@ _OUTER_METHODS = (
 )
 
 
+def load() -> None:
+    """Import what is looked at, before a clock runs. Not collective."""
+    for module, *_ in (*_METHODS, *_OUTER_METHODS):
+        import_module(f"mpishard.{module}")
+
+
 class _Operations(TorchFunctionMode):
     """Enters every function that torch is called with on ShardTensors, and every backward pass."""
 
@@ -49,25 +55,27 @@ class _Operations(TorchFunctionMode):
         recorder = self._recorder
         if not recorder.enter(name, outer=outer):
             return func(*args, **(kwargs or {}))
+        before = [x.block.grad_fn for x in args if isinstance(x, ShardTensor)]
         try:
             out = func(*args, **(kwargs or {}))
             if torch.is_grad_enabled() and not outer and not transforms_active():
                 # waits for a sum that is under way: the wait counts as its own
-                _announce(out, name, recorder)
+                _announce(out, name, recorder, before)
             return out
         finally:
             recorder.leave()
 
 
-def _announce(out: Any, name: str, recorder: Recorder) -> None:
+def _announce(out: Any, name: str, recorder: Recorder, before: list[Any]) -> None:
     """Have autograd say when it comes to the backward of an operation."""
     if isinstance(out, ShardTensor):
         node = out.block.grad_fn
-        if node is not None:
+        # what returns its input, as contiguous() may, has no backward: the node is that of an operation before
+        if node is not None and node not in before:
             node.register_prehook(lambda _: recorder.backward(name))
     elif isinstance(out, (tuple, list)):
         for x in out:
-            _announce(x, name, recorder)
+            _announce(x, name, recorder, before)
 
 
 @functools.lru_cache(1024)

@@ -14,7 +14,7 @@ from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh, Group
 from mpishard.comm.tag import hashed
 from mpishard.errors import FileError, MeshError, MpishardError, UnsupportedOperationError
-from mpishard.profiling.hook import looking
+from mpishard.profiling.hook import load, looking
 from mpishard.profiling.recorder import Event, Recorder
 from mpishard.profiling.summary import Row, Spread, as_data, as_text, merged, of_rank, rows_of
 from mpishard.profiling.trace import Writer, writable
@@ -104,6 +104,7 @@ class profile:  # noqa: N801 (reads as a verb: `with ms.profile(mesh)`)
             self._check()
         except MpishardError as e:
             error = e
+        load()
         self._agree(error, f"profile({self._trace!s}, {self._quiet}, {self._most})")
         self._recorder = Recorder(self._most if isinstance(self._most, int) else 0)
         self._recorder.begin()

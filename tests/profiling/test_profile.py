@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
@@ -285,3 +286,31 @@ def test_nested_calls_count_once():
         (COMMUNICATION, "window"): 0,
     }
     assert recorder.totals["operation", "a"].messages == 3
+
+
+def test_what_returns_its_input_has_no_backward(mesh):
+    x = shard(mesh, 1, 2, 4 * WORLD.size, 8).requires_grad_()
+    with ms.profile(mesh, quiet=True) as prof:
+        y = F.conv2d(x, torch.ones(2, 2, 3, 3), padding=1).contiguous()
+        F.dropout(y.to(torch.float32).float(), 0.5, training=False).sum().backward()
+    names = {row.name for row in prof.rows if row.kind == "backward"}
+    assert {"conv2d", "sum"} <= names
+    assert not names & {"contiguous", "to", "float"}
+    y = x.neg()
+    with ms.profile(mesh, quiet=True) as prof:
+        y.contiguous().mul_(2).sum().backward()
+    rows = by_name(prof)
+    # an operation in place has a backward, one before the profile has no name
+    assert ("backward", "mul_") in rows
+    assert not {("backward", "contiguous"), ("backward", "neg")} & {*rows}
+
+
+def test_imports_are_not_measured(mesh, monkeypatch):
+    """The first profile of a program imports what it looks at before its clock runs."""
+    told = []
+    # the class has the name of its module
+    monkeypatch.setattr(sys.modules["mpishard.profiling.profile"], "load", lambda: told.append("load"))
+    monkeypatch.setattr(Recorder, "begin", lambda self, begin=Recorder.begin: (told.append("begin"), begin(self)))
+    with ms.profile(mesh, quiet=True):
+        pass
+    assert told == ["load", "begin"]
