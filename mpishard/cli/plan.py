@@ -129,10 +129,11 @@ def _bytes(n: float) -> str:
 
 def _show(plans: Sequence[Plan]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     for some in (plans[i : i + _COLUMNS] for i in range(0, len(plans), _COLUMNS)):
-        table = Table(title=f"a step of one rank, predicted for {plans[0].machine}")
+        table = Table(title=f"a step of one rank, predicted for {escape(plans[0].machine)}")
         table.add_column("ranks")
         for p in some:
             table.add_column(f"{p.ranks:,}", justify="right")

@@ -48,7 +48,7 @@ def checked_program(
         raise JobError(
             "plan: dtype", expected="a floating-point torch.dtype", got=repr(dtype), fix="such as torch.float32"
         )
-    if optimizer is not None and optimizer not in OPTIMIZERS:
+    if optimizer is not None and not (isinstance(optimizer, str) and optimizer in OPTIMIZERS):
         raise JobError(
             "plan: optimizer", expected=f"None or one of {', '.join(OPTIMIZERS)}", got=repr(optimizer), fix="name one"
         )

@@ -155,6 +155,8 @@ def plan(
     JobError
         Shape, dims, mesh and ranks do not fit each other, the machine is not known, or the model or the loss fails:
         the cause is what they raised.
+    MeshError
+        ``coords`` outside the mesh.
     UnsupportedOperationError
         The model asks for values, or has an operation without a rule.
 
@@ -175,7 +177,9 @@ def plan(
     known = checked_machine(machine)
     # of one rank, once for all meshes
     alone = cache(lambda: trace(program, (1,), (0,)).events)
-    found = [_planned(program, extents, known, coords, alone) for extents in meshes]
+    # one rank may plan on its own: its random numbers stay those of the others
+    with torch.random.fork_rng(devices=()):
+        found = [_planned(program, extents, known, coords, alone) for extents in meshes]
     return min(found, key=lambda p: (not p.fits, p.seconds))
 
 

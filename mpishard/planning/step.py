@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,11 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 # whose lines are not the user's
-_PACKAGES = ("<frozen", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PACKAGES = (
+    "<frozen",
+    *(str(Path(str(m.__file__)).parent) for m in (importlib, torch)),
+    str(Path(__file__).parents[1]),
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class Program:
 
 
 def squares(output: Any) -> Tensor:
-    """Return the sum of the mean squares of all tensors of an output."""
-    return sum(t.square().mean() for t in tree_leaves(output) if isinstance(t, Tensor))  # type: ignore[return-value]
+    """Return the sum of the mean squares of all tensors of an output that are not of whole numbers."""
+    numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+    return sum(t.square().mean() for t in numbers)  # type: ignore[return-value]
 
 
 def step_on(mesh: CartMesh, program: Program) -> Callable[[], None]:
@@ -106,7 +112,7 @@ def _made(program: Program, device: torch.device) -> nn.Module:
         try:
             with torch.device(device):
                 model = program.model()
-        except RuntimeError:
+        except Exception:  # noqa: BLE001 (torch and NumPy raise anything)
             # what reads values while it is made
             model = program.model()
     except (Exception, SystemExit) as error:

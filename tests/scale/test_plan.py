@@ -137,6 +137,7 @@ def test_uneven_cells():
     "given",
     [{}, {"ranks": 2, "mesh": (2,)}, {"ranks": 10**7}, {"mesh": (2, 2, 2, 2)}, {"mesh": (99,)},
      {"ranks": 2, "dims": (7,)}, {"ranks": 2, "machine": "none"}, {"ranks": 2, "optimizer": "lion"},
+     {"ranks": 2, "optimizer": ["sgd"]},
      {"ranks": 10**15}, {"ranks": 10**9 + 7},
      {"ranks": 4.0}, {"ranks": "4"}, {"ranks": (2, 2)}, {"ranks": 0}, {"mesh": (2.5,)}, {"mesh": "4"},
      {"ranks": 2, "dims": 2.0}, {"ranks": 2, "machine": 3}, {"ranks": 2, "dtype": "float32"},
@@ -179,6 +180,33 @@ def test_arguments_as_others_take_them():
     assert ms.plan(conv, (1, 1, 16, 16, 16), mesh=4).mesh == (4,)
     assert ms.plan(conv, (1, 1, 16, 16, 16), mesh=(2, 2), dims=(-1, -3)).dims == (4, 2)
     assert ms.plan(torch.nn.ReLU, (1, 1, 16), mesh=2, optimizer=None).messages == 0
+
+
+class Windowed(torch.nn.Module):
+    """What reads values while it is made, by NumPy, and gives whole numbers and complex ones beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = float(torch.linspace(0, 1, 5).numpy()[1])
+        self.conv = conv()
+
+    def forward(self, x):
+        y = self.conv(x) * self.factor
+        return {"y": y, "largest": y.argmax(1), "spectrum": torch.fft.fft(y, dim=1)}
+
+
+def test_a_model_of_other_numbers():
+    assert ms.plan(Windowed, (1, 1, 16, 16, 16), mesh=2).messages > 0
+
+
+@pytest.mark.parametrize("machine", ["perlmutter", "local"])
+def test_random_numbers_of_the_program_are_its_own(machine):
+    """A rank may plan alone: what all draw afterwards stays the same."""
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    ms.plan(lambda: torch.nn.Sequential(conv(), torch.nn.Dropout(0.5)), (1, 1, 8, 8, 8), mesh=2, machine=machine)
+    assert torch.equal(torch.rand(3), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -316,6 +344,14 @@ def test_a_figure_of_ranks_that_have_a_mesh(capsys, tmp_path):
 def test_command_refused_without_a_traceback(options, capsys):
     assert main(["plan", UNET, *SMALL, "--ranks", "2", *options]) == 2
     assert "fix:" in capsys.readouterr().err
+
+
+def test_command_of_a_machine_with_a_name_that_is_markup(capsys, tmp_path):
+    own = tmp_path / "own.toml"
+    rates = "\n".join(f"{key} = {{value = 1e12}}" for key in ("float32", "memory_bandwidth", "network_bandwidth"))
+    own.write_text(f'["[/bold]mine"]\n{rates}\n')
+    assert main(["plan", UNET, *SMALL, "--ranks", "2", "--machine", str(own)]) == 0
+    assert "[/bold]mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["raise SystemExit(0)", "import sys\n\ndef f(**_):\n    sys.exit(0)\n"])
