@@ -302,7 +302,9 @@ class Balancer:
                 if not set(dims) <= set(self._dims):
                     raise ValueError(f"{told['mesh_dims']} are not to be balanced")
                 lines[dims] = self._loaded(dims, told)
-            numbers = {k: state[k] for k in ("changes", "imbalance", "before", "doubt")}
+            numbers = operator.index(state["changes"]), *(state[k] for k in ("imbalance", "before", "doubt"))
+            if not all(x is None or 0 <= x < math.inf for x in numbers[:3]) or not numbers[3] >= 1:
+                raise ValueError(f"numbers {numbers}")
         except (MpishardError, KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
             error = LayoutError(
                 "balance: this is no state of a balancer of this mesh",
@@ -313,7 +315,7 @@ class Balancer:
         comm = self._mesh.group(tuple(range(self._mesh.ndim))).comm
         guard.agree(comm, error, f"balance: load_state_dict {digest((state, sorted(lines)))}")
         self._lines = lines
-        self.changes, self.imbalance, self._before, self._doubt = numbers.values()
+        self.changes, self.imbalance, self._before, self._doubt = numbers
         self._seconds, self._fresh, self._best = [], True, None
         self._targets.clear()
 
@@ -327,7 +329,7 @@ class Balancer:
         line = _Line(sizes_of(tuple(borders)) if same else balanced(borders[-1], count))
         for ends, shares in told["told"]:
             fits = [*ends] == sorted(ends) and ends[0] == 0 and ends[-1] == borders[-1] and len(ends) == len(shares) + 1
-            if not fits or min(shares, default=0) < 0:
+            if not fits or not all(0 <= share < math.inf for share in shares):
                 raise ValueError("costs of other cells")
         line.density.remember(told["told"])
         if not same:

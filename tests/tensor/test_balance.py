@@ -380,6 +380,10 @@ def test_a_state_of_other_ranks_gives_cuts_of_equal_cost():
         lambda s: s["lines"][0].update(mesh_dims=["nowhere"]),
         lambda s: s["lines"][0].update(borders=[3, 48]),
         lambda s: s["lines"][0].update(told=[[[0, 5], [1.0]]]),
+        lambda s: s["lines"][0].update(told=[[[0, N], [float("nan")]]]),
+        lambda s: s.update(changes="many"),
+        lambda s: s.update(doubt=float("nan")),
+        lambda s: s.update(before="soon"),
     ],
 )
 def test_what_is_no_state(harm):
