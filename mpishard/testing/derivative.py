@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mpishard.autograd.argument import require_plain
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.gather_sizes import gather_extents
 from mpishard.comm.mesh import CartMesh, Group
+from mpishard.errors import MpishardError, UnsupportedDtypeError
 
 STEP = 1e-6
 Function = Callable[[Tensor], Tensor]
@@ -54,14 +56,18 @@ def check_gradient(
     ------
     AssertionError
         On every rank, with the elements of all ranks that differ.
+    UnsupportedOperationError, UnsupportedDtypeError
+        On every rank: ``x`` or ``f(x)`` is no plain tensor of these dtypes on some rank.
 
     Examples
     --------
     >>> check_gradient(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
     group = ranks_of(mesh, comm)
+    _require_numbers("check_gradient", "x", x, group)
     x = x.detach().requires_grad_()
     y = f(x)
+    _require_numbers("check_gradient", "f(x)", y, group)
     w = _random(y, seed, group)
     (g,) = torch.autograd.grad(y, x, w, allow_unused=True)
     numeric = _differences(f, x.detach(), w, group)
@@ -87,8 +93,11 @@ def check_second_gradient(
     >>> check_second_gradient(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
     group = ranks_of(mesh, comm)
+    _require_numbers("check_second_gradient", "x", x, group)
     x = x.detach()
-    v = _random(f(x), seed + 1, group)
+    y = f(x)
+    _require_numbers("check_second_gradient", "f(x)", y, group)
+    v = _random(y, seed + 1, group)
 
     def vjp(at: Tensor, vector: Tensor) -> Tensor:
         # a graph is wanted also where only the vector is differentiated
@@ -123,10 +132,13 @@ def check_jvp(
     >>> check_jvp(lambda x: ms.all_reduce(x, mesh).sin(), x, mesh=mesh)
     """
     group = ranks_of(mesh, comm)
+    _require_numbers("check_jvp", "x", x, group)
     x = x.detach()
     t = _random(x, seed + 2, group)
     with forward_ad.dual_level():
-        y, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t)))
+        y = f(forward_ad.make_dual(x, t))
+        _require_numbers("check_jvp", "f(x)", y, group)
+        y, tangent = forward_ad.unpack_dual(y)
         tangent = torch.zeros_like(y) if tangent is None else tangent.detach().clone()
     numeric = (f(x + STEP * t) - f(x - STEP * t)).detach() / (2 * STEP)
     _compare("forward-mode derivative", tangent, numeric, group, atol, rtol)
@@ -137,6 +149,23 @@ def ranks_of(mesh: CartMesh | None, comm: Any) -> Group:
     if mesh is not None:
         return mesh.group(tuple(range(mesh.ndim)))
     return blocking.world() if comm is None else blocking.group_of(comm)
+
+
+def _require_numbers(call: str, what: str, x: Any, group: Group) -> None:
+    """Raise on every rank unless each has a plain tensor in which small differences can be seen. Collective."""
+    error: MpishardError | None = None
+    try:
+        require_plain(f"{call}: {what}", x)
+        if x.dtype not in (torch.float64, torch.complex128):
+            error = UnsupportedDtypeError(
+                f"{call}: {what} is too coarse for differences",
+                expected="torch.float64 or torch.complex128",
+                got=x.dtype,
+                fix="test the function in double precision",
+            )
+    except MpishardError as e:
+        error = e
+    guard.agree(group.comm, error, f"{call}: {what}")
 
 
 def _random(like: Tensor, seed: int, group: Group) -> Tensor:

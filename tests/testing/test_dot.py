@@ -124,3 +124,17 @@ def test_wrong_forward_mode_is_found(mesh, x):
     with pytest.raises(AssertionError, match="forward-mode"):
         check_jvp(Double.apply, x, mesh=mesh)
     check_jvp(lambda x: ms.all_reduce(x, mesh) ** 2, x, mesh=mesh)
+
+
+@pytest.mark.parametrize("check", [check_gradient, check_second_gradient, check_jvp])
+def test_what_differences_are_not_taken_of(mesh, x, check):
+    """What lies on all ranks together has no elements that one rank could move."""
+    shards = ms.ShardTensor.from_local(x, mesh, (ms.Shard(0),))
+    with pytest.raises(ms.UnsupportedOperationError, match=r"x: works on plain tensors"):
+        check(torch.sin, shards if mesh.rank == mesh.size - 1 else x, mesh=mesh)
+    with pytest.raises(ms.UnsupportedOperationError, match=r"f\(x\): works on plain tensors"):
+        check(lambda x: ms.ShardTensor.from_local(x, mesh, (ms.Shard(0),)).sin(), x, mesh=mesh)
+    with pytest.raises(ms.UnsupportedOperationError, match=r"f\(x\): works on plain tensors"):
+        check(lambda x: (x, x), x, mesh=mesh)
+    with pytest.raises(ms.errors.UnsupportedDtypeError, match="too coarse for differences"):
+        check(torch.sin, x.float() if mesh.rank == 0 else x, mesh=mesh)
