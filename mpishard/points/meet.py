@@ -139,7 +139,7 @@ def _near(m: Met, k: int | None, radius: float) -> tuple[Tensor, Tensor]:
     mesh, layout, block = m.mesh, m.points.sharding, m.points.block.detach()
     lo, hi = layout.interval(0, mesh.coords)
     own, dims = torch.arange(lo, hi, device=block.device), layout.sharded_mesh_dims
-    if not dims:
+    if not dims or mesh.group(dims).size == 1:
         return block, own
     group = mesh.group(dims)
     queries = m.queries.block.detach()

@@ -101,6 +101,20 @@ def lengths(differences: Tensor) -> Tensor:
     return torch.where(none, 0, torch.where(none, 1, squares).sqrt())
 
 
+def distances(queries: Tensor, points: Tensor) -> Tensor:
+    """Return the distance of each query from each point, with the bits of `lengths`, for no gradient.
+
+    Dim after dim: of points of many dims the differences would take so many times the room.
+    """
+    squares = queries.new_zeros(len(queries), len(points))
+    x = torch.empty_like(squares)
+    for q, p in zip(queries.unbind(1), points.unbind(1)):
+        torch.sub(q[:, None], p, out=x)
+        # not by addcmul_, which may round once where these round twice
+        squares.add_(x.mul_(x))
+    return squares.sqrt_()
+
+
 def best(distances: Tensor, numbers: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` smallest distances of every row (all, if fewer), by (distance, number), and their numbers."""
     if k < distances.shape[1]:
@@ -129,7 +143,7 @@ def within_reach(queries: Tensor, points: Tensor, tiles: Tiles, low: Tensor, hig
     if not k <= len(first) <= _PAIRS:
         return enough(low, high, tiles.low, tiles.high, tiles.counts, k)
     parts = queries.split(max(1, _PAIRS // len(first)))
-    return max(float(lengths(q[:, None] - points[first]).kthvalue(k, 1).values.max()) for q in parts)
+    return max(float(distances(q, points[first]).kthvalue(k, 1).values.max()) for q in parts)
 
 
 def nearby(
@@ -164,4 +178,4 @@ def nearby(
         step = max(1, _PAIRS // max(len(near), 1))
         for some in rows.split(step):
             for part in near.split(_PAIRS) if len(near) else [near]:
-                yield some, part, lengths(queries[some][:, None] - points[part])
+                yield some, part, distances(queries[some], points[part])

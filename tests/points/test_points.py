@@ -190,8 +190,8 @@ def test_bounded_parts(pairs_at_once, monkeypatch):
     """Distances are computed a few at a time, whatever the numbers of points; what is found is the same."""
     monkeypatch.setattr(tiles, "_PAIRS", pairs_at_once)
     seen = []
-    lengths = tiles.lengths
-    monkeypatch.setattr(tiles, "lengths", lambda x: seen.append(x.shape[:-1].numel()) or lengths(x))
+    distances = tiles.distances
+    monkeypatch.setattr(tiles, "distances", lambda q, p: seen.append(len(q) * len(p)) or distances(q, p))
     for name in ("in a cube", "equally far"):
         points, queries = CLOUDS[name]
         mesh = mesh_of((WORLD.size,))
@@ -202,15 +202,25 @@ def test_bounded_parts(pairs_at_once, monkeypatch):
     assert max(seen, default=0) <= pairs_at_once
 
 
+def test_dims_do_not_take_room():
+    """Of points of many dims no differences are kept in all dims at once."""
+    mesh = mesh_of((WORLD.size,))
+    own = shard(drawn(300, 64), mesh, (ms.Shard(0),))
+    with ms.testing.LiveMemory() as memory:
+        ms.points.knn(own, own, 3)
+    # some numbers for each pair of a tile's queries and all points
+    assert memory.peak < 8 * 300 * (tiles.QUERIES * 8 + 64 * 4)
+
+
 def test_tiles_leave_out_what_is_far():
     n = 12000
     mesh = mesh_of((WORLD.size,))
     own = shard(drawn(n, 2), mesh, (ms.Shard(0),))
     own = own[ms.graph.partition(own)]
     seen = []
-    lengths = tiles.lengths
+    distances = tiles.distances
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "lengths", lambda d: seen.append(d.shape[:-1].numel()) or lengths(d))
+        patch.setattr(tiles, "distances", lambda q, p: seen.append(len(q) * len(p)) or distances(q, p))
         found = ms.points.knn(own, own, 6)
     full, some = own.full_tensor(), torch.arange(0, n, 97)
     assert torch.equal(found.indices.full_tensor()[some], nearest(full, full[some], 6)[0])
