@@ -94,7 +94,7 @@ def plan(
         "machine": machine,
         "dtype": getattr(torch, dtype),
         "optimizer": None if optimizer == "none" else optimizer,
-        "loss": None if loss is None else named(loss).func,  # type: ignore[attr-defined]
+        "loss": None if loss is None else named(loss, what="the loss").func,  # type: ignore[attr-defined]
     }
     make, extents = named(model, options), _numbers("--shape", shape)
     if mesh is not None:

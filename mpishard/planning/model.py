@@ -16,7 +16,7 @@ from mpishard.errors import JobError
 from mpishard.planning.step import told
 
 
-def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
+def named(spec: str, options: Sequence[str] = (), what: str = "the model") -> Callable[[], Any]:
     """Return what a name means, with keyword arguments. Not collective.
 
     Parameters
@@ -25,6 +25,8 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
         ``module:name`` or ``path/file.py:name``, of a class or function.
     options
         Each ``name=value``; a value that is no Python literal is text.
+    what
+        What it is, for the error.
 
     Raises
     ------
@@ -39,10 +41,10 @@ def named(spec: str, options: Sequence[str] = ()) -> Callable[[], Any]:
     except (Exception, SystemExit) as error:
         # whatever the module raises as it is imported; a script ends itself
         raise JobError(
-            "plan: the model",
+            f"plan: {what}",
             expected="module:factory or file.py:factory",
             got=f"{spec!r}: {told(error)}",
-            fix="name what returns the model, such as examples/unet.py:UNet",
+            fix=f"name the function or class of {what}, as examples/unet.py:UNet does",
         ) from error
     return partial(found, **dict(map(_option, options)))
 

@@ -346,6 +346,11 @@ def test_command_refused_without_a_traceback(options, capsys):
     assert "fix:" in capsys.readouterr().err
 
 
+def test_command_of_a_loss_that_is_not_there(capsys):
+    assert main(["plan", UNET, *SMALL, "--ranks", "2", "--loss", "torch:none"]) == 2
+    assert "plan: the loss\n" in capsys.readouterr().err
+
+
 def test_command_of_a_machine_with_a_name_that_is_markup(capsys, tmp_path):
     own = tmp_path / "own.toml"
     rates = "\n".join(f"{key} = {{value = 1e12}}" for key in ("float32", "memory_bandwidth", "network_bandwidth"))
