@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpishard.comm import guard
 from mpishard.comm.adoption import renew
 from mpishard.comm.dissemination import Dissemination
+from mpishard.comm.lookout import lookout
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
@@ -114,7 +115,7 @@ class Agreement:
 
     def lookout(self) -> AbstractContextManager[None]:
         """Run a model, which raises `Abandoned` where it waits for a rank whose model has raised. Not collective."""
-        return nullcontext() if self._alone else guard.lookout(self._look)
+        return nullcontext() if self._alone else lookout(self._look)
 
     def _look(self) -> None:
         if self.comm.Iprobe(tag=_FAILED):

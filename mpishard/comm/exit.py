@@ -246,14 +246,17 @@ def say(text: str) -> None:
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PALS_RANKID")
 
 
-def say_for_node(text: str) -> None:
-    """Write to the standard error what all ranks of a node say alike and then end: one of them does. Not collective."""
+def say_for_node(text: str, what: str | None = None) -> None:
+    """Write to the standard error what all ranks of a node may say: one of them does. Not collective.
+
+    ``what`` is the part of the text that is the same on all, if that is not all of it.
+    """
     if not any(name in os.environ for name in _LAUNCHED):
         say(text)
         return
-    if _claims("said", text):
+    if _claims("said", what or text):
         say(text)
-    # the claim ends with this process, and the others come a moment later
+    # the claim ends with this process, which may be over soon, and the others come a moment later
     time.sleep(_SETTLED_S)
 
 

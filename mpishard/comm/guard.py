@@ -21,7 +21,8 @@ from mpi4py import MPI
 from mpishard import errors
 from mpishard.comm import caller, disagreement, in_flight
 from mpishard.comm.environment import switch
-from mpishard.comm.exit import GRACE_S, end, place, say_at_end
+from mpishard.comm.exit import GRACE_S, end, place, say_at_end, say_for_node
+from mpishard.comm.lookout import Peers, lookouts, wait_watchfully
 from mpishard.comm.null import NullComm
 from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
@@ -163,10 +164,13 @@ def _agree(
     digest = disagreement.digest_of(f"{kind}|{text}")
     size = comm.Get_size()
     first = 0 if error is None else size - comm.Get_rank()
+    wait = waiting(op if error is None else f"{op}, to tell of {_in_line(error)},", (), comm)
+    if error is not None:
+        _untold[wait] = error
     mine = np.zeros(SLOT_NBYTES // 8, np.int64)
     mine[:5], mine[-2:] = (first, digest, -digest, *numbers), _MARK
     most = np.empty_like(mine)
-    with waiting(op, (), comm):
+    with wait:
         if debug:
             _meet(comm.Iallreduce(mine, most, MPI.MAX), comm, op)
         else:
@@ -177,7 +181,8 @@ def _agree(
         if met and most[0]:
             agreed = _failure(comm, error, size - int(most[0]))
         else:
-            agreed = _desync(disagreement.kinds(comm, text if met else op))
+            known = "" if error is None else f" (which raised {_in_line(error)})"
+            agreed = _desync(disagreement.kinds(comm, text if met else op + known))
     raise common(agreed, comm) from None
 
 
@@ -191,8 +196,9 @@ def _failure(comm: MPI.Intracomm, error: BaseException | None, first: int) -> Ba
     if error is not None and isinstance(comm, NullComm):
         return error  # of a plan, whose one rank speaks for all
     size = comm.Get_size()
-    said = str(error) if isinstance(error, MpishardError) else f"{type(error).__name__}: {error}"
-    mine = None if error is None else f"{_public_type(error)}|{said}"
+    mine = None
+    if error is not None:
+        mine = f"{_public_type(error)}|{error if isinstance(error, MpishardError) else _named(error)}"
     same, others = disagreement.first_told(comm, first, mine)
     name, _, text = same.text.partition("|")
     if error is not None and same.number == size and type(error).__name__ == name:
@@ -245,6 +251,14 @@ def _desync(found: Sequence[disagreement.Kind]) -> DesyncError:
     )
 
 
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _in_line(error: BaseException) -> str:
+    return "; ".join(map(str.strip, _named(error).splitlines()))
+
+
 def _public_type(error: BaseException) -> str:
     for kind in type(error).__mro__:
         if getattr(errors, kind.__name__, None) is kind:
@@ -292,16 +306,18 @@ class waiting:  # noqa: N801 (reads as a verb: `with waiting(...)`)
         if meters:
             for meter in meters:
                 meter.enter()
-        if _lookouts and (check := _lookouts.get(get_ident())) is not None:
+        if lookouts and (check := lookouts.get(get_ident())) is not None:
             _, peers, comm = _live[self]
             try:
-                _wait_watchfully(check, peers, comm)
+                wait_watchfully(check, peers, comm)
             except BaseException as error:
                 self.__exit__(type(error), error, None)
                 raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         op, peers, comm = _live.pop(self)
+        if _untold:
+            _untold.pop(self, None)
         if meters:
             for meter in meters:
                 meter.leave()
@@ -319,9 +335,6 @@ def _failed(error: MPI.Exception, op: str, peers: Peers, comm: MPI.Comm | None) 
     )
 
 
-Peers = Sequence[int] | Callable[[], Sequence[int]]
-
-
 def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int], receives: int = 0) -> Callable[[], list[int]]:
     """Return a function that tells which peers' requests are not complete, for `waiting`. Not collective.
 
@@ -329,15 +342,23 @@ def unfinished(requests: Sequence[MPI.Request], peers: Sequence[int], receives: 
     """
 
     def pending() -> list[int]:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            return sorted(set(peers))
-        return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
+        return incomplete(requests, peers)
 
     pending.requests, pending.receives = requests, receives  # type: ignore[attr-defined]
     return pending
 
 
+def incomplete(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]:
+    """Return the peers whose requests are not complete, or all where only one thread may ask. Not collective."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return sorted(set(peers))
+    return sorted({peer for request, peer in zip(requests, peers) if not request.Get_status()})
+
+
 _live: dict[waiting, tuple[str, Peers, MPI.Comm | None]] = {}
+# errors that this rank waits to tell the others of: they may never come, and then nobody would know
+_untold: dict[waiting, BaseException] = {}
+_UNTOLD_S = 10.0
 _watchdog: threading.Thread | None = None
 
 
@@ -360,6 +381,10 @@ def _watch() -> None:
         # holding the objects, `ages` keeps their identities from being used again
         current = _live.copy()
         ages = {wait: ages.get(wait, -passed) + passed for wait in current}
+        for wait, error in _untold.copy().items():
+            if ages.get(wait, 0.0) >= min(_UNTOLD_S, TIMEOUT_S / 4) and _untold.pop(wait, None) is not None:
+                told = f"has an error, and waits to tell the other ranks of it:\n{_named(error)}\n"
+                say_for_node(f"[{place()}] {told}", told)
         for wait, age in ages.items():
             if age >= TIMEOUT_S:
                 try:
@@ -430,52 +455,3 @@ def _asked(question: Callable[[], Sequence[T]]) -> Sequence[T]:
     if not answer:
         raise TimeoutError("no answer from MPI")
     return answer[0]
-
-
-# waits that another rank's failure ends
-
-_lookouts: dict[int, Callable[[], None]] = {}
-
-
-class lookout:  # noqa: N801 (reads as a verb: `with lookout(...)`)
-    """Call ``check`` over and over while this thread waits for other ranks; it may raise, and ends the wait.
-
-    Not collective, but all ranks that communicate in its body are in it: collective calls begin with a barrier.
-    What was under way is left under way, so the communicators in use are of no use after ``check`` has raised.
-    """
-
-    __slots__ = ("_check",)
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-
-    def __enter__(self) -> None:
-        _lookouts[get_ident()] = self._check
-
-    def __exit__(self, *error: object) -> None:
-        del _lookouts[get_ident()]
-
-
-def looked_out() -> bool:
-    """Tell whether this thread's waits may end so: blocking messages to single ranks must then be requests."""
-    return get_ident() in _lookouts
-
-
-def _wait_watchfully(check: Callable[[], None], peers: Peers, comm: MPI.Comm | None) -> None:
-    # what is complete, the caller's own wait finds so
-    if callable(peers):
-        # by a look that leaves the statuses to the caller
-        requests, receives = peers.requests, peers.receives  # type: ignore[attr-defined]
-        try:
-            while not all(request.Get_status() for request in requests):
-                check()
-        except BaseException:
-            for request in requests[:receives]:
-                if not request.Get_status():
-                    request.Cancel()
-                    request.Wait()
-            raise
-    elif not peers and comm is not None:
-        barrier = comm.Ibarrier()  # type: ignore[attr-defined]
-        while not barrier.Test():
-            check()

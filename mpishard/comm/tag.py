@@ -178,7 +178,7 @@ class Flight:
         Whether fewer bytes may come: the caller looks at `lengths`.
     """
 
-    __slots__ = ("_at_most", "_comm", "_exact", "_expected", "_op", "_peers", "_pending", "_statuses", "requests")
+    __slots__ = ("_at_most", "_comm", "_exact", "_expected", "_op", "_peers", "_seen", "_statuses", "requests")
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Flight:
             self.requests.append(request)
             self._peers.append(peer)
             self._statuses.append(MPI.Status())
-        self._pending = guard.unfinished(self.requests, self._peers, len(self._expected))
+        self._seen = False  # all through, by `look`
 
     def start(self) -> None:
         """Start persistent requests. Neighborwise collective."""
@@ -216,13 +216,30 @@ class Flight:
         """Let MPI make progress; return whether all messages are through. Not collective."""
         if not self.requests:
             return True
-        try:
-            through = MPI.Request.Testall(self.requests, self._statuses)
-        except MPI.Exception as e:
-            raise self._crossed(self._expected, e) from None
+        through = self._through()
         if through:
             self._check()
         return through
+
+    def _through(self) -> bool:
+        try:
+            return MPI.Request.Testall(self.requests, self._statuses)
+        except MPI.Exception as e:
+            raise self._crossed(self._expected, e) from None
+
+    def __call__(self) -> list[int]:
+        """Return the ranks whose messages are not through, for `guard.waiting`. Not collective."""
+        return guard.incomplete(self.requests, self._peers)
+
+    @property
+    def receives(self) -> int:
+        """How many of the requests are messages that come; they are the first."""
+        return len(self._expected)
+
+    def look(self) -> bool:
+        """Tell whether all messages are through, of which `wait` keeps the statuses. Not collective."""
+        self._seen = self._through()
+        return self._seen
 
     def wait(self) -> None:
         """Wait until all messages are through. Neighborwise collective.
@@ -234,14 +251,17 @@ class Flight:
         """
         if not self.requests:
             return
-        with guard.waiting(self._op, self._pending, self._comm):
-            if self._exact:
+        with guard.waiting(self._op, self, self._comm):
+            if self._seen:
+                self._seen = False
+            elif self._exact:
                 MPI.Request.Waitall(self.requests)
                 return
-            try:
-                wait_all(self.requests, self._statuses)
-            except MPI.Exception as e:
-                raise self._crossed(self._expected, e) from None
+            else:
+                try:
+                    wait_all(self.requests, self._statuses)
+                except MPI.Exception as e:
+                    raise self._crossed(self._expected, e) from None
         self._check()
 
     def each(self) -> Iterator[int]:
@@ -250,7 +270,11 @@ class Flight:
         Neighborwise collective. What `test` has seen through is left out.
         """
         some = [MPI.Status() for _ in self.requests]
-        with guard.waiting(self._op, self._pending, self._comm):
+        with guard.waiting(self._op, self, self._comm):
+            if self._seen:
+                self._seen = False
+                self._check()
+                return
             while (through := self._some(some)) is not None:
                 for status, k in zip(some, through):
                     if k < len(self._expected):

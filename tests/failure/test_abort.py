@@ -251,6 +251,24 @@ def test_rank_that_never_calls(job):
     outcome.failed_with("MPISHARD_TIMEOUT: all_reduce has waited", 'program.py", line ')
 
 
+@pytest.mark.parametrize("then", ["redistribute", "all_reduce"])
+def test_an_error_that_the_others_do_not_ask_for(job, then):
+    """What one rank alone finds wrong in a call whose like was made before is told, whatever the others do."""
+    body = MESH + "x = ms.ones(6, 4, mesh=mesh, placements=ms.Shard(0))\n"
+    body += (
+        "call = lambda dim: x.redistribute(placements=[ms.Shard(dim)])\ncall(1)\nms.all_reduce(torch.ones(2), mesh)\n"
+    )
+    body += "call(9) if rank == 1 else " + (
+        "call(1)\n" if then == "redistribute" else "ms.all_reduce(torch.ones(2), mesh)\n"
+    )
+    outcome = job(2, body, MPISHARD_TIMEOUT="4" if then == "redistribute" else "60")
+    assert outcome.status != 0
+    told = "has an error, and waits to tell" if then == "redistribute" else "DesyncError: ranks made different calls"
+    assert told in outcome.output
+    assert "placements do not fit the tensor" in outcome.output
+    assert "Shard(9) for a tensor of 2 dims" in outcome.output
+
+
 def test_no_watchdog_where_it_is_off(job):
     body = MESH + "if rank == 1:\n    time.sleep(4)\nstep()\nimport threading\n"
     body += "names = world.gather([t.name for t in threading.enumerate()])\n"

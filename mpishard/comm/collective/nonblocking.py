@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from mpishard.comm import counter, exit, guard, lifetime
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
+from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import as_bytes, dense, spans
 from mpishard.comm.memory.reduction_type import ordered, rule_of
@@ -95,7 +96,7 @@ def start_local_sum(x: torch.Tensor, group: Group) -> PendingReduction | None:
 
     Collective over the group, but for ``wait()``. None where that cannot be: the caller sums at once.
     """
-    if x.nbytes > _LOCAL_NBYTES or in_order(None) or guard.looked_out():
+    if x.nbytes > _LOCAL_NBYTES or in_order(None) or looked_out():
         return None
     left = _left.get(id(group.comm))
     if left is None:

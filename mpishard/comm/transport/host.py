@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpishard.comm import counter, guard
+from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import address, as_bytes, dense, pieces, spans
 from mpishard.comm.memory.reduction_type import Rule
@@ -318,7 +319,7 @@ def swap(comm: Any, call: str, going: Any, to: int, coming: Any, of: int, tag: i
 
     Neighborwise collective.
     """
-    if not guard.looked_out():
+    if not looked_out():
         comm.Sendrecv(going, to, tag, coming, of, MPI.ANY_TAG, status)
         return
     requests = [comm.Irecv(coming, of, MPI.ANY_TAG), comm.Isend(going, to, tag)]
