@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpishard.autograd.argument import require, require_mesh, together
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.mesh import CartMesh
@@ -55,6 +56,12 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
     >>> found = ms.compare_module(model.double().eval(), x.double(), mesh=mesh, placements=[ms.Shard(2)])
     >>> assert max(found.values()) < 1e-9, found
     """
+    require_mesh("compare_module", mesh)
+    with together("compare_module", mesh):
+        require("compare_module", "module", module, nn.Module, "give the model")
+        for x in inputs:
+            require("compare_module", "inputs", x, Tensor, "give whole tensors")
+        require("compare_module", "placements", placements, Sequence, "give one placement per mesh dim")
     on_shards = distribute_module(_copied(module), mesh)
     in_one = _copied(module).to(mesh.device)
     with torch.no_grad():

@@ -35,7 +35,7 @@ from mpishard.tensor.dtensor import (
 )
 from mpishard.tensor.factory import asked, check_sizes, given_placements
 from mpishard.tensor.foreign import shared
-from mpishard.tensor.infer import inferred, told
+from mpishard.tensor.infer import inferred, told, unknown
 from mpishard.tensor.operand import moved, replicated_layout, resolved
 from mpishard.tensor.scatter import scattered
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -93,9 +93,12 @@ def from_local(
     >>> x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(2), ms.Replicate()))
     """
     placements = given_placements("from_local", placements, mesh)
-    if isinstance(sharding_shapes, str) and sharding_shapes == "infer":
-        error = None
+    is_text = isinstance(sharding_shapes, str)
+    if not isinstance(sharding_shapes, Mapping) and not (is_text and sharding_shapes == "chunk"):
+        error: MpishardError | None = None
         try:
+            if not is_text or sharding_shapes != "infer":
+                raise unknown(sharding_shapes)
             local = shared("from_local", local)
         except MpishardError as e:
             error = e
@@ -173,7 +176,8 @@ def distribute_tensor(
     placements = given_placements("distribute_tensor", placements, mesh)
     if isinstance(tensor, ShardTensor):
         if tensor.mesh is not mesh:
-            raise two_meshes(tensor.mesh, mesh)
+            with together("distribute_tensor", mesh):
+                raise two_meshes(tensor.mesh, mesh)
         if sizes is None and multiple == 1:
             return redistribute(tensor, placements)
     elif src_data_rank is not None:
@@ -185,7 +189,8 @@ def distribute_tensor(
 
         return scattered("distribute_tensor", ours, mesh, placements, sizes, multiple)
     elif not is_plain(tensor) or (tensor.is_meta and mesh.device.type != "meta"):
-        tensor = shared("distribute_tensor", tensor)
+        with together("distribute_tensor", mesh):
+            tensor = shared("distribute_tensor", tensor)
     key = ("distribute_tensor", tuple(tensor.shape), tensor.dtype, *asked(placements, sizes), multiple)
 
     def cut() -> Layout:

@@ -80,12 +80,15 @@ def _called_as_dtensor(function: F) -> F:
     @wraps(function)
     def call(*args: Any, layout: torch.layout = torch.strided, **kwargs: Any) -> Any:
         if layout is not torch.strided:
-            raise LayoutError(
-                f"{function.__name__}: layout= is of another kind",
-                expected="torch.strided",
-                got=layout,
-                fix="leave it out: shards are dense",
-            )
+            mesh: Any = kwargs.get("mesh", kwargs.get("device_mesh"))
+            require_mesh(function.__name__, mesh)
+            with together(function.__name__, mesh):
+                raise LayoutError(
+                    f"{function.__name__}: layout= is of another kind",
+                    expected="torch.strided",
+                    got=layout,
+                    fix="leave it out: shards are dense",
+                )
         return named(*args, **kwargs)
 
     return cast(F, call)
@@ -249,6 +252,11 @@ def empty(
 def _random(
     name: str, fill: Callable[[torch.dtype], Fill], shape: Any, mesh: CartMesh, generator: Any, *rest: Any
 ) -> ShardTensor:
+    require_mesh(name, mesh)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        with together(name, mesh):
+            require(name, "generator", generator, torch.Generator, "give a torch.Generator, or leave it out")
+
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         drawn = fill(dtype)  # refuses a dtype, before ranks communicate
         local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -92,15 +92,18 @@ def _misfit(local: Tensor, mesh: CartMesh, placements: tuple[Any, ...], kind: tu
     return unfit(rank, f"{expected} cells along dim {dim}", f"shape {shape}")
 
 
+def unknown(sharding_shapes: Any) -> LayoutError:
+    """Return the error of who says of the sizes what nobody understands. Not collective."""
+    return LayoutError(
+        "from_local: unknown sharding_shapes",
+        expected="'infer', 'chunk' or {mesh_dim: sizes}",
+        got=repr(sharding_shapes),
+        fix="use one of them",
+    )
+
+
 def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -> Layout:
     """Return the layout of blocks by what the caller says of their sizes. Not collective."""
-    if sharding_shapes != "chunk" and not isinstance(sharding_shapes, Mapping):
-        raise LayoutError(
-            "from_local: unknown sharding_shapes",
-            expected="'infer', 'chunk' or {mesh_dim: sizes}",
-            got=repr(sharding_shapes),
-            fix="use one of them",
-        )
     own = as_placements(placements, mesh.ndim, local.ndim)
     probe = layout_of(mesh.shape, own, (0,) * local.ndim)
     shape, sizes = list(local.shape), {}

@@ -131,6 +131,43 @@ EVERYWHERE = {
         MESH + "ms.Pipeline([lambda: 5] * 2, mesh, 'x')",
         ["LayoutError: Pipeline: stages= is of another kind"],
     ),
+    "no tensor beside the first rank": (
+        MESH + "ms.distribute_tensor(None if rank else torch.ones(4), mesh, ms.Shard(0))",
+        ["UnsupportedOperationError: distribute_tensor: no block that torch can share", "raised on: rank 1 of 2"],
+    ),
+    "sizes of blocks that nobody understands, on one rank": (
+        MESH + "ms.ShardTensor.from_local(torch.ones(4), mesh, ms.Shard(0), 'guess' if rank else 'infer')",
+        ["LayoutError: from_local: unknown sharding_shapes", "raised on: rank 1 of 2"],
+    ),
+    "device of one rank, by DTensor's call": (
+        "ms.init_device_mesh('gpu' if rank else 'cpu', (2,))",
+        ["MeshError: init_device_mesh: no such device", "raised on: rank 1 of 2"],
+    ),
+    "layout of cells on one rank": (
+        MESH + "ms.zeros(8, mesh=mesh, layout=torch.sparse_coo if rank else torch.strided)",
+        ["LayoutError: zeros: layout= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "no generator on one rank": (
+        MESH + "ms.rand(8, mesh=mesh, generator=5 if rank else None)",
+        ["LayoutError: rand: generator= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "no model to compare, on one rank": (
+        MESH + "ms.compare_module(5 if rank else torch.nn.ReLU(), torch.ones(4), mesh=mesh, placements=[ms.Shard(0)])",
+        ["LayoutError: compare_module: module= is of another kind", "raised on: rank 1 of 2"],
+    ),
+    "positions of another shape on one rank": (
+        TENSOR + "v = x[:, 0]\nms.graph.partition(v if rank else x)",
+        ["LayoutError: graph.partition: positions of another kind", "raised on: rank 1 of 2"],
+    ),
+    "positions and edges on one rank": (
+        TENSOR + "ms.graph.partition(x, nodes=x if rank else None)",
+        ["LayoutError: graph.partition: it takes positions, or edges and nodes", "raised on: rank 1 of 2"],
+    ),
+    "no order of nodes on one rank": (
+        TENSOR + "order = ms.arange(6, mesh=mesh, placements=ms.Shard(0))\n"
+        "ms.graph.renumber(torch.tensor([[0], [1]]), x if rank else order)",
+        ["LayoutError: graph.renumber: no order of nodes", "raised on: rank 1 of 2"],
+    ),
     "error that one rank finds": (
         MESH + "ms.scatter_tensor(torch.ones(4) if rank == 0 else None, 1, mesh, (ms.Shard(0),))",
         ["LayoutError: scatter_tensor: nothing to scatter", "raised on: rank 1 of 2"],

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
+from mpishard.comm.exit import require_mpi
 from mpishard.comm.mesh import CartMesh, init_mesh
+from mpishard.comm.setting import first_agreement
 from mpishard.errors import MeshError
 
 
@@ -44,18 +47,22 @@ def init_device_mesh(
     --------
     >>> mesh = ms.init_device_mesh("cpu", mesh_shape=(2, 2), mesh_dim_names=("data", "y"))
     """
+    error = None
     if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
-        raise MeshError(
+        error = MeshError(
             "init_device_mesh: no such device",
             expected="'cpu', or 'cuda' where torch finds GPUs",
             got=repr(device_type),
             fix="name one; init_mesh takes the GPU where there is one, else the CPU",
         )
-    if backend_override is not None:
-        raise MeshError(
+    elif backend_override is not None:
+        error = MeshError(
             "init_device_mesh: a backend is asked for",
             expected="backend_override=None: all messages go by MPI",
             got=backend_override,
             fix="leave it out",
         )
+    if error is not None:
+        require_mpi("init_device_mesh")
+        first_agreement(MPI.COMM_WORLD, error)  # of a node without its GPU, the others are in init_mesh's
     return init_mesh(mesh_shape, mesh_dim_names, device="cpu" if device_type == "cpu" else None)
