@@ -181,7 +181,15 @@ def integers(low: int, high: int) -> Fill:
     if span <= 1 << 30:
         # multiply instead of a remainder: no bias that matters, and any range
         return lambda bits: ((high_bits(bits(0), 32) * span) >> 32) + low
-    return lambda bits: (high_bits(bits(0), 63) % span) + low
+    if span < 1 << 63:
+        return lambda bits: (high_bits(bits(0), 63) % span) + low
+
+    def fill(bits: Callable[[int], Tensor]) -> Tensor:
+        # 64 bits that count from 0, of which those from the span on begin again; all arithmetic wraps around
+        z = bits(0)
+        return torch.where((z ^ -(1 << 63)) < span - (1 << 63), z, z - _signed(span)) + low
+
+    return fill
 
 
 def exponential(rate: float) -> Fill:

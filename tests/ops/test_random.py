@@ -203,6 +203,19 @@ def test_distributions():
     assert abs((u[: n // 2] - 0.5).dot(u[n // 2 :] - 0.5) / (n / 24)) < five * math.sqrt(2)
 
 
+@pytest.mark.parametrize(("low", "high"), [(-(1 << 63), (1 << 63) - 1), (-(1 << 62) - 5, (1 << 62) + 7), (-5, 1 << 62)])
+def test_integers_of_all_bits(low, high):
+    mesh = mesh_of((WORLD.size,))
+    where = {"mesh": mesh, "placements": [ms.Shard(0)], "dtype": torch.int64}
+    for drawn in (ms.empty(4000, **where).random_(low, high), torch.randint_like(ms.empty(4000, **where), low, high)):
+        k = drawn.full_tensor()
+        assert low <= int(k.min()) <= int(k.max()) < high
+        assert len(k.unique()) == len(k)
+        u = (k.double() - low) / (high - low)
+        assert abs(u.mean() - 0.5) < 0.03
+        assert abs(u.var() - 1 / 12) < 0.01
+
+
 def test_dropout_keeps_the_mean_and_its_gradient_is_the_mask():
     mesh = mesh_of((WORLD.size,))
     x = ms.ones(400, 500, mesh=mesh, placements=[ms.Shard(0)], requires_grad=True)

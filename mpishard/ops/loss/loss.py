@@ -60,6 +60,10 @@ def _scalar(local: Tensor, mesh: CartMesh) -> ShardTensor:
     return wrap(local, replicated_layout(mesh, ()), mesh)
 
 
+# where the shapes of input and target differ; torch broadcasts those of others without a word
+_WARNS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
 def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool = False) -> Callable[..., ShardTensor]:
     """Return the rule of a loss per cell of its broadcast tensor arguments ``names``, the input first."""
     signature = inspect.signature(func)
@@ -74,11 +78,12 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
                     f"Using a target size ({tensors[1].shape}) that is different to the input size "
                     f"({tensors[0].shape}) is deprecated. Please ensure they have the same size."
                 )
-            warnings.warn(
-                f"Using a target size ({tensors[1].shape}) that is different to the input size "
-                f"({tensors[0].shape}). This will likely lead to incorrect results due to broadcasting.",
-                stacklevel=3,
-            )
+            if func in _WARNS:
+                warnings.warn(
+                    f"Using a target size ({tensors[1].shape}) that is different to the input size "
+                    f"({tensors[0].shape}). This will likely lead to incorrect results due to broadcasting.",
+                    stacklevel=3,
+                )
         mesh, out = broadcast_of(tensors)
         if func is F.soft_margin_loss and out.shape != tuple(tensors[0].shape):
             raise RuntimeError(
@@ -232,7 +237,7 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             return call("none") if reduction == "none" else _local_sum(call, local.dtype)
 
         def check(labels: Tensor) -> None:
-            if not shares and not in_range(labels[labels != ignore], 0, classes):
+            if not shares and not in_range(labels[labels.long() != ignore], 0, classes):
                 F.nll_loss(blank(shape, labels), labels, ignore_index=ignore)
 
         total = agreed(loss_of, mesh, (out,), labels, check=check)
@@ -247,6 +252,8 @@ def _class_loss(func: Callable[..., Tensor]) -> Callable[..., ShardTensor]:
             return _scalar(_total(total, mesh, out).to(dtype), mesh)
         if shares:
             return _scalar((_total(total, mesh, out) / math.prod(out.shape)).to(dtype), mesh)
+        if labels.dtype == torch.uint8:  # in which -100 is a class, and whose tensors are no indices
+            labels = labels.long()
         live = labels != ignore
         if weight is None:
             share = live.sum().double()

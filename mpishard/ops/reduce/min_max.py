@@ -55,8 +55,13 @@ def _local_extreme(local: Tensor, dims: tuple[int, ...], largest: bool) -> Tenso
     return (torch.amax if largest else torch.amin)(local, dims, True)
 
 
-def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> ShardTensor:
-    """Return the extreme over a sharded dim. Collective over ``plan.over``."""
+def extreme(
+    x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool, same: Callable[[Tensor, Tensor], Tensor] = _same
+) -> ShardTensor:
+    """Return the extreme over a sharded dim, whose cotangent goes to cells that are the ``same``.
+
+    Collective over ``plan.over``.
+    """
     mesh, local = x.mesh, x.block
     group, wanted = mesh.group(plan.over), differentiated(local)
     weight: Tensor
@@ -65,7 +70,7 @@ def _extreme(x: ShardTensor, plan: Reduced, keepdim: bool, largest: bool) -> Sha
         nonlocal weight
         values = blocking.all_reduce(_local_extreme(t, plan.dims, largest), group, "max" if largest else "min")
         if wanted:
-            mask = _same(t, values)
+            mask = same(t, values)
             count = blocking.all_reduce(mask.sum(plan.dims, keepdim=True), group)
             weight = mask.to(values.dtype).div_(count)
         return values
@@ -89,7 +94,8 @@ def _amax_rule(func: Callable[..., Tensor], largest: bool) -> Callable[..., Shar
         if not plan.over:
             return wrap(func(x.block, plan.dims, keepdim), plan.out, x.mesh)
         _check_cells(x, plan.dims, func)
-        return _extreme(x, plan, keepdim, largest)
+        # as torch has it, NaN is no cell's here, and the derivative of a NaN one of all
+        return extreme(x, plan, keepdim, largest, torch.eq)
 
     return rule
 
@@ -165,7 +171,7 @@ def _max_rule(func: Callable[..., Any], binary: Callable[..., Any], largest: boo
             if not plan.over:
                 return wrap(func(x.block), plan.out, x.mesh)
             _check_cells(x, plan.dims, func)
-            return _extreme(x, plan, False, largest)
+            return extreme(x, plan, False, largest)
         dim = normal_dim(dim, x.ndim)
         plan = reduced(x.sharding, dim, keepdim)
         if not plan.over:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpishard.autograd.linear import differentiated
 from mpishard.autograd.redistribute import sum_partial
+from mpishard.ops.reduce.min_max import extreme
 from mpishard.ops.rule.agreement import agreed
 from mpishard.ops.rule.dim import normal_dim, whole_along
 from mpishard.ops.rule.reduction import Reduced, in_parts, reduced, wide_of
@@ -31,8 +32,9 @@ def _norm(x: Any, p: Any, dim: Any, keepdim: bool, dtype: Any = None) -> ShardTe
         x = x.to(dtype)
     x = wrap(wide_of(x.block), x.sharding, x.mesh)
     if abs(p) == math.inf:
-        extreme = torch.amax if p > 0 else torch.amin
-        return extreme(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
+        if plan.over and all(x.shape[d] for d in plan.dims):
+            return extreme(x.abs(), plan, keepdim, p > 0).to(result)  # type: ignore[return-value]
+        return (torch.amax if p > 0 else torch.amin)(x.abs(), plan.dims, keepdim).to(result)  # type: ignore[no-any-return]
     if p == 0:
         count = (x != 0).to(result).sum(plan.dims, keepdim)
         if differentiated(x.block):  # a zero gradient, as in torch, also of what is not finite

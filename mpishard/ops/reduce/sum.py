@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from mpishard.autograd.redistribute import sum_partial
-from mpishard.ops.rule.reduction import HALVES, dim_and_keepdim, reduced, summed
+from mpishard.comm.collective import blocking
+from mpishard.ops.rule.reduction import HALVES, Reduced, dim_and_keepdim, reduced, summed
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -25,6 +26,8 @@ def sum(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: An
         if dtype is None:
             return wrap(local.sum(plan.dims, keepdim), plan.out, x.mesh)
         return wrap(torch.sum(local, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
+    if dtype is torch.bool:
+        return _any_summed(torch.sum, x, plan, keepdim)
     if (dtype or local.dtype) not in HALVES:
         return summed(torch.sum(local, plan.dims, keepdim, dtype=dtype), x.mesh, plan.over, plan.out)
     dtype = dtype or torch.sum(local.new_zeros(())).dtype
@@ -52,6 +55,12 @@ def mean(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: A
     return summed(total, x.mesh, plan.over, plan.out, lambda t: (t / plan.count).to(result), result)
 
 
+def _any_summed(func: Any, x: ShardTensor, plan: Reduced, keepdim: bool) -> ShardTensor:
+    """Return a sum of truths, of which MPI has the largest. Collective."""
+    local = func(x.block, plan.dims, keepdim, dtype=torch.bool)
+    return wrap(blocking.all_reduce(local, x.mesh.group(plan.over), "max"), plan.out, x.mesh)
+
+
 def _by_name(dim: Any, keepdim: bool, named: dict[str, Any], func: Any) -> tuple[Any, bool]:
     return dim_and_keepdim((), {"dim": dim, "keepdim": keepdim} | named, func)
 
@@ -64,6 +73,8 @@ def nansum(input: ShardTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> 
     plan = reduced(x.sharding, dim, keepdim)
     if not plan.over:
         return wrap(torch.nansum(x.block, plan.dims, keepdim, dtype=dtype), plan.out, x.mesh)
+    if dtype is torch.bool:
+        return _any_summed(torch.nansum, x, plan, keepdim)
     result = torch.nansum(x.block.new_zeros(1), dtype=dtype).dtype
     wide = torch.float32 if result in HALVES else result
     local = torch.nansum(x.block, plan.dims, keepdim, dtype=wide)

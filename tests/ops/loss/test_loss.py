@@ -139,6 +139,23 @@ def test_losses_per_sample(case):
             compare(lambda a, r=reduction: PER_SAMPLE[case](a, r), [(SAMPLES, *where)], what=f"{where} {reduction}")
 
 
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy])
+def test_labels_of_a_byte(loss):
+    """In which -100, that is ignored, is the class 156."""
+    scores, weight = values(11, 6, 200), values(12, 200).abs()
+    labels = torch.tensor([156, 3, 2, 199, 156, 0], dtype=torch.uint8)
+    for where in layouts((6, 200), (0, 1)):
+        for w, ignore in ((None, -100), (weight, -100), (weight, 3)):
+            compare(lambda x, w=w, ignore=ignore: loss(x, labels, w, ignore_index=ignore), [(scores, *where)])
+
+
+@pytest.mark.parametrize("loss", [F.hinge_embedding_loss, F.poisson_nll_loss, F.soft_margin_loss, F.kl_div])
+def test_losses_that_broadcast_without_a_warning(loss, recwarn):
+    mesh, placements, sizes = next(iter(few()))
+    loss(shard(X, mesh, placements, sizes), X[:1], reduction="sum")
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.cross_entropy])
 def test_only_kl_div_has_a_mean_over_the_batch(loss):
     mesh, placements, sizes = next(iter(few()))

@@ -234,6 +234,29 @@ def test_gradients_where_a_root_has_none(dim):
             compare(f, [(full, mesh, placements, sizes)], what=f"{placements} {sizes}")
 
 
+@pytest.mark.parametrize("f", [torch.amax, torch.amin, torch.max, torch.linalg.vector_norm], ids=lambda f: f.__name__)
+def test_gradients_of_extrema_that_are_nan(f):
+    """Those of amax and amin are NaN at all cells, as torch has it; of max and a norm, at those that are NaN alone."""
+    x = values(8, 2)
+    x[5, 1] = torch.nan
+    f = (lambda t: torch.linalg.vector_norm(t, INF)) if f is torch.linalg.vector_norm else f
+    whole = x.clone().requires_grad_()
+    f(whole).backward()
+    for mesh, placements, sizes in layouts((8, 2), (0, 1)):
+        s = shard(x, mesh, placements, sizes, requires_grad=True)
+        f(s).backward()
+        torch.testing.assert_close(gathered(s.grad), whole.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("f", [torch.sum, torch.nansum, torch.prod])
+def test_sums_of_truths(f):
+    x = ties(6, 3)
+    for mesh, placements, sizes in layouts((6, 3), (0, 1)):
+        for dim in (0, 1):
+            got = f(shard(x, mesh, placements, sizes), dim, dtype=torch.bool)
+            assert torch.equal(gathered(got), f(x, dim, dtype=torch.bool))
+
+
 def test_nan_wins():
     x = values(3, 8)
     x[1, 5] = x[1, 6] = torch.nan
