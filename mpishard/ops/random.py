@@ -376,10 +376,26 @@ def _random_integers(x: Any, dtype: torch.dtype, generator: Any, *bounds: int, *
     return _drawn(x, dtype, integers(low, high), generator)
 
 
+def _of_parts(dtype: torch.dtype, draw: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """Return numbers that are drawn, of complex ones their parts, one after the other. Collective as ``draw`` is."""
+    return torch.complex(draw(dtype.to_real()), draw(dtype.to_real())) if dtype.is_complex else draw(dtype)
+
+
+def _uniform(x: Any, dtype: torch.dtype, generator: Any, *bounds: float, **named: float) -> Tensor:
+    a, b = (*bounds, *(named.get(name, given) for name, given in (("from", 0.0), ("to", 1.0))[len(bounds) :]))
+    return _of_parts(dtype, lambda real: _drawn(x, real, uniform(real), generator).mul_(b - a).add_(a))
+
+
+def _normal(x: Any, dtype: torch.dtype, generator: Any, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    drawn = _of_parts(dtype, lambda real: _drawn(x, real, normal(real), generator))
+    # the parts of a complex number have half its variance
+    return drawn.mul_(std * 0.5**0.5 if dtype.is_complex else std).add_(mean)
+
+
 # the values of each, of the tensor, its dtype, a generator, and torch's arguments
 _FILLS: dict[str, Callable[..., Tensor]] = {
-    "uniform_": lambda x, dtype, g, a=0.0, b=1.0: _drawn(x, dtype, uniform(dtype), g).mul_(b - a).add_(a),
-    "normal_": lambda x, dtype, g, mean=0.0, std=1.0: _drawn(x, dtype, normal(dtype), g).mul_(std).add_(mean),
+    "uniform_": _uniform,
+    "normal_": _normal,
     "bernoulli_": lambda x, dtype, g, p=0.5: _probabilities(resolved(x), p, dtype, g),
     "exponential_": lambda x, dtype, g, lambd=1.0: _drawn(x, dtype, exponential(lambd), g),
     "cauchy_": lambda x, _, g, median=0.0, sigma=1.0: (

@@ -203,6 +203,16 @@ def test_distributions():
     assert abs((u[: n // 2] - 0.5).dot(u[n // 2 :] - 0.5) / (n / 24)) < five * math.sqrt(2)
 
 
+def test_complex_numbers_in_place():
+    z = ms.zeros(20000, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)], dtype=torch.complex128)
+    for drawn, mean, var in ((z.clone().normal_(2, 3), 2, 4.5), (z.clone().uniform_(1, to=4), 2.5 + 2.5j, 0.75)):
+        k = drawn.full_tensor()
+        assert abs(k.mean() - mean) < 0.1
+        for part in (k.real, k.imag):
+            assert abs(part.var() - var) < 0.05 * var
+        assert abs(torch.corrcoef(torch.stack([k.real, k.imag]))[0, 1]) < 0.03
+
+
 @pytest.mark.parametrize(("low", "high"), [(-(1 << 63), (1 << 63) - 1), (-(1 << 62) - 5, (1 << 62) + 7), (-5, 1 << 62)])
 def test_integers_of_all_bits(low, high):
     mesh = mesh_of((WORLD.size,))
