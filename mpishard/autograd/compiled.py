@@ -165,7 +165,7 @@ def _ticket(name: str, made: list[Any]) -> Tensor:
 
     def keep() -> Tensor:
         number = next(_numbers)
-        ticket = torch.tensor([number])
+        ticket = torch.tensor([number], device="cpu")
         _kept[number] = made.pop()
         weakref.finalize(ticket, _kept.pop, number, None).atexit = False
         return ticket

@@ -354,7 +354,7 @@ def _compare_on(holders: _Holders, due: Sequence[tuple[Replica, Tensor]]) -> Non
     if holders.is_planning:
         return  # there are no values to differ
     limits = torch.finfo(torch.float64).tiny + torch.tensor(
-        [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64
+        [torch.finfo(param.dtype).eps ** 0.5 for _, param in due for _ in range(2)], dtype=torch.float64, device="cpu"
     )
     # of gradients that cancel out only rounding is left: what is small beside all others does not count
     norms = most[:, 1]
@@ -390,7 +390,7 @@ def apart(x: Tensor, group: Group) -> bool:
 def _digest(x: Tensor | None) -> Tensor:
     """Return two numbers that differ where tensors differ: sum and norm."""
     if x is None or not x.numel():
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     found = torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
     return (found if found.is_meta else found.cpu()).nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)

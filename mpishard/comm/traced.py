@@ -191,7 +191,7 @@ def _compute(
 
 def _communicate(operands: list[Tensor], *what: Any) -> tuple[Tensor, Tensor]:
     *known, _ = what
-    return _compute(operands, *known), torch.empty(1)
+    return _compute(operands, *known), torch.empty(1, device="cpu")
 
 
 def _compute_fake(
@@ -202,7 +202,7 @@ def _compute_fake(
 
 def _communicate_fake(operands: list[Tensor], *what: Any) -> tuple[Tensor, Tensor]:
     *known, _ = what
-    return _compute_fake(operands, *known), torch.empty(1)
+    return _compute_fake(operands, *known), torch.empty(1, device="cpu")
 
 
 def _define() -> None:

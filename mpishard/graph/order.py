@@ -49,7 +49,7 @@ def in_order(keys: Array, sizes: tuple[int, ...], group: Group, borders: Array |
     bound = 16 * bounds(sizes)[-1]
     came = blocking.all_to_all_flat(flat, (2 * go).tolist(), (2 * come).tolist(), group, bound).numpy().reshape(-1, 2)
     part = came[np.lexsort((came[:, 1], came[:, 0])), 1]
-    lengths = blocking.all_gather(torch.tensor([len(part)]), group, 0, repeated(((1, group.size),)))
+    lengths = blocking.all_gather(torch.tensor([len(part)], device="cpu"), group, 0, repeated(((1, group.size),)))
     return part, lengths.numpy()
 
 

@@ -141,10 +141,10 @@ def _distances(edge_index: Tensor, nodes: ShardTensor) -> np.ndarray[Any, Any]:
     mesh, rows = nodes.mesh, rows_layout(nodes.sharding)
     ways = [halo(edge_index, nodes), halo(edge_index.flip(0), nodes)]
     n, (lo, hi) = rows.shape[0], rows.interval(0, mesh.coords)
-    numbers, every = torch.arange(lo, hi), mesh.group(tuple(range(mesh.ndim)))
+    numbers, every = torch.arange(lo, hi, device="cpu"), mesh.group(tuple(range(mesh.ndim)))
 
     def search(start: int) -> Tensor:
-        distance = torch.full((hi - lo,), -1)
+        distance = torch.full((hi - lo,), -1, device="cpu")
         front, level = numbers == start, 0
         while blocking.all_reduce(front.any().long().reshape(1), every, "max").item():
             distance[front] = level
@@ -156,9 +156,9 @@ def _distances(edge_index: Tensor, nodes: ShardTensor) -> np.ndarray[Any, Any]:
 
     def farthest(distance: Tensor) -> int:
         """Return the first of the nodes with the largest distance."""
-        own = distance.max().reshape(1) if len(distance) else torch.tensor([-1])
+        own = distance.max().reshape(1) if len(distance) else torch.tensor([-1], device="cpu")
         most = blocking.all_reduce(own, every, "max").item()
-        at = numbers[distance == most][:1] if bool((distance == most).any()) else torch.tensor([n])
+        at = numbers[distance == most][:1] if bool((distance == most).any()) else torch.tensor([n], device="cpu")
         return int(blocking.all_reduce(at, every, "min").item())
 
     nearest = search(0)
@@ -175,7 +175,7 @@ def _along_axes(x: Tensor, every: Group) -> np.ndarray[Any, Any]:
 
     Collective over ``every``. Sums of integers are the same however rows are cut.
     """
-    sums = torch.cat([torch.tensor([len(x)]), x.sum(0), (x.T @ x).reshape(-1)])
+    sums = torch.cat([torch.tensor([len(x)], device="cpu"), x.sum(0), (x.T @ x).reshape(-1)])
     count, *of_one = blocking.all_reduce(sums, every).tolist()
     ndim = x.shape[1]
     mean, products = (

@@ -88,7 +88,9 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
         "parameter gradient": max((_apart(g, h, largest) for g, h in pairs[own:]), default=0.0),
         "buffer": max(map(_apart, on_shards.buffers(), in_one.buffers()), default=0.0),
     }
-    most = all_reduce(torch.tensor([*found.values()], dtype=torch.float64), mesh.group(tuple(range(mesh.ndim))), "max")
+    most = all_reduce(
+        torch.tensor([*found.values()], dtype=torch.float64, device="cpu"), mesh.group(tuple(range(mesh.ndim))), "max"
+    )
     return dict(zip(found, most.tolist()))
 
 
@@ -128,7 +130,7 @@ def _run(module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     for y in out:
         if y.requires_grad:
             wide = torch.complex128 if y.is_complex() else torch.float64
-            cotangent = torch.randn(y.shape, generator=generator, dtype=wide)
+            cotangent = torch.randn(y.shape, generator=generator, dtype=wide, device="cpu")
             loss = loss + (y * cotangent.to(y.device, y.dtype)).real.sum()
     if isinstance(loss, Tensor):
         loss.backward()

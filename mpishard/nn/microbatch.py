@@ -63,8 +63,8 @@ class Cut(NamedTuple):
         found, at = [], 0
         for n, k in runs_of(self.sizes):
             first = at + self.rows * bounds(balanced(n, self.count))[i]
-            blocks = self.rows * n * torch.arange(k)
-            found.append((blocks[:, None] + torch.arange(first, first + self.share(n, i))).flatten())
+            blocks = self.rows * n * torch.arange(k, device="cpu")
+            found.append((blocks[:, None] + torch.arange(first, first + self.share(n, i), device="cpu")).flatten())
             at += self.rows * n * k
         return torch.cat(found)
 

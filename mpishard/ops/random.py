@@ -43,7 +43,7 @@ def _drawn(
         seed = draw_seed(mesh, generator)
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        return drawn_into(torch.empty(shape, dtype=dtype), where, mesh.coords, seed, fill).to(device)
+        return drawn_into(torch.empty(shape, dtype=dtype, device="cpu"), where, mesh.coords, seed, fill).to(device)
 
     if traced.recording is not None:
         return traced.recording.call("random", draw, [], shape, dtype=dtype, device=device)
@@ -327,7 +327,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
         return (x.double() / arrival).topk(num_samples, last).indices
     x = whole_along(x, (last,))
     layout = resized(x.sharding, last, num_samples, x.sharding.sizes[last] and (num_samples,))
-    local = torch.empty(layout.local_shape(x.mesh.coords), dtype=torch.float64)
+    local = torch.empty(layout.local_shape(x.mesh.coords), dtype=torch.float64, device="cpu")
     seed = draw_seed(x.mesh, generator)
     below = drawn_into(local, layout, x.mesh.coords, seed, uniform(torch.float64)).to(x.block.device)
     up_to = x.block.double().cumsum(last)

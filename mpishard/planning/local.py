@@ -32,7 +32,7 @@ def local_machine() -> Machine:
     Ranks of a program measure at the same time: what they share, they share here too. Latency and bandwidth are those
     between neighbours of them; of one rank alone, those of messages to itself.
     """
-    a, big = torch.rand(512, 512), torch.rand(1 << 23)
+    a, big = torch.rand(512, 512, device="cpu"), torch.rand(1 << 23, device="cpu")
     product, copy = _seconds(lambda: a @ a), _seconds(big.clone)
     latency, network = _messages()
     operation, call = _host()
@@ -89,7 +89,7 @@ def _messages() -> tuple[float, float]:
     mesh = init_mesh(-1, ("ring",), periodic=True, device="cpu")
     group = mesh.group((0,))
     to, of = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    small, large = torch.zeros(1), torch.zeros(1 << 20)
+    small, large = torch.zeros(1, device="cpu"), torch.zeros(1 << 20, device="cpu")
 
     def swap(x: torch.Tensor) -> object:
         return send_recv(x, group, to, of, x.shape)
@@ -110,7 +110,7 @@ def _rounds(call: Callable[[], object], count: int) -> float:
 
 def _host() -> tuple[float, float]:
     """Return what an operation costs the host, and an exchange or collective besides its operations. Not collective."""
-    x = torch.zeros(4, requires_grad=True)
+    x = torch.zeros(4, requires_grad=True, device="cpu")
 
     def chain() -> None:
         y = x

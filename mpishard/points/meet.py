@@ -148,13 +148,13 @@ def _near(m: Met, k: int | None, radius: float) -> tuple[Tensor, Tensor]:
     held = torch.tensor(list(layout.sizes[0] or ()), device=block.device)
     bound = radius if k is None else _bound(block, queries, boxes, held, group.rank, k)
     bound = generous(bound, block.dtype, block.shape[1])
-    told = torch.tensor([bound], dtype=torch.float64)
+    told = torch.tensor([bound], dtype=torch.float64, device="cpu")
     bounds = blocking.all_gather(told, group, 0, repeated(((1, group.size),))).to(block.device)
     gap = gaps(boxes[group.rank, 0], boxes[group.rank, 1], boxes[:, 2], boxes[:, 3])
     # what is beyond all doubles may be a neighbour too, but a box of nothing asks for none
     meet = (gap <= bounds) & (boxes[:, 2] <= boxes[:, 3]).all(1)
     meet[group.rank] = False
-    counts, rows, wide = torch.zeros(group.size, dtype=torch.int64), [own[:0]], block.double()
+    counts, rows, wide = torch.zeros(group.size, dtype=torch.int64, device="cpu"), [own[:0]], block.double()
     for peer in meet.nonzero().reshape(-1).tolist():
         wanted = (gaps(boxes[peer, 2], boxes[peer, 3], wide, wide) <= bounds[peer]).nonzero().reshape(-1)
         counts[peer] = len(wanted)

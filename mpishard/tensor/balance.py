@@ -473,11 +473,11 @@ class Balancer:
     def _costs(self, own: int) -> tuple[int, list[list[int]]]:
         """Return the sum of all ranks' times, and per line that of the slowest rank of each slab. Collective."""
         counts = [len(line.borders) - 1 for line in self._lines.values()]
-        mine = torch.zeros(sum(counts), dtype=torch.int64)
+        mine = torch.zeros(sum(counts), dtype=torch.int64, device="cpu")
         ends = [0, *np.cumsum(counts).tolist()]
         for dims, first in zip(self._lines, ends):
             at = rank_of([self._mesh.coords[m] for m in dims], [self._mesh.shape[m] for m in dims])
             mine[first + at] = own
         group = self._mesh.group(tuple(range(self._mesh.ndim)))
         slowest = all_reduce(mine, group, "max").tolist()
-        return int(all_reduce(torch.tensor(own), group)), [slowest[a:b] for a, b in zip(ends, ends[1:])]
+        return int(all_reduce(torch.tensor(own, device="cpu"), group)), [slowest[a:b] for a, b in zip(ends, ends[1:])]

@@ -227,7 +227,7 @@ def full(
     """Return a tensor of one value; other parameters as of `zeros`. Not collective."""
     require_mesh("full", mesh)
     with together("full", mesh):
-        dtype = dtype or torch.full((), fill_value).dtype
+        dtype = dtype or torch.full((), fill_value, device="cpu").dtype
     return _constant("full", fill_value, ghost, (shape,), mesh, placements, sizes, dtype, requires_grad)
 
 
@@ -259,7 +259,7 @@ def _random(
 
     def make(layout: Layout, dtype: torch.dtype) -> Tensor:
         drawn = fill(dtype)  # refuses a dtype, before ranks communicate
-        local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype)
+        local = torch.empty(layout.local_shape(mesh.coords), dtype=dtype, device="cpu")
         return drawn_into(local, layout, mesh.coords, draw_seed(mesh, generator), drawn).to(mesh.device)
 
     return _make(name, shape, mesh, *rest, make)  # type: ignore[call-arg]
@@ -341,4 +341,4 @@ def _length(start: Any, end: Any, step: Any, dtype: torch.dtype) -> int:
         if by and (end - start) * step >= 0:
             return -(-span // by) if isinstance(span, int) and isinstance(by, int) else math.ceil(span / by)
     # nothing is allocated: it raises
-    return len(torch.arange(start, end, step, dtype=dtype))
+    return len(torch.arange(start, end, step, dtype=dtype, device="cpu"))

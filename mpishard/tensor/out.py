@@ -101,7 +101,7 @@ def _require_cast(
     def refusal(few: Callable[[Any], Any], *, into: bool) -> Exception | None:
         operands, options = tree_map(few, (tuple(args), dict(given)))
         if into:
-            empty = [few(torch.empty(0)).new_empty(0, dtype=t.dtype) for t in outs]
+            empty = [few(torch.empty(0, device="cpu")).new_empty(0, dtype=t.dtype) for t in outs]
             options["out"] = empty[0] if single else tuple(empty)
         try:
             function(*operands, **options)

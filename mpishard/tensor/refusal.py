@@ -108,4 +108,4 @@ def without_data(x: Any) -> Any:
 
 
 def _of_ones(x: Any) -> Any:
-    return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
+    return torch.ones(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x

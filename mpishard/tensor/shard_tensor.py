@@ -342,7 +342,7 @@ class ShardTensor(Tensor):
 
     def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
         """Return what a function of numpy made of this rank's whole tensor, a plain tensor. Not collective."""
-        return torch.as_tensor(array)
+        return torch.as_tensor(array, device="cpu")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return what every rank holds whole as an array; refused otherwise. Not collective.

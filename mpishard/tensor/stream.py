@@ -38,7 +38,7 @@ def draw_seed(mesh: CartMesh, generator: torch.Generator | None = None) -> int:
 
     Collective.
     """
-    seed = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator)
+    seed = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device="cpu")
     if mesh.size > 1:
         planning = mesh.device.type == "meta"  # it travels, without a value
         came = blocking.broadcast(seed.to("meta") if planning else seed, mesh.group(tuple(range(mesh.ndim))), 0)
@@ -79,14 +79,14 @@ def runs(layout: Layout, coords: tuple[int, ...]) -> Iterator[tuple[int, Tensor,
         split -= 1
         cells *= local[split]
     rows = max(1, _BLOCK // cells)
-    inner = torch.zeros(1, dtype=torch.int64)
+    inner = torch.zeros(1, dtype=torch.int64, device="cpu")
     for d in range(split, layout.ndim):
-        inner = (inner.unsqueeze(1) + torch.arange(local[d]) * strides[d]).reshape(-1)
+        inner = (inner.unsqueeze(1) + torch.arange(local[d], device="cpu") * strides[d]).reshape(-1)
     if not split:
         yield 0, inner, first
         return
     d = split - 1
-    part = (torch.arange(min(rows, local[d])).unsqueeze(1) * strides[d] + inner).reshape(-1)
+    part = (torch.arange(min(rows, local[d]), device="cpu").unsqueeze(1) * strides[d] + inner).reshape(-1)
     at = 0
     for outer in product(*map(range, local[:d])):
         start = first + sum(i * s for i, s in zip(outer, strides))
@@ -124,7 +124,7 @@ def drawn_into(out: Tensor, layout: Layout, coords: tuple[int, ...], seed: int, 
     def base(lane: int) -> int:
         if lane not in lanes:
             # a lane is a stream of its own: the seed hashed with its number
-            lanes[lane] = int(mixed(torch.tensor([_signed(seed + (lane + 1) * _STEP)]))[0])
+            lanes[lane] = int(mixed(torch.tensor([_signed(seed + (lane + 1) * _STEP)], device="cpu"))[0])
         return lanes[lane]
 
     for at, index, start in runs(layout, coords):

@@ -170,7 +170,7 @@ def _require_numbers(call: str, what: str, x: Any, group: Group) -> None:
 
 def _random(like: Tensor, seed: int, group: Group) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + group.rank)
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
 
 def _differences(f: Function, x: Tensor, w: Tensor, group: Group) -> Tensor:

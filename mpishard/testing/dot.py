@@ -95,12 +95,12 @@ def dot_test(
     ours, theirs = _local(x), _local(y)
     _require_graph(theirs, group)
     generator = torch.Generator().manual_seed(seed + 7919 * group.rank)
-    w = torch.randn(theirs.shape, generator=generator, dtype=theirs.dtype).to(theirs.device)
+    w = torch.randn(theirs.shape, generator=generator, dtype=theirs.dtype, device="cpu").to(theirs.device)
     w = _equal_on_replicas(w, y)
     (g,) = torch.autograd.grad(theirs, ours, w, allow_unused=True)
     left = _terms(theirs.detach(), w) * _weight(y)
     right = 0.0 if g is None else _terms(g, ours.detach()).sum().item() * _weight(x)
-    sums = torch.tensor([left.sum().item(), right, left.square().sum().item()], dtype=torch.float64)
+    sums = torch.tensor([left.sum().item(), right, left.square().sum().item()], dtype=torch.float64, device="cpu")
     lhs, rhs, squares = blocking.all_reduce(sums, group).tolist()
     error = abs(lhs - rhs) / math.sqrt(squares) if squares else (0.0 if lhs == rhs else math.inf)
     if math.isnan(error):
@@ -113,7 +113,7 @@ def _local(x: Any) -> Tensor:
 
 
 def _require_graph(y: Tensor, group: Group) -> None:
-    without = blocking.all_reduce(torch.tensor([not y.requires_grad], dtype=torch.int64), group).item()
+    without = blocking.all_reduce(torch.tensor([not y.requires_grad], dtype=torch.int64, device="cpu"), group).item()
     if without:
         raise UnsupportedOperationError(
             "dot_test: the result has no gradient",

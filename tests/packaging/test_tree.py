@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -69,6 +70,30 @@ def test_no_machine_paths() -> None:
 def test_no_catch_all_modules() -> None:
     names = {path.stem for path in tracked("*.py")}
     assert names.isdisjoint({"utils", "util", "common", "helpers", "helper", "misc"})
+
+
+# functions that take the default device, which a program may have set, where none is named
+MAKERS = set(
+    "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace normal ones rand randint "
+    "randn randperm range scalar_tensor tensor tril_indices triu_indices zeros".split()
+)
+
+
+def takes_the_default_device(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+            return name in MAKERS and not {"device", "out", None} & {word.arg for word in node.keywords}
+    return False
+
+
+def test_tensors_of_the_package_name_their_device() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"  # type: ignore[attr-defined]
+        for path in tracked("mpishard/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if takes_the_default_device(node)
+    ]
+    assert found == []
 
 
 def test_modules_are_short() -> None:

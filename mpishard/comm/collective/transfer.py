@@ -177,7 +177,7 @@ def scatter_blocks(
     tag = hashed(op, src, dtype)
     if x is None:
         shape = [hi - lo for lo, hi in box_of(mesh.rank)]
-        block = torch.empty(shape, dtype=dtype, pin_memory=mesh.device.type == "cuda")
+        block = torch.empty(shape, dtype=dtype, pin_memory=mesh.device.type == "cuda", device="cpu")
         for part in byte_parts(block):
             Flight(comm, op, [(src, comm.Irecv(part, src, MPI.ANY_TAG), tag, part.nbytes)], []).wait()
         return block.to(mesh.device)

@@ -252,7 +252,7 @@ class CudaDriver:
 
     def table(self, table: Table) -> Any:
         """Return a segment table in the device's memory."""
-        rows = torch.tensor(table.rows(), dtype=torch.int64).view(-1)
+        rows = torch.tensor(table.rows(), dtype=torch.int64, device="cpu").view(-1)
         # the host's copy is done when this returns: the table may serve any stream
         return table, rows.to(self.device)
 

@@ -273,7 +273,7 @@ class Refresh:
             address, nbytes = blocks[0].address, blocks[0].nbytes
         else:
             starts, nbytes = placed(blocks)
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._buffers.append(buffer)
             address = buffer.data_ptr()
             for block, start in zip(blocks, starts):

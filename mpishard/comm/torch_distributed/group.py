@@ -280,7 +280,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         _check("all_to_all", *inputs, *outputs)
         most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
         # how they travel depends on the largest of all ranks
-        most = int(blocking.all_reduce(torch.tensor(most), self._group, "max"))
+        most = int(blocking.all_reduce(torch.tensor(most, device="cpu"), self._group, "max"))
         blocks = [t.detach() for t in inputs]
         got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
         for output, part in zip(outputs, got):

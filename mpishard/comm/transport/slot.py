@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOM_NBYTES = SLOT_NBYTES - MARK_NBYTES
 _NOTHING = bytes(SLOT_NBYTES)
-_EMPTY = torch.empty(0, dtype=torch.int64)
+_EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # of marks, which take some microseconds to make
 _KEPT = 4096
 

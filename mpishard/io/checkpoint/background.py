@@ -49,7 +49,7 @@ PARTS, _NOTES = "parts", "notes"  # folders
 _SHARE = 1 / 16
 _TURN_S = 1e-3
 _SIGN_S = 5.0  # how often a rank that writes for long shows that it is there
-_NO_SUMS = torch.zeros(0, dtype=torch.int64)
+_NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _pending: dict[str, Saving] = {}  # by the folder's real path, whatever links lead there
 
 
@@ -294,10 +294,14 @@ def finish(folder: Path) -> None:
 
 def broadcast_text(text: str, group: Any) -> str:
     """Return the text of the group's first rank. Collective."""
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-    count = int(blocking.broadcast(torch.tensor(raw.numel()), group, 0))
+    raw = (
+        torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    count = int(blocking.broadcast(torch.tensor(raw.numel(), device="cpu"), group, 0))
     if group.rank:
-        raw = torch.empty(count, dtype=torch.uint8)
+        raw = torch.empty(count, dtype=torch.uint8, device="cpu")
     return blocking.broadcast(raw, group, 0).numpy().tobytes().decode() if count else ""
 
 

@@ -30,7 +30,7 @@ _STEP = 1 << 17
 @lru_cache(maxsize=4)
 def _keys(device: torch.device) -> Tensor:
     """Return one odd number per position in a tile. Not collective."""
-    position = torch.arange(TILE).add_(1).mul_(-7046029254386353131).add_(_SEED)
+    position = torch.arange(TILE, device="cpu").add_(1).mul_(-7046029254386353131).add_(_SEED)
     return (mixed(position) | 1).to(device)
 
 
@@ -52,7 +52,7 @@ def tile_sums(
     Not collective: the checksums are the sums over the ranks that together hold the tensor once. ``pause`` is called
     now and then.
     """
-    out = torch.zeros(tile_count(layout.shape, local.dtype), dtype=torch.int64)
+    out = torch.zeros(tile_count(layout.shape, local.dtype), dtype=torch.int64, device="cpu")
     flat = dense(local.detach()).view(-1)
     words = _words(flat.dtype)
     if flat.is_complex():

@@ -109,6 +109,6 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         Collective: one reduction of 8 bytes, until the answer is yes.
         """
         if not self._agreed:
-            mine = torch.tensor(int(self._received))
+            mine = torch.tensor(int(self._received), device="cpu")
             self._agreed = bool(blocking.all_reduce(mine, self._group, "max"))
         return self._agreed

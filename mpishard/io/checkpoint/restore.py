@@ -366,10 +366,10 @@ def _generators(saved: Any, alike: bool) -> dict[str, Any]:
 
 def _plain(path: Path, file: Any, name: str, info: _Info, mesh: CartMesh, group: Any) -> Tensor:
     error: MpishardError | None = None
-    x = torch.empty(0)
+    x = torch.empty(0, device="cpu")
     try:
         check_memory(math.prod(info.shape) * info.stored.itemsize, f"load_checkpoint: {name!r}")
-        x = torch.empty(info.shape, dtype=info.stored)
+        x = torch.empty(info.shape, dtype=info.stored, device="cpu")
         if group.rank == 0:
             dataset: Any = None if file is None else found(file, path / TENSORS, name)
             if getattr(dataset, "shape", None) != info.shape or dataset.dtype != np.dtype(NUMPY[info.stored]):

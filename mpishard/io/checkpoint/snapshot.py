@@ -95,10 +95,10 @@ class Snapshot(NamedTuple):
         parts = [
             tile_sums(x.block, x.sharding, self.mesh.coords, pause)
             if gives(x.sharding, self.mesh.coords)
-            else torch.zeros(len_of(x), dtype=torch.int64)
+            else torch.zeros(len_of(x), dtype=torch.int64, device="cpu")
             for x in self.tensors.values()
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def complete(self, sums: Tensor) -> None:
         """Write what is missing in the folder of these ranks, and verify all of it. For one rank; not collective."""

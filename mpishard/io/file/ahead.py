@@ -54,4 +54,4 @@ def shuffled(n: int, seed: int) -> list[int]:
     """
     generator = torch.Generator().manual_seed(seed if -(1 << 63) <= seed < 1 << 64 else seed % (1 << 63))
     check_memory(64 * n, "Loader: the order of the samples")
-    return torch.randperm(n, generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.randperm(n, generator=generator, device="cpu").tolist()  # type: ignore[no-any-return]

@@ -201,7 +201,7 @@ class _Stored:
         box = layout.box(like.mesh.coords) if sharded else [(0, n) for n in shape]  # type: ignore[attr-defined]
         local = [hi - lo for lo, hi in box]
         check_memory(math.prod(local) * dtype.itemsize, f"import_dcp: {name!r}")
-        out = torch.empty(local, dtype=dtype)
+        out = torch.empty(local, dtype=dtype, device="cpu")
         for start, sizes in pieces:
             common = [(max(lo, s), min(hi, s + n)) for (lo, hi), s, n in zip(box, start, sizes)]
             if any(lo >= hi for lo, hi in common):

@@ -35,7 +35,7 @@ class Along(NamedTuple):
 
     def cells(self, a: int, b: int) -> Tensor:
         """Return the cells (b - a, kernel) that the queries ``[a, b)`` see; negative: none. Not collective."""
-        query = torch.arange(a, b)
+        query = torch.arange(a, b, device="cpu")
         # a query sees cells of its own residue only: a dim of their own
         residue, position = query % self.dilation, query // self.dilation
         if self.causal:
@@ -43,7 +43,7 @@ class Along(NamedTuple):
         else:
             extent = (self.n - residue + self.dilation - 1) // self.dilation
             first = torch.minimum((position - self.kernel // 2).clamp_(min=0), extent - self.kernel)
-        column = first.unsqueeze(1) + torch.arange(self.kernel)
+        column = first.unsqueeze(1) + torch.arange(self.kernel, device="cpu")
         return torch.where(column < 0, -1, column * self.dilation + residue.unsqueeze(1))
 
     def window(self, a: int, b: int) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Neighbours:
         """
         ndim = len(self._kernels)
         for at in product(*[reversed(range(k)) for k in self._kernels]):
-            index, hidden = torch.zeros((1,) * ndim, dtype=torch.int64), None
+            index, hidden = torch.zeros((1,) * ndim, dtype=torch.int64, device="cpu"), None
             for d, (cells, (lo, _), extent) in enumerate(zip(self._cells, self._windows, self._extents)):
                 own = cells[:, at[d]].view([-1 if e == d else 1 for e in range(ndim)])
                 index = index * extent + (own - lo).clamp_(min=0)

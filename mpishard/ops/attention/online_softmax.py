@@ -43,7 +43,7 @@ class Dropout(NamedTuple):
             self.shape,
             [(lo, hi - lo, n - hi) for (lo, hi), n in zip(box, self.shape)],
         )
-        kept = torch.empty([hi - lo for lo, hi in box], dtype=torch.bool)
+        kept = torch.empty([hi - lo for lo, hi in box], dtype=torch.bool, device="cpu")
         drawn_into(kept, layout, (1,) * len(box), self.seed, chosen(1 - self.p))
         return kept.to(like.device).to(like.dtype).div_(1 - self.p).view(-1, *kept.shape[-2:])
 

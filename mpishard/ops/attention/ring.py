@@ -364,10 +364,13 @@ def composed(plan: RingPlan, dropout: Dropout | None, q: Tensor, k: Tensor, v: T
     for mask in masks:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if plan.causal:
-        row = torch.cat([torch.arange(r.start, r.start + r.count) for r in plan.rows] or [torch.arange(0)])
-        column = torch.empty(s.shape[-1], dtype=torch.int64)
+        row = torch.cat(
+            [torch.arange(r.start, r.start + r.count, device="cpu") for r in plan.rows]
+            or [torch.arange(0, device="cpu")]
+        )
+        column = torch.empty(s.shape[-1], dtype=torch.int64, device="cpu")
         for at, c in columns:
-            column[at : at + c.count] = torch.arange(c.start, c.start + c.count)
+            column[at : at + c.count] = torch.arange(c.start, c.start + c.count, device="cpu")
         s = s.masked_fill((column > row.unsqueeze(1)).to(s.device), -torch.inf)
     hidden = (s == -torch.inf).all(-1, keepdim=True)
     p = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)

@@ -32,7 +32,7 @@ class TracedRing(Function):
             operands.append(
                 traced.recording.call(
                     f"seed of {_OP}",
-                    lambda: torch.tensor([draw_seed(plan.mesh)]),
+                    lambda: torch.tensor([draw_seed(plan.mesh)], device="cpu"),
                     [],
                     (1,),
                     dtype=torch.int64,

@@ -238,7 +238,7 @@ def _attend_by_keys(operands: Sequence[ShardTensor], dropout_p: float, is_causal
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if is_causal:
         (row, last), (column, end) = (s.sharding.interval(s.ndim - d, s.mesh.coords) for d in (2, 1))
-        after = torch.arange(column, end) > torch.arange(row, last).unsqueeze(1)
+        after = torch.arange(column, end, device="cpu") > torch.arange(row, last, device="cpu").unsqueeze(1)
         s = wrap(s.block.masked_fill(after.to(s.device), -torch.inf), s.sharding, s.mesh)
     if masks:
         hidden = (s == -torch.inf).all(-1, keepdim=True)

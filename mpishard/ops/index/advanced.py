@@ -103,9 +103,9 @@ def _require_integers(index: Tensor) -> None:
 def _as_tensor(item: Any, x: ShardTensor) -> Any:
     """Return lists, arrays and booleans as tensors, all on the GPU of the cells of ``x``; everything else as it is."""
     if isinstance(item, (list, tuple, range)):
-        item = torch.as_tensor(list(item))
+        item = torch.as_tensor(list(item), device="cpu")
     elif isinstance(item, (np.ndarray, bool, np.bool_)):
-        item = torch.as_tensor(item)
+        item = torch.as_tensor(item, device="cpu")
     if isinstance(item, Tensor) and item.ndim == 0 and _is_mask(item):
         raise UnsupportedOperationError(
             "indexing with a single boolean",

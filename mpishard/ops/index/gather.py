@@ -218,7 +218,7 @@ def _cut_as(x: ShardTensor, index: ShardTensor, dim: int) -> ShardTensor:
 
 
 def _reduced(x: Tensor, reduce: str) -> Tensor:
-    return torch.scatter_reduce(x, 0, torch.zeros(1, dtype=torch.int64), x[:1], reduce)
+    return torch.scatter_reduce(x, 0, torch.zeros(1, dtype=torch.int64, device="cpu"), x[:1], reduce)
 
 
 _REDUCED = {reduce: partial(_reduced, reduce=reduce) for reduce in ("sum", "prod", "mean", "amax", "amin")}

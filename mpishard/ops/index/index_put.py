@@ -182,7 +182,7 @@ def index_add_(self: ShardTensor, dim: int, index: Any, source: Any, *, alpha: A
     """Add to cells along a dim, in place. Collective where the source must travel."""
     cells, source = _slices("index_add_", self, dim, index, source)
     # in the dtype, as torch takes it: of booleans whether it is 0
-    scaled = source if alpha == 1 else source * torch.full((), alpha, dtype=source.dtype)
+    scaled = source if alpha == 1 else source * torch.full((), alpha, dtype=source.dtype, device="cpu")
     put(cells, along("index_add_", cells, dim, index), scaled, accumulate=True)
     return self
 

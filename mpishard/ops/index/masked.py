@@ -35,7 +35,7 @@ def _found(local: Tensor, rows: Layout, mesh: CartMesh) -> ShardTensor:
     total = local.shape[0]
     if over:
         group = mesh.group(over)
-        counts = blocking.all_gather(torch.tensor([total]), group, 0, (1,) * group.size)
+        counts = blocking.all_gather(torch.tensor([total], device="cpu"), group, 0, (1,) * group.size)
         sizes[0] = tuple(counts.tolist())
         total = int(counts.sum())
     return wrap(local, layout_of(mesh.shape, rows.placements, (total, *local.shape[1:]), sizes), mesh)

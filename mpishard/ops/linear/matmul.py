@@ -160,7 +160,7 @@ def _added_rule(name: str, labels: tuple[Labels, ...], result: Labels, product: 
             dtype = whole(*map(_tiny, (input, a, b), (len(result), *map(len, labels))), beta=beta, alpha=alpha).dtype
             y = y.to(dtype)
         if tuple(input.shape) != tuple(y.shape):
-            torch.zeros(()).expand(input.shape).expand(y.shape)
+            torch.zeros((), device="cpu").expand(input.shape).expand(y.shape)
         if whole_numbers:
             kind = bool if dtype is torch.bool else int
             alpha, beta = kind(alpha), kind(beta)

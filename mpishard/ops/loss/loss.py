@@ -119,7 +119,7 @@ def _pointwise_loss(func: Callable[..., Tensor], *names: str, same_shape: bool =
             cells = {k: v.new_zeros(1) if isinstance(v, Tensor) else v for k, v in local.items()}
             result = func(**cells, reduction="sum").dtype
         if reduction == "mean" and not (result.is_floating_point or result.is_complex):
-            torch.empty(0, dtype=dtype).mean()  # raises torch's own error
+            torch.empty(0, dtype=dtype, device="cpu").mean()  # raises torch's own error
         then = (lambda t: t.to(result)) if reduction == "sum" else (lambda t: (t / count).to(result))
         return summed(total, mesh, reduced(out, None).over, replicated_layout(mesh, ()), then, result)
 
@@ -346,7 +346,7 @@ def _likelihoods(input: Any, target: Any, var: Any, full: bool, eps: float) -> A
     else:
         if bool((var < 0).any()):
             raise ValueError("var has negative entry/entries")
-        torch.empty(0, dtype=var.dtype).clamp_(min=eps)  # torch's own error
+        torch.empty(0, dtype=var.dtype, device="cpu").clamp_(min=eps)  # torch's own error
     if tuple(var.shape) != tuple(x.shape):
         if tuple(x.shape[:-1]) == tuple(var.shape):
             var = var.unsqueeze(-1)
@@ -413,7 +413,7 @@ def ctc_loss(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     given = (input_lengths, target_lengths)
-    lengths = [n if isinstance(n, Tensor) else beside(torch.as_tensor(n), log_probs) for n in given]
+    lengths = [n if isinstance(n, Tensor) else beside(torch.as_tensor(n, device="cpu"), log_probs) for n in given]
     batched = log_probs.ndim == 3
     batch = "batch" if batched and targets.ndim == 2 else None
     labels = (
@@ -429,7 +429,7 @@ def ctc_loss(
             return F.ctc_loss(scores, symbols, *counts, blank, "none", zero_infinity)
         # torch refuses an empty batch; one sample has the graph of none
         one = scores.new_zeros(len(scores), 1, scores.shape[2]) + scores.sum()
-        lengths = [beside(torch.tensor([n]), scores) for n in (len(scores), 0)]
+        lengths = [beside(torch.tensor([n], device="cpu"), scores) for n in (len(scores), 0)]
         return F.ctc_loss(one, symbols.new_zeros(1, symbols.shape[1]), *lengths, blank, "none", zero_infinity)[:0]
 
     loss = agreed(aligned, met.mesh, met.plan.operands)

@@ -74,8 +74,8 @@ def _linear_cross_entropy(
         fits = fits and tuple(linear_bias.shape) == (classes, *more)
     alike = tuple(target.shape) == (*given[:-1], classes, *more)
     if not fits or (more and input.ndim == 1) or (alike and ignore_index is not None):  # torch says what is wrong
-        blank = [torch.zeros((), dtype=t.dtype).expand(t.shape) for t in (input, linear_weight, target)]
-        bias = None if linear_bias is None else torch.zeros(()).expand(linear_bias.shape)
+        blank = [torch.zeros((), dtype=t.dtype, device="cpu").expand(t.shape) for t in (input, linear_weight, target)]
+        bias = None if linear_bias is None else torch.zeros((), device="cpu").expand(linear_bias.shape)
         return F.linear_cross_entropy(*blank, linear_bias=bias, ignore_index=ignore_index)
     rows = linear_weight.reshape(-1, given[-1]) if more else linear_weight
     bias = linear_bias.reshape(-1) if more and linear_bias is not None else linear_bias

@@ -71,7 +71,7 @@ def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         left = (centre, (rest.double() - centre).square().sum(0, keepdim=True))
         every = [torch.cat(pair) for pair in zip(every, left)]
         cells.append(len(rest))
-    return chan(every[0].t(), every[1].t(), torch.tensor(cells, dtype=torch.float64))
+    return chan(every[0].t(), every[1].t(), torch.tensor(cells, dtype=torch.float64, device="cpu"))
 
 
 def column_sums(x: Tensor) -> Tensor | None:

@@ -80,7 +80,7 @@ def _with_number(single: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # a tuple, or a list in older releases
-_RESULTS = type(torch._foreach_neg([torch.empty(0)]))
+_RESULTS = type(torch._foreach_neg([torch.empty(0, device="cpu")]))
 
 
 def _one_by_one(func: Callable[..., Any], single: Callable[..., Any], in_place: bool) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def _agreed(local: bool, x: ShardTensor) -> bool:
     over = tuple(m for m in x.sharding.sharded_mesh_dims if x.mesh.shape[m] > 1)
     if not over:
         return local
-    flag = torch.tensor(local)
+    flag = torch.tensor(local, device="cpu")
     return bool(blocking.all_reduce(flag, x.mesh.group(over), "min"))
 
 

@@ -64,7 +64,7 @@ def histogram(
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape):
             # torch compares the numbers of cells alone
-            nothing = torch.zeros(())
+            nothing = torch.zeros((), device="cpu")
             torch.histogram(nothing.expand(x.shape), 1, weight=nothing.expand(weight.shape))
             weight = weight.reshape(x.shape)
         operands.append(fitted(resolved(weight), x.mesh, x.sharding))
@@ -111,7 +111,7 @@ def _joined(x: ShardTensor, local: Tensor) -> Tensor:
     if not over:
         return local
     group = x.mesh.group(over)
-    counts = blocking.all_gather(torch.tensor([local.shape[0]]), group, 0, (1,) * group.size)
+    counts = blocking.all_gather(torch.tensor([local.shape[0]], device="cpu"), group, 0, (1,) * group.size)
     return blocking.all_gather(local.contiguous(), group, 0, tuple(counts.tolist()))
 
 
@@ -123,7 +123,9 @@ def unique(
     With ``dim``, the tensor is gathered. The inverse is sharded as the tensor is. Every NaN is a value of its own, as
     torch has it; they are numbered by rank.
     """
-    torch.unique(torch.empty(0), sorted=sorted, return_inverse=return_inverse, return_counts=return_counts)  # its word
+    torch.unique(
+        torch.empty(0, device="cpu"), sorted=sorted, return_inverse=return_inverse, return_counts=return_counts
+    )  # its word
     given = resolved(input)
     x = given.detach()
     if dim is not None:
@@ -155,7 +157,9 @@ def _positions(x: ShardTensor, values: Tensor) -> Tensor:
     before = 0
     if over:
         group = x.mesh.group(over)
-        before = int(blocking.all_gather(torch.tensor([own]), group, 0, (1,) * group.size)[: group.rank].sum())
+        before = int(
+            blocking.all_gather(torch.tensor([own], device="cpu"), group, 0, (1,) * group.size)[: group.rank].sum()
+        )
     found[odd] = count + before + torch.arange(own, device=found.device)
     return found
 
@@ -198,7 +202,7 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     options: dict[str, Any] = {}
     if weight is not None:
         if tuple(weight.shape) != tuple(x.shape[:-1]):
-            nothing = torch.zeros(())
+            nothing = torch.zeros((), device="cpu")
             torch.histogramdd(nothing.expand(x.shape), edges, weight=nothing.expand(weight.shape))
         weight = resolved(weight)
         operands.append(weight.block if isinstance(weight, ShardTensor) else weight)

@@ -72,7 +72,7 @@ def _dim_and_correction(args: Any, kwargs: Any, func: Any) -> tuple[Any, Any, bo
         unbiased = args.pop(1)
     dim, keepdim = dim_and_keepdim(args, kwargs, func)
     if None not in (correction, unbiased):
-        func(torch.zeros(2), correction=correction, unbiased=unbiased)  # raises torch's own error
+        func(torch.zeros(2, device="cpu"), correction=correction, unbiased=unbiased)  # raises torch's own error
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     return dim, correction, keepdim

@@ -110,7 +110,7 @@ def centred_moments(v: Tensor) -> tuple[Tensor, Tensor]:
             means, squares = (torch.cat(both, 1) for both in zip((means, squares), last))
     else:
         means, squares = _moments(v.unsqueeze(1), wide)
-    cells = torch.full((means.shape[1],), min(n, BLOCK), dtype=torch.float64)
+    cells = torch.full((means.shape[1],), min(n, BLOCK), dtype=torch.float64, device="cpu")
     if blocks and rest:
         cells[-1] = rest
     exact = means.double()

@@ -64,7 +64,7 @@ def repeat_interleave(
     d = normal_dim(dim, x.ndim)
     layout = x.sharding
     n = layout.shape[d]
-    counts = torch.as_tensor(repeats).reshape(-1)
+    counts = (repeats if isinstance(repeats, Tensor) else torch.tensor(repeats, device="cpu")).reshape(-1)
     if counts.numel() not in (1, n):
         raise RuntimeError("repeats must have the same size as input along dim")
     if counts.numel() and int(counts.min()) < 0:

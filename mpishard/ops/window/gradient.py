@@ -60,11 +60,11 @@ def _check(x: ShardTensor, dims: list[int], spacings: Sequence[Any], given: Any,
     for k, s in enumerate(spacings):
         if isinstance(s, Tensor) and s.ndim:
             fits = k < len(dims) and tuple(s.shape) == (x.shape[dims[k]],)
-            few.append(torch.arange(sizes[dims[k]]).to(s.dtype) if fits else s.detach().cpu())
+            few.append(torch.arange(sizes[dims[k]], device="cpu").to(s.dtype) if fits else s.detach().cpu())
         else:
             few.append(s)
     if 0 not in sizes:
-        torch.gradient(torch.zeros(sizes, dtype=x.dtype), spacing=few, dim=given, edge_order=edge_order)
+        torch.gradient(torch.zeros(sizes, dtype=x.dtype, device="cpu"), spacing=few, dim=given, edge_order=edge_order)
 
 
 def _along(x: ShardTensor, dim: int, spacing: Any, edge_order: int) -> ShardTensor:

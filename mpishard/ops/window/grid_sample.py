@@ -60,7 +60,7 @@ def grid_sample(
     """
     corners = bool(align_corners)
     if not _fits(input, grid, mode, padding_mode):  # torch refuses, and says why
-        blank = [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in (input, grid)]
+        blank = [torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) for x in (input, grid)]
         F.grid_sample(*blank, mode, padding_mode, corners)
     spatial = tuple(f"point {d}" for d in range(input.ndim - 2))
     labels = (("batch", "channel", *(None,) * len(spatial)), ("batch", *spatial, None))
@@ -131,12 +131,12 @@ def _from_windows(x: ShardTensor, grid: ShardTensor, labels: Any, how: tuple[str
     first = [min(source.interval(d, mesh.coords)[0], layout.shape[d] - 1) for d in dims]
     own = [reads[d - 2] or (lo, lo + 1) for d, lo in zip(dims, first)]
     part = math.prod((hi - lo) / layout.shape[d] for d, (lo, hi) in zip(dims, own))
-    told = torch.tensor([part, *_reach(source, mesh, dict(zip(dims, own)))], dtype=torch.float64)
+    told = torch.tensor([part, *_reach(source, mesh, dict(zip(dims, own)))], dtype=torch.float64, device="cpu")
     widest, *reach = blocking.all_reduce(told, mesh.group(tuple(range(mesh.ndim))), "max").tolist()
     if widest > _WIDE:
         return None
-    mine = torch.tensor([source.interval(d, mesh.coords) for d in dims])
-    every = {**_readers(mesh, torch.tensor(own), mine, [int(n) for n in reach]), mesh.rank: own}
+    mine = torch.tensor([source.interval(d, mesh.coords) for d in dims], device="cpu")
+    every = {**_readers(mesh, torch.tensor(own, device="cpu"), mine, [int(n) for n in reach]), mesh.rank: own}
 
     def window(coords: tuple[int, ...]) -> Box:
         box = list(source.box(coords))
@@ -197,7 +197,7 @@ def _readers(mesh: CartMesh, own: Tensor, mine: Tensor, reach: Sequence[int]) ->
         table = mesh.plan(("grid_sample, readers", layout, *halos.items()), plan)(table)
     low, high = table.unbind(-1)
     near = ((low < mine[:, 1]) & (high > mine[:, 0])).all(-1).nonzero()
-    found = zip((near + torch.tensor(origin)).tolist(), table[near.unbind(1)].tolist())
+    found = zip((near + torch.tensor(origin, device="cpu")).tolist(), table[near.unbind(1)].tolist())
     return {mesh.rank_at(coords): intervals for coords, intervals in found}
 
 
@@ -256,7 +256,7 @@ def affine_grid(theta: ShardTensor, size: Any, align_corners: bool | None = None
     size = tuple(int(n) for n in size)
     x = resolved(theta)
     if x.ndim != 3 or not size or size[0] != x.shape[0]:
-        F.affine_grid(torch.zeros(x.shape, dtype=x.dtype), list(size), bool(align_corners))
+        F.affine_grid(torch.zeros(x.shape, dtype=x.dtype, device="cpu"), list(size), bool(align_corners))
 
     def points(t: Tensor) -> Tensor:
         return F.affine_grid(t, [len(t), *size[1:]], bool(align_corners))

@@ -106,13 +106,13 @@ def _rounded_once(x: Tensor, n: int) -> Tensor:
 def _rounds_once(ndim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether torch multiplies and subtracts in one instruction here: asked at a place where it matters."""
     for n in range(3, 1000):
-        x = (torch.arange(n, dtype=dtype) * 2 + 1) / n
+        x = (torch.arange(n, dtype=dtype, device="cpu") * 2 + 1) / n
         places = x * (n / 2) - 0.5, _rounded_once(x, n)
         differs = (places[0].floor() != places[1].floor()).nonzero()
         if not len(differs) or not 0 < places[0][k := int(differs[0])] < n - 1:
             continue
         point = (x[k] - 1).item()
-        if x[k] != torch.tensor(point, dtype=dtype) + 1:
+        if x[k] != torch.tensor(point, dtype=dtype, device="cpu") + 1:
             continue
         # in a checkpoint it counts for nothing: it is not made again with the rest
         with torch.inference_mode(False), torch.enable_grad(), unpacked():
