@@ -52,7 +52,8 @@ def of_handle(op: str, given: Any, handle: str) -> MPI.Comm:
             f"{op}: not an intra-communicator",
             expected="an mpi4py communicator that this rank belongs to, or the integer handle of one",
             got=given if isinstance(given, int) else kind_of(given),
-            fix="call it on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm)",
+            fix="call it on the ranks of the communicator; in Fortran pass comm%MPI_VAL, in C MPI_Comm_c2f(comm), "
+            "or comm itself with handle='c'",
         ) from None
     return comm
 

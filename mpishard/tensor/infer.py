@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,8 +122,7 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
                     got=sorted(given),
                     fix="give {mesh_dim: sizes} for every mesh dim that shards, or 'infer'",
                 )
-            # PhysicsNeMo lists whole shapes
-            sizes[dim] = tuple(int(s if isinstance(s, int) else s[dim]) for s in given[mesh_dims[0]])
+            sizes[dim] = _told_sizes(given[mesh_dims[0]], dim)
         shape[dim] = sum(sizes[dim])
     layout = layout_of(mesh.shape, own, shape, sizes)
     expected = layout.local_shape(mesh.coords)
@@ -133,3 +134,16 @@ def told(local: Tensor, mesh: CartMesh, placements: Any, sharding_shapes: Any) -
             fix="give the sizes of the blocks that the ranks hold, or 'infer'",
         )
     return layout
+
+
+def _told_sizes(given: Any, dim: int) -> tuple[int, ...]:
+    try:
+        # numbers, numpy's and torch's too; PhysicsNeMo lists whole shapes
+        return tuple(operator.index(s[dim] if len(np.shape(s)) else s) for s in given)
+    except (TypeError, ValueError, IndexError):
+        raise LayoutError(
+            f"from_local: sizes along dim {dim} are of another kind",
+            expected="an integer, or a whole shape, for each block",
+            got=given,
+            fix="give {mesh_dim: sizes}, or 'infer'",
+        ) from None

@@ -68,7 +68,7 @@ def test_from_local_three_ways():
     full = torch.randn(n, 2, generator=torch.Generator().manual_seed(1))
     b = bounds(sizes)
     block = full[b[mesh.rank] : b[mesh.rank + 1]].clone().requires_grad_()
-    for how in ("infer", {0: sizes}):
+    for how in ("infer", {0: sizes}, {0: np.array(sizes)}, {0: torch.tensor(sizes)}, {0: [(n, 2) for n in sizes]}):
         x = ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),), how)
         assert x.to_local() is block
         assert x.sharding.sizes[0] == sizes
@@ -79,6 +79,9 @@ def test_from_local_three_ways():
     assert even.shape == (2 * mesh.size, 3)
     with pytest.raises(ms.LayoutError, match="unknown sharding_shapes"):
         ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),), "guess")
+    for wrong in (5, None, "abc", [1.5] * mesh.size, [None] * mesh.size, [()] * mesh.size):
+        with pytest.raises(ms.LayoutError, match="sizes along dim 0 are of another kind"):
+            ms.ShardTensor.from_local(block, mesh, (ms.Shard(0),), {0: wrong})
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -34,6 +34,7 @@ _TAGS, _SLOT_STEP, _FIELDS_STEP = 32767, 499, 61
 _KEPT = 64  # refreshes kept per exchanger: a few sets of fields, double-buffered
 
 Width = int | Sequence[int]
+Dims = Mapping[int, int | str] | Sequence[int | str | None]
 
 
 class HaloExchanger:
@@ -54,8 +55,9 @@ class HaloExchanger:
     dtype
         Of all fields (numpy's or torch's), or a sequence with one dtype per field.
     dims
-        ``{array dim: mesh dim}``; without it, array dim d lies on mesh dim d. Dims that lie on no mesh dim are
-        not exchanged. An array of more dims than the mesh needs it, or a width per dim.
+        ``{array dim: mesh dim}``, or per array dim a mesh dim or None; without it, array dim d lies on mesh dim d.
+        Dims that lie on no mesh dim are not exchanged. An array of more dims than the mesh needs it, or a width per
+        dim.
     order
         Memory order of most fields, ``"C"`` or ``"F"``: which dim's slabs are dense. Fields of the other order,
         or of any strides, are refreshed as well, only slower. The same on all ranks.
@@ -93,7 +95,7 @@ class HaloExchanger:
         halo_width: int | Sequence[Width],
         dtype: Any,
         *,
-        dims: Mapping[int, int | str] | None = None,
+        dims: Dims | None = None,
         order: str = "C",
     ) -> None:
         if not isinstance(mesh, CartMesh):
@@ -386,7 +388,7 @@ def _extents(shape: Sequence[int]) -> tuple[int, ...]:
         ) from None
 
 
-def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, per_dim: bool) -> dict[int, int]:
+def _mesh_dims(mesh: CartMesh, ndim: int, dims: Dims | None, per_dim: bool) -> dict[int, int]:
     if dims is None:
         if ndim > mesh.ndim and not per_dim:
             raise LayoutError(
@@ -397,6 +399,8 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, 
                 f"they are the first, halo_width={(1,) * mesh.ndim + (0,) * (ndim - mesh.ndim)} says it too",
             )
         return {d: d for d in range(min(ndim, mesh.ndim))}
+    if isinstance(dims, (list, tuple)) and len(dims) == ndim:
+        dims = {d: m for d, m in enumerate(dims) if m is not None}
     known = dims if isinstance(dims, Mapping) else {}
     inside = {d: m for d, m in known.items() if isinstance(d, Integral) and -ndim <= d < ndim}
     found = {int(d) % ndim: mesh.mesh_dim(m) for d, m in inside.items()}
@@ -405,7 +409,7 @@ def _mesh_dims(mesh: CartMesh, ndim: int, dims: Mapping[int, int | str] | None, 
             "HaloExchanger: dims do not fit the array or the mesh",
             expected=f"different array dims below {ndim} on different mesh dims",
             got=dims,
-            fix="give {array dim: mesh dim} for the dims that the mesh cuts",
+            fix="give {array dim: mesh dim} for the dims that the mesh cuts, or a mesh dim or None per array dim",
         )
     return dict(sorted(found.items()))
 

@@ -16,7 +16,7 @@ from mpishard.comm import lifetime
 from mpishard.comm.counter import comm_counter
 from mpishard.comm.halo.exchanger import HaloExchanger
 from mpishard.comm.mesh import init_mesh
-from mpishard.errors import UnsupportedDtypeError
+from mpishard.errors import MpishardError, UnsupportedDtypeError
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -306,10 +306,13 @@ def test_a_dim_with_one_rank_and_an_edge_needs_nothing(make_mesh):
 def test_component_dim_before_the_mesh_dims(make_mesh):
     mesh = make_mesh((1, SIZE), True)
     case = Case(mesh, [(3,), (5,), blocks(3 * SIZE + 1, SIZE)], [(0, 0), (1, 1), (2, 2)], {1: 0, 2: 1})
-    field, memory, expected = case.field("float64", backend="torch")
-    h = HaloExchanger(mesh, case.shape, (0, 1, (2, 2)), torch.float64, dims={1: "dim0", -1: "dim1"})
-    h(field)
-    assert_same(memory, expected)
+    for dims in ({1: "dim0", -1: "dim1"}, (None, 0, "dim1")):
+        field, memory, expected = case.field("float64", backend="torch")
+        HaloExchanger(mesh, case.shape, (0, 1, (2, 2)), torch.float64, dims=dims)(field)
+        assert_same(memory, expected)
+    for dims in ((0, 1), (None, 0, 0), (None, 0, 2)):
+        with pytest.raises(MpishardError, match="dim"):
+            HaloExchanger(mesh, case.shape, (0, 1, (2, 2)), torch.float64, dims=dims)
 
 
 def test_views_of_larger_arrays(make_mesh):
