@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from mpishard.autograd.argument import require, require_mesh
+from mpishard.autograd.bucket import finish_withheld
+from mpishard.autograd.linear import node_of
 from mpishard.autograd.withhold import no_sync
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -181,8 +184,9 @@ class Pipeline(nn.Module):
                     out.append(run(self.stage, inputs))
                 else:
                     self._send_forward(run(lambda *given: _outputs(self.stage(*given)), inputs))
+        whole = run(joined, (out, cut)) if self.is_last else None
         guard.agree(self._comm, run.error)
-        return joined(out, cut) if self.is_last else None
+        return whole
 
     def step(self, x: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, reduction: str = "mean") -> Tensor:
         """Run a batch forward and backward, adding to the gradients of all stages. Collective.
@@ -193,7 +197,8 @@ class Pipeline(nn.Module):
         Parameters
         ----------
         x
-            The batch, on the ranks of the first stage; ignored elsewhere. Where it requires a gradient, it gets it.
+            The batch, on the ranks of the first stage; ignored elsewhere. Where it requires a gradient, it, or what it
+            was made of, gets it.
         target
             What ``loss_fn`` compares with, on the ranks of the last stage. Laid out as ``x`` along the samples, it is
             cut where it is; else its samples are found, and moved. Ignored elsewhere.
@@ -225,6 +230,9 @@ class Pipeline(nn.Module):
         The result is that of one process on the whole batch, but where a stage mixes samples (batch norm in training):
         then it is that of one process which accumulates over the same micro-batches.
         """
+        batch = x
+        if self.is_first and isinstance(x, Tensor) and x.requires_grad and not x.is_leaf:
+            x = x.detach().requires_grad_()  # what made it is differentiated once, not by each part
         parts, cut = self._cut("step", x, target, reduction)
         count = len(parts)
         ahead = min(self.count - 1 - self.index, count)
@@ -235,7 +243,7 @@ class Pipeline(nn.Module):
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def staged(i: int, *inputs: Any) -> tuple[Any, ...]:
-            returned = self.stage(*inputs)
+            returned = self.stage(*(inputs if self.is_first else map(_entered, inputs)))
             outputs = _tuple(returned) if self.is_last else _outputs(returned)
             if self.is_last:
                 weight = targets[i].shape[0] / target.shape[0] if reduction == "mean" else 1.0
@@ -258,6 +266,8 @@ class Pipeline(nn.Module):
                 if wanted:
                     ys, gs = [y for y, _ in wanted], [_as(y, g) for y, g in wanted]
                     run(autograd_backward, (ys, gs))
+                elif is_final and run.error is None:
+                    finish_withheld()  # which a last pass does
             return [] if self.is_first or inputs is None else [_gradient(x) for x in inputs]
 
         for i in range(ahead):
@@ -274,6 +284,8 @@ class Pipeline(nn.Module):
         for i in range(ahead):
             found = backward(self._exchanged(+1, [], flying[0][1] or ()), i == ahead - 1)
             self._taken(None, found, receive=False)
+        if x is not batch and x.grad is not None:
+            run(autograd_backward, ([batch], [x.grad]))
         guard.agree(self._comm, run.error)
         loss, dtype = blocking.broadcast(total, self._group, self.count - 1)
         return loss.to(_DTYPES[int(dtype)])
@@ -387,6 +399,28 @@ def _alone(comm: Any, device: torch.device) -> CartMesh:
         return init_mesh((1,), comm=own, device=device)
     finally:
         own.Free()
+
+
+class _Enter(Function):
+    """An input of a stage, which is no leaf then: in one process a stage may write into it."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+_enter = node_of(_Enter)
+
+
+def _entered(x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x
+    y = _enter(block_of(x))
+    return wrap(y, x.sharding, x.mesh) if isinstance(x, ShardTensor) else y  # type: ignore[no-any-return]
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:

@@ -434,3 +434,74 @@ def test_a_checkpoint_of_all_stages_or_of_none(tmp_path):
             ms.io.load_checkpoint(folder, model=model, mesh=of, step=1)
     assert first.isfinite()
     mesh.free()
+
+
+class Writes(nn.Module):
+    """Begins by a write into its input, as a stage that was cut behind a norm does."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.first = nn.ReLU(inplace=True) if writes else nn.Tanh()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(self.first(x))
+
+
+def test_a_stage_may_write_into_its_input_and_the_batch_may_have_been_computed(mesh):
+    count = mesh.shape[0]
+    stages = [lambda i=i: seeded(lambda: Writes(i > 0), torch.float64, i) for i in range(count)]
+    full, target = data(5, 3, 9, 8), data(5, 3, 9, 8, seed=2)
+    reference = [make() for make in stages]
+    everything = full.clone().requires_grad_()
+    expected = F.mse_loss(whole(reference, torch.sin(everything)), target)
+    expected.backward()
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=3)
+    x = ms.distribute_tensor(full, pipe.mesh, [ms.Shard(2)]).requires_grad_()
+    loss = pipe.step(torch.sin(x), ms.distribute_tensor(target, pipe.mesh, [ms.Shard(2)]), F.mse_loss)
+    torch.testing.assert_close(loss, expected.detach())
+    for (name, p), q in zip(pipe.stage.named_parameters(), reference[mesh.coords[0]].parameters(), strict=True):
+        close(p.grad, q.grad, name)
+    if pipe.is_first:
+        close(x.grad, everything.grad, "gradient of what the batch was made of")
+
+
+@pytest.mark.parametrize("made", [lambda y: None, torch.sum, lambda y: {"y": y}], ids=["None", "scalar", "dict"])
+def test_outputs_that_cannot_be_put_together_raise_on_all_ranks(mesh, made):
+    class Odd(nn.Module):
+        def forward(self, x, *_skip):
+            return made(x)
+
+    stages = [*stages_of(mesh.shape[0])[:-1], Odd()]
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=2)
+    with pytest.raises((ms.MpishardError, RuntimeError, TypeError)):  # one rank has torch's own
+        pipe(ms.distribute_tensor(data(4, 3, 9, 8), pipe.mesh, [ms.Shard(2)]))
+
+
+class Stops(nn.Module):
+    """Without a gradient from its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.calls = nn.Conv2d(3, 3, 3, padding=1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.conv(x) if self.calls < 3 else self.conv(x).detach()
+
+
+def test_a_last_micro_batch_without_gradients(mesh):
+    """What the earlier ones found is summed over the ranks all the same."""
+    full = data(6, 3, 9, 8)
+    stages = [lambda i=i: seeded(Stops, torch.float64, i) for i in range(mesh.shape[0])]
+    reference = [make() for make in stages]
+    for part in full.split(2):
+        y = whole(reference, part)
+        if y.requires_grad:
+            (y**2).mean().div(3).backward()
+    pipe = ms.Pipeline(stages, mesh, "stage", microbatches=3)
+    x = ms.distribute_tensor(full, pipe.mesh, [ms.Shard(2)])
+    pipe.step(x, x, lambda y, _: (y**2).mean())
+    torch.optim.SGD(pipe.parameters()).step()
+    for (name, p), q in zip(pipe.stage.named_parameters(), reference[mesh.coords[0]].parameters(), strict=True):
+        close(p.grad, q.grad, name)
