@@ -97,7 +97,7 @@ class Schedule:
         """
         if self._backward is unit:
             return
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = _task()
         if task not in (self._task, -1):
             if self._backward is not None:  # of a pass that failed, or goes on around this one
                 self._backward.free()
@@ -131,6 +131,11 @@ class Turn:
 
     unit: Unit
     after: Turn | None = None
+
+
+def _task() -> int:
+    """Return the backward pass that goes on; -1: none. Not collective."""
+    return torch._C._current_graph_task_id()  # type: ignore[attr-defined,no-any-return]
 
 
 @contextmanager
@@ -356,7 +361,8 @@ class Loan:
 
     def __init__(self, gathered: Gathered, block: Tensor) -> None:
         self.gathered, self.block = gathered, block
-        self._shares: dict[tuple[int, ...], Tensor] = {}
+        # by the pass, too: one that fails leaves what it found, and its graph may be differentiated again
+        self._shares: dict[int, dict[tuple[int, ...], Tensor]] = {}
 
     def used(self, x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
         """Return ``x``, the whole parameter, for data that are sharded over ``mesh_dims``. Not collective."""
@@ -366,12 +372,13 @@ class Loan:
 
     def add(self, g: Tensor, mesh_dims: tuple[int, ...]) -> None:
         """Take this rank's share of a gradient that is a sum over ``mesh_dims``. Not collective."""
-        share = self._shares.get(mesh_dims)
-        self._shares[mesh_dims] = g if share is None else share + g
+        shares = self._shares.setdefault(_task(), {})
+        share = shares.get(mesh_dims)
+        shares[mesh_dims] = g if share is None else share + g
 
     def reduced(self) -> Tensor | None:
         """Sum what was added, into ``.grad`` of the block later in the pass; or return it. Collective."""
-        shares, self._shares = self._shares, {}
+        shares = self._shares.pop(_task(), {})
         block, total = self.block, None
         hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         at_once = bool(hooked) or not block.is_leaf

@@ -296,7 +296,10 @@ class ShardTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        out = wrap(copy.deepcopy(self.block, memo), self.sharding, self.mesh)
+        block = self.block
+        if getattr(self, "_is_param", False):  # torch copies a parameter without its gradient
+            memo[id(block)] = block.detach().clone().requires_grad_(block.requires_grad)
+        out = wrap(copy.deepcopy(block, memo), self.sharding, self.mesh)
         memo[id(self)] = self._as_kept(out)
         return out
 

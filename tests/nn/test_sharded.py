@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, parametrize, vector_to_parameters
@@ -464,6 +465,35 @@ def test_a_backward_that_fails_holds_nothing(mesh):
     same(model, reference, "after it")
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        self.between = torch.tanh(F.linear(x, self.weight))
+        return F.linear(self.between, self.weight)
+
+
+def test_a_backward_that_fails_between_two_uses_and_another_of_its_graph(mesh):
+    full = data(4, 3, 8)
+    x = ms.distribute_tensor(full, mesh, (ms.Shard(0), ms.Replicate()))
+    reference, model = seeded(Twice, torch.float64), sharded(Twice, mesh)
+
+    def fails(_):
+        raise KeyError("in the middle")
+
+    for net, given in ((reference, full), (model, x)):
+        loss = net(given).square().sum()
+        handle = net.between.register_hook(fails)
+        with pytest.raises(KeyError, match="in the middle"):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        net.zero_grad()
+        loss.backward()
+    same(model, reference, "after it")
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_writing_into_a_parameter_that_backward_needs(mesh):
     model = sharded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh)
@@ -641,6 +671,7 @@ def test_a_copy_computes_and_learns_for_itself(mesh, name):
     for net, given in pairs:
         trained(net, given, OPTIMISERS["SGD"], 1)
     twins = [copy.deepcopy(net) for net, _ in pairs]
+    assert all(p.grad is None for net in twins for p in net.parameters())
     assert [type(p) for p in twins[1].parameters()] == [type(p) for p in model.parameters()]
     for net, given in zip(twins, (full, x)):  # the originals stay as they are
         trained(net, given, OPTIMISERS["SGD"], 2)

@@ -278,9 +278,16 @@ class MPIProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Send a tensor to every rank and receive one from each. Collective."""
         _check("all_to_all", *inputs, *outputs)
+        for what, tensors in (("given", inputs), ("to fill", outputs)):
+            _require("all_to_all", f"the tensors {what}, one for each rank,", self.size(), len(tensors))
+        sends, ones = torch.tensor([t.numel() for t in inputs], device="cpu"), (1,) * self.size()
+        came = blocking.all_to_all_flat(sends, ones, ones, self._group, 8 * self.size()).tolist()
+        fill = [t.numel() for t in outputs]
         most = max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs))
         # how they travel depends on the largest of all ranks
-        most = int(blocking.all_reduce(torch.tensor(most, device="cpu"), self._group, "max"))
+        most, odd = blocking.all_reduce(torch.tensor([most, came != fill], device="cpu"), self._group, "max").tolist()
+        if odd:
+            _agree_on_numbers(self.comm, fill, came)
         blocks = [t.detach() for t in inputs]
         got = blocking.all_to_all(blocks, [tuple(t.shape) for t in outputs], self._group, most)
         for output, part in zip(outputs, got):
@@ -430,6 +437,16 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         work.finish = finish
         return keep(work)
+
+
+def _agree_on_numbers(comm: MPI.Intracomm, fill: list[int], came: list[int]) -> None:
+    """Raise on all ranks, as on some others send more or less than is to be filled. Collective."""
+    error: MpishardError | None = None
+    try:
+        _require("all_to_all", "the numbers to fill", came, fill)
+    except MpishardError as e:
+        error = e
+    guard.agree(comm, error, "all_to_all")
 
 
 def _name_of(opts: Any) -> str:
