@@ -278,9 +278,14 @@ def _accumulate(flat: Tensor, bucket: _Bucket) -> None:
 
 
 def finish_withheld() -> None:
-    """Sum what earlier passes withheld, before a pass that sums on its own. Collective where there is any."""
+    """Sum what earlier passes withheld, before a pass that sums on its own. Collective where there is any.
+
+    In `no_sync`, too: such a pass puts another gradient in the place of the one that holds it.
+    """
     if held:
-        Buckets().finish()
+        buckets = Buckets()
+        buckets._withholds = False
+        buckets.finish()
 
 
 # until a backward pass ends: what only its graph would hold, held here as what the parameters hold would hold it

@@ -70,7 +70,7 @@ def no_sync() -> Iterator[None]:
     ------
     UnsupportedOperationError
         From an optimizer's step, and from a later pass: the sum is still to come, or ``.grad`` was written into
-        (but by ``zero_grad``, which forgets what was found).
+        (but by ``zero_grad``, which forgets what was found; so does another tensor in the place of ``.grad``).
 
     Notes
     -----

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpishard.autograd.batch import batch_refused, refuse_batched
 from mpishard.autograd.bucket import bucketed, finish_withheld, unbucketed
 from mpishard.autograd.graph import packs
-from mpishard.autograd.withhold import is_withholding
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.function import apply_function, as_it_was, block_of, kind_of
 from mpishard.tensor.hook import apply_backward_hook, local_cotangent
@@ -86,7 +85,7 @@ def autograd_backward(
     _notice_writes(roots)
     given = grad_tensors if grad_tensors is not None else grad_variables
     grads = [None] * len(roots) if given is None else _as_list(given)
-    if create_graph and not is_withholding():
+    if create_graph:
         finish_withheld()
     # first: of a root among them all of autograd must see one tensor
     leaves = None if inputs is None else [_input(i) for i in _as_list(inputs)]

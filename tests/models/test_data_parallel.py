@@ -182,6 +182,21 @@ def test_a_pass_with_create_graph_sums_what_waits(mesh):
     model.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_pass_with_create_graph_inside_sums_what_waits(mesh):
+    full = data(6, 1, 9, 8)
+    reference = seeded(Weighted, full.dtype)
+    reference(full).square().sum().backward()
+    model = ms.distribute_module(seeded(Weighted, full.dtype), mesh)
+    a, b, c = parts_of(full, 3, mesh)
+    with ms.no_sync():
+        model(a).square().sum().backward()
+        model(b).square().sum().backward(create_graph=True)
+    model(c).square().sum().backward()
+    close(model.conv.weight.grad.detach(), reference.conv.weight.grad, "all three")
+    model.zero_grad()
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_no_sum_travels_inside():
     mesh = mesh_of((WORLD.size, 1))
