@@ -154,13 +154,15 @@ def _apart(got: Tensor, expected: Tensor, scale: float | None = None) -> float:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     got, expected = got.detach().to(wide), expected.detach().to(wide)
     same = (got == expected) | (got.isnan() & expected.isnan())
-    difference = _largest(torch.where(same, 0.0, (got - expected).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf))
+    apart = torch.where(same, 0.0, (got - expected).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    difference = float(apart.max()) if apart.numel() else 0.0
     scale = _largest(expected) if scale is None else scale
     return difference / scale if scale else difference
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0
+    """Return the largest finite magnitude: beside an infinite one, or none, no difference would count."""
+    return float(torch.where(x.isfinite(), x.detach().abs(), 0.0).max()) if x.numel() else 0.0
 
 
 def _agreed(mesh: CartMesh, what: str, got: list[Any], expected: list[Any]) -> None:

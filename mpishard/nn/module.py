@@ -91,7 +91,8 @@ def distribute_module(
     UnsupportedOperationError
         A parameter or buffer is quantized, sparse or nested.
     DesyncError
-        They differ in name, shape or dtype between ranks; in a backward pass: their gradients differ.
+        They differ in name, shape or dtype between ranks, or are frozen on some of them; in a backward pass: their
+        gradients differ.
 
     Examples
     --------
@@ -107,7 +108,11 @@ def distribute_module(
     try:
         require_functions("distribute_module", partition_fn=partition_fn, input_fn=input_fn, output_fn=output_fn)
         named, over = _checked(module, mesh, shard_parameters, gather_dtype, offload)
-        told = [(name, tuple(t.shape), t.dtype, *getattr(t, "placements", ())) for name, t in named]
+        kinds = [("frozen",) if isinstance(t, nn.Parameter) and not t.requires_grad else () for _, t in named]
+        told = [
+            (name, tuple(t.shape), t.dtype, *getattr(t, "placements", ()), *kind)
+            for (name, t), kind in zip(named, kinds)
+        ]
         functions = [f is not None for f in (partition_fn, input_fn, output_fn)]
         signature = f"distribute_module over={over} {gather_dtype} offload={offload} functions={functions} {told}"
     except Exception as e:  # noqa: BLE001 (torch's too, of a model that cannot move)
@@ -117,7 +122,7 @@ def distribute_module(
         for tensors in _by_dtype([t for _, t in named if not isinstance(t, ShardTensor)]):
             flat = blocking.broadcast(torch.cat([t.detach().reshape(-1) for t in tensors]), group, 0)
             for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
-                t.copy_(values.view(t.shape))
+                _write(t, values.view(t.shape))
     if partition_fn is not None:
         try:
             for name, part in module.named_modules():
@@ -140,6 +145,13 @@ def distribute_module(
         replicate(param, mesh, name)
     vars(module)[KEEPER] = join_small((param for _, param in plain), mesh)
     return module
+
+
+def _write(t: Tensor, values: Tensor) -> None:
+    for d in range(t.ndim):
+        if t.shape[d] > 1 and t.stride(d) == 0:  # expanded: one cell stands for all
+            t, values = t.narrow(d, 0, 1), values.narrow(d, 0, 1)
+    t.copy_(values)
 
 
 def _checked(

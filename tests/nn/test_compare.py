@@ -98,6 +98,28 @@ def test_differences_that_have_no_size():
         compared("shape of the last")
 
 
+class Odd(nn.Module):
+    """Another last cell on shards, behind one that is ``first`` on both."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.linear = first, nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        apart = 1.1 if isinstance(x, ms.ShardTensor) else 1.0
+        self.seen.copy_(torch.tensor([self.first, 1.0, apart]))
+        return self.linear(x) * torch.tensor([self.first, 1.0, apart])
+
+
+@pytest.mark.parametrize("first", [float("nan"), float("inf")])
+def test_a_difference_beside_what_is_not_finite(first):
+    mesh = mesh_of((WORLD.size,))
+    found = ms.compare_module(Odd(first), torch.ones(6, 3), mesh=mesh, placements=[ms.Shard(0)])
+    assert found["buffer"] == pytest.approx(0.1)
+    assert all(found[key] > 0.01 for key in ("output", "parameter gradient"))
+
+
 def test_plain_outputs_are_those_of_every_rank():
     assert compared("plain of the last")["output"] > 1e-4
 

@@ -166,6 +166,16 @@ def test_models_that_differ_are_refused():
     mesh = mesh_of((-1,))
     with pytest.raises(ms.MpishardError, match="rank"):
         ms.distribute_module(nn.Linear(3 + (mesh.rank == 1), 2), mesh)
+    with pytest.raises(ms.DesyncError, match="frozen"):
+        ms.distribute_module(nn.Linear(3, 2).requires_grad_(mesh.rank != 1), mesh)
+
+
+def test_a_buffer_that_is_an_expanded_view():
+    mesh = mesh_of((-1,))
+    model = nn.Linear(3, 2)
+    model.register_buffer("scale", torch.arange(2.0)[:, None].add(mesh.rank).expand(2, 3))
+    ms.distribute_module(model, mesh)
+    assert model.scale.tolist() == [[0.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.ranks(2, 3, 4)
