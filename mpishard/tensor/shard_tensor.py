@@ -297,7 +297,7 @@ class ShardTensor(Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         block = self.block
-        if getattr(self, "_is_param", False):  # torch copies a parameter without its gradient
+        if getattr(self, "_is_param", False) and id(block) not in memo:  # torch copies a parameter without its gradient
             memo[id(block)] = block.detach().clone().requires_grad_(block.requires_grad)
         out = wrap(copy.deepcopy(block, memo), self.sharding, self.mesh)
         memo[id(self)] = self._as_kept(out)
