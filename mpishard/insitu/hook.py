@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,7 @@ class Hook:
         if not hasattr(every, "__index__") or every < 1:
             fix = "give every= an integer above 0"
             raise UnsupportedOperationError("hook: every", expected="1 or more", got=repr(every), fix=fix)
+        require("hook", "warm_up", warm_up, Integral, "give a number of runs")
         self.every, self._warm_up = every, warm_up
         self.times = {"pack": 0.0, "model": 0.0, "write": 0.0}
         self.calls = self.runs = 0

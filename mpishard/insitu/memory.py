@@ -56,18 +56,20 @@ def as_tensor(name: str, array: Any, device: torch.device, *, writable: bool) ->
             got=f"{type(e).__name__}: {e}",
             fix="pass an array of numpy or torch on the same memory",
         ) from e
-    require_own_cells(name, tensor)
+    require_own_cells(name, tensor, written=writable)
     return tensor
 
 
-def require_own_cells(name: str, tensor: Tensor) -> None:
-    """Refuse memory that is written to where several cells are one. Not collective."""
-    if tensor.numel() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape)):
+def require_own_cells(name: str, tensor: Tensor, *, written: bool = True) -> None:
+    """Refuse memory where a stride is 0, or, where it is written to, two cells are one. Not collective."""
+    stride = tensor.stride()
+    same = bool(tensor.numel()) and any(s == 0 and n > 1 for s, n in zip(stride, tensor.shape))
+    if same or (written and not Block(0, tuple(tensor.shape), stride, 1).is_apart):
         raise LayoutError(
             f"{name}: cells that share memory",
-            expected="a stride above 0 in every dim of more than one cell",
-            got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            fix="pass the array itself, not one that was broadcast",
+            expected="strides by which no cell lies where another one does",
+            got=f"shape {tuple(tensor.shape)}, strides {stride}",
+            fix="pass the array itself, not one that was broadcast, nor windows of it",
         )
 
 

@@ -289,10 +289,16 @@ class Simulation:
         array, on, staggered = found["array"], found["dims"], found["staggered"]
         own = {m: n - sum(found["halo"][m]) - (m in staggered) for n, m in zip(array.shape, on) if m is not None}
         new = {m: n for m, n in sorted(own.items()) if self._sizes[m] is None}
-        if new:
-            self._agreed("field", lambda: _require_room(what, array, min(new.values())))
-            self._place(new)
-        sizes, widths = self._fitted(what, array, on, found["halo"], staggered)
+        try:
+            if new:
+                self._agreed("field", lambda: _require_room(what, array, min(new.values())))
+                self._place(new)
+            sizes, widths = self._fitted(what, array, on, found["halo"], staggered)
+        except MpishardError:
+            # on all ranks: what did not become a field says nothing of the next one
+            for m in new:
+                self._sizes[m] = None
+            raise
         strides = [s for s, n in zip(array.stride(), array.shape) if n > 1]
         reverse = self.agreement.same(len(strides) > 1 and strides == sorted(strides))
         placements: list[Any] = [Replicate()] * mesh.ndim

@@ -270,6 +270,12 @@ int main(int argc, char **argv)
         int64_t levels[3] = {rows + 3, WIDTH, wrong ? 3 : -3}, before[3] = {2, 1, wrong == 1 ? 5 : wrong ? INT64_MAX : 0};
         must(told(mps_field(sim, "u", MPS_FLOAT64, a, 3, along, levels, before, NULL, &u), MPS_ERR_ARGUMENT, "array dim 2 is too short"), "levels");
     }
+    /* every second cell of rows of an odd length: the next row begins between the last one's cells and their double */
+    int64_t seconds[2] = {rows + 3, NY}, after[2] = {2, 0}, odd[2] = {(2 * NY - 1) * 8, 16};
+    must(mps_field(sim, "odd", MPS_FLOAT64, a, 2, NULL, seconds, after, odd, &u) == MPS_OK, "field of every second cell");
+    must(mps_release(&u) == MPS_OK, "release");
+    odd[0] -= 16;
+    must(told(mps_field(sim, "odd", MPS_FLOAT64, a, 2, NULL, seconds, after, odd, &u), MPS_ERR_ARGUMENT, "share memory"), "rows that meet");
     must(mps_field(sim, "u", MPS_FLOAT64, a, 2, NULL, padded, lo, bytes, &u) == MPS_OK, "field in long rows");
     must(told(mps_rebind(u, NULL), MPS_ERR_ARGUMENT, "null") && told(mps_rebind(u, (char *)a + 1), MPS_ERR_ARGUMENT, "a multiple of 8"), "rebind");
     must(mps_rebind(u, a) == MPS_OK, "rebind");

@@ -55,6 +55,7 @@ BUFFERS = {
     "order": np.asfortranarray,
     "reversed": lambda a: a[::-1],
     "broadcast": lambda a: np.broadcast_to(a[:1], a.shape),
+    "windows": lambda a: np.lib.stride_tricks.as_strided(np.zeros(a.size), a.shape, (8, 8)),
     "list": lambda a: a.tolist(),
     "masked": np.ma.masked_array,
     "objects": lambda a: a.astype(object),
@@ -99,6 +100,27 @@ def test_buffers(host, sim, kind):
 def test_a_byte_order_is_named(host, sim):
     with pytest.raises(ms.UnsupportedDtypeError, match=r"machine's byte order\s+got: +dtype\('>f8'\)"):
         sim.field("u", host.array().astype(">f8"))
+
+
+def test_a_first_field_that_failed_says_nothing_of_the_next(host):
+    """Owned cells are those of the first field, where `adopt` was not told: not of one that is none."""
+    array = host.array()
+    for where in (True, LAST):
+        with ms.insitu.adopt(host.cart, host.shape, 1, ("x", "y")) as sim:
+            for wrong in ({"array": array[:-1]}, {"array": array, "halo": 0}):
+                with pytest.raises(ms.LayoutError, match=r"along '[xy]'"):
+                    sim.field("u", **(wrong if where else {"array": array}))
+            u = sim.field("u", array)
+            assert torch.equal(u.tensor.full_tensor(), torch.from_numpy(host.whole))
+
+
+def test_windows_that_are_only_read(host, sim):
+    array = host.array()
+    roomy = np.zeros((array.shape[0], 2 * array.shape[1] - 1))
+    roomy[:, ::2] = array
+    assert torch.equal(sim.field("odd", roomy[:, ::2]).tensor.full_tensor(), torch.from_numpy(host.whole))
+    windows = np.lib.stride_tricks.sliding_window_view(np.arange(sum(array.shape) - 1.0), array.shape[1])
+    assert torch.equal(sim.field("w", windows, writable=False).array, torch.from_numpy(windows.copy()))
 
 
 def test_names(host, sim):

@@ -39,6 +39,16 @@ class Block(NamedTuple):
             step *= n
         return True
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether no two cells share memory: each dim steps over all cells of those with smaller steps."""
+        reach = self.itemsize
+        for step, n in sorted((abs(s), n) for s, n in zip(self.strides, self.shape) if n > 1):
+            if step < reach and self.nbytes:
+                return False
+            reach += (n - 1) * step
+        return True
+
     def box(self, ranges: Sequence[tuple[int, int]]) -> Block:
         """Return the cells of ``ranges``, one (start, stop) per dim. Not collective."""
         address = self.address + sum(start * s for (start, _), s in zip(ranges, self.strides))

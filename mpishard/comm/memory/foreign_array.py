@@ -101,8 +101,8 @@ def locate(name: str, field: Any, shape: tuple[int, ...], dtype: str, device: to
             got=block.device,
             fix="move the field, or make the mesh with another device=",
         )
-    if fault is None and block.nbytes and any(s == 0 and n > 1 for s, n in zip(block.strides, block.shape)):
-        fault = "cells that share memory (a stride is 0)"
+    if fault is None and not block.is_apart:
+        fault = f"cells that share memory (strides {block.strides})"
     if fault is None and block.device is not None and not is_viewable(block):
         fault = f"cells of {block.itemsize} bytes with strides {block.strides} on a GPU"
     if fault is not None:

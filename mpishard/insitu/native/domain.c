@@ -149,7 +149,7 @@ static int strides_fit(const field_t *field)
         if (least < 0) break;
         used[least] = 1;
         if (llabs(field->strides[least]) < room) return 0;
-        room = llabs(field->strides[least]) * field->extents[least];
+        room += llabs(field->strides[least]) * (field->extents[least] - 1);
     }
     return 1;
 }
