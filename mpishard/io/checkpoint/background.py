@@ -129,7 +129,8 @@ class Saving:
                 guard.agree(whole.comm, self._error)
                 self._end()
                 guard.agree(whole.comm, self._error)
-            except MpishardError:
+            except MpishardError as e:
+                self._error = e
                 self._abandoned.set()
                 self._end()
                 if whole.rank == 0:
@@ -137,7 +138,10 @@ class Saving:
                     discard(self._partial)
                 raise
             self.path = self._folder / broadcast_text(self._name, whole)
-        assert self.path is not None
+        if self.path is None:
+            # told before, perhaps by the next save
+            assert self._error is not None
+            raise self._error
         return self.path
 
     def _end(self) -> None:

@@ -483,7 +483,9 @@ def apply(found: dict[str, Any], wanted: ReadRequest) -> None:
         state = OrderedDict(found["model"])
         if "metadata" in found:
             state._metadata = found["metadata"]  # type: ignore[attr-defined]
-        wanted.model.load_state_dict(state, strict=wanted.strict)
+        # other things with a state dict need not know of it
+        options = {"strict": wanted.strict} if isinstance(wanted.model, torch.nn.Module) else {}
+        wanted.model.load_state_dict(state, **options)
     for key, thing in (("optimizer", wanted.optimizer), ("scheduler", wanted.scheduler)):
         if thing is not None:
             thing.load_state_dict(found[key])

@@ -1018,13 +1018,38 @@ def test_an_asynchronous_failure_is_told_at_the_next_save(mesh, folder, monkeypa
         raise OSError("No space left on device")
 
     monkeypatch.setattr("mpishard.io.checkpoint.background._write_part", fail)
-    ms.io.save_checkpoint(folder, 0, mesh=mesh, asynchronous=True)
+    saving = ms.io.save_checkpoint(folder, 0, mesh=mesh, asynchronous=True)
     with pytest.raises(FileError, match="No space left") as e:
         ms.io.save_checkpoint(folder, 1, mesh=mesh)
     same_on_all(e)
+    for _ in range(2):  # whoever asks then is told, too
+        with pytest.raises(FileError, match="No space left") as e:
+            saving.wait()
+        same_on_all(e)
     monkeypatch.undo()
     ms.io.save_checkpoint(folder, 1, mesh=mesh)
     assert listed(folder) == ["latest", "step_0000000001"]
+
+
+class Weights:
+    """What has a state dict, and is no module."""
+
+    def __init__(self):
+        self.state = {"w": torch.ones(3)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_a_model_that_is_no_module(mesh, folder):
+    ms.io.save_checkpoint(folder, 1, model=Weights(), mesh=mesh)
+    other = Weights()
+    other.state["w"] = torch.zeros(3)
+    ms.io.load_checkpoint(folder, model=other, mesh=mesh)
+    assert torch.equal(other.state["w"], torch.ones(3))
 
 
 def test_a_save_that_takes_longer_than_anything_may_wait(mesh, folder, monkeypatch):
