@@ -37,9 +37,10 @@ from mpishard.io.file.schema import (
     chunks_of,
     named,
     option,
+    place_of,
 )
 from mpishard.io.file.seen import held, mark_of
-from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, told
+from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, write_xdmf
 from mpishard.tensor import ShardTensor
@@ -191,6 +192,8 @@ def write(
         filtered = any(v.compression is not None for v in form.variables)
         choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
         signature += f" through {choice.name}"
+        if choice.name == "virtual":
+            require_text(own, "write")
         if group.rank == 0:
             check_replaceable(own)
             heal(own, writing=True)
@@ -211,7 +214,8 @@ def write(
     choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
     tell(mesh, choice, "write")
     with noted() as lost:
-        job = Job(own, group, tensors, form, token, exists, dict(hints or {}), alignment, locking, lost)
+        placed = {place_of(name): x for name, x in tensors.items()}
+        job = Job(own, group, placed, form, token, exists, dict(hints or {}), alignment, locking, lost)
         mode = _WAYS[choice.name](job)
     if group.rank == 0:
         error = _tidy(job, [w for w, wanted in ((write_xdmf, xdmf), (write_vtkhdf, vtkhdf)) if wanted])
@@ -325,17 +329,17 @@ def _form(
         for key, value in attributes.items():
             _check_attribute(where, key, value)
     check_places(form)
-    return form
+    return form._replace(variables=tuple(v._replace(name=place_of(v.name)) for v in form.variables))
 
 
 def _check_attribute(where: str, key: Any, value: Any) -> None:
     with contextlib.suppress(TypeError, ValueError):
         kinds = np.asarray(value).dtype.kind
-        if isinstance(key, str) and kinds in "biufcSU":
+        if is_text(key) and key and "\0" not in key and kinds in "biufcSU":
             return
     raise FileError(
         f"write: attribute {key!r} of {where}",
-        expected="a name, and text, a number, or an array of them",
+        expected="a name without zero bytes, and text, a number, or an array of them",
         got=f"{type(value).__name__}: {value!r}",
         fix="convert it, e.g. with json.dumps",
     )

@@ -325,3 +325,69 @@ def test_checkpoints_of_names_that_hdf5_would_read_as_patterns(folder, asynchron
         handle.wait()
     found = ms.io.load_checkpoint(at, mesh=mesh).tensors
     assert all(torch.equal(gathered(found[name]), full) for name in names)
+
+
+@pytest.mark.parametrize("backend", ["virtual", "root"])
+@pytest.mark.parametrize("name", ["/u", "g//u", "./u", "g/./u/"])
+def test_names_of_one_place(folder, backend, name):
+    """A place has several names: all back-ends take each."""
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x, at, place = shard(full, mesh, (ms.Shard(0),)), folder / "a.h5", "g/u" if "g" in name else "u"
+    ms.io.write(at, {name: x}, backend=backend, chunks={name: (2, 2)}, variable_attrs={name: {"k": 1}})
+    for each in (name, place):
+        assert torch.equal(gathered(ms.io.read(at, each, mesh, (ms.Shard(1),))), full)
+    with h5py.File(at, locking=False) as file:
+        assert file[place].attrs["k"] == 1
+
+
+def test_paths_that_are_no_text(folder):
+    """Bytes that are no UTF-8: a plain file may have them, one that names others is refused on all ranks."""
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x, at = shard(full, mesh, (ms.Shard(0),)), folder / os.fsdecode(b"a\xff.h5")
+    ms.io.write(at, {"u": x}, backend="root")
+    for call in (
+        lambda: ms.io.write(at, {"u": x + 1}, backend="virtual"),
+        lambda: ms.io.save_checkpoint(at.with_suffix(""), 1, tensors={"u": x}, asynchronous=True),
+    ):
+        with pytest.raises(FileError, match="is no text") as e:
+            call()
+        same_on_all(e)
+    assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(1),))), full)
+    ms.io.save_checkpoint(at.with_suffix(""), 1, tensors={"u": x})
+    assert torch.equal(gathered(ms.io.load_checkpoint(at.with_suffix(""), mesh=mesh).tensors["u"]), full)
+
+
+@pytest.mark.parametrize("count", [250, 255])
+def test_a_name_too_long_for_a_journal_beside(folder, count):
+    """A file that somebody else has made, whose name is as long as one may be."""
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    at = folder / ("n" * (count - 3) + ".h5")
+    ms.io.write(folder / "a.h5", {"u": shard(full, mesh, (ms.Shard(0),))}, backend="root")
+    if WORLD.rank == 0:
+        (folder / "a.h5").rename(at)
+    WORLD.barrier()
+    assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(1),))), full)
+    with ms.io.Dataset(at, "u", mesh, (ms.Replicate(),)) as ds:
+        assert torch.equal(ds[3].to_local(), full[3])
+    with pytest.raises(FileError, match="cannot open") as e:
+        ms.io.read(at / "below", "u", mesh, (ms.Shard(1),))
+    assert "journal" not in same_on_all(e)
+
+
+@pytest.mark.parametrize("key", ["", "a\0b", "\ud800"], ids=ascii)
+def test_names_of_attributes(folder, key):
+    """HDF5 ends a name at a zero byte: two attributes would be one."""
+    x = shard(torch.ones(4), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for given in ({"attrs": {key: 1}}, {"variable_attrs": {"u": {key: 1}}}):
+        with pytest.raises(FileError, match="write: attribute") as e:
+            ms.io.write(folder / "a.h5", {"u": x}, **given)
+        same_on_all(e)
+
+
+def test_attributes_that_are_arrays_of_text(folder):
+    x = shard(torch.ones(4), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    told = np.array([["x", "yy"], ["", "é"]])
+    ms.io.write(folder / "a.h5", {"u": x}, attrs={"a": told, "b": told[0, 1]}, variable_attrs={"u": {"a": told[0]}})
+    with h5py.File(folder / "a.h5", locking=False) as file:
+        assert file.attrs["a"].tolist() == told.tolist()
+        assert (file.attrs["b"], file["u"].attrs["a"].tolist()) == ("yy", ["x", "yy"])

@@ -280,3 +280,20 @@ def test_one_rank_cannot_open(mesh, folder, backend):
     with pytest.raises(FileError, match=r"no such file[\s\S]*raised on: rank 0 of") as e:
         ms.io.read(at, "a", mesh, (ms.Shard(0), ms.Replicate()), backend=backend)
     same_on_all(e)
+
+
+def test_complex_cells_that_are_missing(mesh, folder):
+    if WORLD.rank == 0:
+        with h5py.File(folder / "a.h5", "w") as f:
+            d = f.create_dataset("c", data=np.arange(6) * 1j)
+            d.attrs["_FillValue"], d.attrs["missing_value"], d.attrs["scale_factor"] = np.complex128(1j), 0.0, 2.0
+    WORLD.Barrier()
+    x = ms.io.read(folder / "a.h5", "c", mesh, (ms.Shard(0), ms.Replicate()), decode=True).full_tensor()
+    assert x.isnan().tolist() == [True, True, False, False, False, False]
+    assert x[2:].tolist() == [4j, 6j, 8j, 10j]
+
+
+def test_a_step_that_no_file_has(mesh, folder):
+    store(folder / "a.h5", u=(np.arange(6.0), {}))
+    x = ms.io.read(folder / "a.h5", "u", mesh, (ms.Shard(0), ms.Replicate()), select=slice(2, None, 1 << 70))
+    assert x.full_tensor().tolist() == [2.0]

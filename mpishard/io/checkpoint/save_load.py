@@ -21,7 +21,7 @@ from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
 from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, snapshot, storable, without_rows
 from mpishard.io.checkpoint.stages import Stages, stages_of
-from mpishard.io.file.trust import absolute, told
+from mpishard.io.file.trust import absolute, require_text, told
 from mpishard.io.write import write
 
 
@@ -113,6 +113,8 @@ def save_checkpoint(
                 got=f"backend={backend!r}",
                 fix="leave backend out",
             )
+        if asynchronous:
+            require_text(absolute(path), "save_checkpoint")
         sections = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         state = {name: thing.state_dict() for name, thing in sections.items() if thing is not None}
         if model is not None:

@@ -119,9 +119,12 @@ def _numbers(dataset: Any, key: str) -> list[Any]:
         nbytes = own.get_storage_size()
         if nbytes <= _ATTRIBUTE_NBYTES:
             # text and lists lie elsewhere, in a heap that may be damaged: HDF5 would never come back
+            kinds: tuple[type, ...] = (int, float)
             number = own.get_type().get_class() in (h5t.INTEGER, h5t.FLOAT, h5t.ENUM)
+            if own.dtype.kind == "c" and dataset.dtype.kind == "c" and key not in ("scale_factor", "add_offset"):
+                kinds, number = (int, float, complex), True
             each = np.asarray(dataset.attrs[key]).ravel().tolist() if number else []
-            numbers = [v for v in each if isinstance(v, (int, float))]
+            numbers = [v for v in each if isinstance(v, kinds)]
             if numbers or key in ("_FillValue", "missing_value"):
                 return numbers
         got: object = f"{nbytes} bytes" if nbytes > _ATTRIBUTE_NBYTES else "no number"

@@ -10,6 +10,7 @@ both are regular files of this user's own with no other name, and only by a jour
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -30,6 +31,9 @@ _NBYTES = 16 << 20
 _HEAD_NBYTES = 256 << 20
 # how long a reader waits for a step that is being written
 WAIT_S = 20.0
+
+# no file can have the journal's name: it is too long, or what should be the folder is none
+_NO_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR)
 
 Region = tuple[int, int]
 
@@ -165,6 +169,8 @@ def check_settled(path: str | os.PathLike[str]) -> None:
         except FileNotFoundError:
             return
         except OSError as e:
+            if e.errno in _NO_PLACE:
+                return
             raise _refused(path, f"a journal beside it that cannot be opened ({e})", _FIX_FOREIGN) from e
         with open(fd, "rb") as file:
             try:

@@ -113,9 +113,9 @@ def check_places(form: Schema) -> None:
     LayoutError
         A dim with the name of a dataset that does not give its values, or with one that netCDF lacks.
     """
-    at = {_place(v.name): v for v in form.variables}
+    at = {place_of(v.name): v for v in form.variables}
     for v in form.variables:
-        own = _place(v.name)
+        own = place_of(v.name)
         groups = [own[:i] for i, c in enumerate(own) if c == "/"]
         other = at[own] if at[own] is not v else next((at[g] for g in groups if g in at), None)
         if not own or other is not None:
@@ -145,7 +145,8 @@ def check_places(form: Schema) -> None:
             )
 
 
-def _place(name: str) -> str:
+def place_of(name: str) -> str:
+    """Return where a dataset of this name lies, in one way of writing it. Not collective."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
@@ -211,12 +212,18 @@ def create(file: Any, form: Schema, make: Any = None) -> list[Any]:
     held = []
     for v in form.variables:
         held.append((make or (lambda v: dataset_in(file, v, form.append)))(v))
-        for key, value in v.attrs.items():
-            held[-1].attrs[key] = value
-    for key, value in form.attrs.items():
-        file.attrs[key] = value
+        _describe(held[-1], v.attrs)
+    _describe(file, form.attrs)
     _add_dims(file, form, held)
     return held
+
+
+def _describe(node: Any, attrs: Mapping[str, Any]) -> None:
+    for key, value in attrs.items():
+        # h5py takes Python's text, and none of numpy
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind == "U":
+            value = value.astype(import_h5py().string_dtype()) if isinstance(value, np.ndarray) else str(value)
+        node.attrs[key] = value
 
 
 def dataset_in(file: Any, v: Variable, append: str | None = None) -> Any:
@@ -254,8 +261,7 @@ def _add_dims(file: Any, form: Schema, held: list[Any]) -> None:
             held.append(file.create_dataset(dim, shape=(n,), dtype=">f4"))
             held[-1].make_scale(f"{_NO_VARIABLE}{n:10d}")
     for dim, attributes in form.scale_attrs.items():
-        for key, value in attributes.items():
-            file[dim].attrs[key] = value
+        _describe(file[dim], attributes)
     for v in form.variables:
         dims = v.dims or ()
         if form.append is not None:
@@ -280,7 +286,7 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
     steps: int | None = None
     given = set()
     for v in form.variables:
-        dataset, got = _in_place(file, path, v.name)
+        dataset, got = _inplace_of(file, path, v.name)
         if dataset is not None:
             fits = dataset.shape[1:] == v.shape and dataset.dtype.newbyteorder("=") == v.dtype
             if fits and dataset.shape and dataset.maxshape[0] is None and steps in (None, dataset.shape[0]):
@@ -295,7 +301,7 @@ def step_of(file: Any, form: Schema, path: Any) -> int:
             got,
         )
     if form.append is not None:
-        scale, got = _in_place(file, path, form.append)
+        scale, got = _inplace_of(file, path, form.append)
         if scale is None or scale.maxshape != (None,) or scale.shape != (steps,):
             raise _cannot_append(path, form.append, f"a scale of {steps} values, with room for more", got)
         value = form.scales.get(form.append, steps)
@@ -331,7 +337,7 @@ def any_filtered(path: Path, names: Iterable[str]) -> bool:
     Not collective.
     """
     with contextlib.suppress(Exception), looked_at(path) as file:
-        return any(is_filtered(_in_place(file, path, name)[0]) for name in names)
+        return any(is_filtered(_inplace_of(file, path, name)[0]) for name in names)
     return False
 
 
@@ -349,7 +355,7 @@ def _along(file: Any, scale: Any) -> dict[str, Any]:
     return along
 
 
-def _in_place(file: Any, path: Any, name: str) -> tuple[Any, str]:
+def _inplace_of(file: Any, path: Any, name: str) -> tuple[Any, str]:
     """Return a dataset that can be written to in the file itself, or None; and what was found."""
     try:
         dataset = found(file, path, name, looked=True)  # in `begun`

@@ -62,7 +62,9 @@ def _axis(entry: Any, n: int, name: str, select: Any) -> Axis:
             raise _refused(name, "slices of whole numbers", select) from None
         if step < 1:
             raise _refused(name, "slices with a step of at least 1", select)
-        return Axis(start, max(0, -(-(stop - start) // step)), step, True)
+        count = max(0, -(-(stop - start) // step))
+        # HDF5 counts in 64 bits, and a step of one cell goes nowhere
+        return Axis(start, count, step if count > 1 else 1, True)
     try:
         index = operator.index(entry)
     except TypeError:

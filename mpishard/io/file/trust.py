@@ -171,6 +171,26 @@ def absolute(path: Any) -> pathlib.Path:
         ) from None
 
 
+def require_text(path: pathlib.Path, what: str) -> None:
+    """Refuse a path for files that name each other: HDF5 has it in UTF-8.
+
+    Not collective.
+
+    Raises
+    ------
+    FileError
+        Its bytes are no UTF-8.
+    """
+    if not is_text(os.fspath(path)):
+        raise FileError(
+            f"{what}: {shown(path)} is no text",
+            expected="a path in UTF-8: files that show the parts of others (back-end 'virtual', and checkpoints in the "
+            "background) name them by it",
+            got=ascii(os.fsencode(path)),
+            fix="rename that folder or file; or write with backend='root', not asynchronously",
+        )
+
+
 def is_text(value: Any) -> bool:
     """Tell whether a value is text that others can read: half a surrogate pair is none. Not collective."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
