@@ -389,7 +389,7 @@ class Loader:
 
         Of items that were given; those that the thread has read ahead are read again.
         """
-        ended = self._position == len(self)
+        ended = 0 < self._position == len(self)
         return {"epoch": self.epoch + ended, "position": 0 if ended else self._position, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -186,13 +186,14 @@ def write(
         if append is not None:
             require("io.write", "append", append, str, "give the name of the dim that grows, as 'time'")
         form = _form(tensors, attrs, append, chunks, compression, dims, scales, variable_attrs)
+        _check_companions(own, [suffix for suffix, wanted in ((".xdmf", xdmf), (".vtkhdf", vtkhdf)) if wanted])
         if xdmf:
             check_names([own.name, *tensors])
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         filtered = any(v.compression is not None for v in form.variables)
         choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
         signature += f" through {choice.name}"
-        if choice.name == "virtual":
+        if choice.name == "virtual" or vtkhdf:
             require_text(own, "write")
         if group.rank == 0:
             check_replaceable(own)
@@ -222,6 +223,16 @@ def write(
     if xdmf or vtkhdf:
         guard.agree(group.comm, error)
     return Written(choice.name, choice.reason, mode)
+
+
+def _check_companions(path: Path, suffixes: Sequence[str]) -> None:
+    if path.suffix in suffixes:
+        raise FileError(
+            f"write: {os.fspath(path)!r} has the name of its own companion",
+            expected=f"another suffix than {path.suffix!r}, as '.h5': the companion would take the file's place",
+            got=path.name,
+            fix=f"name it {path.with_suffix('.h5').name!r}, or leave {path.suffix[1:]} out",
+        )
 
 
 def _tidy(job: Job, companions: Sequence[Callable[[Path, Schema], None]]) -> MpishardError | None:

@@ -391,3 +391,30 @@ def test_attributes_that_are_arrays_of_text(folder):
     with h5py.File(folder / "a.h5", locking=False) as file:
         assert file.attrs["a"].tolist() == told.tolist()
         assert (file.attrs["b"], file["u"].attrs["a"].tolist()) == ("yy", ["x", "yy"])
+
+
+@pytest.mark.parametrize("kind", ["xdmf", "vtkhdf"])
+def test_a_file_is_not_its_own_companion(folder, kind):
+    """A companion is written behind the file, and would take its place."""
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x, at = shard(full, mesh, (ms.Shard(0),)), folder / f"a.{kind}"
+    ms.io.write(at, {"u": x})
+    for append in (None, "time"):
+        with pytest.raises(FileError, match="name of its own companion") as e:
+            ms.io.write(at, {"u": x + 1}, append=append, **{kind: True})
+        same_on_all(e)
+    assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(1),))), full)
+
+
+def test_values_of_dims_that_are_tensors(folder):
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5) + 1
+    x, at = shard(full, mesh, (ms.Shard(0),)), folder / "a.h5"
+    ms.io.write(at, {"u": x}, dims=("y", "x"), scales={"x": torch.arange(5) * 0.5})
+    with h5py.File(at, locking=False) as file:
+        assert file["x"][()].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    for time in (torch.tensor(0.5), torch.tensor(1.5)):
+        ms.io.write(folder / "b.h5", {"u": x}, append="time", scales={"time": time})
+    with h5py.File(folder / "b.h5", locking=False) as file:
+        assert file["time"][()].tolist() == [0.5, 1.5]
+    with pytest.raises(ms.LayoutError, match=r"got: +shape \(3,\)"):
+        ms.io.write(at, {"u": x}, dims=("y", "x"), scales={"x": torch.ones(3)})

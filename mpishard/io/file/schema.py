@@ -173,7 +173,8 @@ def extents(form: Schema) -> dict[str, int]:
                     fix="give it another name",
                 )
     for dim, values in form.scales.items():
-        n = np.size(values) if np.ndim(values) == (dim != form.append) else -1
+        given = np.asarray(values)  # torch's tensors have a `size` of another kind
+        n = given.size if given.ndim == (dim != form.append) else -1
         expected = 1 if dim == form.append else out.get(dim)
         if n == expected:
             continue
@@ -181,10 +182,10 @@ def extents(form: Schema) -> dict[str, int]:
             wanted, got = f"one of the dims {sorted(out)}, or the one appended along", f"values of {dim!r}"
             fix = f"name the dims of a dataset, e.g. dims=({', '.join(map(repr, [dim, 'x']))}), or append={dim!r}"
         elif dim == form.append:
-            wanted, got = "one number, the step's own", f"shape {np.shape(values)}"
+            wanted, got = "one number, the step's own", f"shape {given.shape}"
             fix = f"give the value of this step: scales={{{dim!r}: t}}; every step adds one"
         else:
-            wanted, got = f"{expected} values, one per cell of the dim", f"shape {np.shape(values)}"
+            wanted, got = f"{expected} values, one per cell of the dim", f"shape {given.shape}"
             fix = f"give a sequence of {expected} numbers, those of the whole dim and not of a block"
         raise LayoutError(f"write: scale of dim {dim!r}", expected=wanted, got=got, fix=fix)
     return out

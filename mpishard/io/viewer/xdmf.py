@@ -59,7 +59,7 @@ def write_xdmf(path: Path, form: Schema) -> None:
             each.insert(0, ET.Element("Time", Value=repr(time)))
     ET.indent(root)
     text = '<?xml version="1.0" ?>\n' + ET.tostring(root, encoding="unicode") + "\n"
-    replaced(path.with_suffix(".xdmf"), lambda at: at.write_text(text))
+    replaced(path.with_suffix(".xdmf"), lambda at: at.write_text(text, encoding="utf-8"))
 
 
 def _add_grid(parent: Any, name: str, path: Path, grid: Grid, step: int | None) -> Any:
