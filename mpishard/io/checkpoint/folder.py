@@ -30,7 +30,10 @@ FORMAT, VERSION = "mpishard checkpoint", 1
 # of a state's JSON: `encode` takes 64 levels, of at most three each
 _DEPTH = 210
 _STATE_NBYTES, _LATEST_NBYTES = 1 << 30, 1 << 24
-_NAME = re.compile(r"step_([0-9]+)(?:-([0-9]+))?")
+# all ten digits: a `step_100` is another program's, and is neither loaded nor removed
+_NAME = re.compile(r"step_([0-9]{10,})(?:-([0-9]+))?")
+# what a job that was killed leaves
+_LEFT = re.compile(rf"\.{_NAME.pattern}\.(?:.*\.)?(?:partial|old)|\.{LATEST}\..*")
 _CHECKSUM = "checksum "
 _begun: set[str] = set()  # names of the hidden folders that this process writes in
 
@@ -108,9 +111,9 @@ def begin(folder: Path, step: int, stages: Stages) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
-        for left in [*folder.glob(".step_*"), *folder.glob(f".{LATEST}.*")]:
-            if left.name not in _begun:
-                _remove_if_it_goes(left)
+        for left in os.listdir(folder):
+            if _LEFT.fullmatch(left) and left not in _begun:
+                _remove_if_it_goes(folder / left)
         for path in (folder / name, *stages.folders(folder / name)):
             path.mkdir()
         _begun.add(name)

@@ -439,6 +439,24 @@ def test_keep_and_latest(mesh, folder, asynchronous):
     same_on_all(e)
 
 
+def test_what_others_keep_beside_stays(mesh, folder):
+    """Names that look alike: of another program's folders none goes, and none is taken for a checkpoint."""
+    theirs = ("step_100", "step_7-1", ".step_sizes", "step_000000009")
+    for name in theirs if WORLD.rank == 0 else ():
+        (folder / name).mkdir()
+        (folder / name / "model.pt").write_bytes(b"precious")
+    WORLD.barrier()
+    for step in range(4):
+        ms.io.save_checkpoint(folder, step, mesh=mesh, keep=2)
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 3
+    assert all((folder / name / "model.pt").read_bytes() == b"precious" for name in theirs)
+    WORLD.barrier()
+    if WORLD.rank == 0:
+        (folder / "latest").unlink()
+    WORLD.barrier()
+    assert ms.io.load_checkpoint(folder, mesh=mesh).step == 3
+
+
 def test_what_a_killed_job_left_goes(mesh, folder):
     def leave():
         (folder / ".step_0000000004.partial").mkdir()
