@@ -40,12 +40,16 @@ from mpishard.io.file.schema import (
     place_of,
 )
 from mpishard.io.file.seen import held, mark_of
-from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, told
+from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, shown, told
 from mpishard.io.viewer.vtkhdf import write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, write_xdmf
 from mpishard.tensor import ShardTensor
 
 _WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}
+
+
+# attributes of datasets in which HDF5 writes without a look at what they are: others end the process
+_KEPT = ("DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST")
 
 
 class Written(NamedTuple):
@@ -338,6 +342,13 @@ def _form(
     everything = (("the file", form.attrs), *((v.name, v.attrs) for v in form.variables), *own_attrs.items())
     for where, attributes in everything:
         for key, value in attributes.items():
+            if attributes is not form.attrs and key in _KEPT:
+                raise FileError(
+                    f"write: attribute {key!r} of {where}",
+                    expected="another name: HDF5 keeps there which dims datasets lie along",
+                    got=shown(value),
+                    fix="leave it out: dims= and scales= write it",
+                )
             _check_attribute(where, key, value)
     check_places(form)
     return form._replace(variables=tuple(v._replace(name=place_of(v.name)) for v in form.variables))

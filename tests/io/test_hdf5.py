@@ -418,3 +418,25 @@ def test_values_of_dims_that_are_tensors(folder):
         assert file["time"][()].tolist() == [0.5, 1.5]
     with pytest.raises(ms.LayoutError, match=r"got: +shape \(3,\)"):
         ms.io.write(at, {"u": x}, dims=("y", "x"), scales={"x": torch.ones(3)})
+
+
+@pytest.mark.parametrize("key", ["DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST"])
+def test_attributes_that_hdf5_keeps(folder, key):
+    """HDF5 would take what is there for its own, and end the process."""
+    x = shard(torch.ones(4), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for where in ("u", "x"):
+        with pytest.raises(FileError, match=f"attribute {key!r} of {where}") as e:
+            ms.io.write(
+                folder / "a.h5", {"u": x}, dims=("x",), scales={"x": range(4)}, variable_attrs={where: {key: "a"}}
+            )
+        same_on_all(e)
+    ms.io.write(folder / "a.h5", {"u": x}, attrs={key: "a"})
+
+
+@pytest.mark.parametrize("name", [".", "a\0b"], ids=ascii)
+def test_names_that_no_dim_has(folder, name):
+    x = shard(torch.ones(4), mesh_of((WORLD.size,)), (ms.Shard(0),))
+    for given in ({"dims": (name,)}, {"append": name}):
+        with pytest.raises(ms.LayoutError, match="no name of a dim") as e:
+            ms.io.write(folder / "a.h5", {"u": x}, **given)
+        same_on_all(e)

@@ -127,10 +127,10 @@ def check_places(form: Schema) -> None:
             )
     for dim in extents(form) | ({} if form.append is None else {form.append: 0}):
         beside = at.get(dim)
-        if not dim or "/" in dim or any(place.startswith(f"{dim}/") for place in at):
+        if dim in ("", ".") or "/" in dim or "\0" in dim or any(place.startswith(f"{dim}/") for place in at):
             raise LayoutError(
                 f"write: {dim!r} is no name of a dim",
-                expected="text without '/', which no group of a dataset has",
+                expected="text other than '.', without '/' and zero bytes, which no group of a dataset has",
                 got=repr(dim),
                 fix="give it another name",
             )
