@@ -18,10 +18,11 @@ from mpishard.comm import traced
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.errors import LayoutError
 from mpishard.layout import Each, Layout, bounds, layout_of, sizes_of
-from mpishard.layout.stencil import Sliding, Transposed, of_every_kind, paddings_meet, pairs, per_dim, windows
+from mpishard.layout.stencil import Sliding, of_every_kind, paddings_meet, pairs, windows
 from mpishard.ops.rule.autocast import autocast_enabled
 from mpishard.ops.rule.dim import plain, whole_along
 from mpishard.ops.window.beside import read_beside
+from mpishard.ops.window.conv_geometry import no_output, normal, sliding_dims, transposed_dims
 from mpishard.ops.window.conv_kernel import Kernel, Local, convolved, kernel_for
 from mpishard.ops.window.conv_node import Fetched, Form, block_conv
 from mpishard.ops.window.conv_overlap import Overlapped, plan_overlapped
@@ -104,15 +105,6 @@ def _out_layout(x: ShardTensor, shape: list[int], borders: dict[int, tuple[int, 
     return layout_of(layout.mesh_shape, layout.placements, shape, sizes)
 
 
-def _no_output(name: str, dim: int, n: int, reach: int) -> LayoutError:
-    return LayoutError(
-        f"{name}: kernel larger than the padded input along dim {dim}",
-        expected=f"at least {reach} cells with padding",
-        got=n,
-        fix="pad more, or use a smaller kernel",
-    )
-
-
 def _plan_conv(
     x: ShardTensor, weight: Tensor, ndim: int, name: str, groups: int, stride: Any, padding: Any, dilation: Any
 ) -> ConvPlan:
@@ -144,7 +136,7 @@ def _plan_conv(
     """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
-    slides = _slides(weight.shape[2:], stride, padding, dilation)
+    slides = sliding_dims(weight.shape[2:], stride, padding, dilation)
     shape, local_padding, crops = list(layout.shape), [0] * ndim, []
     shape[first - 1] = weight.shape[0] if x.shape[first - 1] else 0  # of no channels torch makes none
     wanted, borders, sharded = [], {}, {}
@@ -152,7 +144,7 @@ def _plan_conv(
         dim = first + i
         n = layout.shape[dim]
         if n + g.lo + g.hi < g.reach:
-            raise _no_output(name, dim, n + g.lo + g.hi, g.reach)
+            raise no_output(name, dim, n + g.lo + g.hi, g.reach)
         shape[dim] = g.n_out(n)
         if layout.sizes[dim] is not None:
             borders[dim] = g.follow(layout.sizes[dim], shape[dim])
@@ -206,23 +198,9 @@ def _plan_beside(
     if x.dtype.is_complex:
         return "complex: torch convolves real and imaginary parts"
     first = x.ndim - ndim
-    slides = _slides(weight.shape[2:], stride, padding, dilation)
+    slides = sliding_dims(weight.shape[2:], stride, padding, dilation)
     borders = {first + i: bounds(s) for i, s in enumerate(plan.out.sizes[first:]) if s is not None}
     return plan_beside(x.mesh, x.sharding, x.dtype, first, slides, borders, halo)
-
-
-def _slides(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> list[Sliding]:
-    """Return the geometry of every spatial dim. Not collective."""
-    ndim = len(kernel)
-    strides, dilations = per_dim(stride, ndim), per_dim(dilation, ndim)
-    if padding == "same":
-        if any(s != 1 for s in strides):
-            raise RuntimeError("padding='same' is not supported for strided convolutions")
-        pads = [divmod((k - 1) * d, 2) for k, d in zip(kernel, dilations)]
-        lows, highs = [q for q, _ in pads], [q + r for q, r in pads]
-    else:
-        lows = highs = list(per_dim(padding, ndim))
-    return [Sliding(*g) for g in zip(kernel, strides, dilations, lows, highs)]
 
 
 def _plan_transposed(
@@ -262,25 +240,24 @@ def _plan_transposed(
     """
     first = _check(x, ndim, name)
     layout, mesh = x.sharding, x.mesh
-    strides, pads = per_dim(stride, ndim), per_dim(padding, ndim)
-    extras, dilations = per_dim(output_padding, ndim), per_dim(dilation, ndim)
-    shape, local_padding, local_extra, crops = list(layout.shape), list(pads), list(extras), []
+    spread = transposed_dims(weight.shape[2:], stride, padding, output_padding, dilation)
+    shape, crops = list(layout.shape), []
+    local_padding, local_extra = [g.lo for g in spread], [g.extra for g in spread]
     shape[first - 1] = weight.shape[1] * groups
     wanted, borders = [], {}
-    for i in range(ndim):
+    for i, g in enumerate(spread):
         dim = first + i
-        g = Transposed(weight.shape[2 + i], strides[i], dilations[i], pads[i], extras[i])
         n = layout.shape[dim]
         shape[dim] = g.n_out(n)
         if shape[dim] <= 0:
-            raise _no_output(name, dim, shape[dim], 1)
+            raise no_output(name, dim, shape[dim], 1)
         if layout.sizes[dim] is None:
             continue
         borders[dim] = g.follow(layout.sizes[dim], shape[dim])
         if len(layout.sizes[dim]) == 1:
             continue
         intervals, read, at = pairs(borders[dim]), windows(g, borders[dim]), bounds(layout.sizes[dim])
-        some = of_every_kind(layout.sizes[dim], sizes_of(borders[dim]), strides[i], 1)
+        some = of_every_kind(layout.sizes[dim], sizes_of(borders[dim]), g.stride, 1)
         if any(read[k] != (at[k], at[k + 1]) for k in some):
             wanted.append(intervals_wanted(n, dim, read))
         index = layout.index(dim, mesh.coords)
@@ -299,6 +276,7 @@ def _plan_transposed(
             crops.append((dim, before - cut, b - a))
     window = window_op(mesh, layout, x.dtype, wanted, op=name)
     reason = _why_torch(x, first, bool(wanted))
+    strides, dilations = tuple(g.stride for g in spread), tuple(g.dilation for g in spread)
     local = (strides, tuple(local_padding), dilations, True, tuple(local_extra), groups)
     return ConvPlan(
         window,
@@ -359,16 +337,6 @@ def _why_torch(x: ShardTensor, first: int, fetches: bool) -> str:
     return ""
 
 
-def _normal(value: Any, ndim: int) -> Any:
-    """Return a stride, padding or dilation as it is part of a key: one per dim. Not collective."""
-    if isinstance(value, str):
-        return (0,) * ndim if value == "valid" else value
-    value = per_dim(value, ndim)
-    if len(value) != ndim:
-        raise RuntimeError(f"expected a single integer or {ndim} of them, one per spatial dim, but got {list(value)}")
-    return value
-
-
 def _convolved(
     plan: ConvPlan,
     windowed: Callable[[Tensor, Tensor, Tensor | None], Tensor],
@@ -406,7 +374,7 @@ def _rule(func: Callable[..., Tensor], ndim: int, plan_of: Callable[..., ConvPla
         for i, value in enumerate(geometry):
             # 1, (1, 1) and [1, 1] are one plan
             if type(value) is not tuple or len(value) != ndim:
-                geometry = (*geometry[:i], _normal(value, ndim), *geometry[i + 1 :])
+                geometry = (*geometry[:i], normal(value, ndim), *geometry[i + 1 :])
         key = (name, x.sharding, x.dtype, weight.shape, groups, geometry)
         plan = mesh.plans.get(key)
         if plan is None:

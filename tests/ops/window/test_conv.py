@@ -339,3 +339,25 @@ def test_numbers_for_dims_that_are_not_there(name):
     for function in (F.conv2d, F.conv_transpose2d):
         with pytest.raises(RuntimeError, match=r"\[1, 1, 1\]"):
             function(x, weight, **{name: (1, 1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (F.conv1d, {"padding": -1}, "negative padding"),
+        (F.conv1d, {"stride": 0}, "non-positive stride"),
+        (F.conv1d, {"dilation": 0}, "dilation should be greater than zero"),
+        (F.conv_transpose1d, {"padding": -1}, "negative padding"),
+        (F.conv_transpose1d, {"stride": 0}, "non-positive stride"),
+        (F.conv_transpose1d, {"dilation": -1}, "dilation should be greater than zero"),
+        (F.conv_transpose1d, {"stride": 2, "output_padding": -1}, "negative output_padding"),
+        (F.conv_transpose1d, {"stride": 2, "output_padding": 2}, "output padding must be smaller"),
+        (F.conv_transpose1d, {"output_padding": 1}, "output padding must be smaller"),
+    ],
+)
+def test_geometry_that_torch_refuses_is_refused_where_the_dim_is_cut(function, arguments, text):
+    # of a window with no padding, torch would find nothing wrong
+    full, weight = field(2, 4, 9), field(4, 4, 3)
+    for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(2)])):
+        with pytest.raises(RuntimeError, match=text):
+            function(x, weight, **arguments)
