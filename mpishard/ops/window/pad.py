@@ -69,6 +69,9 @@ def constant_pad_nd(input: ShardTensor, pad_: Sequence[int], value: Any = 0) -> 
 def _plan(x: ShardTensor, widths: tuple[int, ...], mode: str, value: Any, func: Any) -> PadPlan:
     layout, mesh = x.sharding, x.mesh
     shape = tuple(on_domain(func, x, widths, mode, value).shape)
+    if mode == "constant" and max(widths, default=0) > 0:
+        # a number that the dtype does not hold: only the ranks at the edges would find out
+        func(x.block.new_zeros((1,) * x.ndim), [int(n > 0) for n in widths], mode, value)
     wanted, sizes = [], list(layout.sizes)
     for i in range(len(widths) // 2):
         dim, (lo, hi) = x.ndim - 1 - i, widths[2 * i : 2 * i + 2]

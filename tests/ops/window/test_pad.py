@@ -86,3 +86,12 @@ def test_torchs_own_errors():
     refused_alike(lambda t: F.pad(t, (1, 1), "mirror"), x)
     refused_alike(lambda t: F.pad(t, (1, 1, 1)), x)
     refused_alike(lambda t: F.pad(t, (1, 1), "reflect", 1.0), x)
+
+
+def test_a_number_that_the_dtype_does_not_hold_is_refused_on_every_rank():
+    # the ranks at the edges alone would fill in cells
+    x = torch.arange(18, dtype=torch.uint8).reshape(2, 9)
+    for value in (300, -1, float("inf")):
+        refused_alike(lambda t, value=value: F.pad(t, (1, 1), value=value), x)
+    refused_alike(lambda t: F.pad(t.half(), (1, 0), value=1e9), x)
+    check(lambda t: F.pad(t, (-1, 0), value=300), x, (0, 1), 1)
