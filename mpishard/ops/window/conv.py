@@ -347,6 +347,9 @@ def _convolved(
     """Convolve the block ``x`` in the form of the plan; ``windowed`` is torch's operation on the window."""
     if autocast_enabled(weight.device.type):
         weight, bias = _autocast(weight, bias)
+    if bias is not None and bias.dtype is not x.dtype:
+        # the operations below torch's own functions do not look at it
+        raise RuntimeError(f"Input type ({x.dtype}) and bias type ({bias.dtype}) should be the same")
     if plan.form is None or in_transform():
         return cropped(windowed(x, weight, bias), plan.crops)
     if traced.recording is not None:

@@ -361,3 +361,11 @@ def test_geometry_that_torch_refuses_is_refused_where_the_dim_is_cut(function, a
     for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(2)])):
         with pytest.raises(RuntimeError, match=text):
             function(x, weight, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 16, 12), (1, 4, 512, 512)])
+def test_a_bias_of_another_dtype_is_refused_whatever_the_block(shape):
+    full, weight, bias = field(*shape), field(4, 4, 3, 3), field(4, dtype=torch.float32)
+    for x in (full, shard(full, mesh_of((WORLD.size,)), [ms.Shard(2)])):
+        with pytest.raises(RuntimeError, match="bias type"):
+            F.conv2d(x, weight, bias, padding=1)
