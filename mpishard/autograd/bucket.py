@@ -16,6 +16,7 @@ from mpishard.autograd.replica import Replica, compare
 from mpishard.autograd.withhold import all_taken, held, is_withholding, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, abandon, iall_reduce
+from mpishard.comm.memory.buffer import cat
 from mpishard.comm.mesh import CartMesh, Group
 
 BUCKET_NBYTES = 4 << 20
@@ -185,7 +186,7 @@ class Buckets:
             if replica.postpone(param):
                 self._suspect[replica] = param
         # at once: their memory is in the cache, and is for what backward makes next
-        part = torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads])
+        part = cat([g if g.ndim == 1 else g.reshape(-1) for g in grads])
         self._put((mesh, mesh_dims, part.dtype), params, sizes, part)
 
     def _put(
@@ -214,7 +215,7 @@ class Buckets:
         self.run_deferred()
         mesh, mesh_dims, _ = key
         bucket = self._open.pop(key)
-        flat = torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in bucket.parts])
+        flat = cat([g if g.ndim == 1 else g.reshape(-1) for g in bucket.parts])
         bucket.parts.clear()
         return flat, mesh.group(mesh_dims), bucket
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
+from mpishard.comm.memory.buffer import cat
 from mpishard.layout import balanced
 
 
@@ -40,7 +40,7 @@ class Padded:
     def row_of(self, block: Tensor) -> Tensor:
         """Return a rank's block as its row, 1-D. Not collective."""
         row = self._flat(block)
-        return row if row.numel() == self.width else torch.cat([row, row.new_zeros(self.width - row.numel())])
+        return row if row.numel() == self.width else cat([row, row.new_zeros(self.width - row.numel())])
 
     def block_of(self, row: Tensor, extent: int) -> Tensor:
         """Return the block of so many cells along the dim that lies in a row. Not collective."""
@@ -60,7 +60,7 @@ class Padded:
 
     def whole_of(self, rows: Tensor) -> Tensor:
         """Return the tensor whose blocks lie in rows: a view where it lies there as it is. Not collective."""
-        flat = torch.cat([part.reshape(-1) for part in self._parts(rows)]) if self._longer else rows
+        flat = cat([part.reshape(-1) for part in self._parts(rows)]) if self._longer else rows
         return self._turned(flat.reshape(self._n, *self._inner))
 
     def _flat(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mpishard.autograd.padded import Padded
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, ireduce_scatter
+from mpishard.comm.memory.buffer import cat
 from mpishard.comm.mesh import CartMesh
 
 
@@ -33,7 +34,7 @@ def scatter(way: Way, parts: list[Part]) -> tuple[Callable[[], list[Tensor]], Pe
     of = [(p.padded, p.block) for p in parts]
     rows = [p.rows for p in parts]
     parts.clear()  # whole gradients: what travels is enough
-    pending = ireduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), group)
+    pending = ireduce_scatter(rows[0] if len(rows) == 1 else cat(rows, 1), group)
     del rows
 
     def finish() -> list[Tensor]:

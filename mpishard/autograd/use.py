@@ -17,6 +17,7 @@ from mpishard.autograd.redistribute import redistribute, use_step
 from mpishard.autograd.replica import Replica, Together, meet, note_ddp, note_use, replica_of
 from mpishard.comm import traced
 from mpishard.comm.collective.blocking import all_reduce
+from mpishard.comm.memory.buffer import cat
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Layout
 
@@ -98,7 +99,7 @@ class _UseTogether(Function):
         out: list[Tensor | None] = [None] * len(grads)
         if now:
             run_deferred()
-            flat = torch.cat([grads[i].reshape(-1) for i in now])
+            flat = cat([grads[i].reshape(-1) for i in now])
             parts = apply(use_step(ctx.mesh, ctx.mesh_dims).adjoint, flat).split([grads[i].numel() for i in now])
             for i, part in zip(now, parts):
                 out[i] = part.view(grads[i].shape)
@@ -210,7 +211,7 @@ class _UseAtOnce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flat = torch.cat([g.reshape(-1) for g in grads])
+        flat = cat([g.reshape(-1) for g in grads])
         flat = all_reduce(flat, ctx.mesh.group(ctx.mesh_dims))
         # not views of one another, whose versions would be one: `no_sync` tells by them who wrote into a gradient
         split: Any = torch.split_with_sizes_copy

@@ -376,3 +376,24 @@ def test_parameters_get_the_whole_gradient():
     for expected, got in zip(*found):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize(("own", "cast"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_windows_of_the_half_type_that_autocast_does_not_cast_to(own, cast):
+    # torch joins no such tensors under autocast: ranks that join something would raise, and the others wait for them
+    full = field(2, 3, 8).to(own)
+    mesh = mesh_of((WORLD.size,))
+    calls = {
+        "pool": lambda x: F.max_pool1d(x, 3, 2, 1),
+        "pad": lambda x: F.pad(x, (1, 1)),
+        "normalise": lambda x: F.local_response_norm(x, 3),
+    }
+    for name, call in calls.items():
+        with torch.autocast("cpu", cast):
+            expected = call(full)
+        for sizes in (None, {2: skew(8, WORLD.size)}):
+            x = shard(full, mesh, (ms.Shard(2),), sizes)
+            with torch.autocast("cpu", cast):
+                got = call(x)
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(gathered(got), expected, msg=name)

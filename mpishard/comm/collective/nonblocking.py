@@ -18,7 +18,7 @@ from mpishard.comm import counter, exit, guard, lifetime
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
 from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
-from mpishard.comm.memory.buffer import as_bytes, dense, spans
+from mpishard.comm.memory.buffer import as_bytes, cat, dense, spans
 from mpishard.comm.memory.reduction_type import ordered, rule_of
 from mpishard.comm.mesh import Group
 from mpishard.comm.transport.choice import Transport, transport_of
@@ -187,7 +187,7 @@ def iall_gather(parts: Sequence[torch.Tensor], group: Group) -> PendingReduction
     width = sum(map(len, parts))
     nbytes = size * width * x.itemsize
     if _is_at_once(x, nbytes, group):
-        rows = all_gather(torch.cat(list(parts)), group, 0, repeated([(width, size)])).view(size, width)
+        rows = all_gather(cat(parts), group, 0, repeated([(width, size)])).view(size, width)
         return PendingReduction([], lambda: rows, group, "all_gather")
     if guard.DEBUG:
         guard.check(group.comm, "iall_gather", (size, width), x.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpishard.comm import traced
 from mpishard.comm.exchange.at_once import DTYPES, AtOnce
 from mpishard.comm.exchange.round import Round
+from mpishard.comm.memory.buffer import cat
 from mpishard.comm.memory.piece import channels_last_of, empty_as, like_in_memory, repeats
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Label
@@ -166,7 +167,7 @@ class WindowOp:
                 lo, n = stage.resident, stage.n_in
                 assert lo is not None
                 above = [next(kept)] if stage.n_out > lo + n else []
-                x = torch.cat([*([next(kept)] if lo else []), x, *above], stage.dim)
+                x = cat([*([next(kept)] if lo else []), x, *above], stage.dim)
             return x
         window = empty_as(x, self.out_shape)
         self._own(window).copy_(x)
@@ -219,7 +220,7 @@ class WindowOp:
         else:
             exchange.finish()
             parts = [*beyond, x, *(view for views in exchange.recvs for view in views)]
-        window = torch.cat([parts[i] for i in order], self.stages[0].dim)
+        window = cat([parts[i] for i in order], self.stages[0].dim)
         if exchange is not None:
             exchange.release()
         return window

@@ -44,10 +44,21 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     return host
 
 
+def cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return tensors of one dtype joined. Not collective.
+
+    Torch's own under autocast refuses the half type that autocast does not cast to: of a rank that joins nothing, not.
+    """
+    if torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        with torch._C._DisableAutocast():
+            return torch.cat(parts, dim)  # type: ignore[arg-type]
+    return torch.cat(parts, dim)  # type: ignore[arg-type]
+
+
 def pack(blocks: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the blocks' values one after the other. Not collective."""
     if all(b.is_contiguous() and b.dtype == dtype for b in blocks):
-        return torch.cat([b.view(-1) for b in blocks]).resolve_conj().resolve_neg()
+        return cat([b.view(-1) for b in blocks]).resolve_conj().resolve_neg()
     flat = blocks[0].new_empty(sum(b.numel() for b in blocks), dtype=dtype)
     for b, (lo, hi) in zip(blocks, spans([b.numel() for b in blocks])):
         flat[lo:hi].view(b.shape).copy_(b)

@@ -16,6 +16,7 @@ from mpishard.autograd.window import intervals_wanted, window_op
 from mpishard.comm import traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.memory.buffer import cat
 from mpishard.comm.mesh import CartMesh
 from mpishard.layout import Each, Layout, Replicate, Shard, bounds, layout_of, runs_of
 from mpishard.ops.norm.channels_last import FORMATS
@@ -409,7 +410,7 @@ def local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float 
         # not F.pad: torch 2.8 refuses blocks without cells
         n, _, *rest = squares.shape
         beside = [squares.new_zeros((n, width, *rest)) for width in (size // 2, (size - 1) // 2)]
-        squares = torch.cat((beside[0], squares, beside[1]), 1)
+        squares = cat((beside[0], squares, beside[1]), 1)
     if not x.block.shape[1]:
         means = squares.narrow(1, 0, 0)
     else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.graph import apart
+from mpishard.comm.memory.buffer import cat
 
 
 def filled(x: Any, cells: int = 1) -> Any:
@@ -33,7 +34,7 @@ def scanned(func: Callable[..., Tensor], x: Tensor, dim: int, extra: dict[str, A
         return func(x, dim, **extra)
     cells = min(shape[dim], 2)  # of one, it may end on every rank
     if x.numel():
-        more = torch.cat([x, torch.ones_like(x)], dim) if cells > 1 else x
+        more = cat([x, torch.ones_like(x)], dim) if cells > 1 else x
     else:
         more = x.new_ones([max(n, cells if d == dim else 1) for d, n in enumerate(x.shape)]) + x.sum()
     # a copy: torch may keep the result for its derivative
