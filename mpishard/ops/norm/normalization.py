@@ -229,6 +229,9 @@ def _require_channels(x: ShardTensor, **numbers: Any) -> None:
     for name, t in numbers.items():
         if t is not None and t.numel() != x.shape[1]:
             raise RuntimeError(f"{name} should contain {x.shape[1]} elements not {t.numel()}")
+        if t is not None and t.ndim != 1:
+            # as torch's kernels do, which blocks without cells do not reach
+            raise RuntimeError(f"{name} should be a vector of {x.shape[1]} elements, not of shape {list(t.shape)}")
 
 
 def _spread(block: Tensor) -> Tensor:
@@ -316,13 +319,20 @@ def _over_samples(value: Tensor, x: ShardTensor, rows: Rows) -> Tensor:
 # -- norms over the last dims
 
 
-def _last_dims(x: ShardTensor, normalized_shape: Any) -> tuple[int, ...]:
+def _last_dims(x: ShardTensor, normalized_shape: Any, **numbers: Any) -> tuple[int, ...]:
+    """Return the dims to normalise; refuse numbers of another shape, which would broadcast."""
     shape = tuple(normalized_shape)
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
         raise RuntimeError(
             f"Given normalized_shape={list(shape)}, expected input with shape {['*', *shape]}, "
             f"but got input of size {list(x.shape)}"
         )
+    for name, t in numbers.items():
+        if t is not None and tuple(t.shape) != shape:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape {list(t.shape)} "
+                f"and normalized_shape = {list(shape)}"
+            )
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
@@ -351,7 +361,7 @@ def layer_norm(
     """Normalise over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight, bias))
     x = on_mesh(input, mesh)
-    dims = _last_dims(x, normalized_shape)
+    dims = _last_dims(x, normalized_shape, weight=weight, bias=bias)
     over = reduced(x.sharding, dims).over
     if not over:
         y = torch.layer_norm(x.block, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)
@@ -376,7 +386,7 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
     """Divide by the root mean square over the last dims. Collective where one of them is sharded."""
     mesh = mesh_of((input, weight))
     x = on_mesh(input, mesh)
-    dims = _last_dims(x, normalized_shape)
+    dims = _last_dims(x, normalized_shape, weight=weight)
     plan = reduced(x.sharding, dims, True)
     if not plan.over:
         return wrap(torch.rms_norm(x.block, tuple(normalized_shape), _used(weight, x), eps), x.sharding, mesh)

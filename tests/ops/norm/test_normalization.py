@@ -455,3 +455,37 @@ def test_extents_of_none(dim):
             lambda x: F.rms_norm(x, x.shape[1:]),
         ):
             compare(f, [(x, mesh, (ms.Shard(dim),), None)], what=f"{shape}")
+
+
+@pytest.mark.parametrize("argument", ["weight", "bias", "running_mean"])
+@pytest.mark.parametrize("function", [F.batch_norm, F.instance_norm, F.group_norm])
+def test_numbers_of_channels_that_are_no_vector_are_refused_on_every_rank(function, argument):
+    # a block without cells reaches none of the kernels that refuse them
+    full, mesh = field(2, 3, 4), mesh_of((WORLD.size,))
+    given = {argument: torch.ones(3, 1, dtype=torch.float64)}
+    if function is F.group_norm:
+        if argument == "running_mean":
+            return
+        given["num_groups"] = 1
+    else:
+        running = {
+            "running_mean": torch.zeros(3, dtype=torch.float64),
+            "running_var": torch.ones(3, dtype=torch.float64),
+        }
+        given = {**running, **given, ("training" if function is F.batch_norm else "use_input_stats"): True}
+    for sizes in (None, {2: skew(4, WORLD.size)}):
+        with pytest.raises(RuntimeError, match=r"vector|TensorAccessor|dimensions"):
+            function(shard(full, mesh, (ms.Shard(2),), sizes), **given)
+
+
+@pytest.mark.parametrize("shape", [(1,), (6,), (1, 6), (4, 6, 1)])
+def test_numbers_of_another_shape_than_what_is_normalised_are_refused(shape):
+    # where the dims are cut, they are multiplied afterwards, and would broadcast
+    full, weight = field(2, 4, 6), torch.ones(shape, dtype=torch.float64)
+    for x in (full, shard(full, mesh_of((WORLD.size,)), (ms.Shard(1),))):
+        with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
+            F.layer_norm(x, (4, 6), weight)
+        with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
+            F.layer_norm(x, (4, 6), None, weight)
+        with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
+            F.rms_norm(x, (4, 6), weight)
