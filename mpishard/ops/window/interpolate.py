@@ -26,7 +26,7 @@ from mpishard.layout import Each, Layout, bounds, layout_of, moved_borders, size
 from mpishard.layout.stencil import pairs
 from mpishard.ops.rule.dim import frozen, on_domain
 from mpishard.ops.window.planes import cropped, on_planes
-from mpishard.ops.window.taps import NEAREST, Along, Taps
+from mpishard.ops.window.taps import LINEAR, NEAREST, Along, Taps
 from mpishard.tensor.operand import resolved
 from mpishard.tensor.registry import implements, spellings
 from mpishard.tensor.shard_tensor import ShardTensor, wrap
@@ -288,7 +288,9 @@ def _plan_tapped(
     # says, and antialiasing (docs/upstream.md).
     for dim in range(2, x.ndim):
         stays = shape[dim] == layout.shape[dim] and scales is not None and scales[dim - 2] != 1
-        if dim not in sharded and not (stays or request.antialias or _by_size(request, ndim)):
+        # torch interpolates by cubic functions in two dims alone
+        every = request.antialias or request.mode == "bicubic" or _by_size(request, ndim)
+        if dim not in sharded and not (stays or every):
             continue
         n, own = layout.shape[dim], layout.sizes[dim] or (layout.shape[dim],)
         along = _along(x, request, shape, dim, scales)
@@ -302,12 +304,17 @@ def _plan_tapped(
             wanted.append(intervals_wanted(n, dim, windows))
             sizes[dim] = sizes_of(borders)
         taps.append((dim, along.taps(a, b).beyond(lo, x.device)))
-        local_size[dim - 2] = b - a if request.mode in NEAREST else 1
+        local_size[dim - 2] = b - a
         if scales:
             local_scales[dim - 2] = 1.0
         if borders[index] == borders[index + 1]:
             crops.append((dim, 0, 0))
-    local = None if len(taps) == ndim else request.arguments(local_size, local_scales or None)
+    local = None
+    if rest := sorted({*range(ndim)} - {dim - 2 for dim, _ in taps}):
+        if request.mode not in NEAREST:
+            request = request._replace(mode=LINEAR[len(rest) - 1])
+            local_size, local_scales = ([v[i] for i in rest if v] for v in (local_size, local_scales))
+        local = request.arguments(local_size, local_scales or None)
     return InterpolatePlan(
         window_op(mesh, layout, x.dtype, wanted, op="interpolate"),
         tuple(taps),
@@ -342,14 +349,16 @@ def _copied(x: ShardTensor, request: _Request, shape: Sequence[int]) -> bool:
 
 
 def _with_channels(f: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return ``f(x)`` of each cell along ``dims`` for itself, as of channels: by weights of 0 it would spread a NaN."""
+    """Return ``f(x)`` along the other dims, those of ``dims`` as channels: by weights of 0 it would spread a NaN.
+
+    Not as a dim of one cell either, which torch adds to itself by such a weight: of an infinite number that is NaN.
+    """
     if not dims:
         return f(x)
     to, others = tuple(range(2, 2 + len(dims))), [d for d in range(2, x.ndim) if d not in dims]
     extents = [x.shape[d] for d in dims]
-    planes = [1 if d in dims else x.shape[d] for d in range(2, x.ndim)]
-    y = f(x.movedim(dims, to).reshape(len(x), x.shape[1] * math.prod(extents), *planes))
-    return y.reshape(len(x), x.shape[1], *extents, *[y.shape[d] for d in others]).movedim(to, dims)
+    y = f(x.movedim(dims, to).reshape(len(x), x.shape[1] * math.prod(extents), *(x.shape[d] for d in others)))
+    return y.reshape(len(x), x.shape[1], *extents, *y.shape[2:]).movedim(to, dims)
 
 
 def _tapped(x: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:

@@ -24,7 +24,7 @@ Cells = NDArray[np.int64]
 Places = NDArray[np.floating]
 
 NEAREST = ("nearest", "nearest-exact")
-_LINEAR = ("linear", "bilinear", "trilinear")
+LINEAR = ("linear", "bilinear", "trilinear")
 
 # half the width of a filter, in cells
 _FILTERS = {"bilinear": 1, "bicubic": 2, "lanczos": 3}
@@ -121,7 +121,7 @@ class Along:
             return j.astype(self.dtype) * self.ratio
         # multiplied and subtracted in one, as compilers have it
         places = ((j.astype(self.dtype) + self.dtype(0.5)) * ratio - 0.5).astype(self.dtype)
-        return np.maximum(places, 0) if self.mode in _LINEAR else places
+        return np.maximum(places, 0) if self.mode in LINEAR else places
 
     def _reach(self, j: Cells) -> tuple[Cells, Cells]:
         """Return the first cell that output cells read, and the one after the last: neither falls."""

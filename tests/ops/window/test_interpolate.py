@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import mpishard as ms
 from mpishard.ops.window.taps import Along
 from tests.compare import compare, drawn_sizes, layouts, mesh_of, mesh_shapes, skew
-from tests.ops.windows import refused_alike
+from tests.ops.windows import check, field, refused_alike
 from tests.release import RELEASE
 
 ANTIALIASED = ["bicubic", *(["lanczos"] if RELEASE >= (2, 13) else [])]
@@ -254,3 +254,17 @@ def test_functions_below_interpolate(name):
     full = full_of(2)
     for mesh, placements, sizes in list(layouts(full.shape, (1, 2, 3)))[::2]:
         compare(BELOW[name], [(full, mesh, placements, sizes)], what=f"{name} {placements} {sizes}")
+
+
+@pytest.mark.parametrize(("mode", "ndim"), [("linear", 1), ("bilinear", 2), ("trilinear", 3), ("bicubic", 2)])
+@pytest.mark.parametrize("corners", [False, True])
+def test_infinite_cells_stay_infinite(mode, ndim, corners):
+    full = field(1, 2, *(6, 5, 4)[:ndim])
+    full.view(-1)[2 * full.numel() // 3 + 1] = torch.inf
+    for factor in (1.5, 2.5):
+        check(
+            lambda x, s=factor: F.interpolate(x, scale_factor=s, mode=mode, align_corners=corners),
+            full,
+            range(2, full.ndim),
+            3,
+        )
