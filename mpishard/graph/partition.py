@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mpishard.autograd.argument import require
+from mpishard.autograd.argument import require, together
 from mpishard.autograd.rows import Rows
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -69,15 +70,16 @@ def partition(
     >>> edge_index, edge_attr = edge_index[:, with_targets], edge_attr[with_targets]
     >>> graph = ms.graph.halo(edge_index, x)
     """
+    given = {"positions": positions, "edge_index": edge_index, "nodes": nodes}
     if (positions is None) == (edge_index is None) or (nodes is None) != (edge_index is None):
-        raise LayoutError(
-            "graph.partition: it takes positions, or edges and nodes",
-            expected="positions, or edge_index= and nodes=",
-            got=[
-                n for n, a in zip(("positions", "edge_index", "nodes"), (positions, edge_index, nodes)) if a is not None
-            ],
-            fix="give the positions alone, where there are some",
-        )
+        meshes = [a.mesh for a in given.values() if isinstance(a, ShardTensor)]
+        with together("graph.partition", meshes[0]) if meshes else nullcontext():
+            raise LayoutError(
+                "graph.partition: it takes positions, or edges and nodes",
+                expected="positions, or edge_index= and nodes=",
+                got=[name for name, a in given.items() if a is not None],
+                fix="give the positions alone, where there are some",
+            )
     if positions is None:
         assert edge_index is not None
         require("graph.partition", "nodes", nodes, ShardTensor, SHARD_IT)
