@@ -1,8 +1,13 @@
-"""Shared libraries that this process has loaded."""
+"""Shared libraries that this process has loaded, and which MPI is among them."""
 
 from __future__ import annotations
 
 import re
+
+from mpi4py import MPI
+
+# 4.1 has faults of its own
+IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 
 # its bindings of C++ and Fortran are libraries beside it
 _MPI = r"lib(p?mpi|mpich|mpi_abi|mpi_cray|mpi_gnu\w*)([-.]\w+)*?\.so(\.\d+)*"

@@ -21,14 +21,15 @@ from mpi4py import MPI
 
 from mpishard.comm import guard
 from mpishard.comm.lifetime import family_of
+from mpishard.comm.loaded import IS_OPEN_MPI
 from mpishard.errors import DesyncError, MpishardError, PeerError, ranges_of, ranks_text
 
 # MPI guarantees 32767. First the messages of plans; then those whose ends have a text in common, and no number.
 _FIRST, _HASHED, _LAST = 64, 20480, 32767
 _NUMBERS = (_HASHED - _FIRST) // 2
 _TEXT = 300  # letters of a key that an error shows
-# Open MPI's waits (4.1, several threads) never return where a message comes that is too long meanwhile
-_POLLS = "Open MPI" in MPI.Get_library_version()
+# its waits (4.1, several threads) never return where a message comes that is too long meanwhile
+_POLLS = IS_OPEN_MPI
 
 
 class Label:

@@ -188,7 +188,7 @@ def _chosen(path: Path, name: str, mesh: CartMesh, asked: _Asked) -> tuple[Choic
             raise no_values("io.read")
         import_h5py()
         disjoint = not asked.halo and _is_sharded(asked.placements)
-        choice = choose_reading(mesh, asked.backend, virtual=False, disjoint=disjoint)
+        choice = choose_reading(mesh, asked.backend, virtual=False, disjoint=disjoint, path=path)
         if choice.name == "mpio":
             error = unreadable(path)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)

@@ -195,7 +195,7 @@ def write(
             check_names([own.name, *tensors])
         nbytes = sum(math.prod(x.sharding.shape) * x.dtype.itemsize for x in tensors.values())
         filtered = any(v.compression is not None for v in form.variables)
-        choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
+        choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered, path=own)
         signature += f" through {choice.name}"
         if choice.name == "virtual" or vtkhdf:
             require_text(own, "write")
@@ -216,7 +216,7 @@ def write(
     assert choice is not None
     # rank 0's, so that ranks cannot disagree
     form, token, exists, own, filtered = _from_root(group.comm, packed, path)
-    choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered)
+    choice = choose_backend(mesh, nbytes, backend, append=append is not None, filtered=filtered, path=own)
     tell(mesh, choice, "write")
     with noted() as lost:
         placed = {place_of(name): x for name, x in tensors.items()}

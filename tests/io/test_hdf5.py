@@ -14,6 +14,7 @@ import mpishard as ms
 from mpishard.comm.collective.gather_slabs import funnel
 from mpishard.errors import FileError, MissingPackageError
 from mpishard.io.backend import root
+from mpishard.io.backend.choice import mpio_obstacle
 from mpishard.io.file.dtype import NUMPY
 from tests.compare import gathered, mesh_of, shard
 from tests.io.files import block, same_on_all, sharded, store, values
@@ -372,6 +373,23 @@ def test_a_name_too_long_for_a_journal_beside(folder, count):
     with pytest.raises(FileError, match="cannot open") as e:
         ms.io.read(at / "below", "u", mesh, (ms.Shard(1),))
     assert "journal" not in same_on_all(e)
+
+
+@pytest.mark.parametrize("backend", [None, "mpio"])
+def test_a_path_beyond_the_array_of_open_mpi(folder, backend):
+    """Which ends the process there; elsewhere such a path is as good as any."""
+    if backend == "mpio" and mpio_obstacle() is not None:
+        pytest.skip("h5py knows no MPI")
+    mesh, full = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5)
+    at = folder / ("f" * 150) / ("g" * 150) / "a.h5"
+    if WORLD.rank == 0:
+        at.parent.mkdir(parents=True)
+    WORLD.barrier()
+    for _ in range(2):  # made, and replaced
+        ms.io.write(at, {"u": shard(full, mesh, (ms.Shard(0),))}, backend=backend)
+    assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(1),), backend=backend)), full)
+    ms.io.save_checkpoint(at.parent, 1, tensors={"u": shard(full, mesh, (ms.Shard(0),))})
+    assert torch.equal(gathered(ms.io.load_checkpoint(at.parent, mesh=mesh).tensors["u"]), full)
 
 
 @pytest.mark.parametrize("key", ["", "a\0b", "\ud800"], ids=ascii)

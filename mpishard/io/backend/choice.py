@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpishard.autograd.argument import require_mesh
-from mpishard.comm.loaded import mpi_libraries
+from mpishard.comm.loaded import IS_OPEN_MPI, mpi_libraries
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.io.file.open import import_h5py
@@ -27,7 +27,13 @@ class Choice(NamedTuple):
 
 
 def choose_backend(
-    mesh: CartMesh, nbytes: int, backend: str | None = None, *, append: bool = False, filtered: bool = False
+    mesh: CartMesh,
+    nbytes: int,
+    backend: str | None = None,
+    *,
+    append: bool = False,
+    filtered: bool = False,
+    path: str | os.PathLike[str] | None = None,
 ) -> Choice:
     """Return the back-end that `write` takes for a file of ``nbytes``, with the reason.
 
@@ -50,6 +56,8 @@ def choose_backend(
         Whether any dataset is compressed. HDF5 before 1.14 does that wrongly where ranks write one file together
         (a dataset of many chunks hangs, ends the process, or has other bytes): instead of mpio, also where that is
         asked for, rank 0 or a file per rank then writes.
+    path
+        Of the file. One of more than 180 bytes ends a process that opens it through Open MPI: likewise.
 
     Raises
     ------
@@ -76,7 +84,7 @@ def choose_backend(
             got="'virtual' and append=",
             fix="write one file per time step, or append through another back-end",
         )
-    unfit = _filter_obstacle() if filtered else None
+    unfit = (_filter_obstacle() if filtered else None) or _path_obstacle(path)
     if asked == "mpio" and unfit is not None:
         return Choice("root", f"'mpio' is asked for by {by}, but {unfit}")
     if asked is not None:
@@ -101,6 +109,7 @@ def choose_reading(
     disjoint: bool = True,
     written: bool = True,
     filtered: bool = False,
+    path: str | os.PathLike[str] | None = None,
 ) -> Choice:
     """Return whether a dataset is read through MPI-IO, with the reason. Not collective.
 
@@ -115,7 +124,7 @@ def choose_reading(
     if not written:
         # seen with HDF5 1.10.8: a rank that reads such cells meets nobody, and one without cells waits for it
         return Choice("own", "cells that were never written, which not all HDF5 read through MPI-IO")
-    unfit = _filter_obstacle() if filtered else None
+    unfit = (_filter_obstacle() if filtered else None) or _path_obstacle(path)
     if unfit is not None:
         return Choice("own", unfit)
     if not disjoint and mesh.size > 1:
@@ -178,6 +187,19 @@ def _filter_obstacle() -> str | None:
     # Seen with 1.10.8 on two ranks: from the second dataset of 10,000 chunks on, what is written comes from elsewhere
     # in memory; and chunks that a filter has left as they are (lzf does, of noise) are read through it.
     return f"compressed datasets go wrong through MPI-IO with HDF5 before 1.14 ({version.hdf5_version} here)"
+
+
+# with room for what hidden files have before and behind a name
+_MOST_NBYTES = 180
+
+
+def _path_obstacle(path: str | os.PathLike[str] | None) -> str | None:
+    """Return why a file cannot be opened through MPI-IO for its name, or None where it can. Not collective."""
+    if path is None or not isinstance(path, (str, os.PathLike)) or not IS_OPEN_MPI:
+        return None
+    nbytes = len(os.fsencode(os.path.abspath(path)))
+    # seen with 4.1.4: it writes paths of 244 bytes and more beyond an array of 256, which ends the process
+    return None if nbytes <= _MOST_NBYTES else f"Open MPI's MPI-IO has no room for a path of {nbytes} bytes"
 
 
 _told: set[Choice] = set()

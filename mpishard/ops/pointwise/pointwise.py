@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpishard.autograd.use import used_again
-from mpishard.layout import Layout, Replicate, Shard, layout_of, scaled, without_partial
+from mpishard.layout import Layout, Replicate, Shard, layout_of, runs_of, scaled, without_partial
 from mpishard.ops.rule.dim import (
     beside,
     ints,
@@ -246,6 +246,9 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
         out = wrap(local.clone() if local is x.block else local, x.sharding, x.mesh)
         out._gathered_view = True
         return out
+    if x._gathered_view and _is_unseen(x.sharding):
+        # a copy, or not, as seen from ranks with cells alone: taken for the view that it may be
+        return viewed(x, local, x.sharding)
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)
     if (1 in local.shape or 0 in local.shape) and not is_ordered(x, memory_format):
@@ -254,6 +257,13 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     if x._gathered_view:
         return viewed(x, local, x.sharding)  # whether torch would copy depends on the tensor that it was taken from
     return x
+
+
+def _is_unseen(layout: Layout) -> bool:
+    """Tell whether a rank has no cells, and so cannot see how far apart those of others are. Not collective."""
+    if sum(n > 1 for n in layout.shape) < 2:
+        return False
+    return any(s == 0 for sizes in layout.sizes if sizes is not None for s, _ in runs_of(sizes))
 
 
 _DIVIDING = """

@@ -96,6 +96,30 @@ def test_a_result_is_written_into(name):
             torch.testing.assert_close(gathered(ours), torchs, msg=f"{sizes}")
 
 
+GATHERED = {
+    "the last cells of windows": lambda x: x.unfold(1, 4, 2).select(2, 3).contiguous(),
+    "some cells of windows": lambda x: x.unfold(1, 2, 2)[..., :1].contiguous(),
+    "windows": lambda x: x.unfold(1, 2, 2).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("columns", [4, 6])
+def test_ranks_without_cells_know_whether_others_copy(name, columns):
+    """They write into the copy, as all do, or refuse it with them."""
+    full = torch.arange(3.0 * columns).view(3, columns)
+    for sizes in [None, (*(0,) * (P - 1), columns), (columns, *(0,) * (P - 1))]:
+        x, refused = rows(full, sizes, dim=1), False
+        torchs = GATHERED[name](full.clone()).add_(1)
+        try:
+            y = GATHERED[name](x).add_(1)
+        except UnsupportedOperationError:
+            refused = True
+        assert len(set(WORLD.allgather(refused))) == 1
+        if not refused:
+            torch.testing.assert_close(gathered(y), torchs)
+
+
 def test_writes_into_the_reshape_of_a_turned_block_reach_it_or_are_refused():
     full = torch.arange(12.0).view(6, 2)
     block = rows(full).to_local()
