@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpishard.autograd.parcel import Parcel, Part, Way, accumulating
 from mpishard.autograd.replica import Replica, compare
-from mpishard.autograd.withhold import all_taken, held, is_withholding, taken_share, withhold
+from mpishard.autograd.withhold import all_taken, forget_replaced, held, is_withholding, replaced, taken_share, withhold
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.collective.nonblocking import PendingReduction, abandon, iall_reduce
 from mpishard.comm.memory.buffer import cat
@@ -153,7 +153,7 @@ class Buckets:
     def add(self, node: Any, g: Tensor) -> None:
         """Take a gradient that reaches a weight's node: this rank's share of the sum over its ``mesh_dims``."""
         deferred = self._deferred
-        if deferred is None or deferred.node is not node or held or self._withholds:
+        if deferred is None or deferred.node is not node or held or replaced or self._withholds:
             deferred, g = None, self.whole(node, g)
         self._take(node.param, node.replica, g, (node.mesh, node.mesh_dims, g.dtype), deferred)
 
@@ -162,7 +162,7 @@ class Buckets:
             withhold(param, key, g)
             replica.postpone(param)
             return
-        if held:
+        if held or replaced:
             g = taken_share(param, key, g)
         if replica.postpone(param):
             self._suspect[replica] = param
@@ -178,7 +178,7 @@ class Buckets:
         mesh_dims: tuple[int, ...],
     ) -> None:
         """Do what `add` does, for small gradients of one dtype."""
-        if held or self._withholds:
+        if held or replaced or self._withholds:
             for param, replica, g in zip(params, replicas, grads):
                 self._take(param, replica, g, (mesh, mesh_dims, g.dtype))
             return
@@ -306,6 +306,8 @@ def bucketed() -> Iterator[None]:
     For a pass that accumulates into ``.grad`` of all leaves and builds no graph of its own.
     """
     buckets = Buckets()
+    if replaced:
+        forget_replaced()
     with _during(buckets):
         try:
             yield

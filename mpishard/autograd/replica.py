@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.linear import in_transform
-from mpishard.autograd.withhold import held, note_accumulated
+from mpishard.autograd.withhold import held, note_accumulated, replaced
 from mpishard.comm import disagreement, guard, traced
 from mpishard.comm.collective import blocking
 from mpishard.comm.lifetime import family_of, is_freed
@@ -83,7 +83,7 @@ class Replica:
 
     def __call__(self, param: Tensor) -> None:
         """Have a gradient compared that no bucket summed. Not collective."""
-        if held:
+        if held or replaced:
             note_accumulated(param)
         before, self._before = self._before, None
         grad = param.grad

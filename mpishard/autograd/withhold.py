@@ -1,6 +1,7 @@
 """Gradients of several passes that are summed over the ranks once: `no_sync`.
 
-What a pass finds waits beside the parameter's ``.grad``, as long as that lives: so ``zero_grad`` forgets it too.
+What a pass finds waits beside the parameter's ``.grad``, as long as that lives: so ``zero_grad`` forgets it too. Where
+another tensor takes its place, the next pass or step tells whether it was made of it: it has values.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Withheld:
 # in the order in which they were made, which is the same on every rank, with their parameters: what a pass sums must
 # not depend on when a rank collects a model that nobody has any more. A dict, as weakref's is slow to tell if empty
 held: dict[int, tuple[weakref.ref[Withheld], Tensor | None]] = {}
+# parameters whose ``.grad`` went with what waited: forgotten, or replaced
+replaced: list[weakref.ref[Tensor]] = []
 
 
 def is_withholding() -> bool:
@@ -69,8 +72,8 @@ def no_sync() -> Iterator[None]:
     Raises
     ------
     UnsupportedOperationError
-        From an optimizer's step, and from a later pass: the sum is still to come, or ``.grad`` was written into
-        (but by ``zero_grad``, which forgets what was found; so does another tensor in the place of ``.grad``).
+        From an optimizer's step, and from a later pass: the sum is still to come, or ``.grad`` was written into or
+        replaced (but by ``zero_grad``, None or zeros, which forget what was found).
 
     Notes
     -----
@@ -100,19 +103,16 @@ def withheld_of(param: Tensor) -> Withheld | None:
     Raises
     ------
     UnsupportedOperationError
-        ``.grad`` was written into meanwhile.
+        ``.grad`` was written into meanwhile, or another tensor with values took its place.
     """
     grad = param.grad
     found: Withheld | None = getattr(grad, "_withheld", None)
+    if found is None and replaced:
+        _require_kept(param)
     if found is None or grad is None or grad._version == found.version:
         return found
     if _is_written_into(param):
-        raise UnsupportedOperationError(
-            "a gradient was written into, parts of which wait for their sum over the ranks",
-            expected="no write between a backward pass inside no_sync and the first one outside",
-            got=f"a .grad of shape {tuple(grad.shape)} with other values",
-            fix="scale or clip gradients after the pass outside no_sync; zero_grad forgets them",
-        )
+        raise _changed(grad, "was written into")
     del grad._withheld  # type: ignore[attr-defined]
     return None
 
@@ -122,8 +122,39 @@ def _is_written_into(param: Tensor) -> bool:
     found, grad = getattr(param.grad, "_withheld", None), param.grad
     if found is None or grad is None or grad._version == found.version:
         return False
+    return _has_values(grad)
+
+
+def _has_values(grad: Tensor) -> bool:
     parts = torch.view_as_real(grad) if grad.is_complex() else grad
     return bool(parts.any() or torch.signbit(parts).any())
+
+
+def _lose(number: int) -> None:
+    """Note that what waited has gone with a ``.grad``, which cannot be looked at here: it is being replaced."""
+    _, param = held.pop(number, (None, None))
+    if param is not None:
+        replaced.append(weakref.ref(param))
+
+
+def forget_replaced() -> None:
+    """Forget parameters whose gradients begin anew. Not collective. Before a pass, which gives them others."""
+    params = [known() for known in replaced]
+    replaced[:] = [weakref.ref(p) for p in params if p is not None and p.grad is not None and _has_values(p.grad)]
+
+
+def _require_kept(param: Tensor) -> None:
+    if param.grad is not None and any(known() is param for known in replaced) and _has_values(param.grad):
+        raise _changed(param.grad, "was replaced")
+
+
+def _changed(grad: Tensor, how: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"a gradient {how}, parts of which wait for their sum over the ranks",
+        expected="no change between a backward pass inside no_sync and the first one outside",
+        got=f"a .grad of shape {tuple(grad.shape)} with other values",
+        fix="scale or clip gradients after the pass outside no_sync; zero_grad forgets them",
+    )
 
 
 def withhold(param: Tensor, key: Key, g: Tensor) -> None:
@@ -135,7 +166,7 @@ def withhold(param: Tensor, key: Key, g: Tensor) -> None:
     if found is None:
         found = param.grad._withheld = Withheld(param)  # type: ignore[attr-defined]
         number = next(_number)
-        held[number] = weakref.ref(found, lambda _: held.pop(number, None)), param
+        held[number] = weakref.ref(found, lambda _: _lose(number)), param
     found.version = param.grad._version
     if key in found.shares:
         found.shares[key] += g
@@ -161,19 +192,25 @@ def taken_share(param: Tensor, key: Key, g: Tensor) -> Tensor:
 
 
 def note_accumulated(param: Tensor) -> None:
-    """Note that autograd itself added to ``.grad``. Not collective."""
-    found: Withheld | None = getattr(param.grad, "_withheld", None)
+    """Note that autograd itself added to ``.grad``, or set it. Not collective."""
+    grad: Any = param.grad
+    found: Withheld | None = getattr(grad, "_withheld", None)
     if found is not None:
-        found.version = param.grad._version  # type: ignore[union-attr]
+        if grad._version == found.version + 1:  # else it was written into before, which the next pass or step refuses
+            found.version = grad._version
+    elif replaced and grad is not None and not grad._version:
+        replaced[:] = [known for known in replaced if known() is not param]
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not held:
+    if not held and not replaced:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
             found = getattr(param.grad, "_withheld", None)
-            if found is not None and found.shares:
+            if found is None:
+                _require_kept(param)
+            elif found.shares:
                 raise UnsupportedOperationError(
                     "an optimizer's step before gradients are summed over the ranks",
                     expected="a backward pass outside no_sync before it",

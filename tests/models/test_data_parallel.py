@@ -237,6 +237,64 @@ def test_steps_and_writes_before_the_sum_are_refused(mesh):
     optimizer.step()
 
 
+CHANGES = {
+    "scaled": lambda p: 2 * p.grad,
+    "a clone": lambda p: p.grad.clone(),
+    "another": torch.ones_like,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_gradient_in_the_place_of_one_that_waits_is_refused(mesh, change, finished):
+    """What waits is lost with it: nobody can tell what the other was made of."""
+    model = ms.distribute_module(seeded(Weighted, torch.float64), mesh)
+    x = ms.distribute_tensor(data(4, 1, 9, 8), mesh, BATCH_AND_ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if finished:
+        model(x).square().sum().backward()
+    with ms.no_sync():
+        model(x).square().sum().backward()
+    weight = model.conv.weight
+    weight.grad = CHANGES[change](weight)
+    other = ms.distribute_module(seeded(Weighted, torch.float64), mesh)
+    other(x).square().sum().backward()  # has nothing to do with it
+    for call in (optimizer.step, lambda: model(x).square().sum().backward()):
+        for p in model.parameters():  # of the others the sum is still to come
+            p.grad = p.grad if p is weight else None
+        with pytest.raises(ms.UnsupportedOperationError, match="a gradient was replaced"):
+            call()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    once = weight.grad.clone()
+    weight.grad = weight.grad / 2  # nothing waits
+    model(x).square().sum().backward()
+    close(weight.grad, 1.5 * once, "half of the first, and the second")
+    optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_forgotten_stays_so_where_a_plain_loss_follows(mesh, set_to_none):
+    """Autograd itself adds its gradient: where that is into zeros, nobody can tell them from a part; it is refused."""
+    model = ms.distribute_module(seeded(Weighted, torch.float64), mesh)
+    x = ms.distribute_tensor(data(4, 1, 9, 8), mesh, BATCH_AND_ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(x).square().sum().backward()
+    once = model.conv.weight.grad.clone()
+    with ms.no_sync():
+        model(x).square().sum().backward()
+    model.zero_grad(set_to_none)
+    model(x).square().sum().full_tensor().backward()
+    if not set_to_none:
+        for call in (optimizer.step, model(x).square().sum().backward):
+            with pytest.raises(ms.UnsupportedOperationError, match="gradient"):
+                call()
+        return
+    optimizer.step()
+    model(x).square().sum().backward()
+    close(model.conv.weight.grad, 2 * once, "both after it")
+
+
 def test_members_of_an_ensemble_do_not_meet():
     """One member at each coordinate of "member": its own parameters, data and gradients; no message leaves it."""
     size = WORLD.size
