@@ -392,6 +392,34 @@ def test_a_path_beyond_the_array_of_open_mpi(folder, backend):
     assert torch.equal(gathered(ms.io.load_checkpoint(at.parent, mesh=mesh).tensors["u"]), full)
 
 
+@pytest.mark.parametrize("backend", ["root", "virtual", "mpio"])
+def test_a_file_that_replaces_another_is_on_the_disk_before(folder, backend, monkeypatch):
+    """A machine that goes down leaves one of the two."""
+    if backend == "mpio" and mpio_obstacle() is not None:
+        pytest.skip("h5py knows no MPI")
+    calls = []
+
+    def fsync(fd, then=os.fsync):
+        calls.append(("flushed", os.readlink(f"/proc/self/fd/{fd}")))
+        then(fd)
+
+    def replace(source, target, then=os.replace):
+        calls.append(("renamed", os.fspath(source)))
+        then(source, target)
+
+    mesh, full, at = mesh_of((WORLD.size,)), torch.arange(35.0).reshape(7, 5), folder / "a.h5"
+    ms.io.write(at, {"u": shard(full, mesh, (ms.Shard(0),))}, backend=backend)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    ms.io.write(at, {"u": shard(2 * full, mesh, (ms.Shard(0),))}, backend=backend)
+    monkeypatch.undo()
+    if WORLD.rank == 0:
+        assert [how for how, path in calls if path.endswith(".partial")] == ["flushed", "renamed"]
+    if backend == "virtual":
+        assert any(".parts-" in path for how, path in calls if how == "flushed")
+    assert torch.equal(gathered(ms.io.read(at, "u", mesh, (ms.Shard(0),))), 2 * full)
+
+
 @pytest.mark.parametrize("key", ["", "a\0b", "\ud800"], ids=ascii)
 def test_names_of_attributes(folder, key):
     """HDF5 ends a name at a zero byte: two attributes would be one."""

@@ -16,6 +16,7 @@ from mpishard.comm import guard
 from mpishard.comm.memory.buffer import is_dense
 from mpishard.comm.mesh import Group
 from mpishard.errors import FileError, MpishardError
+from mpishard.io.file.close import flush
 from mpishard.io.file.open import not_written
 from mpishard.io.file.parts import gives
 from mpishard.io.file.schema import Schema
@@ -90,6 +91,11 @@ class Job(NamedTuple):
         """Return the error as the library's own. Not collective."""
         return error if isinstance(error, MpishardError) else not_written(self.path, error)  # type: ignore[arg-type]
 
+    def settle(self, path: Path) -> None:
+        """Have what takes the place of another file on the disk before: a crash leaves one of them. Not collective."""
+        if os.path.lexists(self.path) and path.exists():
+            flush(path)
+
     @property
     def scrap(self) -> Path | None:
         """The file that may be emptied where writing fails: not one that is appended to."""
@@ -132,6 +138,7 @@ def finish(job: Job) -> None:
     if job.exists:
         return
     if job.form.append is None:
+        job.settle(job.partial)
         os.replace(job.partial, job.path)
         return
     try:

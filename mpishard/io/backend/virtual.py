@@ -117,6 +117,8 @@ def _write(job: Job, planned: dict[str, Planned], plan: Plan) -> dict[str, Any]:
     finally:
         part.close()
     job.agree(job.lost[0] if job.lost else None)
+    with job.together():
+        job.settle(part.path)
     return scalars
 
 

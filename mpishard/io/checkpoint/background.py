@@ -32,9 +32,9 @@ from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
 from mpishard.errors import FileError, MpishardError
 from mpishard.io.backend.part import Part, Planned, fill, lay_out, make_folders, with_room
-from mpishard.io.checkpoint.folder import TENSORS, discard, flush, unwritable
+from mpishard.io.checkpoint.folder import TENSORS, discard, unwritable
 from mpishard.io.checkpoint.snapshot import Snapshot
-from mpishard.io.file.close import made
+from mpishard.io.file.close import flush, made
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.excepthook import noted
 from mpishard.io.file.open import LIBVER

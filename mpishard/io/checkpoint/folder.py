@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from mpishard.errors import FileError
 from mpishard.io.checkpoint.stages import Stages
+from mpishard.io.file.close import flush
 from mpishard.io.file.lock import hold
 from mpishard.io.file.trust import check_memory, fresh, read_bounded, shown
 
@@ -223,18 +224,6 @@ def _remove_if_it_goes(path: Path) -> None:
         _remove(path)
     except OSError as e:
         warnings.warn(f"save_checkpoint: {path} could not be removed: {e}", stacklevel=3)
-
-
-def flush(path: Path) -> None:
-    """Have a file or a folder's entries on the disk before this returns. Not collective."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        if not path.is_dir():  # not every file system flushes folders
-            raise
-    finally:
-        os.close(fd)
 
 
 def write_state(partial: Path, state: dict[str, Any]) -> None:

@@ -118,3 +118,15 @@ def empty(path: str | os.PathLike[str] | None) -> None:
     if path is not None:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Have a file or a folder's entries on the disk before this returns. Not collective."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        if not os.path.isdir(path):  # not every file system flushes folders
+            raise
+    finally:
+        os.close(fd)

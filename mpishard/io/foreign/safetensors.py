@@ -23,8 +23,8 @@ from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.io.backend.job import given
-from mpishard.io.checkpoint.folder import flush
 from mpishard.io.checkpoint.snapshot import state_of, stored_dtype, the_mesh
+from mpishard.io.file.close import flush
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.trust import absolute, check_replaceable, fresh, is_text, shown, told
 from mpishard.tensor import ShardTensor
