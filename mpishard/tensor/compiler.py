@@ -41,7 +41,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TELLING = frozenset(
     "placements sharding device_mesh to_local full_tensor redistribute rebalance from_local ShardTensor DTensor "
     "_local_tensor _spec grad grad_fn retain_grad is_leaf _version data_ptr untyped_storage storage stride "
-    "is_contiguous storage_offset _base".split()
+    "is_contiguous storage_offset is_conj is_neg _base".split()
 )
 # of arguments, Dynamo hands these over as attributes of what it was given, past the graph
 _VIEWS = ("mT", "mH", "real", "imag", "T", "H")

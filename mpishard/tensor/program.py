@@ -153,7 +153,7 @@ class Program:
         from torch._guards import TracingContext, tracing
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        blocks = [block_of(x) for x in inputs]
+        blocks = [_evaluated(block_of(x)) for x in inputs]
         graph = Graph()
         arguments = [graph.placeholder(f"block_{i}") for i in range(len(blocks))]
         result = graph.call_function(self._of_blocks, tuple(arguments))
@@ -193,11 +193,16 @@ class Program:
             meet(x, self.mesh)
         blocks, copied = [block_of(x) for x in inputs], []
         for i, (x, strides) in enumerate(zip(blocks, self._strides)):
-            if strides is not None and x.stride() != strides and x.numel():
-                # as the one that it was compiled for; ranks need not agree on that
-                blocks[i] = _laid_out(x, strides)
+            if strides is None:
+                continue
+            # as the one that it was compiled for; ranks need not agree on that
+            y = _evaluated(x)
+            if y.stride() != strides and y.numel():
+                y = _laid_out(y, strides)
+            if y is not x:
+                blocks[i] = y
                 if self._mutates[i]:
-                    copied.append((x, blocks[i]))
+                    copied.append((x, y))
         results = self._compiled(*blocks)
         for x, y in copied:
             with torch.no_grad():
@@ -239,6 +244,11 @@ def _copy(x: Any) -> Any:
     if isinstance(x, ShardTensor):
         return _flagged(wrap(_copy(x.block), x.sharding, x.mesh), (x._gathered_view, x._gapped, x._turned))
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _evaluated(x: Any) -> Any:
+    """Return a tensor whose conjugate or negative is not left to be taken: compilers read what is in memory."""
+    return x.resolve_conj().resolve_neg() if isinstance(x, Tensor) and (x.is_conj() or x.is_neg()) else x
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:

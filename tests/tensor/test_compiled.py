@@ -422,6 +422,26 @@ def test_inductor():
     torch.testing.assert_close(gathered(y), f(field(2 * SIZE, 3)))
 
 
+@pytest.mark.parametrize("first", ["lazy", "evaluated"])
+def test_conjugates_and_negatives_are_taken_before(first):
+    """Torch notes them as a bit of a tensor, and takes them where they are read; inductor's loops do not look at it."""
+    full = torch.complex(field(2 * SIZE, 3), field(2 * SIZE, 3))
+    plain, inductor = ({"backend": "aot_eager"}, {"options": QUICK})
+    functions = [
+        (lambda x: x.sin() * 2, lambda z: z.imag, inductor),
+        (lambda x: torch.view_as_real(x.resolve_conj()).sum(-1), lambda z: z, plain),
+        (lambda x: x.mul_(3), lambda z: z.imag, plain),
+    ]
+    for f, part, options in functions:
+        compiled = torch.compile(f, fullgraph=True, **options)
+        for lazily in (True, False) if first == "lazy" else (False, True):
+            whole = full.clone()
+            z = shard(whole, mesh_of((SIZE,)), (ms.Shard(0),))
+            x, expected = (part(t.conj() if lazily else t.conj_physical()) for t in (z, whole))
+            with torch.no_grad():
+                torch.testing.assert_close(gathered(compiled(x)), f(expected.clone()))
+
+
 def test_inductor_keeps_the_order(monkeypatch):
     """Of what is drawn too, which reads nothing: by the sizes of its blocks, a rank would draw sooner."""
     x, order = shard(field(8 * SIZE, 64), mesh_of((SIZE,)), (ms.Shard(0),)), []
