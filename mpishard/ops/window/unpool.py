@@ -138,7 +138,7 @@ def _rule(ndim: int) -> Callable[..., ShardTensor]:
         at = fitted(resolved(indices), mesh, x.sharding)
         kernel, pads, size = frozen(kernel_size, ndim), frozen(padding, ndim), frozen(output_size, ndim)
         step = kernel if stride is None else frozen(stride, ndim)
-        key = (name, x.sharding, x.dtype, tuple(indices.shape), kernel, step, pads, size)
+        key = (name, x.sharding, x.dtype, tuple(indices.shape), indices.dtype, kernel, step, pads, size)
 
         def build() -> UnpoolPlan:
             shape = on_domain(func, x, indices, kernel_size, stride, padding, output_size).shape

@@ -176,6 +176,16 @@ def test_max_unpool_refuses_indices_that_lie_elsewhere():
             F.max_unpool1d(values, indices, 2)
 
 
+def test_max_unpool_refuses_indices_of_another_dtype_at_every_call():
+    values, indices = F.max_pool1d(field(1, 2, 4 * WORLD.size), 2, return_indices=True)
+    for mesh, placements, sizes in sampled(values.shape, range(3), 0, 3):
+        x, at = (shard(t, mesh, placements, sizes) for t in (values, indices))
+        for _ in range(2):
+            F.max_unpool1d(x, at, 2)
+            with pytest.raises(RuntimeError, match="type int64"):
+                F.max_unpool1d(x, at.int(), 2)
+
+
 def test_dtypes():
     same(lambda x: F.max_pool2d(x, 3, 2, 1), field(2, 2, 8, 7, dtype=torch.bfloat16), range(4), 0)
     same(lambda x: F.max_pool2d(x, 3, 2, 1), field(2, 2, 8, 7).mul(100).long(), range(4), 1)
