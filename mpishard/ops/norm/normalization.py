@@ -130,10 +130,10 @@ def _update(running: Any, value: Tensor, momentum: float, x: ShardTensor) -> Non
     """Move running statistics, however they lie, towards this batch's, which every rank has for its own channels."""
     if running is None:
         return
-    value = value.detach()
+    # first of one dtype: in which a block's kernel has them depends on its cells
+    value = value.detach().to(running.dtype)
     if x.sharding.sizes[1] is not None:
         value = _whole_channels(value, x.sharding, x.mesh)
-    value = value.to(running.dtype)
     if isinstance(running, ShardTensor):
         value = wrap(value, replicated_layout(x.mesh, value.shape), x.mesh)
     running.lerp_(value, momentum)
@@ -232,6 +232,16 @@ def _require_channels(x: ShardTensor, **numbers: Any) -> None:
         if t is not None and t.ndim != 1:
             # as torch's kernels do, which blocks without cells do not reach
             raise RuntimeError(f"{name} should be a vector of {x.shape[1]} elements, not of shape {list(t.shape)}")
+    _require_dtype(x, **numbers)
+
+
+def _require_dtype(x: ShardTensor, **numbers: Any) -> None:
+    """Refuse numbers of a dtype that torch's kernels do not take beside ``x``: others would be cast, or promote."""
+    if not x.is_floating_point() or autocast_enabled(x.block.device.type):
+        return
+    for name, t in numbers.items():
+        if t is not None and t.dtype != x.dtype and not (t.dtype == torch.float32 and x.dtype in HALVES):
+            raise RuntimeError(f"mixed dtype: expected {name} of {x.dtype}, got {t.dtype}")
 
 
 def _spread(block: Tensor) -> Tensor:
@@ -362,6 +372,7 @@ def layer_norm(
     mesh = mesh_of((input, weight, bias))
     x = on_mesh(input, mesh)
     dims = _last_dims(x, normalized_shape, weight=weight, bias=bias)
+    _require_dtype(x, weight=weight, bias=bias)
     over = reduced(x.sharding, dims).over
     if not over:
         y = torch.layer_norm(x.block, tuple(normalized_shape), _used(weight, x), _used(bias, x), eps)

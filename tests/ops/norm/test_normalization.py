@@ -489,3 +489,42 @@ def test_numbers_of_another_shape_than_what_is_normalised_are_refused(shape):
             F.layer_norm(x, (4, 6), None, weight)
         with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
             F.rms_norm(x, (4, 6), weight)
+
+
+def test_running_statistics_where_channels_are_cut_and_blocks_take_different_kernels():
+    """Of no cells, or of channels far from zero, statistics are found in another dtype than of others."""
+    full, mesh = field(2, 8, 6).float(), mesh_of((WORLD.size,))
+    full[:, -1] += 1e5
+    for sizes in (None, {1: skew(8, WORLD.size)}):
+        x = shard(full, mesh, (ms.Shard(1),), sizes)
+        found, expected = ([torch.zeros(8), torch.ones(8)] for _ in range(2))
+        y = F.batch_norm(x, *found, training=True)
+        torch.testing.assert_close(gathered(y)[:, :-1], F.batch_norm(full, *expected, training=True)[:, :-1])
+        torch.testing.assert_close([t[:-1] for t in found], [t[:-1] for t in expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("other", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_numbers_of_another_dtype_are_taken_where_torch_takes_them(dtype, other):
+    full, numbers, mesh = field(2, 4, 6).to(dtype), torch.ones(4, dtype=other), mesh_of((WORLD.size,))
+    running = torch.ones(4, dtype=other)
+    functions = [
+        lambda x: F.batch_norm(x, None, None, numbers, None, True),
+        lambda x: F.batch_norm(x, None, None, None, numbers, True),
+        lambda x: F.batch_norm(x, running.clone(), running.clone(), None, None, True),
+        lambda x: F.instance_norm(x, None, None, numbers),
+        lambda x: F.group_norm(x, 2, numbers),
+        lambda x: F.layer_norm(x.mT, (4,), numbers),
+        lambda x: F.layer_norm(x.mT, (4,), None, numbers),
+    ]
+
+    def taken(f, x):
+        try:
+            return f(x).dtype
+        except RuntimeError:
+            return None
+
+    for f in functions:
+        expected = taken(f, full)
+        for dim in range(3):
+            assert taken(f, shard(full, mesh, (ms.Shard(dim),), {dim: skew(full.shape[dim], WORLD.size)})) == expected
