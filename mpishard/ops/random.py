@@ -199,7 +199,8 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, op
         local = torch.complex(*parts) * (0.5**0.5 if fill is normal else 1)
     else:
         local = _drawn(x, dtype, fill(dtype), generator)
-    return wrap(local.requires_grad_(requires_grad), x.sharding, x.mesh)
+    # inside a transform of torch.func, torch takes no other value
+    return wrap(local.requires_grad_() if requires_grad else local, x.sharding, x.mesh)
 
 
 @_draws(torch.rand_like)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mpishard.comm.collective import blocking
+from mpishard.comm.memory.buffer import outside
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedDtypeError
 from mpishard.layout import Layout
@@ -52,7 +53,7 @@ def drawn_once(mesh: CartMesh, draw: Callable[[], Tensor]) -> Tensor:
     For numbers that every rank needs whole, and that are few.
     """
     own = draw()
-    return blocking.broadcast(own, mesh.group(tuple(range(mesh.ndim))), 0) if mesh.size > 1 else own
+    return outside(blocking.broadcast, own, mesh.group(tuple(range(mesh.ndim))), 0) if mesh.size > 1 else own
 
 
 def mixed(z: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from mpi4py import MPI
 
 from mpishard.comm import counter, guard, traced
-from mpishard.comm.memory.buffer import dense, is_dense, pack
+from mpishard.comm.memory.buffer import dense, is_constant, is_dense, outside, pack, transforms_active
 from mpishard.comm.memory.reduction_type import Rule, from_keys, ordered, rule_of, to_keys
 from mpishard.comm.mesh import Group
 from mpishard.comm.point_to_point.send_recv import send_recv
@@ -48,6 +48,9 @@ def all_reduce(
 
     Half types are accumulated in float32; the extrema of floats propagate NaN. ``x`` in place is contiguous.
     """
+    if transforms_active() and is_constant(x):
+        result = outside(all_reduce, x, group, op, deterministic=deterministic, in_place=in_place)
+        return x if in_place else result
     rule = rule_of(op, x.dtype)
     if traced.recording is not None and group.size > 1 and x.numel():
         result = traced.recording.call(
@@ -140,6 +143,8 @@ def even(n: int, count: int) -> tuple[int, ...]:
 
 def all_gather(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """Concatenate the ranks' tensors along ``dim``, in rank order; the shapes agree outside it. Collective."""
+    if transforms_active() and is_constant(x):
+        return outside(all_gather, x, group, dim, sizes)
     shape, extent = x.shape, total(sizes)
     full = (*shape[:dim], extent, *shape[dim + 1 :])
     if traced.recording is not None and group.size > 1 and math.prod(full):
@@ -263,6 +268,9 @@ def all_to_all_flat(
 
 def broadcast(x: torch.Tensor, group: Group, root: int, *, in_place: bool = False) -> torch.Tensor:
     """Copy the root's tensor to every rank; elsewhere, ``x`` has its shape and dtype. Collective over the group."""
+    if transforms_active() and is_constant(x):
+        result = outside(broadcast, x, group, root, in_place=in_place)
+        return x if in_place else result
     if traced.recording is not None and group.size > 1:
         y = traced.recording.call("broadcast", lambda t: broadcast(t, group, root), [x], x.shape)
         return x.copy_(y) if in_place else y

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from mpi4py import MPI
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 MESSAGE_NBYTES = 1 << 30  # below every MPI's count limit; larger payloads travel in pieces
 
@@ -16,6 +18,32 @@ address = MPI.buffer.fromaddress
 _DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
 # torch copies none of these as cells: they go with a scale of their own, or take less than a byte
 UNCOPIED = frozenset(d for d in _DTYPES if re.fullmatch(r"torch\.(qu?int.*|quint.*|u?int[1-7])", str(d)))
+
+
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def bare(x: torch.Tensor) -> torch.Tensor:
+    """Return what has a tensor's memory: transforms of `torch.func` wrap all that is made inside them.
+
+    Not collective. Without derivatives: for addresses, and numbers that have none.
+    """
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def is_constant(x: torch.Tensor) -> bool:
+    """Tell whether a tensor has no derivative, inside any transform. Not collective."""
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call outside of all transforms of `torch.func`, with what has the tensors' memory. As the call is."""
+    own = [bare(x) if isinstance(x, torch.Tensor) else x for x in args]
+    with temporarily_clear_interpreter_stack():
+        return call(*own, **kwargs)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from mpishard.autograd.linear import Step, pair
 from mpishard.autograd.redistribute import cells_step
 from mpishard.autograd.rows import Rows
 from mpishard.autograd.use import use
+from mpishard.comm.memory.buffer import outside
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.layout import Layout, Placement, Replicate, Shard, holders, layout_of, spans_of
@@ -259,7 +260,7 @@ def _asked(x: ShardTensor, points: Points, sharded: list[int]) -> ShardTensor | 
     n, kind, out = layout.shape[d], index.sharding, result_of(layout, points, index.sharding, layout.shard_dims[d])
 
     def rows_of(index: Tensor) -> Step:
-        numbers = index.cpu().numpy().astype(np.int64)
+        numbers = outside(Tensor.numpy, index.cpu()).astype(np.int64)
 
         def counted() -> np.ndarray[Any, Any]:
             if numbers.size and not -n <= numbers.min() <= numbers.max() < n:
@@ -313,7 +314,7 @@ def owned_cells(layout: Layout, mesh: CartMesh, dims: Sequence[int], indices: Se
     flat = []
     for d, index in zip(dims, indices):
         n = layout.shape[d]
-        cells = index.reshape(-1).cpu().numpy().astype(np.int64)
+        cells = outside(Tensor.numpy, index.reshape(-1).cpu()).astype(np.int64)
         if cells.size and not -n <= cells.min() <= cells.max() < n:
             raise IndexError(f"index out of range for dimension {d} with size {n}")
         flat.append(np.where(cells < 0, cells + n, cells))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpishard.autograd.graph import unseen
 from mpishard.autograd.linear import Step, apply, pair, same
+from mpishard.comm.memory.buffer import bare
 from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Layout, Replicate, Shard, layout_of
 from mpishard.tensor.notice import notice_gather
@@ -307,9 +308,12 @@ def beside(written: Tensor, x: Any) -> Any:
 
     Torch refuses that, on those ranks alone whose blocks lie so.
     """
-    if not isinstance(x, Tensor) or x.untyped_storage()._cdata != written.untyped_storage()._cdata:
+    if not isinstance(x, Tensor):
         return x
-    same = x.data_ptr() == written.data_ptr() and x.shape == written.shape and x.stride() == written.stride()
+    own, into = bare(x), bare(written)
+    if own.untyped_storage()._cdata != into.untyped_storage()._cdata:
+        return x
+    same = own.data_ptr() == into.data_ptr() and own.shape == into.shape and own.stride() == into.stride()
     return x if same else x.clone()
 
 

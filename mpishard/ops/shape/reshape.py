@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpishard.comm import traced
+from mpishard.comm.memory.buffer import bare
 from mpishard.layout import (
     Layout,
     Placement,
@@ -174,7 +175,9 @@ def reshape(input: ShardTensor, *given: Any, shape: Any = None) -> ShardTensor:
         x = _apart(x)
     local = x.block.reshape(local_shape(plan.out, x.mesh.coords))
     # in a compiler's hands a tensor has no address, and a copy costs nothing
-    aliased = 1 in x.block.shape and (traced.recording is not None or local.data_ptr() == x.block.data_ptr())
+    aliased = 1 in x.block.shape and (
+        traced.recording is not None or bare(local).data_ptr() == bare(x.block).data_ptr()
+    )
     if aliased and _copied_elsewhere(x, plan.out):
         local = local.clone()
     return viewed(x, local, plan.out, steps=steps)
