@@ -35,6 +35,14 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if _len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
+def recorded(x: Tensor, requires_grad: bool) -> Tensor:
+    """Return ``x``, a new tensor, of which autograd records operations where that is asked for. Not collective.
+
+    Inside a transform of `torch.func` torch does not even take what is so already.
+    """
+    return x.requires_grad_() if requires_grad else x
+
+
 def _itself(x: Tensor) -> Tensor:
     return x
 

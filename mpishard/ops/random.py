@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpishard.autograd.graph import recorded
 from mpishard.autograd.linear import differentiated
 from mpishard.comm import traced
 from mpishard.layout import Layout, Replicate, Shard, layout_of, without_partial
@@ -199,8 +200,7 @@ def _like(x: Any, fill: Any, dtype: Any, requires_grad: bool, generator: Any, op
         local = torch.complex(*parts) * (0.5**0.5 if fill is normal else 1)
     else:
         local = _drawn(x, dtype, fill(dtype), generator)
-    # inside a transform of torch.func, torch takes no other value
-    return wrap(local.requires_grad_() if requires_grad else local, x.sharding, x.mesh)
+    return wrap(recorded(local, requires_grad), x.sharding, x.mesh)
 
 
 @_draws(torch.rand_like)

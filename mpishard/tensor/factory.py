@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.argument import require, require_mesh, together
+from mpishard.autograd.graph import recorded
 from mpishard.comm.device_mesh import names_device_mesh
 from mpishard.comm.halo.exchanger import Width
 from mpishard.comm.mesh import CartMesh
@@ -136,7 +137,7 @@ def _make(
 
     if ghost is None:
         layout = mesh.plan(key, planned)
-        return wrap(make(layout, dtype).requires_grad_(requires_grad), layout, mesh)
+        return wrap(recorded(make(layout, dtype), requires_grad), layout, mesh)
 
     def with_room() -> tuple[Layout, dict[int, Widths]]:
         layout = planned()
@@ -148,7 +149,7 @@ def _make(
     for d, along in widths.items():
         local_shape[d] += sum(along[layout.index(d, mesh.coords)])
     x = resident(mesh, layout, widths, block.new_zeros(local_shape))
-    x.block.copy_(block).requires_grad_(requires_grad)
+    recorded(x.block.copy_(block), requires_grad)
     return x
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mpishard.autograd.argument import require_mesh, valueless, whole_number
+from mpishard.autograd.graph import recorded
 from mpishard.comm import guard
 from mpishard.comm.collective.transfer import scatter_blocks
 from mpishard.comm.device_mesh import names_device_mesh
@@ -146,4 +147,4 @@ def scattered(
         layout = layout_of(mesh.shape, placements, shape, sizes, multiple)
     source = tensor if mesh.rank == root else None
     local = scatter_blocks(mesh, root, source, lambda rank: layout.box(coords_of(rank, mesh.shape)), dtype)
-    return wrap(local.requires_grad_(requires_grad), layout, mesh)
+    return wrap(recorded(local, requires_grad), layout, mesh)

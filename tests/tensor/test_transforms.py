@@ -13,6 +13,12 @@ from tests.compare import WORLD, mesh_of, shard
 X = torch.randn((2, 5, 7), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 0.5
 
+
+def ones_beside(x):
+    where = {"mesh": x.mesh, "placements": [ms.Replicate()]} if isinstance(x, ms.ShardTensor) else None
+    return torch.ones(7, dtype=x.dtype) if where is None else ms.ones(7, dtype=x.dtype, **where)
+
+
 FUNCTIONS = {
     "index": lambda x, _: x[..., torch.tensor([0, 3])],
     "index_select": lambda x, _: x.index_select(1, torch.tensor([4, 0])),
@@ -26,6 +32,7 @@ FUNCTIONS = {
     "in place": lambda x, full: x.add_(full),
     "random": lambda x, full: x + 0 * torch.randn_like(full),
     "dropout": lambda x, _: F.dropout(x, 0.5, training=True).mul(0) + x,
+    "made anew": lambda x, _: x + ones_beside(x),
     "low rank": lambda x, _: torch.svd_lowrank(x[0], 5)[1],
 }
 

@@ -244,9 +244,14 @@ class _Stored:
                 raise _refused(self.path, f"{file.name}: the checksum of a piece of {name!r} is wrong", fix)
         raw.seek(0)
         cells = torch.load(raw, map_location="cpu", weights_only=True)
-        if not isinstance(cells, Tensor) or tuple(cells.shape) != shape or cells.dtype != dtype:
+        if (
+            not isinstance(cells, Tensor)
+            or cells.layout is not torch.strided
+            or tuple(cells.shape) != shape
+            or cells.dtype != dtype
+        ):
             raise _refused(self.path, f"another thing than cells of {name!r}", "check that it is complete")
-        return cells
+        return cells.detach()  # a parameter, too
 
 
 def _is_known(name: Name) -> bool:
