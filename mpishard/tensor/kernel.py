@@ -6,8 +6,6 @@ dtypes and layouts, with torch asked after each kernel by a tensor of a cell; fo
 of this is in the way of a program before a layout with an empty block is made; then, blocks with cells cost a look at
 their number.
 
-So it is with tensors whose cells share memory, which torch does not write into: not of a cell, but of an expanded one.
-
 Views of an empty block are taken so that their graph goes on where they are written into, as it does on other ranks.
 """
 
@@ -35,9 +33,7 @@ _LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 # calls that were done so, and calls whose backward was; of kernels, what torch said of them
 _calls: set[Any] = set()
 _backwards: set[Any] = set()
-_kernels: dict[Any, RuntimeError | None] = {}
-# in what torch says of a tensor whose cells share memory
-_SHARED = "more than one element of the written-to tensor"
+_kernels: dict[Any, NotImplementedError | None] = {}
 
 
 class _Asking(TorchDispatchMode):
@@ -58,7 +54,7 @@ class _Asking(TorchDispatchMode):
             found = func(*args, **(kwargs or {}))
         try:
             _require_kernel(func, args, kwargs or {})
-        except RuntimeError:
+        except NotImplementedError:
             _backwards.discard(self.key)
             raise
         return found
@@ -69,40 +65,32 @@ _depth = Depth()
 
 
 def _require_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise what torch raises of these dtypes, or of what is written into, where there are cells. Not collective."""
+    """Raise what torch raises of an operation of these dtypes where there are cells. Not collective."""
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not any(x.numel() == 0 and x.device.type != "meta" for x in tensors):
         return
     if torch.Tag.nondeterministic_seeded in func.tags:
         return  # it would draw numbers, on this rank alone
-    written = func._schema.is_mutable
-    kinds = [x.dtype if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, torch.dtype))]
-    key = (func, *kinds, *(_repeated(x) for x in tensors if written))
+    key = (func, tuple(x.dtype if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, torch.dtype))))
     if key not in _kernels:
         if len(_kernels) > _KEPT:
             _kernels.clear()
         # numbers of cells, whose extents and values torch does not always check: all are of one cell, and its number
         single = any(x.numel() and _is_whole_number(x) for x in tensors)
-        cells = [_with_cells(x, single, written) for x in leaves]
+        cells = [_with_cells(x, single, func._schema.is_mutable) for x in leaves]
         args, kwargs = tree_unflatten(cells, tree)
         _kernels[key] = _refusal_of(func, args, kwargs, single)
     refusal = _kernels[key]
     if refusal is not None:
-        raise type(refusal)(*refusal.args)
-
-
-def _repeated(x: Tensor) -> tuple[int, ...]:
-    """Return the dims along which cells share memory. Not collective."""
-    strides = x.stride()
-    return tuple(d for d, n in enumerate(x.shape) if n > 1 and strides[d] == 0) if 0 in strides else ()
+        raise NotImplementedError(*refusal.args)
 
 
 def _is_whole_number(x: Tensor) -> bool:
     return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
 
 
-def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], single: bool) -> RuntimeError | None:
+def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], single: bool) -> NotImplementedError | None:
     given = {a.name: a for a in func._schema.arguments}
     named = {name: _in_place_of(given[name], value, single) for name, value in kwargs.items()}
     try:
@@ -110,18 +98,15 @@ def _refusal_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], single: 
             func(*(_in_place_of(a, value, single) for a, value in zip(given.values(), args)), **named)
     except NotImplementedError as e:
         return e.with_traceback(None)
-    except Exception as e:  # noqa: BLE001 (of shapes or values, which are not the caller's)
-        if isinstance(e, RuntimeError) and _SHARED in str(e):
-            return e.with_traceback(None)
+    except Exception:  # noqa: BLE001 (of shapes or values, which are not the caller's)
+        pass
     return None
 
 
 def _in_place_of(argument: Any, value: Any, single: bool) -> Any:
     """Return what an argument is with cells: lists of extents have none that is 0, and torch makes the results."""
     if argument.is_out:
-        results = [value] if isinstance(value, Tensor) else value
-        found = [t if _repeated(t) else t.new_empty(0) for t in results]
-        return found[0] if isinstance(value, Tensor) else found
+        return value.new_empty(0) if isinstance(value, Tensor) else [t.new_empty(0) for t in value]
     if "size" in argument.name and isinstance(value, (list, tuple)):
         return [1 if single else n or 1 for n in value]
     return value
@@ -134,8 +119,7 @@ def _with_cells(x: Any, single: bool, written: bool) -> Any:
     if single:
         return x.new_zeros([1] * x.ndim)
     if x.numel() == 0:
-        shape, repeated = [n or 1 for n in x.shape], _repeated(x) if written else ()
-        return x.new_zeros([1 if d in repeated else n for d, n in enumerate(shape)]).expand(shape)
+        return x.new_zeros([n or 1 for n in x.shape])
     return torch.zeros_like(x) if written else x
 
 
@@ -198,7 +182,7 @@ def _asking_torch(run: Callable[[], Any]) -> Any:
 def _kind(a: Any) -> Any:
     """Return what decides which kernels are called with an argument. Not collective."""
     if isinstance(a, ShardTensor):
-        return a.dtype, a.sharding, a.requires_grad, 0 in a.block.stride()
+        return a.dtype, a.sharding, a.requires_grad
     if isinstance(a, Tensor):
         return a.dtype, a.requires_grad
     if isinstance(a, (list, tuple)):

@@ -231,27 +231,6 @@ def test_what_torch_is_asked_has_no_number_of_a_cell_that_is_not_there(monkeypat
     assert all(not x.any() for args in asked[:2] for x in args if isinstance(x, torch.Tensor))
 
 
-EXPANDED = {
-    "add_": lambda x: x.add_(1),
-    "relu_": lambda x: x.relu_(),
-    "copy_": lambda x: x.copy_(torch.ones(4)),
-    "cumsum_": lambda x: x.cumsum_(1),
-    "normal_": lambda x: x.normal_(),
-    "foreach": lambda x: torch._foreach_add_([x], 1),
-    "out": lambda x: torch.add(x, 1, out=x),
-    "zero_": lambda x: x.zero_(),
-}
-
-
-@pytest.mark.parametrize("name", EXPANDED)
-def test_cells_that_share_memory_are_written_into_on_all_ranks_or_on_none(name):
-    """Torch refuses an expanded tensor where it has cells."""
-    for x in beside_nothing(MATRIX):
-        EXPANDED[name](x.clone())  # the same operation of a tensor that can be written into, first
-        told = WORLD.allgather(refusal(EXPANDED[name], x[:, :1].expand(4, 4)))
-        assert set(told) == {refusal(EXPANDED[name], MATRIX[:, :1].clone().expand(4, 4))}
-
-
 RESULTS = {
     "interpolate": lambda x: F.interpolate(x, 1, mode="linear"),
     "interpolate, nearest": lambda x: F.interpolate(x, scale_factor=0.34),
