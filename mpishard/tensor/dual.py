@@ -1,11 +1,10 @@
-"""Forward mode, a dual ShardTensor being a ShardTensor of dual blocks; and what `torch.func` transforms give out."""
+"""Forward mode: a dual ShardTensor is a ShardTensor of dual blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
 
 from mpishard.autograd.linear import transforms_active
 from mpishard.errors import LayoutError, UnsupportedOperationError
@@ -44,18 +43,3 @@ def unpack_dual(dual: ShardTensor, level: int) -> tuple[ShardTensor, ShardTensor
     primal, tangent = torch._VF._unpack_dual(dual.block, level=level)  # type: ignore[attr-defined]
     layout, mesh = dual.sharding, dual.mesh
     return wrap(primal, layout, mesh), None if tangent is None else wrap(tangent, layout, mesh)
-
-
-_unwrap_of_torch = getattr(eager_transforms._unwrap_for_grad, "of_torch", eager_transforms._unwrap_for_grad)
-
-
-def _unwrap(x: Any, level: int) -> Any:
-    """Return what a transform gives out: it sees no block, which without it has no memory. Not collective."""
-    if isinstance(x, ShardTensor):
-        block = _unwrap_of_torch(x.block, level)
-        return x if block is x.block else wrap(block, x.sharding, x.mesh)
-    return _unwrap_of_torch(x, level)
-
-
-_unwrap.of_torch = _unwrap_of_torch  # type: ignore[attr-defined]
-eager_transforms._unwrap_for_grad = _unwrap  # type: ignore[assignment]

@@ -153,3 +153,13 @@ def test_scripted_functions():
         got.square().sum().backward()
         torch.testing.assert_close(gathered(own.grad), x.grad)
         torch.testing.assert_close(w.grad, 2 * gw)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)[0]])
+def test_transforms_of_plain_tensors_compile_as_before(transform):
+    """What the package puts in the place of torch's own functions would break their graphs."""
+    torch._dynamo.reset()
+    x = torch.linspace(0, 1, 4)
+    f = transform(lambda y: y.sin().sum(-1))
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), f(x))

@@ -128,29 +128,6 @@ def test_function_transforms_are_refused(transform):
         transform(lambda x: (x * x).sum(), x)
 
 
-def outputs(x):
-    value, back = torch.func.vjp(lambda w: F.conv2d(x, w, padding=1), W)
-    yield value * 2, back(torch.ones_like(value))
-    yield torch.func.jvp(lambda w: (F.conv2d(x, w), x), (W,), (W,))
-    yield torch.func.grad(lambda w: (F.conv2d(x, w).sum(), (F.conv2d(x, w).sin(), x)), has_aux=True)(W)
-    # of a transform inside another
-    yield torch.func.grad(lambda u: torch.func.vjp(lambda w: F.conv2d(x, w) * u.sum(), u)[0].square().sum())(W)
-
-
-def test_what_function_transforms_of_plain_tensors_give_out():
-    """Their blocks had no memory: an error where MPI or numpy asked for it."""
-    flat = torch.utils._pytree.tree_leaves
-    expected = flat([*outputs(X)])
-    for mesh, placements, sizes in layouts(SHAPE, [2, 3]):
-        x = shard(X, mesh, placements, sizes)
-        for e, y in zip(expected, flat([*outputs(x)]), strict=True):
-            torch.testing.assert_close(gathered(y), e)
-            if is_sharded(y):
-                assert y.to_local().numpy().shape == y.sharding.local_shape(mesh.coords)
-        aux = torch.func.grad(lambda w, x=x: (w.sum(), x), has_aux=True)(W)[1]
-        assert aux is x
-
-
 @pytest.mark.parametrize(
     "f",
     [
