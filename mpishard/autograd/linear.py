@@ -11,6 +11,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from mpishard.autograd.batch import vmap_refused
 from mpishard.autograd.graph import packs
+from mpishard.comm.memory.buffer import transforms_active
 
 
 class LinearOp(Protocol):
@@ -178,9 +179,6 @@ class TransformedLinear(Linear):
     def vmap(*_: Any) -> NoReturn:
         """Refuse."""
         raise vmap_refused()
-
-
-transforms_active = torch._C._are_functorch_transforms_active
 
 
 def in_transform() -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mpishard.autograd.linear import transforms_active
 from mpishard.comm import counter, guard
 from mpishard.comm.exchange.window import WindowOp
+from mpishard.comm.memory.buffer import transforms_active
 from mpishard.profiling.recorder import Recorder
 from mpishard.tensor.registry import BACKWARD, name_of
 from mpishard.tensor.shard_tensor import ShardTensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpishard.autograd.linear import transforms_active
+from mpishard.comm.memory.buffer import transforms_active
 from mpishard.errors import LayoutError, UnsupportedOperationError
 from mpishard.tensor.operand import fitted, mesh_of, on_mesh, resolved
 from mpishard.tensor.registry import implements

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpishard.autograd.graph import before, own_nodes, packs, replayed_views, unseen
-from mpishard.autograd.linear import transforms_active
+from mpishard.comm.memory.buffer import transforms_active
 from mpishard.comm.thread import Depth
 from mpishard.layout import watch_empty_blocks
 from mpishard.tensor.registry import BACKWARD, RULES, Rule, tensors_in

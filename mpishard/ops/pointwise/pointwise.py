@@ -242,13 +242,11 @@ def contiguous(input: ShardTensor, memory_format: Any = torch.contiguous_format)
     if x._halo is not None or (x._gapped and x.numel() > 1):
         # a copy in torch, where the block of a rank that is but a row, or that has no gap, may be contiguous
         return wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
-    if x._gapped is None:  # a copy in torch, or not
-        out = wrap(local.clone() if local is x.block else local, x.sharding, x.mesh)
+    # a copy in torch, or not, as seen from ranks with cells alone at most
+    if x._gapped is None or (x._gathered_view and _is_unseen(x.sharding)):
+        out = wrap(local.clone(memory_format=memory_format) if local is x.block else local, x.sharding, x.mesh)
         out._gathered_view = True
         return out
-    if x._gathered_view and _is_unseen(x.sharding):
-        # a copy, or not, as seen from ranks with cells alone: taken for the view that it may be
-        return viewed(x, local, x.sharding)
     if local is not x.block:
         return wrap(local, x.sharding, x.mesh)
     if (1 in local.shape or 0 in local.shape) and not is_ordered(x, memory_format):
