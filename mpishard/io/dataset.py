@@ -490,7 +490,7 @@ def _all(datasets: Any) -> list[Dataset]:
         "Loader: no datasets",
         expected="an mpishard.io.Dataset, or a tuple or dict of them",
         got=type(datasets).__name__,
-        fix="open them first",
+        fix="open them first; a torch.utils.data.Subset of one goes into torch's DataLoader",
     )
 
 

@@ -62,8 +62,8 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
         for x in inputs:
             require("compare_module", "inputs", x, Tensor, "give whole tensors")
         require("compare_module", "placements", placements, Sequence, "give one placement per mesh dim")
-    on_shards = distribute_module(_copied(module), mesh)
-    in_one = _copied(module).to(mesh.device)
+        on_shards, in_one = _copied(module), _copied(module).to(mesh.device)
+    distribute_module(on_shards, mesh)
     with torch.no_grad():
         for one, other in zip(_state(in_one), _state(on_shards), strict=True):
             one.copy_(other)  # that of rank 0, on every rank
@@ -115,7 +115,7 @@ def _given(names: list[str], gradients: list[Any]) -> list[str]:
 
 
 def _shard(x: Tensor, mesh: CartMesh, placements: Sequence[Any]) -> ShardTensor:
-    own = [p if not isinstance(p, Shard) or p.dim < x.ndim else Replicate() for p in placements]
+    own = [p if not isinstance(p, Shard) or -x.ndim <= p.dim < x.ndim else Replicate() for p in placements]
     return distribute_tensor(x.detach().to(mesh.device), mesh, own)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from mpishard.autograd.argument import require, require_functions, require_mesh
+from mpishard.autograd.argument import require, require_functions, require_mesh, valueless
 from mpishard.autograd.replica import KEEPER, join_small, replicate
 from mpishard.comm import guard
 from mpishard.comm.collective import blocking
@@ -89,7 +90,7 @@ def distribute_module(
     MeshError
         ``shard_parameters`` names no dim of the mesh.
     UnsupportedOperationError
-        A parameter or buffer is quantized, sparse or nested.
+        A parameter or buffer is quantized, sparse or nested, or has no values yet (a lazy module's, on meta).
     DesyncError
         They differ in name, shape or dtype between ranks, or are frozen on some of them; in a backward pass: their
         gradients differ.
@@ -162,6 +163,9 @@ def _checked(
     Not collective: it raises where this rank's arguments do not fit.
     """
     require("distribute_module", "module", module, nn.Module, "give the model itself")
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if (is_lazy(t) or mesh.device.type != "meta") and (odd := valueless(t)):
+            raise _ungiven(name, "parameters and buffers with values", odd)
     module.to(mesh.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     if sharding.is_sharded(module):
@@ -181,13 +185,7 @@ def _checked(
         )
     for name, t in named:
         if not isinstance(t, ShardTensor) and (odd := unfit(t) or uncopied(t)):
-            got, fix = odd
-            raise UnsupportedOperationError(
-                f"distribute_module: {name!r} cannot be given to the other ranks",
-                expected="dense parameters and buffers",
-                got=got,
-                fix=fix,
-            )
+            raise _ungiven(name, "dense parameters and buffers", odd)
     over = () if shard_parameters is None else sharding.dims_of(mesh, shard_parameters)
     if not over and (gather_dtype is not None or offload):
         raise LayoutError(
@@ -201,6 +199,12 @@ def _checked(
             "distribute_module: gather_dtype", expected="a floating-point dtype", got=gather_dtype, fix="torch.bfloat16"
         )
     return named, over
+
+
+def _ungiven(name: str, expected: str, odd: tuple[str, str]) -> UnsupportedOperationError:
+    got, fix = odd
+    what = f"distribute_module: {name!r} cannot be given to the other ranks"
+    return UnsupportedOperationError(what, expected=expected, got=got, fix=fix)
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -206,6 +206,10 @@ class ShardTensor(Tensor):
             with torch.no_grad():
                 self.block.data = redistribute(value.block, self.mesh, value.sharding, self.sharding)
             value = wrap(self.block, self.sharding, self.mesh)
+        elif value._gathered_view and value._origin is None:  # a copy already: the values, to be written into
+            self.block.data = value.block.clone()
+            self.sharding, self.mesh = value.sharding, value.mesh
+            value = wrap(self.block, self.sharding, self.mesh)
         else:
             self.block.data = value.block
             self.sharding, self.mesh = value.sharding, value.mesh

@@ -164,3 +164,20 @@ def test_cotangents_are_not_the_inputs():
     norm = nn.BatchNorm1d(4, dtype=torch.float64)  # lets nothing through of a cotangent like its input
     found = ms.compare_module(norm, x, mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(0)])
     assert max(found.values()) < 1e-13, found
+
+
+def test_an_input_that_lacks_a_negative_dim_is_replicated():
+    class Scaled(nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    x = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
+    found = ms.compare_module(Scaled(), x, x[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(-2)])
+    assert max(found.values()) < 1e-15, found
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_module_that_one_rank_cannot_copy_raises_on_all():
+    module = nn.LazyBatchNorm2d() if WORLD.rank == 1 else nn.BatchNorm2d(2)
+    with pytest.raises(ms.MpishardError, match="uninitialized parameter"):
+        ms.compare_module(module, INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])

@@ -266,3 +266,15 @@ def test_a_plain_parameter_takes_the_whole_of_a_sharded_tensor_as_its_data():
     torch.testing.assert_close(model.bias.detach(), full[:, 0])
     with pytest.raises(TypeError):
         p.data = full.tolist()
+
+
+@pytest.mark.parametrize("kind", ["lazy", "meta"])
+def test_a_model_without_values_is_refused(kind):
+    """On all ranks, with the way out; it was torch's own error, of a shape or a move."""
+    last = WORLD.rank == WORLD.size - 1
+    module = nn.Linear(2, 3)
+    if last:
+        module = nn.LazyLinear(3) if kind == "lazy" else nn.Linear(2, 3, device="meta")
+    way = "call the module once before" if kind == "lazy" else "to_empty"
+    with pytest.raises(ms.UnsupportedOperationError, match=f"(?s)'weight' cannot be given.*{way}"):
+        ms.distribute_module(module, ms.init_mesh((-1,), ("y",)))

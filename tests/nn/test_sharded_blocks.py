@@ -150,3 +150,19 @@ def test_a_vector_of_all_parameters():
         vector_to_parameters(2 * parameters_to_vector(model.parameters()).detach(), model.parameters())
         reference = seeded(lambda: nn.Linear(8, outputs), torch.float64)
         close(model(x).detach(), 2 * reference(data(2, 8)).detach(), "twice")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_parameters_from_a_vector_are_written_into():
+    """A part of a vector that came to lie as the parameter was a view to refuse: an optimizer's step raised."""
+    mesh = ms.init_mesh((-1,), ("y",))
+    n = 2 * mesh.size  # so that even cuts of the vector's part are those of the parameter
+    reference = seeded(lambda: nn.Conv2d(3, n, 3), torch.float64)
+    model = ms.distribute_module(seeded(lambda: nn.Conv2d(3, n, 3), torch.float64), mesh, shard_parameters="y")
+    for net in (reference, model):
+        vector_to_parameters(2 * parameters_to_vector(net.parameters()).detach(), net.parameters())
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(3)
+    for name, p in reference.named_parameters():
+        close(model.get_parameter(name).detach(), p.detach(), name)
