@@ -19,7 +19,7 @@ from mpishard.errors import FileError, LayoutError, MpishardError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
-from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, snapshot, storable, without_rows
+from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, likely_mesh, snapshot, storable, without_rows
 from mpishard.io.checkpoint.stages import Stages, stages_of
 from mpishard.io.file.trust import absolute, require_text, told
 from mpishard.io.write import write
@@ -125,7 +125,10 @@ def save_checkpoint(
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
-    stages = taken.stages if taken is not None else stages or (Stages(mesh) if mesh is not None else None)
+    if taken is not None:
+        stages = taken.stages
+    elif stages is None:
+        stages = _likely(mesh, model, optimizer, tensors)
     if stages is None:
         assert error is not None
         raise error
@@ -144,6 +147,11 @@ def save_checkpoint(
         taken = without_rows(taken)
     taken = storable(taken._replace(hidden=broadcast_text(hidden, stages.group)))
     return in_background(taken) if asynchronous else Saving(taken, _saved(taken, backend))
+
+
+def _likely(mesh: CartMesh | None, model: Any, optimizer: Any, tensors: Any) -> Stages | None:
+    mesh = likely_mesh(model, optimizer, tensors) if mesh is None else mesh
+    return None if mesh is None else Stages(mesh)
 
 
 def _saved(taken: Snapshot, backend: str | None) -> Path:
@@ -273,7 +281,7 @@ def load_checkpoint(
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
-    stages = stages or (Stages(mesh) if mesh is not None else None)
+    stages = stages or _likely(mesh, model, optimizer, tensors)
     if stages is None:
         assert error is not None
         raise error

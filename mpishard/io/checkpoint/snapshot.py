@@ -203,6 +203,19 @@ def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any], model: Any)
     )
 
 
+def likely_mesh(model: Any, optimizer: Any, tensors: Any) -> CartMesh | None:
+    """Return whose ranks wait for one that failed before its mesh was found, or None. Not collective."""
+    try:
+        module = isinstance(model, torch.nn.Module)
+        given = [*model.parameters(), *model.buffers()] if module else []
+        given += [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]
+        named = [*tensors.values()] if isinstance(tensors, Mapping) else []
+        given += [x[0] if type(x) is tuple and x else x for x in named]
+        return the_mesh("", None, given, model if module else None)
+    except Exception:  # noqa: BLE001 (of arguments of any kind; the first error is told)
+        return None
+
+
 def generators(mesh: CartMesh) -> dict[str, Tensor]:
     """Return the states of torch's generators, a row per rank, and that of one rank for all. Not collective."""
     states = {"cpu": torch.get_rng_state()}

@@ -58,3 +58,17 @@ def test_of_no_model_or_of_two_meshes(mesh, folder):
             ms.io.save_checkpoint(folder, 1, model=model)
         same_on_all(e)
     ms.io.save_checkpoint(folder, 1, model=two, mesh=mesh)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sharded", ["model", "tensors"])
+def test_what_one_rank_cannot_store_or_take_raises_on_all(mesh, folder, sharded):
+    """It raised there, before the ranks were known, and the others waited."""
+    last = mesh.rank == mesh.size - 1
+    model = ms.distribute_module(net(), mesh) if sharded == "model" else None
+    tensors = {"x": ms.ones(5, mesh=mesh, placements=(ms.Shard(0),) * mesh.ndim)} if sharded == "tensors" else None
+    with pytest.raises(ms.MpishardError, match="extra/f cannot be stored"):
+        ms.io.save_checkpoint(folder, 1, model=model, tensors=tensors, extra={"f": print if last else 1})
+    ms.io.save_checkpoint(folder, 1, model=model, tensors=tensors)
+    with pytest.raises(ms.MpishardError, match="scheduler"):
+        ms.io.load_checkpoint(folder, model=model, tensors=tensors, scheduler=1 if last else None)
