@@ -203,8 +203,9 @@ def _checked(
 
 def _ungiven(name: str, expected: str, odd: tuple[str, str]) -> UnsupportedOperationError:
     got, fix = odd
-    what = f"distribute_module: {name!r} cannot be given to the other ranks"
-    return UnsupportedOperationError(what, expected=expected, got=got, fix=fix)
+    return UnsupportedOperationError(
+        f"distribute_module: {name!r} cannot be given to the other ranks", expected=expected, got=got, fix=fix
+    )
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
