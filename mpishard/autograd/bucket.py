@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpishard.autograd.hooked import Hooked, deliver, has_hooks, hooked
 from mpishard.autograd.parcel import Parcel, Part, Way, accumulating
 from mpishard.autograd.replica import Replica, compare
 from mpishard.autograd.withhold import all_taken, forget_replaced, held, is_withholding, replaced, taken_share, withhold
@@ -88,6 +89,8 @@ class Buckets:
         # computed before the weight's node had its share
         self._early: dict[Any, _Deferred] = {}
         self._withholds = is_withholding()
+        # by their parameters' ids, which live as long as the pass
+        self._hooked: dict[int, tuple[Tensor, Hooked]] = {}
         # the pass that was seen last, and whether it adds to .grad: one of plain tensors inside of this one may not
         self.task, self.adds = -1, False
 
@@ -114,7 +117,7 @@ class Buckets:
         # a layer that is called over and over is one unit, too
         while under_way and (under_way[0][0] is not unit or len(under_way) >= _MOST_UNDER_WAY):
             under_way.popleft()[1]()
-        self._scattered.append((unit, *accumulating(way, parts)))
+        self._scattered.append((unit, *accumulating(way, parts, self.accumulate)))
 
     def defer(self, node: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return zeros for the gradient of a weight that goes to its ``node``, whose share is computed later.
@@ -161,12 +164,32 @@ class Buckets:
         if self._withholds:
             withhold(param, key, g)
             replica.postpone(param)
+            if has_hooks(param):
+                hooked(param)
             return
         if held or replaced:
             g = taken_share(param, key, g)
         if replica.postpone(param):
             self._suspect[replica] = param
+        if has_hooks(param):
+            self.await_sum(param)
         self._put(key, (param,), (g.numel(),), g, deferred)
+
+    def await_sum(self, leaf: Tensor) -> None:
+        """Have the hooks of a parameter, or of its block, wait for the end of the pass. Not collective."""
+        if id(leaf) not in self._hooked:
+            self._hooked[id(leaf)] = leaf, hooked(leaf)
+            self._hooked[id(leaf)][1].waits = True
+
+    def accumulate(self, leaf: Tensor, g: Tensor) -> None:
+        """Add to the gradient of a parameter, or of its block, which may keep ``g``. Not collective."""
+        if id(leaf) in self._hooked:
+            _, state = self._hooked[id(leaf)]
+            state.total = g if state.total is None else state.total + g
+        elif leaf.grad is None:
+            leaf.grad = g
+        else:
+            leaf.grad.add_(g)
 
     def add_all(
         self,
@@ -185,9 +208,29 @@ class Buckets:
         for param, replica in zip(params, replicas):
             if replica.postpone(param):
                 self._suspect[replica] = param
+            if has_hooks(param):
+                self.await_sum(param)
         # at once: their memory is in the cache, and is for what backward makes next
         part = cat([g if g.ndim == 1 else g.reshape(-1) for g in grads])
         self._put((mesh, mesh_dims, part.dtype), params, sizes, part)
+
+    def _accumulate_all(self, flat: Tensor, bucket: _Bucket) -> None:
+        new = bucket.params[0].grad is None
+        split: Any = torch.split_with_sizes
+        if new:
+            # not views, which would keep their base
+            split = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED_NBYTES else torch.split_with_sizes_copy
+        hooks = self._hooked
+        for param, g in zip(bucket.params, split(flat, bucket.sizes)):
+            grad = param.grad
+            if hooks and id(param) in hooks:
+                self.accumulate(param, g.view(param.shape))
+            elif grad is not None:
+                grad.add_(g if param.ndim == 1 else g.view(param.shape))
+            elif new:
+                param.grad = g if param.ndim == 1 else g.resize_(param.shape)
+            else:
+                param.grad = g.view(param.shape).clone()
 
     def _put(
         self,
@@ -224,6 +267,8 @@ class Buckets:
         self._open.clear()
         self._suspect.clear()
         self._early.clear()
+        for _, state in self._hooked.values():
+            state.waits = False
         self._parcel = self._deferred = None
         abandon([*(pending for pending, _ in self._travelling), *(pending for *_, pending in self._scattered)])
         self._travelling.clear()
@@ -237,6 +282,8 @@ class Buckets:
             self._scattered.popleft()[1]()
         if held and not self._withholds:
             for key, (param, share) in all_taken():
+                if has_hooks(param):
+                    self.await_sum(param)
                 self._put(key, (param,), (share.numel(),), share)
         while self._open:
             key = next(iter(self._open))
@@ -245,10 +292,11 @@ class Buckets:
                 continue
             # nothing is left to do meanwhile, and MPI is faster when it need not return
             flat, group, bucket = self._close(key)
-            _accumulate(all_reduce(flat, group, in_place=True), bucket)
+            self._accumulate_all(all_reduce(flat, group, in_place=True), bucket)
         for pending, bucket in self._travelling:
             # those after it travel on
-            _accumulate(pending.wait(), bucket)
+            self._accumulate_all(pending.wait(), bucket)
+        deliver(self._hooked.values())
         if self._suspect:
             compare([(replica, param) for replica, param in self._suspect.items() if replica.is_due()])
 
@@ -260,22 +308,6 @@ def _accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined,no-any-return]
     except RuntimeError:  # torch's answer where a pass returns the gradient of a leaf
         return False
-
-
-def _accumulate(flat: Tensor, bucket: _Bucket) -> None:
-    new = bucket.params[0].grad is None
-    split: Any = torch.split_with_sizes
-    if new:
-        # not views, which would keep their base
-        split = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED_NBYTES else torch.split_with_sizes_copy
-    for param, g in zip(bucket.params, split(flat, bucket.sizes)):
-        grad = param.grad
-        if grad is not None:
-            grad.add_(g if param.ndim == 1 else g.view(param.shape))
-        elif new:
-            param.grad = g if param.ndim == 1 else g.resize_(param.shape)
-        else:
-            param.grad = g.view(param.shape).clone()
 
 
 def finish_withheld() -> None:

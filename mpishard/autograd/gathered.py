@@ -19,9 +19,10 @@ from torch.autograd import Function
 
 from mpishard.autograd.bucket import current, is_postponing
 from mpishard.autograd.graph import unseen
+from mpishard.autograd.hooked import has_hooks
 from mpishard.autograd.linear import apply, in_transform, node_of, pair
 from mpishard.autograd.padded import Padded
-from mpishard.autograd.parcel import Part, accumulate, scatter
+from mpishard.autograd.parcel import Part, scatter
 from mpishard.autograd.redistribute import use_step
 from mpishard.comm.collective import blocking
 from mpishard.comm.collective.nonblocking import PendingReduction, iall_gather
@@ -337,7 +338,7 @@ class Gathered:
             total = self._cut(blocking.all_reduce(share, mesh.group(mesh_dims)))
             if buckets is None:
                 return total
-            accumulate(block, total)
+            buckets.accumulate(block, total)
             return None
         rest = tuple(m for m in mesh_dims if m not in own_dims)
         way = mesh, own_dims, rest
@@ -380,8 +381,9 @@ class Loan:
         """Sum what was added, into ``.grad`` of the block later in the pass; or return it. Collective."""
         shares = self._shares.pop(_task(), {})
         block, total = self.block, None
-        hooked = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        at_once = bool(hooked) or not block.is_leaf
+        at_once, buckets = not block.is_leaf, current()
+        if shares and buckets is not None and not at_once and has_hooks(block):
+            buckets.await_sum(block)
         for mesh_dims in list(shares):
             found = self.gathered.reduce(shares.pop(mesh_dims), mesh_dims, block, at_once=at_once)
             if found is not None:

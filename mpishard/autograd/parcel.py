@@ -47,8 +47,10 @@ def scatter(way: Way, parts: list[Part]) -> tuple[Callable[[], list[Tensor]], Pe
     return finish, pending
 
 
-def accumulating(way: Way, parts: list[Part]) -> tuple[Callable[[], None], PendingReduction]:
-    """Do what `scatter` does, into ``.grad`` of the blocks."""
+def accumulating(
+    way: Way, parts: list[Part], accumulate: Callable[[Tensor, Tensor], None]
+) -> tuple[Callable[[], None], PendingReduction]:
+    """Do what `scatter` does, and ``accumulate`` the sums of the blocks."""
     blocks = [p.block for p in parts]
     finish, pending = scatter(way, parts)
 
@@ -57,14 +59,6 @@ def accumulating(way: Way, parts: list[Part]) -> tuple[Callable[[], None], Pendi
             accumulate(block, g)
 
     return accumulate_all, pending
-
-
-def accumulate(block: Tensor, g: Tensor) -> None:
-    """Add to the gradient of a block, which may keep ``g``. Not collective."""
-    if block.grad is None:
-        block.grad = g
-    else:
-        block.grad.add_(g)
 
 
 class Parcel:

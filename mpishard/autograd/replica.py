@@ -31,6 +31,8 @@ from mpishard.layout import Layout
 
 # under MPISHARD_DEBUG=1, passes between two comparisons
 _PERIOD = 16
+# in the place of what was seen of ``.grad``
+_SUMMED = (-1,)
 
 _seen_ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -88,7 +90,7 @@ class Replica:
         before, self._before = self._before, None
         grad = param.grad
         # torch calls also where nothing arrived
-        if before == (() if grad is None else (id(grad), grad._version)):
+        if before in (_SUMMED, () if grad is None else (id(grad), grad._version)):
             return
         if self.is_due():
             _compare_after_backward(self, param)
@@ -101,6 +103,10 @@ class Replica:
         grad = param.grad
         self._before = () if grad is None else (id(grad), grad._version)
         return guard.DEBUG or len(self._holders) > 1
+
+    def summed(self) -> None:
+        """Note that autograd is about to accumulate what a bucket summed. Not collective."""
+        self._before = _SUMMED
 
     def begin(self, mesh: CartMesh) -> None:
         """Note that the ranks of ``mesh`` hold copies from now on, and of other meshes none do. Not collective."""

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from mpishard.autograd.bucket import BUCKET_NBYTES, kept, run_deferred, serving
+from mpishard.autograd.hooked import has_hooks, hooked
 from mpishard.autograd.linear import apply, in_transform, node_of
 from mpishard.autograd.redistribute import redistribute, use_step
 from mpishard.autograd.replica import Replica, Together, meet, note_ddp, note_use, replica_of
@@ -35,7 +36,7 @@ class _UseParameter(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,), buckets = grads, serving(ctx)
         if buckets is not None:
-            if not _is_awaited(ctx.param, ctx.replica):
+            if not ctx.replica.direct:
                 buckets.add(ctx, g)
                 return None, None, None, None
             g = buckets.whole(ctx, g)
@@ -59,16 +60,6 @@ def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     return None if buckets is None else buckets.defer(node, weight, compute)
 
 
-def _is_awaited(param: Tensor, replica: Replica) -> bool:
-    """Tell whether hooks, or what waits for autograd's own accumulation, need the sum of a gradient at once."""
-    return replica.direct or _has_hooks(param)
-
-
-def _has_hooks(param: Tensor) -> bool:
-    """Tell whether a user's hooks see a gradient. A shared node would have them called where none arrives."""
-    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
-
-
 class _UseTogether(Function):
     """`use` of small replicated parameters, which share a node: one of each takes longer than what it hands on."""
 
@@ -88,8 +79,13 @@ class _UseTogether(Function):
         put_off: list[int] = []
         now: list[int] = []
         for i, (param, replica, g) in enumerate(zip(ctx.params, ctx.replicas, grads)):
+            if g is not None and buckets is not None and not replica.direct:
+                put_off.append(i)
+                continue
+            if has_hooks(param):
+                hooked(param)
             if g is not None:
-                (now if buckets is None or _is_awaited(param, replica) else put_off).append(i)
+                now.append(i)
         if buckets is not None and put_off:
             columns: Any = (ctx.params, ctx.replicas, ctx.sizes, grads)
             if len(put_off) < len(grads):
@@ -113,20 +109,17 @@ class _Used:
     """What a node of small parameters returned, by their places; None for those that need no gradient.
 
     ``memory`` says where a parameter was, and of what kind: where ``.data`` is set, or it moves, it is used anew. That
-    is seen without an operation that checkpoints would count. ``members`` are those of the node, ``taken`` the places
-    that were taken since these were last looked at for hooks.
+    is seen without an operation that checkpoints would count.
     """
 
-    __slots__ = ("__weakref__", "members", "memory", "mesh", "taken", "values")
+    __slots__ = ("__weakref__", "memory", "mesh", "values")
 
     def __init__(self, together: Together, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> None:
         alive = [(i, p) for i, known in enumerate(together.members) if (p := known()) is not None and p.requires_grad]
-        found = [(i, p, r) for i, p in alive if (r := replica_of(p)) is not None and not _has_hooks(p)]
+        found = [(i, p, r) for i, p in alive if (r := replica_of(p)) is not None]
         for _, _, replica in found:
             replica.on(mesh)
         self.mesh = mesh
-        self.members = [together.members[i] for i, _, _ in found]
-        self.taken: set[int] = set()
         self.values: list[Tensor | None] = [None] * len(together.members)
         self.memory: list[Any] = [None] * len(together.members)
         values = _shared_node(mesh, mesh_dims, [replica for _, _, replica in found], *[p for _, p, _ in found])
@@ -135,19 +128,8 @@ class _Used:
             self.memory[i] = y.data_ptr(), y.shape, y.dtype
 
     def serves(self, param: Tensor, place: int, mesh: CartMesh) -> bool:
-        """Tell whether the node stands for a parameter as it is now, which is then taken.
-
-        It does not where one of its members has come to have hooks. They are looked for when a place is taken again, as
-        another pass begins then.
-        """
-        if self.mesh is not mesh or self.memory[place] != (param.data_ptr(), param.shape, param.dtype):
-            return False
-        if place in self.taken:
-            if any((p := known()) is not None and _has_hooks(p) for known in self.members):
-                return False
-            self.taken.clear()
-        self.taken.add(place)
-        return True
+        """Tell whether the node stands for a parameter as it is now. Not collective."""
+        return self.mesh is mesh and self.memory[place] == (param.data_ptr(), param.shape, param.dtype)
 
     def retire(self) -> None:
         """Leave all parameters to the node that takes its place: a pass that finds both takes twice as long."""
@@ -163,7 +145,6 @@ def _used_together(
         if used is not None:
             used.retire()
         used = _Used(together, mesh, mesh_dims)
-        used.taken.add(place)
         together.used[id(mesh), mesh_dims] = weakref.ref(used)
         kept.append(used)
         together.keep(used)
@@ -256,7 +237,7 @@ def use(x: Tensor, mesh: CartMesh, mesh_dims: tuple[int, ...]) -> Tensor:
         if (replica := replica_of(x)) is not None:
             if not torch.is_grad_enabled():
                 return x
-            if replica.together is not None and traced.recording is None and not _has_hooks(x):
+            if replica.together is not None and traced.recording is None:
                 if DistributedDataParallel._active_ddp_module is not None:
                     note_ddp()
                 y = _used_together(x, *replica.together, mesh, mesh_dims)

@@ -77,8 +77,8 @@ def no_sync() -> Iterator[None]:
 
     Notes
     -----
-    Sums happen nonetheless where something reads them at once: hooks of parameters, ``create_graph=True``, a plain
-    loss.
+    Sums happen nonetheless where something reads them at once: ``create_graph=True``, a plain loss. Hooks of parameters
+    are called by the pass that sums, with the sum; inside, with what needs none.
 
     Examples
     --------
