@@ -19,7 +19,6 @@ from torch.autograd import Function
 
 from mpishard.autograd.bucket import current, is_postponing
 from mpishard.autograd.graph import unseen
-from mpishard.autograd.hooked import has_hooks
 from mpishard.autograd.linear import apply, in_transform, node_of, pair
 from mpishard.autograd.padded import Padded
 from mpishard.autograd.parcel import Part, scatter
@@ -382,7 +381,8 @@ class Loan:
         shares = self._shares.pop(_task(), {})
         block, total = self.block, None
         at_once, buckets = not block.is_leaf, current()
-        if shares and buckets is not None and not at_once and has_hooks(block):
+        hooks = block._backward_hooks or block._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if shares and hooks and buckets is not None and not at_once:
             buckets.await_sum(block)
         for mesh_dims in list(shares):
             found = self.gathered.reduce(shares.pop(mesh_dims), mesh_dims, block, at_once=at_once)

@@ -15,10 +15,10 @@ from torch import Tensor
 from mpishard.autograd.replica import Replica, replica_of
 
 
-def has_hooks(leaf: Tensor) -> bool:
-    """Tell whether a user's hooks see the gradient of a parameter. Not collective."""
-    after = leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return bool(leaf._backward_hooks or (after and (len(after) > 1 or replica_of(leaf) is None)))
+def has_hooks(param: Tensor) -> bool:
+    """Tell whether a user's hooks see the gradient of a replicated parameter. Not collective."""
+    # one is its Replica
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
 class Hooked:
