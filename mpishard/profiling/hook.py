@@ -12,12 +12,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from mpishard.comm import counter, guard
 from mpishard.comm.exchange.window import WindowOp
 from mpishard.comm.memory.buffer import transforms_active
 from mpishard.profiling.recorder import Recorder
+from mpishard.tensor.compiler import Compiled
 from mpishard.tensor.registry import BACKWARD, name_of
 from mpishard.tensor.shard_tensor import ShardTensor
 
@@ -117,8 +118,10 @@ def looking(recorder: Recorder) -> Iterator[None]:
     replace(guard.waiting, "__exit__", __exit__)
     replace(counter, "around", recorder.operation)
     counter.active.append(recorder)
+    operations = _Operations(recorder)
+    replace(Compiled, "run", _compiled(Compiled.run, recorder, operations))
     try:
-        with _Operations(recorder):
+        with operations:
             yield
     finally:
         counter.active.remove(recorder)
@@ -146,3 +149,31 @@ def _entered_window(method: Any, recorder: Recorder) -> Any:
             return method(self, x)  # type: ignore[no-any-return]
 
     return call
+
+
+def _compiled(method: Any, recorder: Recorder, mode: TorchFunctionMode) -> Any:
+    """Be one operation for a compiled call. Dynamo does not see the mode: it would read it, and refuse all calls."""
+
+    @functools.wraps(method)
+    def call(self: Compiled, args: Any, kwargs: Any) -> Any:
+        counts = recorder.enter("compiled")
+        stack = _get_current_function_mode_stack()
+        _stand([m for m in stack if m is not mode])
+        try:
+            out = method(self, args, kwargs)
+            if counts and torch.is_grad_enabled():
+                _announce(out, "compiled", recorder, [])
+            return out
+        finally:
+            _stand(stack)
+            if counts:
+                recorder.leave()
+
+    return call
+
+
+def _stand(stack: list[TorchFunctionMode]) -> None:
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in stack:
+        _push_mode(mode)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
@@ -26,7 +27,7 @@ from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
-from mpishard.tensor.program import CannotCompileError, Program, key_of, why_not
+from mpishard.tensor.program import CannotCompileError, Program, SharedMemoryError, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
 
 _warned = False
@@ -91,10 +92,13 @@ class Compiled:
             if self._keeps:
                 call.decide(_EAGERLY)
                 raise _RunEagerlyError("the function keeps one of its arguments")
+            if _get_current_dispatch_mode() is not None:  # Dynamo reads nothing, nor ever again what it met there
+                call.decide(_EAGERLY_NOW)
+                raise _RunEagerlyError("a TorchDispatchMode, as of a counter of operations, is active")
             given = [call.stand_in(x) if id(x) in shards else x for x in leaves]
             a, k = pytree.tree_unflatten(given, tree)
             try:
-                out = self._optimize()(*a, **k)
+                out = self.run(a, k)
             except _RunEagerlyError:
                 raise
             except Exception as e:  # whatever Dynamo or a compiler raises
@@ -144,14 +148,15 @@ class Compiled:
             self._refused = reason
         return out
 
-    def _optimize(self) -> Callable[..., Any]:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what Dynamo makes of the function, with tensors without data. Collective."""
         if self._optimized is None:
             import torch._dynamo
 
             self._optimized = torch._dynamo.optimize(
                 self._graph, nopython=True, dynamic=False, guard_filter_fn=_looked_at
             )(self._read)
-        return self._optimized  # type: ignore[no-any-return]
+        return self._optimized(*args, **kwargs)  # type: ignore[misc]
 
     def _graph(self, graph: torch.fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         """Return what Dynamo calls for a graph. Not collective."""
@@ -171,7 +176,7 @@ class Compiled:
             key = key_of(real)
             program = programs.get(key)
             if reason or isinstance(program, CannotCompileError):
-                state = _EAGERLY
+                state = _EAGERLY_NOW if isinstance(program, SharedMemoryError) and not reason else _EAGERLY
             else:
                 state = _READY if program else _NEW
             decided = call.decide(state)

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
+from torch.nn import Parameter
 
 from mpishard.autograd.graph import unpacked
 from mpishard.autograd.replica import meet
 from mpishard.autograd.use import use_together
 from mpishard.comm import guard, traced
+from mpishard.comm.agreement import most_of
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.traced import Recording, recorded
 from mpishard.errors import MpishardError, UnsupportedOperationError
@@ -38,6 +40,10 @@ class CannotCompileError(UnsupportedOperationError):
     """Why a call runs eagerly."""
 
 
+class SharedMemoryError(CannotCompileError):
+    """Why calls with these inputs, which lie in the same memory, run eagerly; others may compile."""
+
+
 class _Output(NamedTuple):
     """What becomes of an output of the program: a ShardTensor of ``layout`` (else as it is), or an input again."""
 
@@ -48,10 +54,29 @@ class _Output(NamedTuple):
 
 def key_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a program depends on beside shapes and dtypes. Not collective."""
-    return tuple(
+    own = (
         (x.sharding, id(x.mesh), x._gathered_view, x._gapped, x._turned) if isinstance(x, ShardTensor) else None
         for x in inputs
     )
+    return (*own, _shared(inputs))
+
+
+def _shared(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return for each input which one before it lies in the same memory, itself where none does. Not collective.
+
+    torch's compilers look at that once, with the first inputs, and leave it to Dynamo to look again: which has seen
+    tensors without memory.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for i, x in enumerate(map(block_of, inputs)):
+        if type(x) in (Tensor, Parameter) and x.layout is torch.strided:
+            storage = x.untyped_storage()
+            # of an empty block there is no address
+            found.append(first.setdefault(storage.data_ptr() or storage._cdata, i))
+        else:
+            found.append(i)
+    return tuple(found)
 
 
 def why_not(inputs: Sequence[Any], mesh: CartMesh) -> str:
@@ -101,6 +126,10 @@ class Program:
         comm = mesh.group(tuple(range(mesh.ndim))).comm
         rehearsal = Recording(tracing=False)
         _agreed(comm, lambda: self._rehearse(rehearsal, inputs))
+        shared = _shared(inputs)
+        groups = {first for i, first in enumerate(shared) if i != first}
+        if most_of(mesh, any(m and first in groups for m, first in zip(self._mutates, shared)), "compile"):
+            raise SharedMemoryError("an input is written into that lies in the memory of another one")
         try:
             guard.agree(comm, None, f"compile {rehearsal.names}")
         except MpishardError:

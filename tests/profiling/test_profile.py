@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import mpishard as ms
@@ -314,3 +316,22 @@ def test_imports_are_not_measured(mesh, monkeypatch):
     with ms.profile(mesh, quiet=True):
         pass
     assert told == ["load", "begin"]
+
+
+def test_a_compiled_call_is_one_operation_and_stays_compiled(mesh):
+    made = []
+
+    def backend(graph, examples):
+        made.append(graph)
+        return aot_eager(graph, examples)
+
+    run = torch.compile(lambda x: x.sin().sum(), backend=backend, fullgraph=True)
+    x = shard(mesh, 1, 2, 4 * WORLD.size + 1, 8).requires_grad_()
+    for is_profiled in (True, False, True):
+        with ms.profile(mesh, quiet=True) if is_profiled else nullcontext() as prof:
+            run(x).backward()
+        if is_profiled:
+            rows = by_name(prof)
+            assert rows["operation", "compiled"].calls == rows["backward", "compiled"].calls == even(1)
+            assert ("operation", "sin") not in rows
+    assert len(made) == 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import mpishard as ms
 from mpishard.autograd.compiled import _kept as kept
@@ -237,3 +240,54 @@ def test_a_weight_that_torch_does_not_hand_on():
     for placement in (ms.Shard(0), ms.Replicate()):
         x, y, w = (shard(t, mesh, (p,)) for t, p in zip(full, (ms.Shard(0), ms.Shard(1), placement), strict=True))
         torch.testing.assert_close(gathered(compiled(x, y, w)), expected)
+
+
+@pytest.mark.parametrize("order", [(False, True, False), (True, False, True)], ids=str)
+def test_written_inputs_that_share_memory_run_eagerly_and_others_compiled(order):
+    """A compiler looks at what lies in the same memory once, at the first inputs."""
+    mesh = mesh_of((SIZE,))
+
+    def step(a, b):
+        a.add_(1)
+        return a * 2 + b
+
+    run = torch.compile(step, backend="aot_eager")
+    for seed, is_shared in enumerate(order):
+        first, second = real(N - 1, 3)(seed), real(N - 1, 3)(seed + 7)
+        a = shard(first, mesh, (ms.Shard(0),))
+        b = a.detach() if is_shared else shard(second, mesh, (ms.Shard(0),))
+        whole = first.clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if is_shared else "error")
+            got = run(a, b)
+        torch.testing.assert_close(gathered(got), step(whole, whole.detach() if is_shared else second))
+        torch.testing.assert_close(gathered(a), whole)
+
+
+def test_inputs_that_share_memory_and_are_read_compile():
+    mesh = mesh_of((SIZE,))
+    run = torch.compile(lambda q, k: (q * k).sin(), backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        full = real(N, 6)(seed)
+        q, k = shard(full, mesh, (ms.Shard(0),)).chunk(2, 1)
+        q0, k0 = full.chunk(2, 1)
+        torch.testing.assert_close(gathered(run(q, k)), (q0 * k0).sin())
+
+
+def test_a_dispatch_mode_of_one_rank_has_that_call_run_eagerly_and_no_other():
+    made = []
+
+    def backend(graph, examples):
+        made.append(graph)
+        return aot_eager(graph, examples)
+
+    run = torch.compile(lambda x: x.sin().sum(), backend=backend)
+    full = real(N, 3)(1)
+    x = shard(full, mesh_of((SIZE,)), (ms.Shard(0),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with FlopCounterMode(display=False) if WORLD.rank == 0 else nullcontext():
+            torch.testing.assert_close(gathered(run(x)), full.sin().sum())
+    assert not made
+    torch.testing.assert_close(gathered(run(x)), full.sin().sum())
+    assert len(made) == 1
