@@ -15,6 +15,7 @@ import torch
 import torch.distributed.tensor
 from torch import Tensor
 
+from mpishard.comm import guard
 from mpishard.comm.mesh import CartMesh, init_mesh
 from mpishard.errors import LayoutError, MeshError
 from mpishard.tensor import convert, scatter
@@ -125,14 +126,18 @@ def scatter_tensor(
         They are not, or the arguments do not fit; on every rank.
     """
     x = scatter.scatter_tensor(tensor, global_src, mesh, placements, requires_grad=requires_grad)
-    told = x.shape if global_shape is None else torch.Size(global_shape), dtype or x.dtype
-    if told != (x.shape, x.dtype):
-        raise LayoutError(
+    error = None
+    shape = tuple(x.shape)
+    # compared as it is: of one rank's own, anything may be wrong
+    told = tuple(global_shape) if isinstance(global_shape, Sequence) else global_shape
+    if told not in (None, shape) or dtype not in (None, x.dtype):
+        error = LayoutError(
             "scatter_tensor: global_shape and dtype",
-            expected=f"{x.dtype} of shape {tuple(x.shape)}, as the tensor on rank {global_src}",
-            got=f"{told[1]} of shape {tuple(told[0])}",
+            expected=f"{x.dtype} of shape {shape}, as the tensor on rank {global_src}",
+            got=f"{dtype or x.dtype} of shape {shape if told is None else told}",
             fix="leave them out",
         )
+    guard.agree(x.mesh.group(tuple(range(x.mesh.ndim))).comm, error)
     return x
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from mpishard.autograd.argument import require, require_mesh, together
 from mpishard.comm import disagreement, guard
 from mpishard.comm.collective.blocking import all_reduce
 from mpishard.comm.mesh import CartMesh
+from mpishard.errors import UnsupportedOperationError
 from mpishard.layout import Replicate, Shard
 from mpishard.nn.module import distribute_module
 from mpishard.tensor.convert import distribute_tensor
@@ -32,7 +34,7 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
         Any model with plain parameters; left as it is. Without random functions (``module.eval()``): on shards they
         draw other numbers than torch in one process.
     *inputs
-        Whole tensors, the same on every rank. The output may hold tensors in lists, tuples and mappings.
+        Whole tensors, the same on every rank. The output may hold tensors in lists, tuples, mappings and dataclasses.
     mesh
         Where to run it.
     placements
@@ -48,6 +50,8 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
     ------
     NoShardingRule
         The model calls what has no rule.
+    UnsupportedOperationError
+        The output holds no tensor.
     AssertionError
         On every rank: outputs of other shapes, or a gradient that only one of the two has.
 
@@ -72,6 +76,15 @@ def compare_module(module: nn.Module, *inputs: Tensor, mesh: CartMesh, placement
     for x in (*shards, *whole):
         x.requires_grad_(x.is_floating_point() or x.is_complex())
     expected, got = _run(in_one, whole), _run(on_shards, shards)
+    error = None
+    if not expected and not got:
+        error = UnsupportedOperationError(
+            "compare_module: nothing to compare",
+            expected="tensors, in lists, tuples, mappings and dataclasses",
+            got="an output without one",
+            fix="wrap the model in a module that returns its tensors",
+        )
+    guard.agree(mesh.comm, error)
     _agreed(mesh, "shapes of outputs", [tuple(x.shape) for x in got], [tuple(x.shape) for x in expected])
     names = [*(f"input {i}" for i in range(len(inputs))), *(name for name, _ in module.named_parameters())]
     ours, theirs = (
@@ -146,6 +159,9 @@ def _leaves(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (list, tuple)):
         for value in out:
             yield from _leaves(value)
+    elif dataclasses.is_dataclass(out):
+        for field in dataclasses.fields(out):
+            yield from _leaves(getattr(out, field.name, None))
 
 
 def _apart(got: Tensor, expected: Tensor, scale: float | None = None) -> float:

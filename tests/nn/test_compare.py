@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,36 @@ class Unruled(nn.Module):
 
     def forward(self, x):
         return x.to_dense()
+
+
+@dataclasses.dataclass
+class Result:
+    y: torch.Tensor
+    more: dict[str, torch.Tensor]
+
+
+class Returning(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.scale = made, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.made(self.scale * x)
+
+
+def test_outputs_in_a_dataclass_are_compared():
+    mesh = mesh_of((WORLD.size,))
+    right = Returning(lambda y: Result(y.sin(), {"more": y}))
+    wrong = Returning(lambda y: Result(y.sin(), {"more": y + isinstance(y, ms.ShardTensor)}))
+    found = ms.compare_module(right, INPUTS[0], mesh=mesh, placements=[ms.Shard(2)])
+    assert max(found.values()) < 1e-12, found
+    assert ms.compare_module(wrong, INPUTS[0], mesh=mesh, placements=[ms.Shard(2)])["output"] > 0.1
+
+
+def test_an_output_without_tensors_is_no_agreement():
+    hidden = Returning(lambda y: object())
+    with pytest.raises(ms.UnsupportedOperationError, match="nothing to compare"):
+        ms.compare_module(hidden, INPUTS[0], mesh=mesh_of((WORLD.size,)), placements=[ms.Shard(2)])
 
 
 def test_a_function_without_a_rule_is_named():

@@ -13,6 +13,7 @@ from torch.distributed.tensor import distribute_tensor as torchs_distribute_tens
 
 import mpishard as ms
 from mpishard.comm import guard
+from mpishard.physicsnemo import scatter_tensor
 from tests.compare import WORLD, mesh_of
 
 # as published programs write it, but for one line of its imports: that of physicsnemo.distributed
@@ -64,6 +65,15 @@ def test_a_program_for_physicsnemo_runs_with_one_changed_line():
     program.DistributedManager.cleanup()
     with pytest.raises(ms.MeshError, match="before it is initialized"):
         program.DistributedManager()
+
+
+@pytest.mark.parametrize("wrong", [{"global_shape": (5, 3)}, {"global_shape": "ab"}, {"dtype": torch.int8}], ids=str)
+def test_what_contradicts_a_scattered_tensor_on_one_rank_raises_on_all(wrong):
+    mesh = mesh_of((-1,))
+    told = wrong if WORLD.rank == WORLD.size - 1 else {"global_shape": [4, 3]}
+    with pytest.raises(ms.LayoutError, match=r"(?s)global_shape and dtype.*shape \(4, 3\), as the tensor on rank 0"):
+        scatter_tensor(values(4, 3), 0, mesh, (ms.Shard(0),), **told)
+    assert scatter_tensor(values(4, 3), 0, mesh, (ms.Shard(0),), global_shape=[4, 3]).shape == (4, 3)
 
 
 def test_a_program_for_dtensor_runs_with_other_imports():
