@@ -10,7 +10,6 @@ warning.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
 import warnings
@@ -23,12 +22,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpishard.autograd.linear import in_transform
 from mpishard.comm import traced
-from mpishard.comm.agreement import most_of
-from mpishard.comm.mesh import CartMesh
 from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, SharedMemoryError, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
+from mpishard.tensor.stand_in import Call, write
 
 _warned = False
 # where the package was loaded, it put another one in its place
@@ -44,8 +42,6 @@ _TELLING = frozenset(
     "_local_tensor _spec grad grad_fn retain_grad is_leaf _version data_ptr untyped_storage storage stride "
     "is_contiguous storage_offset is_conj is_neg _base".split()
 )
-# of arguments, Dynamo hands these over as attributes of what it was given, past the graph
-_VIEWS = ("mT", "mH", "real", "imag", "T", "H")
 _ASKS = frozenset(("hasattr", "getattr"))
 _ATTRIBUTES = _TELLING | {"mesh", "block"}
 
@@ -71,7 +67,7 @@ class Compiled:
         self._stand_ins: dict[Any, list[Tensor]] = {}
         self._refused = ""
         self._keeps = False  # whether the function keeps one of its arguments, as was seen in a call
-        self._call: _Call | None = None
+        self._call: Call | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with arguments that hold ShardTensors. Collective."""
@@ -79,14 +75,14 @@ class Compiled:
             return self._function(*args, **kwargs)
         from torch.utils import _pytree as pytree
 
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         shards = {id(x): x for x in leaves if isinstance(x, ShardTensor)}
         if not shards:  # in something that only its owner can look into
             return self._eagerly("ShardTensors within an object among the arguments", args, kwargs)
         mesh = next(iter(shards.values())).mesh
         if reason := why_not(list(shards.values()), mesh):
             return self._eagerly(reason, args, kwargs)
-        call = self._call = _Call(mesh, self._stand_ins)
+        call = self._call = Call(mesh, self._stand_ins)
         reason = ""
         try:
             if self._keeps:
@@ -95,8 +91,7 @@ class Compiled:
             if _get_current_dispatch_mode() is not None:  # Dynamo reads nothing, nor ever again what it met there
                 call.decide(_EAGERLY_NOW)
                 raise _RunEagerlyError("a TorchDispatchMode, as of a counter of operations, is active")
-            given = [call.stand_in(x) if id(x) in shards else x for x in leaves]
-            a, k = pytree.tree_unflatten(given, tree)
+            a, k = call.given((args, kwargs))
             try:
                 out = self.run(a, k)
             except _RunEagerlyError:
@@ -109,8 +104,8 @@ class Compiled:
                     at_limit = isinstance(e, torch._dynamo.exc.FailOnRecompileLimitHit)
                     call.decide(_EAGERLY_NOW if at_limit else _EAGERLY)
             else:
-                out = pytree.tree_map(call.returned, out)
-                unread = any(call.is_unknown(y) for y in pytree.tree_leaves(out))
+                out, written = call.returned(out), call.written()
+                unread = any(call.is_unknown(y) for y in pytree.tree_leaves((out, written)))
                 if call.decided is None:
                     call.decide(_EAGERLY if unread else _READY)
                 elif unread:
@@ -118,8 +113,11 @@ class Compiled:
                     call.decided = _EAGERLY
                 if call.decided in (_EAGERLY_NOW, _EAGERLY):
                     reason = "Dynamo does not read it" if unread else _ANOTHER
-            del given, a, k
+            del a, k
             if not reason:
+                for into, content in written:
+                    write(into, content)
+                del written
                 self._keeps = not call.release()
                 return out
         except _RunEagerlyError as e:
@@ -199,141 +197,6 @@ class Compiled:
 
 class _RunEagerlyError(Exception):
     """A call is not compiled, on any rank."""
-
-
-class _Call:
-    """One call: which tensors without data stand in for which ShardTensors."""
-
-    def __init__(self, mesh: CartMesh, spare: dict[Any, list[Tensor]]) -> None:
-        self.mesh, self._spare = mesh, spare
-        self.decided: int | None = None
-        self.forget: Callable[[], object] = lambda: None
-        self._of: dict[int, Tensor] = {}
-        self._real: dict[int, tuple[Any, Tensor, ShardTensor, int]] = {}
-
-    def stand_in(self, x: ShardTensor) -> Tensor:
-        """Return the tensor for a ShardTensor: one for each. Not collective."""
-        found = self._of.get(id(x))
-        if found is None:
-            key = (x.sharding.shape, x.dtype, x.device, x.requires_grad)
-            spare = self._spare.get(key)
-            found = self._of[id(x)] = spare.pop() if spare else _without_data(x)
-            self._real[id(found)] = key, found, x, _uses_of(found)
-        return found
-
-    def real(self, x: Any) -> Any:
-        """Return the ShardTensor for its tensor; anything else as it is. Not collective."""
-        known = self._real.get(id(x))
-        return x if known is None else known[2]
-
-    def returned(self, y: Any) -> Any:
-        """Return what the caller gets for a result: of a view of such a tensor, that of the ShardTensor.
-
-        Not collective.
-        """
-        if self.is_unknown(y):
-            for _, found, x, _ in self._real.values():
-                if _storage_of(found) == _storage_of(y):
-                    return _same_view(found, x, y)
-        return self.real(y)
-
-    def is_unknown(self, x: Any) -> bool:
-        """Tell whether it is a tensor without data that stands for nothing. Not collective."""
-        return isinstance(x, Tensor) and getattr(x, "fake_mode", None) is _fake_mode() and id(x) not in self._real
-
-    def decide(self, state: int) -> int:
-        """Return the most of what the ranks are ready for. Collective."""
-        self.decided = most_of(self.mesh, state, "compiled call")
-        return self.decided
-
-    def release(self) -> bool:
-        """Keep the tensors for the next call; tell whether nobody else has kept one. Not collective.
-
-        Where the function did (``self.last = x``), its owner gets the ShardTensor, also of a view.
-        """
-        self._of.clear()
-        alone = True
-        while self._real:
-            _, (key, found, x, uses) = self._real.popitem()
-            viewed = _uses_of(found) > uses
-            if sys.getrefcount(found) == _ALONE and not viewed:
-                self._spare.setdefault(key, []).append(found)
-            else:
-                alone = False
-                _hand_over(found, x)
-                if viewed:
-                    for view in _views_of(found):
-                        _hand_over(view, _same_view(found, x, view))
-        return alone
-
-
-def _storage_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # type: ignore[no-any-return]
-
-
-def _uses_of(x: Tensor) -> int:
-    return torch._C._storage_Use_Count(_storage_of(x))  # type: ignore[attr-defined,no-any-return]
-
-
-def _views_of(found: Tensor) -> list[Tensor]:
-    return [
-        y
-        for y in gc.get_objects()
-        if type(y) is type(found) and y is not found and _storage_of(y) == _storage_of(found)
-    ]
-
-
-def _cells_of(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
-
-
-def _same_view(found: Tensor, x: ShardTensor, y: Tensor) -> Any:
-    """Return of ``x`` the view by attributes that ``y`` is of ``found``, or ``y`` itself. Not collective."""
-    wanted, seen = _cells_of(y), {_cells_of(found)}
-    views: list[tuple[Tensor, tuple[str, ...]]] = [(found, ())]
-    for view, names in views:  # it grows
-        if _cells_of(view) == wanted:
-            return functools.reduce(getattr, names, x)
-        for name in _VIEWS:
-            try:
-                next_view = getattr(view, name)
-            except (RuntimeError, TypeError):  # of other dims, or not of real numbers
-                continue
-            if _cells_of(next_view) not in seen:
-                seen.add(_cells_of(next_view))
-                views.append((next_view, (*names, name)))
-    return y
-
-
-_ALONE = 2  # references: a local variable, and the argument of sys.getrefcount
-
-
-def _hand_over(found: Tensor, x: Tensor) -> None:
-    for owner in gc.get_referrers(found):
-        # from Python 3.13 on an object holds its attributes itself
-        names = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
-        if isinstance(owner, list):
-            owner[:] = [x if v is found else v for v in owner]
-        elif isinstance(names, dict):
-            names.update({k: x for k, v in names.items() if v is found})
-
-
-def _without_data(x: ShardTensor) -> Tensor:
-    with _fake_mode():
-        return torch.empty(x.sharding.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
-
-
-@functools.cache
-def _fake_mode() -> Any:
-    import torch._dynamo
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    class Unread(FakeTensorMode):
-        """Dynamo of torch 2.8 reads what it logs where a view is taken past the graph, and cannot."""
-
-        __torch_dispatch__ = torch._dynamo.disable(FakeTensorMode.__torch_dispatch__)
-
-    return Unread(allow_non_fake_inputs=True)
 
 
 def _is_off() -> bool:
