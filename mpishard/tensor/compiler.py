@@ -26,7 +26,7 @@ from mpishard.errors import UnsupportedOperationError
 from mpishard.tensor.gradient import holds_shards
 from mpishard.tensor.program import CannotCompileError, Program, SharedMemoryError, key_of, why_not
 from mpishard.tensor.shard_tensor import ShardTensor
-from mpishard.tensor.stand_in import Call, write
+from mpishard.tensor.stand_in import Call, attributes_of, write
 
 _warned = False
 # where the package was loaded, it put another one in its place
@@ -40,7 +40,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TELLING = frozenset(
     "placements sharding device_mesh to_local full_tensor redistribute rebalance from_local ShardTensor DTensor "
     "_local_tensor _spec grad grad_fn retain_grad is_leaf _version data_ptr untyped_storage storage stride "
-    "is_contiguous storage_offset is_conj is_neg _base".split()
+    "is_contiguous storage_offset is_conj is_neg _base register_hook register_post_accumulate_grad_hook".split()
 )
 _ASKS = frozenset(("hasattr", "getattr"))
 _ATTRIBUTES = _TELLING | {"mesh", "block"}
@@ -88,6 +88,9 @@ class Compiled:
             if self._keeps:
                 call.decide(_EAGERLY)
                 raise _RunEagerlyError("the function keeps one of its arguments")
+            if names := [name for x in shards.values() for name in attributes_of(x)]:
+                call.decide(_EAGERLY_NOW)
+                raise _RunEagerlyError(f"a ShardTensor that has an attribute {names[0]!r}")
             if _get_current_dispatch_mode() is not None:  # Dynamo reads nothing, nor ever again what it met there
                 call.decide(_EAGERLY_NOW)
                 raise _RunEagerlyError("a TorchDispatchMode, as of a counter of operations, is active")

@@ -41,7 +41,10 @@ def _content_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def write(into: Any, content: list[tuple[Any, Any]]) -> None:
-    """Make that what is in a list or a mapping. Not collective."""
+    """Make that what is in a list or a mapping, or attributes of a ShardTensor. Not collective."""
+    if isinstance(into, ShardTensor):
+        vars(into).update(content)
+        return
     if isinstance(into, MutableSequence):
         into.clear()
         into.extend(value for _, value in content)
@@ -112,11 +115,14 @@ class Call:
         return self.real(y)
 
     def written(self) -> list[tuple[Any, Any]]:
-        """Return the lists and mappings among the arguments that the function wrote into, and what it wrote.
+        """Return what the function wrote into: lists and mappings among the arguments, attributes of ShardTensors.
 
         Not collective.
         """
         found = []
+        for _, stand_in, x, _ in self._real.values():
+            if names := [name for name in vars(stand_in) if name not in _attributes() and "_dynamo" not in name]:
+                found.append((x, [(name, self.returned(vars(stand_in).pop(name))) for name in names]))
         for copy, of, before in self._copies.values():
             now = _content_of(copy)
             if [(key, id(y)) for key, y in now] == [(key, id(y)) for key, y in before]:
@@ -154,6 +160,17 @@ class Call:
                     for view in _views_of(found):
                         _hand_over(view, _same_view(found, x, view))
         return alone
+
+
+def attributes_of(x: ShardTensor) -> list[str]:
+    """Return the names of what a program has hung on a ShardTensor. Not collective."""
+    return [name for name in vars(x) if not hasattr(ShardTensor, name)]
+
+
+@functools.cache
+def _attributes() -> frozenset[str]:
+    with _fake_mode():
+        return frozenset(vars(torch.empty(0)))
 
 
 def _storage_of(x: Tensor) -> int:

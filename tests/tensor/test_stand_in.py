@@ -12,6 +12,7 @@ import torch._dynamo
 from torch import nn
 
 import mpishard as ms
+from mpishard.tensor import compiler
 from tests.compare import WORLD, gathered, mesh_of, shard
 
 SIZE = WORLD.size
@@ -19,8 +20,9 @@ FULL = torch.rand((2 * SIZE + 1, 3), dtype=torch.float64, generator=torch.Genera
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(compiler, "_warned", True)
 
 
 def field():
@@ -138,3 +140,43 @@ def test_a_result_that_holds_an_argument_holds_the_shards(made):
     x = field()
     held = torch.compile(made, backend="aot_eager")(x).x
     assert (held if isinstance(held, torch.Tensor) else held[0]) is x
+
+
+def by_attribute(x):
+    scale = getattr(x, "scale", None)
+    return x * 2 if scale is None else x * scale
+
+
+@pytest.mark.parametrize("ranks", ["all", "one"])
+def test_an_attribute_of_a_shard_tensor_is_seen(ranks):
+    run = torch.compile(by_attribute, backend="aot_eager")
+    torch.testing.assert_close(gathered(run(field())), 2 * FULL)
+    x = field()
+    if ranks == "all" or WORLD.rank == SIZE - 1:
+        x.scale = 2.0 if ranks == "one" else 5.0
+    torch.testing.assert_close(gathered(run(x)), (2.0 if ranks == "one" else 5.0) * FULL)
+
+
+def test_an_attribute_that_is_set_is_there_and_not_on_the_next_argument():
+    def tag(x):
+        x.doubled = x * 2
+        return x + 1
+
+    run = compiled(tag)
+    for _ in range(2):
+        x = field()
+        run(x)
+        torch.testing.assert_close(gathered(x.doubled), 2 * FULL)
+
+
+def test_a_hook_of_an_argument_is_called():
+    def hooked(x):
+        x.register_hook(lambda g: g * 10)
+        return x.sin().sum()
+
+    run = torch.compile(hooked, backend="aot_eager")
+    for _ in range(2):
+        x, whole = field().requires_grad_(), FULL.clone().requires_grad_()
+        run(x).backward()
+        hooked(whole).backward()
+        torch.testing.assert_close(gathered(x.grad), whole.grad)
