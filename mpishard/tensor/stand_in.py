@@ -170,7 +170,7 @@ def attributes_of(x: ShardTensor) -> list[str]:
 @functools.cache
 def _attributes() -> frozenset[str]:
     with _fake_mode():
-        return frozenset(vars(torch.empty(0)))
+        return frozenset(vars(torch.empty(0, device="cpu")))
 
 
 def _storage_of(x: Tensor) -> int:
