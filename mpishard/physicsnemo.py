@@ -7,7 +7,7 @@ such programs import them from ``torch.distributed.tensor``: tensors and paramet
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -129,7 +129,7 @@ def scatter_tensor(
     error = None
     shape = tuple(x.shape)
     # compared as it is: of one rank's own, anything may be wrong
-    told = tuple(global_shape) if isinstance(global_shape, Sequence) else global_shape
+    told = tuple(global_shape) if isinstance(global_shape, Iterable) else global_shape
     if told not in (None, shape) or dtype not in (None, x.dtype):
         error = LayoutError(
             "scatter_tensor: global_shape and dtype",
