@@ -8,9 +8,11 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from mpishard.errors import MpishardError, UnsupportedOperationError
 from mpishard.insitu.field import Field
@@ -35,6 +37,8 @@ class Host:
         self._numbers = itertools.count(1)
         # of hooks that were waited for when one of their fields was released: the status of the `wait` to come
         self._ended: dict[int, int | BaseException] = {}
+        # of fields of which this rank owns no cell and the host gave no array: memory for what ghost cells they have
+        self._rooms: dict[int, torch.Tensor] = {}
         self._operations: tuple[Callable[..., int], ...] = (
             self.adopt,
             self.field,
@@ -72,8 +76,13 @@ class Host:
         assert isinstance(sim, Simulation)
         halo = [(low[on.index(m)], high[on.index(m)]) for m in range(sim.mesh.ndim)]
         dims = [None if m < 0 else m for m in on]
-        array = (address, list(DTYPES.values())[dtype], extents, strides)
-        return self._number(sim.field(text, array, halo=halo, dims=dims))
+        kind = list(DTYPES.values())[dtype]
+        room = None if address else _room(kind, extents, strides)
+        array = (address if room is None else room.data_ptr(), kind, extents, strides)
+        number = self._number(sim.field(text, array, halo=halo, dims=dims))
+        if room is not None:
+            self._rooms[number] = room
+        return number
 
     def rebind(self, numbers: Any) -> int:
         """Take field, address. Collective."""
@@ -81,7 +90,11 @@ class Host:
         assert isinstance(field, Field)
         old = field.array
         strides = [s * old.element_size() for s in old.stride()]
-        field.rebind((numbers[1], old.dtype, tuple(old.shape), strides))
+        address = numbers[1]
+        if not address:
+            room = self._rooms.setdefault(numbers[0], _room(old.dtype, old.shape, strides))
+            address = room.data_ptr()
+        field.rebind((address, old.dtype, tuple(old.shape), strides))
         return OK
 
     def hook(self, numbers: Any, text: str) -> int:
@@ -135,11 +148,13 @@ class Host:
         if isinstance(released, Field) and simulation is not None:
             del simulation.fields[released.name]
             released._release()
+            self._rooms.pop(numbers[0], None)
             return OK
         gone = own if isinstance(released, Simulation) else {}
         for number in (numbers[0], *gone):
             self._made.pop(number, None)
             self._ended.pop(number, None)
+            self._rooms.pop(number, None)
         if isinstance(released, Simulation):
             released.release()
         for error in ended:
@@ -155,6 +170,11 @@ class Host:
         number = next(self._numbers)
         self._made[number] = made
         return number
+
+
+def _room(dtype: torch.dtype, extents: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    last = sum((n - 1) * s for n, s in zip(extents, strides))
+    return torch.zeros(max(0, last + dtype.itemsize) if all(extents) else 0, dtype=torch.uint8)
 
 
 _opened: list[object] = []

@@ -195,6 +195,27 @@ static void levels(mps_handle sim)
     }
 }
 
+/* ranks without cells, and without arrays */
+static void idle(void)
+{
+    int grid[2] = {size, 1};
+    int64_t shape[2] = {3, 3}, sizes[2] = {rank ? 0 : 3, 3}, extents[2] = {sizes[0] + 2, 5}, lo[2] = {1, 1};
+    double cells[3][25] = {{0}}, *none = NULL;
+    mps_handle sim, u, v, hook;
+    must(mps_adopt(MPI_COMM_WORLD, 2, shape, grid, sizes, NULL, &sim) == MPS_OK, "adopt");
+    must(mps_field(sim, "u", MPS_FLOAT64, rank ? none : cells[0], 2, NULL, extents, lo, NULL, &u) == MPS_OK, "field");
+    must(mps_field(sim, "v", MPS_FLOAT64, rank ? none : cells[1], 2, NULL, extents, lo, NULL, &v) == MPS_OK, "field");
+    must(mps_hook(sim, named("box"), 1, &u, 1, &v, 1, MPS_INFER, &hook) == MPS_OK, "hook");
+    for (int k = 0; k < 4; k++) {
+        double *now = cells[k % 2 ? 2 : 0];
+        for (int i = 0; i < 9; i++) now[(1 + i / 3) * 5 + 1 + i % 3] = k + 1;
+        /* an array that comes or goes is one of those that are swapped */
+        must(mps_rebind(u, rank && k != 1 ? none : now) == MPS_OK && mps_step(hook) == MPS_OK, "step");
+        must(rank || (cells[1][12] == 9 * (k + 1) && cells[1][6] == 4 * (k + 1)), "box");
+    }
+    must(mps_release(&hook) == MPS_OK && mps_release(&u) == MPS_OK && mps_release(&sim) == MPS_OK && mps_release(&v) == MPS_OK, "release");
+}
+
 /* a Cartesian communicator is asked for its topology, whether or not the grid is given too */
 static void around(void)
 {
@@ -324,6 +345,7 @@ int main(int argc, char **argv)
 
     levels(sim);
     around();
+    idle();
 
     /* models that are not right: nothing is written */
     static const struct { const char *name, *text; } wrong[] = {

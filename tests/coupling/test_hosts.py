@@ -92,6 +92,14 @@ def test_a_message_in_pieces_of_which_the_rest_never_comes_in_c(programs, tmp_pa
     assert done.stdout.count("ALIVE") == 2, done.stdout
 
 
+def test_no_memory_on_one_rank_of_c(programs, tmp_path):
+    names = "malloc", "calloc", "realloc"
+    host = with_sources("no_memory.c", tmp_path, *(f"-D{name}=failing_{name}" for name in names))
+    done = programs((2, [host, "solver"]), (2, [host, "model"]), timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ALL HEARD OF IT") == 2, done.stdout
+
+
 def test_c_names_ranks_as_python_does(tmp_path):
     """In ranges, of which there are a few: a text does not grow with the job."""
     program = with_sources("ranks.c", tmp_path)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,9 +92,10 @@ class Outlet:
         self.channel = channel
         self._parcels = parcels
         self._depth = depth
-        self._new_slot = partial(_Slot, channel, parcels, dtypes)
-        self._slots = [self._new_slot() for _ in range(depth)]
         self.policy = policy
+        # of steps that may be taken back one more than the depth, for the one that is being read: a rank that found no
+        # memory for it in `put` would leave the others alone
+        self._slots = [_Slot(channel, parcels, dtypes) for _ in range(depth + (policy == "latest"))]
         self._stop_tag = channel.tag + wire.STOP
         self._next = 0  # the number of the step that is put next
         self._sent = 0  # steps in the ring, for policies that push
@@ -215,9 +215,6 @@ class Outlet:
             for slot in self._slots:
                 if slot not in self._unread and slot.done():
                     return slot
-            # one more than the depth, for the step that is being read: the reader asks for the next when it has it
-            if len(self._slots) <= self._depth:
-                self._slots.append(self._new_slot())
 
     def _marked(self, slot: _Slot, step: int) -> list[Any]:
         """Return the requests that send a slot, which is filled."""

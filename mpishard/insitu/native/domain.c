@@ -50,10 +50,18 @@ static int topology(sim_t *sim, MPI_Comm comm, const int *grid, const int *perio
 /* The borders of the blocks along every dim, of what each rank says that it owns; nothing here grows but with the grid. */
 static int borders(sim_t *sim, const int64_t *sizes)
 {
+    int64_t *both[MAX_DIMS] = {NULL};
+    int status = MPS_OK;
     for (int d = 0; d < sim->ndim; d++) {
+        sim->borders[d] = calloc((size_t)sim->grid[d] + 1, sizeof(int64_t));
+        both[d] = malloc(((size_t)sim->grid[d] + 1) * sizeof(int64_t));
+        if (sim->borders[d] == NULL || both[d] == NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
+    }
+    /* the reductions below wait for all ranks, and for ever */
+    status = circle_agree(&sim->circle, status, own_limit());
+    for (int d = 0; d < sim->ndim && !status; d++) {
         int n = sim->grid[d];
-        int64_t *most = calloc((size_t)n + 1, sizeof *most), *least = malloc(((size_t)n + 1) * sizeof *least);
-        if (most == NULL || least == NULL) return fail(MPS_ERR_MEMORY, "adopt: no memory");
+        int64_t *most = sim->borders[d], *least = both[d];
         for (int i = 0; i < n; i++) least[i] = -INT64_MAX;
         int64_t mine = sizes ? sizes[d] : sim->shape[d] / n + (sim->coords[d] < sim->shape[d] % n);
         most[sim->coords[d]] = mine;
@@ -61,7 +69,6 @@ static int borders(sim_t *sim, const int64_t *sizes)
         MPI_Allreduce(MPI_IN_PLACE, most, n, MPI_INT64_T, MPI_MAX, sim->circle.comm);
         MPI_Allreduce(MPI_IN_PLACE, least, n, MPI_INT64_T, MPI_MAX, sim->circle.comm);
         int64_t sum = 0;
-        int status = MPS_OK;
         for (int i = 0; i < n; i++) {
             int64_t size = most[i];
             if (size < 0 || size != -least[i])
@@ -71,15 +78,13 @@ static int borders(sim_t *sim, const int64_t *sizes)
             sum += size;
         }
         most[n] = sum;
-        free(least);
-        sim->borders[d] = most;
-        if (status) return status;
-        if (sum != sim->shape[d])
-            return fail(MPS_ERR_ARGUMENT, "adopt: owned boxes %s along dim %d at the box [%lld:%lld)\n  expected: boxes that end at %lld",
-                        sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d, (long long)sim->borders[d][n - 1],
-                        (long long)sum, (long long)sim->shape[d]);
+        if (!status && sum != sim->shape[d])
+            status = fail(MPS_ERR_ARGUMENT, "adopt: owned boxes %s along dim %d at the box [%lld:%lld)\n  expected: boxes that end at %lld",
+                          sum < sim->shape[d] ? "leave a gap" : "overlap, or reach past the domain,", d, (long long)most[n - 1],
+                          (long long)sum, (long long)sim->shape[d]);
     }
-    return MPS_OK;
+    for (int d = 0; d < sim->ndim; d++) free(both[d]);
+    return status;
 }
 
 int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, const int64_t *sizes, const int *periodic,
@@ -91,14 +96,16 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
     if (comm == MPI_COMM_NULL) return fail(MPS_ERR_ARGUMENT, "adopt: no communicator");
     MPI_Comm_test_inter(comm, &inter);
     if (inter) return fail(MPS_ERR_ARGUMENT, "adopt: not an intra-communicator");
+    circle_t circle;
+    if ((status = circle_init(&circle, comm, "the domain"))) return status;
     sim_t *sim = calloc(1, sizeof *sim);
-    if (sim == NULL) return fail(MPS_ERR_MEMORY, "adopt: no memory");
-    sim->users = 1;
-    status = circle_init(&sim->circle, comm, "the domain");
-    if (status) {
-        free(sim);
+    if (sim == NULL) {
+        status = circle_agree(&circle, fail(MPS_ERR_MEMORY, "adopt: no memory"), own_limit());
+        circle_free(&circle);
         return status;
     }
+    sim->users = 1;
+    sim->circle = circle;
     sim->rank = sim->circle.rank;
     sim->size = sim->circle.size;
     sim->ndim = ndim;
@@ -110,12 +117,13 @@ int sim_made(int known, MPI_Comm comm, int ndim, const int64_t *shape, const int
         if (shape[d] < 0) status = fail(MPS_ERR_ARGUMENT, "adopt: shape[%d] is %lld", d, (long long)shape[d]);
     }
     if (!status) status = topology(sim, comm, grid, periodic);
+    if (!status) status = object_room("adopt");
     uint64_t sum = digest(digest(0, &ndim, sizeof ndim), sim->shape, sizeof sim->shape);
     sum = digest(digest(sum, sim->grid, sizeof sim->grid), sim->periodic, sizeof sim->periodic);
     status = circle_same(&sim->circle, status, own_limit(), sum, "adopt");
     if (!status) status = circle_agree(&sim->circle, borders(sim, sizes), own_limit());
-    if (!status && (*handle = object_made(OBJECT_SIM, sim)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "adopt: no memory");
-    if (status) {
+    if (!status) *handle = object_made(OBJECT_SIM, sim);
+    else {
         circle_free(&sim->circle);
         sim_left(sim);
     }
@@ -216,7 +224,7 @@ int field_made(int known, mps_handle handle, const char *name, int dtype, void *
     if (out != NULL) *out = MPS_NULL;
     if (sim == NULL) return fail(MPS_ERR_ORDER, "field: expected a domain, from mps_adopt, that was not released");
     field_t *field = calloc(1, sizeof *field);
-    if (field == NULL) return fail(MPS_ERR_MEMORY, "field: no memory");
+    if (field == NULL) return circle_agree(&sim->circle, fail(MPS_ERR_MEMORY, "field: no memory"), own_limit());
     field->users = 1;
     field->dtype = dtype;
     field->data = data;
@@ -227,15 +235,16 @@ int field_made(int known, mps_handle handle, const char *name, int dtype, void *
     if (!status && dtype_size(dtype) == 0) status = fail(MPS_ERR_ARGUMENT, "field '%s': dtype %d is none of MPS_BOOL...", field->name, dtype);
     if (!status) status = described(sim, field, ndim, dims, extents, lo, strides);
     if (!status) status = field_usable(field, "field");
+    if (!status) status = object_room("field");
     layout_t *layout = &field->layout;
     uint64_t sum = digest(digest(0, field->name, NAME_BYTES), &dtype, sizeof dtype);
     sum = digest(digest(sum, layout->shape, sizeof layout->shape), layout->shards, sizeof layout->shards);
     status = circle_same(&sim->circle, status, own_limit(), sum, "field");
-    if (!status && (*out = object_made(OBJECT_FIELD, field)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "field: no memory");
     if (status) {
         field_left(field);
         return status;
     }
+    *out = object_made(OBJECT_FIELD, field);
     field->next = sim->fields;
     sim->fields = field;
     return MPS_OK;

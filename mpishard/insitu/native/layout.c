@@ -55,7 +55,7 @@ static int add(shares_t *shares, int64_t peer, const box_t *box, const box_t *or
     if (shares->count == shares->room) {
         int room = shares->room ? 2 * shares->room : 8;
         share_t *more = realloc(shares->of, (size_t)room * sizeof *more);
-        if (more == NULL) return MPS_ERR_MEMORY;
+        if (more == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
         shares->of = more;
         shares->room = room;
     }

@@ -363,10 +363,11 @@ static int meet_peers(link_t *link)
     int64_t *theirs = calloc((size_t)count * 3 + 1, sizeof *theirs);
     MPI_Request *requests = malloc((size_t)(2 * count + 1) * sizeof *requests);
     parcel_t **of = malloc((size_t)(count + 1) * sizeof *of);
-    if (theirs == NULL || requests == NULL || of == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
+    if (theirs == NULL || requests == NULL || of == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
+    status = circle_agree(&link->program->circle, status, link->timeout);
     presence_t here = presence_here();
     mine[0] = here.machine, mine[1] = here.pid, mine[2] = here.started;
-    for (int f = 0; f < 2; f++)
+    for (int f = 0; f < 2 && !status; f++)
         for (int i = 0; i < flows[f]->count; i++) {
             int known = 0;
             for (int k = 0; f && k < flows[0]->count; k++) known |= flows[0]->parcels[k].peer == flows[1]->parcels[i].peer;
@@ -377,7 +378,7 @@ static int meet_peers(link_t *link)
         MPI_Isend(mine, 3, MPI_INT64_T, of[i]->peer, link->tag + TAG_PRESENCE, link->far->both, &requests[2 * i + 1]);
     }
     patience_t wait = patience(link->timeout);
-    while (MPI_Testall(2 * peers, requests, &done, MPI_STATUSES_IGNORE), !done && !status)
+    while (!status && (MPI_Testall(2 * peers, requests, &done, MPI_STATUSES_IGNORE), !done))
         if (!patient(&wait))
             status = fail(MPS_ERR_PEER, "connect: not all ranks of program '%s' came\n  expected: within %g s", link->far->name, link->timeout);
     for (int i = 0; i < peers && !status; i++) {
@@ -388,7 +389,7 @@ static int meet_peers(link_t *link)
     for (int i = 0; i < link->into.count; i++)
         for (int k = 0; k < link->out.count; k++)
             if (link->into.parcels[i].peer == link->out.parcels[k].peer) link->into.parcels[i].where = link->out.parcels[k].where;
-    if (done) free(theirs); /* who comes later is written to it */
+    if (done || !peers) free(theirs); /* who comes later is written to it */
     free(requests);
     free(of);
     return circle_agree(&link->program->circle, status, link->timeout);
@@ -434,7 +435,11 @@ static int order_of(link_t *link, field_t *field, offer_t *offer)
     if (status || values[0]) return status;
     int64_t *table = malloc((size_t)circle->size * sizeof *table);
     offer->order = malloc((size_t)circle->size * sizeof *table);
-    if (table == NULL || offer->order == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
+    if (table == NULL || offer->order == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
+    if ((status = circle_agree(circle, status, link->timeout))) {
+        free(table);
+        return status;
+    }
     MPI_Allgather(&mine, 1, MPI_INT64_T, table, 1, MPI_INT64_T, circle->comm);
     for (int r = 0; r < circle->size; r++) offer->order[table[r]] = r;
     offer->ranks = circle->size;
@@ -488,14 +493,16 @@ static int make(link_t *link, side_t *mine, int status)
         if (circle->rank == 0) withdraw(link, mps_error());
         return status;
     }
-    if ((offer = side_packed(mine, &count)) == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
-    if (!status && circle->rank == 0) {
+    if (circle->rank == 0 && (offer = side_packed(mine, &count)) == NULL) {
+        status = fail(MPS_ERR_MEMORY, "connect: no memory");
+        withdraw(link, mps_error());
+    } else if (circle->rank == 0) {
         status = exchange(link, offer, count, &theirs, &length);
         offer = NULL;
     }
     status = circle_agree(circle, status, link->timeout + 1.0);
     if (!status) status = circle_tell(circle, &theirs, &length, link->timeout);
-    if (!status) status = side_unpacked(theirs, &other);
+    if (!status) status = circle_agree(circle, side_unpacked(theirs, &other), link->timeout);
     if (!status) status = compare(link->program->name, mine, link->far->name, &other);
     if (!status) {
         link->out.policy = chosen(mine->policy, other.policy, other.count[0] == 0, MPS_BLOCK);
@@ -504,7 +511,8 @@ static int make(link_t *link, side_t *mine, int status)
         for (int s = 0; s < 2 && !status; s++) {
             /* own mesh ranks, where they differ, are those of the order */
             status = plan(link, flows[s], s == 0, mine->of[s], other.of[1 - s]);
-            int slots = s == 0 ? link->out.depth : 1;
+            /* of steps that may be taken back one more than the depth, for the one that is being read */
+            int slots = s == 1 ? 1 : link->out.policy == MPS_LATEST ? link->out.depth + 1 : link->out.depth;
             flows[s]->slot = calloc((size_t)slots + 1, sizeof *flows[s]->slot);
             flows[s]->unread = calloc((size_t)slots + 1, sizeof *flows[s]->unread);
             if (flows[s]->slot == NULL || flows[s]->unread == NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
@@ -526,8 +534,9 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     side_t mine = {policy, depth > 0 ? depth : MPS_DEFAULT, {0, 0}, {NULL, NULL}};
     if (result != NULL) *result = MPS_NULL;
     if (program == NULL) return fail(MPS_ERR_ORDER, "connect: expected a program, from mps_join");
+    double seconds = timeout > 0 ? timeout : 60.0;
     link_t *link = calloc(1, sizeof *link);
-    if (link == NULL) return fail(MPS_ERR_MEMORY, "connect: no memory");
+    if (link == NULL) return circle_agree(&program->circle, fail(MPS_ERR_MEMORY, "connect: no memory"), seconds);
     for (int i = 0; i < program->others; i++)
         if (name != NULL && strcmp(program->far[i].name, name) == 0) link->far = &program->far[i];
     /* before anything is counted: the numbers of links stay the same on all ranks */
@@ -539,7 +548,8 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     else if (link->far->connects >= MOST_LINKS || program->links >= MOST_OF_PROGRAM)
         status = fail(MPS_ERR_ORDER, "connect: no tags are left for one more link to '%s'\n  expected: %d links of two programs at most, and %d "
                       "of one, closed ones too\n  fix:      keep a link, and call mps_put and mps_get many times", name, MOST_LINKS, MOST_OF_PROGRAM);
-    status = circle_same(&program->circle, status, timeout > 0 ? timeout : 60.0, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
+    else status = object_room("connect");
+    status = circle_same(&program->circle, status, seconds, digest(0, name ? name : "", name ? strlen(name) : 0), "connect");
     if (status) {
         parted(program, status);
         free(link);
@@ -549,7 +559,7 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     program->users++;
     link->tag = link->far->connects++ * LINK_TAGS;
     link->serial = program->links++;
-    link->timeout = timeout > 0 ? timeout : 60.0;
+    link->timeout = seconds;
     if (policy < MPS_DEFAULT || policy > MPS_LATEST) status = fail(MPS_ERR_ARGUMENT, "connect: policy %d is none of MPS_BLOCK...", policy);
     if (!status && (depth < 0 || depth > MOST_SLOTS))
         status = fail(MPS_ERR_ARGUMENT, "connect: depth is %d\n  expected: 1 to %d slots", depth, MOST_SLOTS);
@@ -557,7 +567,6 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
     if (!status) status = taken(link, &link->into, n_into, into, &mine, 1);
     status = make(link, &mine, status);
     side_free(&mine, 1);
-    if (!status && (*result = object_made(OBJECT_LINK, link)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "connect: no memory");
     if (status) {
         char text[TEXT_BYTES];
         snprintf(text, sizeof text, "%s", mps_error());
@@ -565,6 +574,7 @@ int mps_connect(mps_handle handle, const char *name, int n_out, const mps_handle
         link_free(link);
         return fail(status, "%s", text);
     }
+    *result = object_made(OBJECT_LINK, link);
     link->next = open_links;
     open_links = link;
     background = progress_all;
@@ -746,14 +756,10 @@ static slot_t *emptied(link_t *link)
         memmove(flow->unread, flow->unread + 1, (size_t)--flow->unread_count * sizeof *flow->unread);
         return slot;
     }
-    for (;;) {
-        for (int i = 0; i < flow->slots; i++) {
-            int waits = 0;
-            for (int k = 0; k < flow->unread_count; k++) waits |= flow->unread[k] == &flow->slot[i];
-            if (!waits && slot_done(&flow->slot[i])) return &flow->slot[i];
-        }
-        /* one more than the depth, for the step that is being read */
-        if (flow->slots <= flow->depth && slot_init(link, flow, &flow->slot[flow->slots], 1) == MPS_OK) flow->slots++;
+    for (int i = 0;; i = (i + 1) % flow->slots) {
+        int waits = 0;
+        for (int k = 0; k < flow->unread_count; k++) waits |= flow->unread[k] == &flow->slot[i];
+        if (!waits && slot_done(&flow->slot[i])) return &flow->slot[i];
     }
 }
 

@@ -231,18 +231,17 @@ int circle_tell(circle_t *circle, char **message, int64_t *count, double timeout
 {
     MPI_Request request;
     if (circle->size == 1) return MPS_OK;
-    int64_t *length = malloc(sizeof *length);
-    if (length == NULL) return fail(MPS_ERR_MEMORY, "no memory");
-    *length = *count;
-    MPI_Ibcast(length, 1, MPI_INT64_T, 0, circle->comm, &request);
-    int status = complete(circle, &request, timeout);
-    if (status) return status; /* MPI may still use the length, and below the message: both are left to it */
-    *count = *length;
-    free(length);
-    if (circle->rank && (*message = malloc((size_t)*count + 1)) == NULL) return fail(MPS_ERR_MEMORY, "no memory");
+    int64_t values[3];
+    /* no count is below 0: the least is rank 0's */
+    circle_start(circle, MPS_OK, 0, circle->rank ? INT64_MAX : *count, 0, 0);
+    int status = circle_finish(circle, timeout, values);
+    if (status) return status;
+    *count = values[0];
+    if (circle->rank && (*message = malloc((size_t)*count + 1)) == NULL) status = fail(MPS_ERR_MEMORY, "no memory for %lld bytes", (long long)*count);
+    if ((status = circle_agree(circle, status, timeout))) return status;
     MPI_Ibcast(*message, (int)*count, MPI_BYTE, 0, circle->comm, &request);
     status = complete(circle, &request, timeout);
-    if (status) *message = NULL;
+    if (status) *message = NULL; /* it is left to MPI, which may still use it */
     return status;
 }
 
@@ -373,6 +372,15 @@ static int merge(list_t *list, const list_t *other)
     return MPS_OK;
 }
 
+/* a message for which there is no memory: that is what is told of it */
+static int unread(int64_t attempt, list_t *list)
+{
+    memset(list, 0, sizeof *list);
+    list->head.attempt = attempt;
+    snprintf(list->head.text, TEXT_BYTES, "join: no memory on a rank for what others told it");
+    return 1;
+}
+
 static int received(int peer, int64_t attempt, list_t *list)
 {
     int found = 0, n;
@@ -383,7 +391,7 @@ static int received(int peer, int64_t attempt, list_t *list)
         if (!found) return 0;
         MPI_Get_count(&status, MPI_BYTE, &n);
         char *data = malloc((size_t)n + sizeof(roll_t));
-        if (data == NULL) return 0;
+        if (data == NULL) return unread(attempt, list);
         MPI_Mrecv(data, n, MPI_BYTE, &message, MPI_STATUS_IGNORE);
         memcpy(&list->head, data, sizeof list->head);
         int speaks = list->head.magic == WIRE_MAGIC && list->head.version == WIRE_VERSION;
@@ -395,6 +403,7 @@ static int received(int peer, int64_t attempt, list_t *list)
         if (list->entries != NULL)
             memcpy(list->entries, data + sizeof(roll_t), (size_t)list->head.count * sizeof *list->entries);
         free(data);
+        if (list->entries == NULL) return unread(attempt, list);
         if (!speaks || list->head.attempt == attempt) return 1;
         free(list->entries); /* of an attempt that failed before */
     }
@@ -406,7 +415,7 @@ static char *packed(list_t *list, int *n)
     char *data = malloc((size_t)*n);
     if (data == NULL) return NULL;
     memcpy(data, &list->head, sizeof(roll_t));
-    memcpy(data + sizeof(roll_t), list->entries, (size_t)list->head.count * sizeof(entry_t));
+    if (list->head.count) memcpy(data + sizeof(roll_t), list->entries, (size_t)list->head.count * sizeof(entry_t));
     return data;
 }
 
@@ -497,9 +506,11 @@ static int call_roll(const char *name, double timeout, list_t *list)
     if (rank) {
         int parent = rank & (rank - 1), n, levels = 1;
         while (size >> levels) levels++;
-        messages[sends] = packed(list, &n);
-        MPI_Isend(messages[sends], n, MPI_BYTE, parent, MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
-        sends++;
+        /* without memory for it the others hear nothing, and say so in time */
+        if ((messages[sends] = packed(list, &n)) != NULL) {
+            MPI_Isend(messages[sends], n, MPI_BYTE, parent, MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
+            sends++;
+        }
         wait = patience(timeout + 1.0 + 0.2 * (levels + 1));
         list_t answer;
         int64_t attempt = list->head.attempt;
@@ -515,10 +526,11 @@ static int call_roll(const char *name, double timeout, list_t *list)
             absent(list, &parent, 1, size, timeout);
     } else
         one_name(list);
-    for (int i = 0; i < count; i++, sends++) {
+    for (int i = 0; i < count; i++) {
         int n;
-        messages[sends] = packed(list, &n);
+        if ((messages[sends] = packed(list, &n)) == NULL) continue;
         MPI_Isend(messages[sends], n, MPI_BYTE, children[i], MEETING_TAG, MPI_COMM_WORLD, &requests[sends]);
+        sends++;
     }
     wait = patience(1.0);
     for (int i = 0; i < sends; i++) {
@@ -546,16 +558,16 @@ static int meet(const char *name, double timeout, program_t *program)
     while (strcmp(list.entries[mine].name, name) != 0) mine++;
     program->others = count - 1;
     program->ranks = (int)list.entries[mine].ranks;
-    program->far = calloc((size_t)count, sizeof *program->far);
-    if (program->far == NULL) return fail(MPS_ERR_MEMORY, "join: no memory");
     MPI_Comm_split(MPI_COMM_WORLD, mine, rank, &program->comm);
     MPI_Comm_set_errhandler(program->comm, MPI_ERRORS_RETURN);
     status = circle_init(&program->circle, program->comm, name);
+    program->far = calloc((size_t)count, sizeof *program->far);
+    int ready = program->far != NULL ? object_room("join") : fail(MPS_ERR_MEMORY, "join: no memory");
     for (int i = 0; i < count; i++)
         for (int j = i + 1; j < count; j++) {
             MPI_Comm both;
             MPI_Comm_split(MPI_COMM_WORLD, mine == i || mine == j ? 0 : MPI_UNDEFINED, rank + (mine == j ? size : 0), &both);
-            if (mine != i && mine != j) continue;
+            if ((mine != i && mine != j) || program->far == NULL) continue;
             far_t *far = &program->far[at++];
             const entry_t *other = &list.entries[mine == i ? j : i];
             snprintf(far->name, sizeof far->name, "%s", other->name);
@@ -565,7 +577,7 @@ static int meet(const char *name, double timeout, program_t *program)
             MPI_Comm_set_errhandler(both, MPI_ERRORS_RETURN);
         }
     free(list.entries);
-    return status;
+    return status ? status : circle_agree(&program->circle, ready, timeout);
 }
 
 int mps_join(const char *name, double timeout, mps_handle *handle)
@@ -585,8 +597,8 @@ int mps_join(const char *name, double timeout, mps_handle *handle)
     status = meet(name, timeout > 0 ? timeout : 60.0, program);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, before);
     if (before != MPI_ERRORS_ARE_FATAL && before != MPI_ERRORS_RETURN) MPI_Errhandler_free(&before);
-    if (!status && (*handle = object_made(OBJECT_PROGRAM, program)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "join: no memory");
-    if (status) program_left(program);
+    if (!status) *handle = object_made(OBJECT_PROGRAM, program);
+    else program_left(program);
     return status;
 }
 

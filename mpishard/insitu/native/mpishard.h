@@ -57,7 +57,7 @@ int mps_adopt(MPI_Comm comm, int ndim, const int64_t *shape, const int *grid, co
               mps_handle *sim);
 
 /* An array of the host, which keeps it. Collective over the domain's ranks.
- *   data     its first element, ghost cells included
+ *   data     its first element, ghost cells included; NULL will do where this rank owns no cell, here and in mps_rebind
  *   ndim     of the array;  dims[d]: the dim of the domain that array dim d is, -1 for another (components, levels);
  *            NULL: all in order
  *   extents  of the whole array on this rank;  lo: ghost cells before the owned ones (NULL: none), of a dim that is none of

@@ -19,7 +19,8 @@ enum { OBJECT_SIM = 1, OBJECT_FIELD, OBJECT_PROGRAM, OBJECT_LINK, OBJECT_HOOK };
 
 /* object.c */
 
-mps_handle object_made(int kind, void *object); /* MPS_NULL: no memory */
+int object_room(const char *call);              /* before the ranks agree on a call, of which a handle comes */
+mps_handle object_made(int kind, void *object); /* where there is room */
 void *object_of(mps_handle handle, int kind);   /* NULL: of another kind, or released */
 int object_kind(mps_handle handle);
 void object_dropped(mps_handle handle);

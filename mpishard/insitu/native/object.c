@@ -18,18 +18,28 @@ static place_t *place_of(mps_handle handle)
     return place->object != NULL && place->use == word >> PLACE_BITS ? place : NULL;
 }
 
-mps_handle object_made(int kind, void *object)
+static uintptr_t free_place(void)
 {
     uintptr_t at = 0;
     while (at < room && places[at].object != NULL) at++;
-    if (at == room) {
-        uintptr_t more = room ? 2 * room : 16;
-        place_t *grown = more >> PLACE_BITS ? NULL : realloc(places, more * sizeof *grown);
-        if (grown == NULL) return MPS_NULL;
-        for (uintptr_t i = room; i < more; i++) grown[i].object = NULL, grown[i].use = 0;
-        places = grown;
-        room = more;
-    }
+    return at;
+}
+
+int object_room(const char *call)
+{
+    if (free_place() < room) return MPS_OK;
+    uintptr_t more = room ? 2 * room : 16;
+    place_t *grown = more >> PLACE_BITS ? NULL : realloc(places, more * sizeof *grown);
+    if (grown == NULL) return fail(MPS_ERR_MEMORY, "%s: no memory for one more handle", call);
+    for (uintptr_t i = room; i < more; i++) grown[i].object = NULL, grown[i].use = 0;
+    places = grown;
+    room = more;
+    return MPS_OK;
+}
+
+mps_handle object_made(int kind, void *object)
+{
+    uintptr_t at = free_place();
     places[at].object = object;
     places[at].kind = kind;
     return (mps_handle)(++places[at].use << PLACE_BITS | (at + 1));

@@ -276,7 +276,12 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
     int room = (n_in > 0 ? n_in : 0) + (n_out > 0 ? n_out : 0), status = MPS_OK;
     int64_t *numbers = calloc((size_t)room + 5, sizeof *numbers);
     if (hook != NULL) hook->fields = calloc((size_t)room + 1, sizeof *hook->fields);
-    if (hook == NULL || numbers == NULL || hook->fields == NULL) return fail(MPS_ERR_MEMORY, "hook: no memory");
+    if (hook == NULL || numbers == NULL || hook->fields == NULL) {
+        if (hook != NULL) free(hook->fields);
+        free(hook);
+        free(numbers);
+        return circle_agree(&sim->circle, fail(MPS_ERR_MEMORY, "hook: no memory"), own_limit());
+    }
     hook->sim = sim;
     sim->users++;
     if (result == NULL) status = fail(MPS_ERR_ARGUMENT, "hook: no place for the hook");
@@ -285,6 +290,7 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
                       "MPS_TRAIN\n  got:      '%s', %d, %d, %d, %d", model ? model : "", n_in, n_out, every, mode);
     if (!status) status = taken(hook, n_in, in);
     if (!status) status = taken(hook, n_out, out);
+    if (!status) status = object_room("hook");
     int counts[4] = {n_in, n_out, every, mode};
     uint64_t sum = digest(digest(0, counts, sizeof counts), model ? model : "", model ? strlen(model) : 0);
     for (int i = 0; i < hook->count && !status; i++) sum = digest(sum, hook->fields[i]->name, NAME_BYTES);
@@ -303,10 +309,13 @@ int mps_hook(mps_handle handle, const char *model, int n_in, const mps_handle *i
         hook->python = made;
     }
     free(numbers);
-    if (!status && (*result = object_made(OBJECT_HOOK, hook)) == MPS_NULL) status = fail(MPS_ERR_MEMORY, "hook: no memory");
-    if (status) hook_free(hook);
-    else hook->serial = ++sim->hooks;
-    return status;
+    if (status) {
+        hook_free(hook);
+        return status;
+    }
+    hook->serial = ++sim->hooks;
+    *result = object_made(OBJECT_HOOK, hook);
+    return MPS_OK;
 }
 
 static int run(mps_handle handle, int op, const char *name)
