@@ -75,7 +75,12 @@ static int find(char **answer)
     if ((*answer = calloc(1, PATH_BYTES)) == NULL) return fail(MPS_ERR_MEMORY, "hook: no memory");
     size_t n = pipe ? fread(*answer, 1, PATH_BYTES - 1, pipe) : 0;
     if (pipe) pclose(pipe);
-    if (n && strncmp(*answer, "mpishard\n", 9) == 0) return MPS_OK;
+    for (char *line = *answer; n && line != NULL; line = strchr(line, '\n')) {
+        line += *line == '\n';
+        if (strncmp(line, "mpishard\n", 9)) continue;
+        memmove(*answer, line, strlen(line) + 1); /* behind what Python, or a module that it loads, warns of */
+        return MPS_OK;
+    }
     return fail(MPS_ERR_PYTHON, "hook: Python was not found\n  expected: a Python that has mpishard, named by MPISHARD_PYTHON\n"
                 "  got:      '%s': %.400s", named && *named ? named : MPS_PYTHON, *answer);
 }
