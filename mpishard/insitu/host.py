@@ -56,10 +56,13 @@ class Host:
         try:
             return run(numbers) if text is None else run(numbers, os.fsdecode(text))
         except BaseException as error:  # noqa: BLE001 (it must not end the host, whatever it is)
-            self._door.text = _told(error).encode(errors="replace")[:1023]
-            if run not in (self.step, self.wait, self.hook, self.release):
-                return ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT
-            return ERR_MODEL
+            if run in (self.step, self.wait, self.hook, self.release):
+                return self._fails(error, ERR_MODEL)
+            return self._fails(error, ERR_ORDER if isinstance(error, UnsupportedOperationError) else ERR_ARGUMENT)
+
+    def _fails(self, error: BaseException, status: int) -> int:
+        self._door.text = _told(error).encode(errors="replace")[:1023]
+        return status
 
     def adopt(self, numbers: Any) -> int:
         """Take a communicator's handle, dims; per dim shape, ranks, own coordinate and cells, periodic. Collective."""
@@ -114,7 +117,12 @@ class Host:
 
     def step(self, numbers: Any) -> int:
         """Take a hook. Collective."""
-        return OK if self._made[numbers[0]]() else NO_TURN  # type: ignore[operator]
+        hook: Any = self._made[numbers[0]]
+        try:
+            hook._require_idle()
+        except UnsupportedOperationError as e:
+            return self._fails(e, ERR_ORDER)
+        return OK if hook() else NO_TURN
 
     def start(self, numbers: Any) -> int:
         """Take a hook. Collective."""

@@ -251,7 +251,8 @@ class Simulation:
         Raises
         ------
         MpishardError
-            On every rank: a name used twice, an array of another size than said, or one that cannot be shared.
+            On every rank: a name used twice, an array of another size than said, or one that cannot be shared; or a
+            hook's `Hook.start` was not waited for, and the array is unlike those of the fields before.
         """
         self._require_alive()
         seen = outline(array)
@@ -261,6 +262,14 @@ class Simulation:
         known = self._kinds.again(name, array, key, new=isinstance(name, str) and name not in self.fields)
         if known is not None:
             return self._added(Field(self, name, *known, writable=writable, known=seen))
+        if self._flying is not None:
+            # what the ranks ask each other here would meet what the model asks
+            raise UnsupportedOperationError(
+                f"field {name!r}: a hook's start() was not waited for",
+                expected="fields unlike those before only while no model runs",
+                got=f"{self._flying} in flight",
+                fix="make the field before start(), or after wait()",
+            )
         mesh, names = self.mesh, self.mesh.mesh_dim_names
         what = f"field {name!r}"
         found: dict[str, Any] = {}

@@ -112,6 +112,16 @@ static void beside(mps_handle sim, mps_handle u, mps_handle tau, double *a, floa
         must(mps_start(hook) == (k % 2 ? MPS_NO_TURN : MPS_OK), "start");
         must(told(mps_start(hook), MPS_ERR_ORDER, "not waited for"), "started twice");
         must(told(mps_step(hook), MPS_ERR_ORDER, "not waited for"), "step between start and wait");
+        must(mps_rebind(u, a) == MPS_OK, "rebind between start and wait");
+        if (k % 2 == 0) {
+            mps_handle idle, other, late;
+            must(mps_hook(sim, named("box"), 1, &u, 1, &tau, 1, MPS_INFER, &idle) == MPS_OK, "hook between start and wait");
+            must(told(mps_step(idle), MPS_ERR_ORDER, "not waited for") && mps_release(&idle) == MPS_OK, "step of another hook");
+            /* the model may ask the ranks something now */
+            must(mps_field(sim, "late", MPS_FLOAT32, b, 2, NULL, (int64_t[]){rows, NY}, NULL, (int64_t[]){4, rows * 4}, &late) == MPS_OK, "field");
+            must(told(mps_hook(sim, named("box"), 1, &late, 1, &tau, 1, MPS_INFER, &other), MPS_ERR_ORDER, "not waited for"), "hook of a new field");
+            must(mps_release(&late) == MPS_OK, "release");
+        }
         fill(a, 100);
         must(mps_wait(hook) == (k % 2 ? MPS_NO_TURN : MPS_OK), "wait");
         must(is_box(b, k - k % 2, 1), "what was there at the start counts");

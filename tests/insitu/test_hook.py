@@ -255,6 +255,11 @@ def test_beside_the_solver(host, sim):
         assert hook.start() == (step % 2 == 0)
         with pytest.raises(ms.UnsupportedOperationError, match="not waited for"):
             hook()
+        sim.field(f"alike{step}", u.copy())
+        if step % 2 == 0:
+            # the model may ask the ranks something now
+            with pytest.raises(ms.UnsupportedOperationError, match="field 'other'"):
+                sim.field("other", u.astype("float32"))
         for _ in range(3):
             u[host.interior] += 1
             field.exchange()
