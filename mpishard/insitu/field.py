@@ -174,6 +174,14 @@ class Field:
         if self.writable:
             self._ready = self._halo.exchanger(self._tensor.block, self._tensor.sharding)
 
+    def _prepare_as(self, fields: Iterable[Field]) -> None:
+        """Do as `_prepare`, after one of these fields that is of this one's kind has. Not collective."""
+
+        def kind(field: Field) -> tuple[object, ...]:
+            return field._tensor.sharding, field._halo.key, field._halo.order, field._array.dtype, field.writable
+
+        self._ready = next((f._ready for f in fields if f._ready is not None and kind(f) == kind(self)), None)
+
     def _leave(self) -> None:
         """Give the field back to the host, which may write: what autograd saved is old. Not collective."""
         halo = self._halo

@@ -182,7 +182,7 @@ class Host:
 
 def _room(dtype: torch.dtype, extents: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     last = sum((n - 1) * s for n, s in zip(extents, strides))
-    return torch.zeros(max(0, last + dtype.itemsize) if all(extents) else 0, dtype=torch.uint8)
+    return torch.zeros(max(0, last + dtype.itemsize) if all(extents) else 0, dtype=torch.uint8, device="cpu")
 
 
 _opened: list[object] = []

@@ -366,6 +366,8 @@ class Simulation:
         return sizes, widths
 
     def _added(self, field: Field) -> Field:
+        if self._flying is not None:
+            field._prepare_as(self.fields.values())
         self.fields[field.name] = field
         return field
 

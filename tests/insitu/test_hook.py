@@ -255,8 +255,11 @@ def test_beside_the_solver(host, sim):
         assert hook.start() == (step % 2 == 0)
         with pytest.raises(ms.UnsupportedOperationError, match="not waited for"):
             hook()
-        sim.field(f"alike{step}", u.copy())
+        alike = sim.field(f"alike{step}", u.copy())
         if step % 2 == 0:
+            # without a look-up of the plan, which the ranks compare where they are asked to
+            assert alike._ready is field._ready is not None
+            alike.exchange()
             # the model may ask the ranks something now
             with pytest.raises(ms.UnsupportedOperationError, match="field 'other'"):
                 sim.field("other", u.astype("float32"))
