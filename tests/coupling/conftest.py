@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,11 +53,17 @@ def programs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+def mpi_of_launcher() -> str:
+    """Return whose the launcher is, "Open MPI 4" among others."""
+    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)", version)  # `mpirun` names the one, `mpiexec` the other
+    return f"Open MPI {found[1]}" if found else "another"
+
+
 @pytest.fixture
 def survives() -> Sequence[str]:
     """Return the launcher's flags with which a job outlives one of its ranks."""
-    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
-    if "Open MPI) 4" in version:
+    if mpi_of_launcher() == "Open MPI 4":
         return ("--enable-recovery",)
     pytest.skip("this launcher ends the whole job with a rank")
 

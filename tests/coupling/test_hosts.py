@@ -13,8 +13,8 @@ import pytest
 
 from mpishard.errors import ranges_of, ranks_text
 from mpishard.insitu.build import SOURCES
-from tests.conftest import TESTS, mpiexec
-from tests.coupling.conftest import wrapper
+from tests.conftest import TESTS
+from tests.coupling.conftest import mpi_of_launcher, wrapper
 
 HERE = Path(__file__).parent
 
@@ -54,8 +54,7 @@ def test_two_programs_in_c_of_which_one_is_killed(programs, compiled, survives, 
 def test_a_model_on_the_ranks_of_c(programs, compiled, tmp_path):
     """One job with everything that goes right and wrong, one with more threads, and one with another MPI inside."""
     host = compiled(HERE / "embedded.c", tmp_path / "host")
-    version = subprocess.run([*mpiexec(), "--version"], capture_output=True, text=True).stdout
-    other = "mpich" if "Open MPI" in version else "openmpi"
+    other = "mpich" if mpi_of_launcher().startswith("Open MPI") else "openmpi"
     for ranks, part, said, env in (
         (2, "all", "EMBEDDED C IS RIGHT", {}),
         (2, "threads", "THE SOLVER GOES ON", {}),
