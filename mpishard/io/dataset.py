@@ -26,7 +26,7 @@ from mpishard.io.file.open import check_chunks, check_sources, damaged, found, o
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.trust import Path, check_memory, shown, told
-from mpishard.io.read import Part, Window, part_of
+from mpishard.io.read import Part, Window, no_device, part_of
 from mpishard.layout import Layout, Replicate, Shard, as_placements, largest, layout_of
 from mpishard.tensor import ShardTensor, wrap
 
@@ -90,7 +90,7 @@ class Dataset(data.Dataset[Any]):
         try:
             self.device = torch.device(mesh.device if device is None else device)
         except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
-            error = e
+            error = no_device(device, e)
         try:
             self._files.append(opened(path))
             self._dataset = found(self._files[0], path, name, external=external)
@@ -149,7 +149,7 @@ class Dataset(data.Dataset[Any]):
     def _given(self, indices: Sequence[int] | slice, single: bool) -> ShardTensor:
         try:
             got = self._fetched(self._counted(indices))
-        except (IndexError, LayoutError) as e:
+        except Exception as e:  # noqa: BLE001 (what a user's sequence raises, too: the others wait for this rank)
             got = _Fetched((), None, e)
         try:
             return _tensor(self, got, single)

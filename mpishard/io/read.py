@@ -381,7 +381,10 @@ def _buffer(
 ) -> Tensor:
     if out is None:
         check_memory(math.prod(shape) * dtype.itemsize, "read: this rank's block")
-        return torch.empty(shape, dtype=dtype, device=mesh.device if device is None else device)
+        try:
+            return torch.empty(shape, dtype=dtype, device=mesh.device if device is None else device)
+        except Exception as e:
+            raise no_device(device, e) from e
     if type(out) is not Tensor or tuple(out.shape) != shape or out.requires_grad:
         raise LayoutError(
             "read: out does not fit",
@@ -390,6 +393,16 @@ def _buffer(
             fix="make it of this rank's own shape, halo included",
         )
     return out
+
+
+def no_device(device: object, e: Exception) -> LayoutError:
+    """Return the error for a device that takes no block: nothing is wrong with the file. Not collective."""
+    return LayoutError(
+        "read: device= takes no block",
+        expected="one of torch's that is here, with room for this rank's block",
+        got=f"{device!r} ({type(e).__name__}: {e})",
+        fix="leave it out for that of the mesh, or name another one",
+    )
 
 
 def _touched(block: BlockReader) -> list[tuple[int, int]]:

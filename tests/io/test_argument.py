@@ -52,6 +52,7 @@ def test_read(mesh, folder):
     for argument, wrong in {
         "dtype": ("float32", 3, np.float32),
         "sizes": (3, [1]),
+        "device": ("nope", 2.5),
         "out": (3, "a", FULL.numpy()),
     }.items():
         for value in wrong:

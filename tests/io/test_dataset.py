@@ -140,6 +140,9 @@ def test_what_one_rank_cannot(stream, monkeypatch):
     last = WORLD.rank == WORLD.size - 1
     with pytest.raises(ms.LayoutError if last else ms.MpishardError, match="of another kind"):
         ds[slice(0.5, 2) if last else slice(0, 2)]
+    with pytest.raises(ms.MpishardError, match="ZeroDivisionError") as e:
+        ds.batch((1 // 0 for _ in "a") if last else [0])
+    same_on_all(e)
 
     def transform(x):
         if last and torch.equal(x.to_local(), ds_3):

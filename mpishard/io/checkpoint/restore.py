@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import OrderedDict
@@ -98,7 +99,11 @@ class ReadRequest:
         """Return what the ranks must have in common. Not collective."""
         parts = [x is not None for x in (self.model, self.optimizer, self.scheduler)]
         tensors = None if self.tensors is None else {name: _told(spec) for name, spec in self.tensors.items()}
-        return f"{parts} tensors={tensors} placements={self.placements} rng={self.rng} strict={self.strict}"
+        options = f"{parts} tensors={tensors} placements={self.placements} rng={self.rng} strict={self.strict}"
+        # what is read, and what does not fit, is decided by these between what the ranks do together
+        own = {name: _told(x) if isinstance(x, Tensor) else "" for name, x in self.current.items()}
+        groups = [[*map(_told, group["params"])] for group in getattr(self.optimizer, "param_groups", [])]
+        return f"{options} into {own}, optimizer of {groups}"
 
     def sections(self, tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """Return the parts of the state that are wanted.
@@ -227,8 +232,9 @@ class ReadRequest:
 
 
 def _told(spec: Any) -> str:
-    if isinstance(spec, ShardTensor):
-        return repr(spec.sharding)
+    if isinstance(spec, Tensor):
+        lazy = torch.nn.parameter.is_lazy(spec)
+        return repr(spec.sharding) if isinstance(spec, ShardTensor) else "lazy" if lazy else str(tuple(spec.shape))
     return repr(spec[1:] if type(spec) is tuple and spec and isinstance(spec[0], CartMesh) else spec)
 
 
@@ -423,12 +429,9 @@ def _wrong(path: Path, name: str, info: _Info, sums: Tensor) -> MpishardError | 
 def _files_of(path: Path, name: str, cells: tuple[int, int]) -> str:
     """Return the names of the files that hold some cells, in row-major order, of a tensor."""
     files: list[str] = []
-    try:
-        with opened(path / TENSORS) as file:
-            dataset = found(file, path / TENSORS, name)
-            files = files_at(dataset, path / TENSORS, cells)
-    except Exception:  # noqa: BLE001 (the error that is told is another one)
-        files = []
+    with contextlib.suppress(Exception), opened(path / TENSORS) as file:  # the error that is told is another one
+        dataset = found(file, path / TENSORS, name)
+        files = files_at(dataset, path / TENSORS, cells)
     more = f" and {len(files) - 4} more" if len(files) > 4 else ""
     return f"{TENSORS} ({', '.join(files[:4])}{more})" if files else TENSORS
 

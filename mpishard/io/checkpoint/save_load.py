@@ -15,7 +15,7 @@ from mpishard.autograd.argument import require, require_mesh, require_state
 from mpishard.comm import counter, guard
 from mpishard.comm.collective import blocking
 from mpishard.comm.mesh import CartMesh
-from mpishard.errors import FileError, LayoutError, MpishardError
+from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.io.checkpoint import folder as folder_of
 from mpishard.io.checkpoint.background import Saving, broadcast_text, finish, in_background
 from mpishard.io.checkpoint.restore import Checkpoint, ReadRequest, apply, restored
@@ -23,6 +23,7 @@ from mpishard.io.checkpoint.snapshot import Snapshot, generators_hash, likely_me
 from mpishard.io.checkpoint.stages import Stages, stages_of
 from mpishard.io.file.trust import absolute, require_text, told
 from mpishard.io.write import write
+from mpishard.tensor import ShardTensor
 
 
 @counter.named("io.save_checkpoint")
@@ -98,9 +99,9 @@ def save_checkpoint(
     error: Exception | None = None
     taken: Snapshot | None = None
     stages: Stages | None = None
-    if mesh is not None:
-        require_mesh("save_checkpoint", mesh)
     try:
+        if mesh is not None:
+            require_mesh("save_checkpoint", mesh)
         stages = stages_of("save_checkpoint", model, mesh)
         _check_numbers(step, keep)
         require_state("save_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
@@ -128,7 +129,7 @@ def save_checkpoint(
     if taken is not None:
         stages = taken.stages
     elif stages is None:
-        stages = _likely(mesh, model, optimizer, tensors)
+        stages = _likely("save_checkpoint", mesh, model, optimizer, tensors)
     if stages is None:
         assert error is not None
         raise error
@@ -149,9 +150,14 @@ def save_checkpoint(
     return in_background(taken) if asynchronous else Saving(taken, _saved(taken, backend))
 
 
-def _likely(mesh: CartMesh | None, model: Any, optimizer: Any, tensors: Any) -> Stages | None:
-    mesh = likely_mesh(model, optimizer, tensors) if mesh is None else mesh
-    return None if mesh is None else Stages(mesh)
+def _likely(call: str, mesh: Any, model: Any, optimizer: Any, tensors: Any) -> Stages | None:
+    try:
+        stages = stages_of(call, model, mesh)
+    except UnsupportedOperationError:
+        # whatever this rank calls the mesh, the others wait on the pipeline's own
+        return stages_of(call, model, None)
+    found = likely_mesh(mesh, model, optimizer, tensors)
+    return stages or (None if found is None else Stages(found))
 
 
 def _saved(taken: Snapshot, backend: str | None) -> Path:
@@ -267,13 +273,14 @@ def load_checkpoint(
     wanted: ReadRequest | None = None
     stages: Stages | None = None
     folder = Path()
-    if mesh is not None:
-        require_mesh("load_checkpoint", mesh)
     try:
+        if mesh is not None:
+            require_mesh("load_checkpoint", mesh)
         stages = stages_of("load_checkpoint", model, mesh)
         require_state("load_checkpoint", model=model, optimizer=optimizer, scheduler=scheduler)
         if tensors is not None:
             require("load_checkpoint", "tensors", tensors, Mapping, "give {name: tensor}")
+            _check_layouts(tensors)
         folder = absolute(path)
         own = mesh if stages is None else stages.own
         wanted = ReadRequest.of(model, optimizer, scheduler, tensors, placements, rng, strict, own)
@@ -281,7 +288,7 @@ def load_checkpoint(
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = e
     # without one it is not known who the other ranks are
-    stages = stages or _likely(mesh, model, optimizer, tensors)
+    stages = stages or _likely("load_checkpoint", mesh, model, optimizer, tensors)
     if stages is None:
         assert error is not None
         raise error
@@ -315,9 +322,30 @@ def load_checkpoint(
             continue
         except LayoutError as e:
             raise guard.common(e, group.comm) from None
-        apply(taken, wanted)
+        try:
+            apply(taken, wanted)
+        except Exception as e:  # noqa: BLE001 (of a model's own load_state_dict; the others wait for this rank)
+            error = e
+        guard.agree(group.comm, error)
         return Checkpoint(folder / name, taken["step"], taken.get("tensors", {}), taken.get("extra"), tuple(skipped))
     raise AssertionError
+
+
+def _check_layouts(tensors: Mapping[Any, Any]) -> None:
+    """Raise where no layout is named: when a checkpoint is read, that would be told as damage of it."""
+    for name, like in tensors.items():
+        plain = isinstance(like, torch.Tensor) and not isinstance(like, ShardTensor)
+        each = like if isinstance(like, (tuple, list)) else (like,)
+        meshes = [isinstance(x, CartMesh) for x in each]
+        if plain or (any(meshes) and not (type(like) is tuple and meshes == [True, False])):
+            raise LayoutError(
+                f"load_checkpoint: tensors[{name!r}] names no layout",
+                expected="(mesh, placements), a ShardTensor to be laid out like, or None for a plain tensor",
+                got=f"{type(like).__name__} of {', '.join(type(x).__name__ for x in each)}"
+                if each is like
+                else type(like).__name__,
+                fix="give one of them",
+            )
 
 
 def _candidates(folder: Path, step: int | None, fallback: bool) -> list[str]:

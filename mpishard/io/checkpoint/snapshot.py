@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpishard.autograd.argument import require, valueless
+from mpishard.autograd.argument import require, require_mesh, valueless
 from mpishard.autograd.replica import meshes_of
 from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh, Group
@@ -88,7 +88,7 @@ class Snapshot(NamedTuple):
 
     def signature(self) -> tuple[str, str]:
         """Return what all ranks must have in common, and what those of a stage. Not collective."""
-        return f"save_checkpoint {self.step} {self.folder} keep={self.keep}", f" {self.info}"
+        return f"save_checkpoint {self.step} {self.folder} keep={self.keep}", f" {[*self.tree]} {self.info}"
 
     def shares(self, pause: Callable[[], object] = lambda: None) -> Tensor:
         """Return this rank's shares of all checksums, one after the other. Not collective."""
@@ -179,12 +179,23 @@ def storable(taken: Snapshot) -> Snapshot:
     return taken._replace(tensors=tensors)
 
 
-def state_of(call: str, model: Any) -> dict[Any, Any]:
-    """Return the state dict of a model, or the one that is given; LayoutError for another thing. Not collective."""
-    if isinstance(model, torch.nn.Module):
-        return dict(model.state_dict())
-    require(call, "model", model, Mapping, "give a torch.nn.Module, or {name: tensor}")
-    return dict(model)
+def state_of(call: str, model: Any, mesh: Any) -> tuple[dict[Any, Any], CartMesh, Exception | None]:
+    """Return the state dict of a model, or the one that is given; its mesh; and what is wrong with them, or None.
+
+    Not collective. Where it is not known which ranks must hear of that, it is raised.
+    """
+    try:
+        if mesh is not None:
+            require_mesh(call, mesh)
+        if not isinstance(model, torch.nn.Module):
+            require(call, "model", model, Mapping, "give a torch.nn.Module, or {name: tensor}")
+        state = dict(model.state_dict() if isinstance(model, torch.nn.Module) else model)
+        return state, the_mesh(call, mesh, state.values(), model), None
+    except Exception as e:
+        found = likely_mesh(mesh, model, None, model)
+        if found is None:
+            raise
+        return {}, found, e
 
 
 def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any], model: Any) -> CartMesh:
@@ -203,8 +214,10 @@ def the_mesh(what: str, mesh: CartMesh | None, given: Iterable[Any], model: Any)
     )
 
 
-def likely_mesh(model: Any, optimizer: Any, tensors: Any) -> CartMesh | None:
+def likely_mesh(mesh: Any, model: Any, optimizer: Any, tensors: Any) -> CartMesh | None:
     """Return whose ranks wait for one that failed before its mesh was found, or None. Not collective."""
+    if isinstance(mesh, CartMesh):
+        return mesh
     try:
         module = isinstance(model, torch.nn.Module)
         given = [*model.parameters(), *model.buffers()] if module else []

@@ -23,7 +23,7 @@ from mpishard.comm import guard
 from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError
-from mpishard.io.checkpoint.snapshot import state_of, the_mesh
+from mpishard.io.checkpoint.snapshot import state_of
 from mpishard.io.checkpoint.state import DTYPES
 from mpishard.io.file.trust import absolute, check_memory, is_inside, open_regular, read_bounded, shown, told
 from mpishard.io.foreign.inert_pickle import Name, Pairs, Record, RefusedError, read
@@ -99,16 +99,7 @@ def import_dcp(
     --------
     >>> ms.io.import_dcp("step-1000", model, prefix="model.", mesh=mesh)
     """
-    error: Exception | None = None
-    wanted: dict[Any, Any] = {}
-    try:
-        wanted = state_of("import_dcp", model)
-    except Exception as e:
-        # without a mesh it is not known who the other ranks are
-        if mesh is None:
-            raise
-        error = e
-    mesh = the_mesh("import_dcp", mesh, wanted.values(), model)
+    wanted, mesh, error = state_of("import_dcp", model, mesh)
     comm = mesh.group(tuple(range(mesh.ndim))).comm
     found: dict[str, Tensor] = {}
     try:

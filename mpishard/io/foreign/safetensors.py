@@ -23,7 +23,7 @@ from mpishard.comm.memory.buffer import unfit
 from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedDtypeError
 from mpishard.io.backend.job import given
-from mpishard.io.checkpoint.snapshot import state_of, stored_dtype, the_mesh
+from mpishard.io.checkpoint.snapshot import state_of, stored_dtype
 from mpishard.io.file.close import flush
 from mpishard.io.file.dtype import NUMPY
 from mpishard.io.file.trust import absolute, check_replaceable, fresh, is_text, shown, told
@@ -90,16 +90,7 @@ def export_safetensors(
     --------
     >>> ms.io.export_safetensors("model.safetensors", model, mesh=mesh)
     """
-    error: Exception | None = None
-    state: dict[Any, Any] = {}
-    try:
-        state = state_of("export_safetensors", model)
-    except Exception as e:
-        # without a mesh it is not known who the other ranks are
-        if mesh is None:
-            raise
-        error = e
-    mesh = the_mesh("export_safetensors", mesh, state.values(), model)
+    state, mesh, error = state_of("export_safetensors", model, mesh)
     group = mesh.group(tuple(range(mesh.ndim)))
     header: dict[str, Any] = {}
     end, own, text = 0, Path(), b""

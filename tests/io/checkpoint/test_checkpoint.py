@@ -936,6 +936,50 @@ def test_ranks_that_ask_for_different_things(mesh, folder):
     assert ms.io.load_checkpoint(folder, mesh=mesh).step == 1
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_with_models_and_optimizers_of_their_own(mesh, folder):
+    """What does not fit on one rank was found there alone, between what all do together."""
+    odd = WORLD.rank == SIZE - 1
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ms.DesyncError) as e:  # one without tensors
+        ms.io.save_checkpoint(folder, 1, model=model, optimizer=None if odd else optimizer, mesh=mesh)
+    same_on_all(e)
+    ms.io.save_checkpoint(folder, 1, model=model, optimizer=optimizer, mesh=mesh)
+    for options in (
+        {"model": nn.Linear(4, 2)},
+        {"model": nn.Linear(3, 2, bias=False)},
+        {"optimizer": torch.optim.SGD([model.weight], lr=0.1)},
+        {"optimizer": torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)},
+    ):
+        asked = {"model": model, "optimizer": optimizer} | (options if odd else {})
+        with pytest.raises(ms.DesyncError) as e:
+            ms.io.load_checkpoint(folder, mesh=mesh, **asked)
+        same_on_all(e)
+
+    class Picky(nn.Linear):
+        def load_state_dict(self, *args, **kwargs):
+            if odd:
+                raise ValueError("only here")
+            return super().load_state_dict(*args, **kwargs)
+
+    with pytest.raises(MpishardError, match="only here") as e:
+        ms.io.load_checkpoint(folder, model=Picky(3, 2), mesh=mesh)
+    same_on_all(e)
+    assert ms.io.load_checkpoint(folder, model=model, optimizer=optimizer, mesh=mesh).step == 1
+
+
+def test_layouts_that_are_none(mesh, folder):
+    """They were told as damage of the checkpoint, so that all of them were skipped."""
+    x = on(mesh, values((4, 6)), 0)
+    ms.io.save_checkpoint(folder, 1, tensors={"x": x})
+    placements = (ms.Replicate(),) * mesh.ndim
+    for like in ((mesh,), (mesh, placements, 1), [mesh, placements], (placements, mesh), mesh, torch.zeros(4, 6)):
+        with pytest.raises(ms.LayoutError, match=r"tensors\['x'\] names no layout") as e:
+            ms.io.load_checkpoint(folder, tensors={"x": like}, mesh=mesh, fallback=True)
+        same_on_all(e)
+
+
 @ASYNCHRONOUS
 @pytest.mark.parametrize("path", ["/proc/checkpoints", "/dev/null/checkpoints"])
 def test_a_folder_that_cannot_be_made(mesh, path, asynchronous):

@@ -72,3 +72,31 @@ def test_what_one_rank_cannot_store_or_take_raises_on_all(mesh, folder, sharded)
     ms.io.save_checkpoint(folder, 1, model=model, tensors=tensors)
     with pytest.raises(ms.MpishardError, match="scheduler"):
         ms.io.load_checkpoint(folder, model=model, tensors=tensors, scheduler=1 if last else None)
+
+
+class Stateless(nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        raise ValueError("no state here")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("given", ["a model without a state", "a mesh that is none"])
+def test_whose_argument_one_rank_has_wrong_raises_on_all(mesh, folder, given):
+    """Where the others' tensors say who they are; it raised there, and they waited."""
+    last = mesh.rank == mesh.size - 1
+    x = {"x": ms.ones(5, mesh=mesh, placements=(ms.Shard(0),) * mesh.ndim)}
+    other = 3 if last and given == "a mesh that is none" else None
+    model = ms.distribute_module((Stateless if last and other is None else nn.Linear)(2, 2), mesh)
+    for call in (
+        lambda: ms.io.save_checkpoint(folder, 1, model=model, mesh=other),
+        lambda: ms.io.load_checkpoint(folder, model=model, mesh=other),
+        lambda: ms.io.export_safetensors(folder / "a.safetensors", model, mesh=other),
+        lambda: ms.io.import_dcp(folder, model, mesh=other),
+    ):
+        with pytest.raises(ms.MpishardError) as e:
+            call()
+        same_on_all(e)
+    ms.io.export_safetensors(folder / "a.safetensors", x)
+    if given == "a mesh that is none":
+        with pytest.raises(ms.MpishardError, match="mesh= is no mesh"):
+            ms.io.export_safetensors(folder / "a.safetensors", x, mesh=other)
