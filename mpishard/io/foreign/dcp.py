@@ -116,7 +116,8 @@ def import_dcp(
     except Exception as e:  # noqa: BLE001 (a damaged pickle can raise anything)
         fix = "check that it is complete, and holds plain tensors"
         error = error or _refused(path, f"{type(e).__name__}: {e}", fix)
-    guard.agree(comm, error, f"import_dcp {told(path)} {sorted(map(repr, wanted))} {prefix!r} strict={strict}")
+    cut = sorted(f"{name!r}: {x.sharding if isinstance(x, ShardTensor) else None!r}" for name, x in wanted.items())
+    guard.agree(comm, error, f"import_dcp {told(path)} {cut} {prefix!r} strict={strict}")
     if isinstance(model, torch.nn.Module):
         model.load_state_dict(found, strict=strict)
     return found

@@ -111,7 +111,8 @@ def export_safetensors(
         text = _packed(header)
     except Exception as e:  # noqa: BLE001 (Python's too, of other kinds of arguments)
         error = error or e
-    guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}")
+    cut = {name: repr(x.sharding) for name, x in state.items() if isinstance(x, ShardTensor)}
+    guard.agree(group.comm, error, f"export_safetensors to {told(path)}: {header}, of {cut}")
     target = None
     try:
         if group.rank == 0:

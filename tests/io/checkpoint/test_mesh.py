@@ -100,3 +100,14 @@ def test_whose_argument_one_rank_has_wrong_raises_on_all(mesh, folder, given):
     if given == "a mesh that is none":
         with pytest.raises(ms.MpishardError, match="mesh= is no mesh"):
             ms.io.export_safetensors(folder / "a.safetensors", x, mesh=other)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_tensor_that_lies_otherwise_on_one_rank_is_not_waited_for(mesh, folder):
+    x = ms.ones(5, mesh=mesh, placements=(ms.Shard(0),) * mesh.ndim)
+    full = x.full_tensor()
+    given = {"x": full if mesh.rank == mesh.size - 1 else x}
+    for call in (ms.io.export_safetensors, ms.io.import_dcp):
+        with pytest.raises(ms.MpishardError) as e:
+            call(folder / "a", given, mesh=mesh)
+        same_on_all(e)
