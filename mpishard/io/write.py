@@ -41,8 +41,8 @@ from mpishard.io.file.schema import (
 )
 from mpishard.io.file.seen import held, mark_of
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, shown, told
-from mpishard.io.viewer.vtkhdf import write_vtkhdf
-from mpishard.io.viewer.xdmf import check_names, write_xdmf
+from mpishard.io.viewer.vtkhdf import check_vtkhdf, write_vtkhdf
+from mpishard.io.viewer.xdmf import check_names, check_xdmf, write_xdmf
 from mpishard.tensor import ShardTensor
 
 _WAYS = {"mpio": write_mpio, "virtual": write_virtual, "root": write_root}
@@ -201,6 +201,10 @@ def write(
             require_text(own, "write")
         if group.rank == 0:
             check_replaceable(own)
+            # a file must not be there, nor a step in it, where this call raises
+            for wanted, check in ((xdmf, check_xdmf), (vtkhdf, check_vtkhdf)):
+                if wanted:
+                    check(own, form)
             heal(own, writing=True)
             if append is not None:
                 exists = _may_append(own)

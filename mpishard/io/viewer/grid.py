@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.errors import FileError
 from mpishard.io.file.open import import_h5py
 from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.file.trust import fresh
@@ -38,16 +39,30 @@ class Grid(NamedTuple):
             yield f"{v.name}[{','.join(map(str, index))}]" if math.prod(leading) > 1 else v.name, index
 
 
-def grids(path: Path, form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
-    """Return the grids of a complete file.
+def times_of(path: Path, form: Schema) -> tuple[float, ...] | None:
+    """Return the times of the steps of a complete file, None where it has no steps. Not collective."""
+    if form.append is None:
+        return None
+    with import_h5py().File(path, "r", locking=False) as file:
+        return tuple(np.asarray(file[form.append][:], float).tolist())
 
-    Not collective; one rank calls it. The last two dims of a dataset of two dims, the last three of one of more,
-    are space. Datasets of too many fields, or of a dtype that ``takes(name)`` does not want, are left out.
+
+def time_of(form: Schema) -> tuple[float, ...] | None:
+    """Return the time of the step that is to be written, as of `times_of`; FileError for none. Not collective."""
+    return None if form.append is None else tuple(_numbers(form, form.append).tolist())
+
+
+def grids(form: Schema, times: tuple[float, ...] | None, takes: Callable[[str], bool]) -> list[Grid]:
+    """Return the grids of a file.
+
+    Not collective. The last two dims of a dataset of two dims, the last three of one of more, are space. Datasets of
+    too many fields, or of a dtype that ``takes(name)`` does not want, are left out.
+
+    Raises
+    ------
+    FileError
+        A scale is no place of cells.
     """
-    times: tuple[float, ...] | None = None
-    if form.append is not None:
-        with import_h5py().File(path, "r", locking=False) as file:
-            times = tuple(np.asarray(file[form.append][:], float).tolist())
     by_space: dict[Any, list[Variable]] = {}
     for v in form.variables:
         rank = min(3, len(v.shape))
@@ -58,9 +73,22 @@ def grids(path: Path, form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
     for (space, dims), variables in by_space.items():
         values = None
         if dims is not None and all(dim in form.scales for dim in dims):
-            values = tuple(np.asarray(form.scales[dim], float).ravel() for dim in dims)
+            values = tuple(_numbers(form, dim) for dim in dims)
         out.append(Grid(space, values, times, tuple(variables)))
     return out
+
+
+def _numbers(form: Schema, dim: str) -> np.ndarray[Any, Any]:
+    given = form.scales.get(dim, 0)
+    try:
+        return np.asarray(given, float).ravel()
+    except (TypeError, ValueError) as e:
+        raise FileError(
+            f"write: the scale of {dim!r} is no place that a viewer knows",
+            expected="real numbers",
+            got=f"{np.asarray(given).dtype} ({type(e).__name__}: {e})",
+            fix="give numbers, with their unit in variable_attrs=; or leave xdmf and vtkhdf out",
+        ) from e
 
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:

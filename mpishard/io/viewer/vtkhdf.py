@@ -10,12 +10,45 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.errors import FileError
 from mpishard.io.file.close import made
 from mpishard.io.file.open import import_h5py, virtual_source
-from mpishard.io.file.schema import Schema
-from mpishard.io.viewer.grid import Grid, grids, replaced
+from mpishard.io.file.schema import Schema, Variable
+from mpishard.io.file.trust import check_replaceable
+from mpishard.io.viewer.grid import Grid, grids, replaced, time_of, times_of
 
 _VERSION = (2, 0)
+
+
+def check_vtkhdf(path: Path, form: Schema) -> None:
+    """Raise before a file is written, where its companion could not be. Not collective; one rank calls it.
+
+    Raises
+    ------
+    FileError
+        Scales are no numbers, or two fields would have one name.
+    OSError
+        Something else has its name.
+    """
+    for target, grid in _targets(path, form, time_of(form)):
+        check_replaceable(target)
+        names = [name for v in grid.variables for name, _ in _named(grid, v)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise FileError(
+                f"write: {twice[0]!r} would be the name of two fields in VTKHDF",
+                expected="names that differ there, where 'a/b' is called 'a.b', and parts of 'a' are 'a[0]', 'a[1]'",
+                got=[v.name for v in grid.variables],
+                fix="give one of them another name, or leave vtkhdf out",
+            )
+
+
+def _targets(path: Path, form: Schema, times: tuple[float, ...] | None) -> list[tuple[Path, Grid]]:
+    each = grids(form, times, lambda name: not name.startswith(("bool", "complex")))
+    return [(path.with_suffix(f".{i + 1}.vtkhdf" if i else ".vtkhdf"), grid) for i, grid in enumerate(each)]
+
+
+def _named(grid: Grid, v: Variable) -> list[tuple[str, tuple[int, ...]]]:
+    return [(label.lstrip("/").replace("/", "."), index) for label, index in grid.fields(v)]
 
 
 def write_vtkhdf(path: Path, form: Schema) -> None:
@@ -25,8 +58,7 @@ def write_vtkhdf(path: Path, form: Schema) -> None:
     scales of its dims where they are even, else 0, 1, 2... Leading dims become fields ``name[i,j]``, groups come
     with a dot (``fields.t``), steps become times. Complex and bool datasets are left out.
     """
-    for i, grid in enumerate(grids(path, form, lambda name: not name.startswith(("bool", "complex")))):
-        target = path.with_suffix(f".{i + 1}.vtkhdf" if i else ".vtkhdf")
+    for target, grid in _targets(path, form, times_of(path, form)):
         replaced(target, lambda at, grid=grid: _write(at, path, grid))  # type: ignore[misc]
 
 
@@ -46,10 +78,10 @@ def _write(at: Path, path: Path, grid: Grid) -> None:
         for v in grid.variables:
             steps = () if grid.times is None else (len(grid.times),)
             source = virtual_source(path.name, v.name, (*steps, *v.shape), v.dtype)
-            for label, index in grid.fields(v):
+            for name, index in _named(grid, v):
                 field = h5py.VirtualLayout((*steps, *grid.space), v.dtype)
                 field[...] = source[(*(slice(None) for _ in steps), *index)]
-                fields.create_virtual_dataset(label.lstrip("/").replace("/", "."), field)
+                fields.create_virtual_dataset(name, field)
         if grid.times is not None:
             _add_steps(image, grid.times, list(fields))
 

@@ -1,0 +1,52 @@
+"""Companions that cannot be written: an error before the file is replaced, or a step is in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.errors import FileError
+from tests.io.files import WORLD, on_root, same_on_all, sharded, values
+
+FULL = values((4, 6))
+
+
+@pytest.mark.parametrize("kind", ["xdmf", "vtkhdf"])
+def test_nothing_is_written_where_the_companion_cannot_be(mesh, folder, kind):
+    path, x = folder / "a.h5", sharded(FULL, mesh)
+    options = {"append": "time", "dims": ("y", "x"), kind: True}
+    numbers = {"y": range(4), "x": range(6)}
+
+    def steps():
+        with ms.io.Dataset(path, "t", mesh, (ms.Replicate(),) * mesh.ndim) as ds:
+            return len(ds)
+
+    ms.io.write(path, {"t": x}, scales={**numbers, "time": 0.0}, **options)
+    for scales in ({**numbers, "y": [b"a", b"b", b"c", b"d"]}, {**numbers, "x": [1j] * 6}):
+        with pytest.raises(FileError, match="no place that a viewer knows") as e:
+            ms.io.write(path, {"t": x}, scales=scales, **options)
+        same_on_all(e)
+        assert steps() == 1
+    with pytest.raises(FileError, match="scale of 'time' is no place") as e:
+        ms.io.write(folder / "b.h5", {"t": x}, scales={"time": np.bytes_("2000-01-01")}, **options)
+    same_on_all(e)
+    on_root((folder / f"a.{kind}").unlink)
+    on_root((folder / f"a.{kind}").mkdir)
+    with pytest.raises(FileError, match="is a folder") as e:
+        ms.io.write(path, {"t": x}, **options)
+    same_on_all(e)
+    assert steps() == 1
+    WORLD.Barrier()
+    assert not (folder / "b.h5").exists()
+
+
+def test_fields_that_vtkhdf_would_call_alike(mesh, folder):
+    path, x = folder / "a.h5", sharded(FULL, mesh)
+    parts = sharded(values((2, 3, 4, 6)), mesh)
+    for tensors in ({"a/b": x, "a.b": x}, {"a": parts, "a[1]": sharded(values((3, 4, 6)), mesh)}):
+        with pytest.raises(FileError, match="the name of two fields in VTKHDF") as e:
+            ms.io.write(path, tensors, vtkhdf=True)
+        same_on_all(e)
+        assert not path.exists()
+    ms.io.write(path, {"a/b": x, "a.c": x}, vtkhdf=True)
