@@ -65,7 +65,7 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
             require_mesh("preemption", mesh)
         self.exit_code = exit_code
         self._group = blocking.world() if mesh is None else mesh.group(tuple(range(mesh.ndim)))
-        self._signals = tuple(signals)
+        self._signals = signals
         self._before: dict[int, Any] = {}
         self._received = self._agreed = False
 
@@ -78,9 +78,9 @@ class preemption:  # noqa: N801 (reads as a statement: `with preemption(mesh) as
         except Exception as e:  # noqa: BLE001 (the others wait for this rank)
             error = MpishardError(
                 "preemption: signals cannot be noticed here",
-                expected="the main thread, and signals that can be caught",
-                got=f"{self._signals} ({e})",
-                fix="enter it in the main thread",
+                expected="the main thread, and a sequence of signals that can be caught",
+                got=f"{self._signals!r} ({e})",
+                fix="enter it in the main thread; signals=(signal.SIGUSR1,)",
             )
         try:
             first_agreement(self._group.comm, error)

@@ -77,6 +77,11 @@ def test_handlers_come_back():
     with pytest.raises(MpishardError, match="signals cannot be noticed"), ms.io.preemption(signals=[signal.SIGUSR1, 9]):
         pass
     assert [signal.getsignal(each) for each in (signal.SIGUSR1, unnamed)] == before
+    for odd in (signal.SIGUSR1, None, ["USR1"]):  # on one rank alone
+        signals = odd if WORLD.rank == SIZE - 1 else [signal.SIGUSR1]
+        with pytest.raises(MpishardError, match="a sequence of signals"), ms.io.preemption(signals=signals):
+            pass
+    assert [signal.getsignal(each) for each in (signal.SIGUSR1, unnamed)] == before
 
 
 def test_not_in_another_thread():
