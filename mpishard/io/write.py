@@ -41,6 +41,7 @@ from mpishard.io.file.schema import (
 )
 from mpishard.io.file.seen import held, mark_of
 from mpishard.io.file.trust import absolute, check_replaceable, is_text, open_own, require_text, shown, told
+from mpishard.io.viewer.grid import stored
 from mpishard.io.viewer.vtkhdf import check_vtkhdf, write_vtkhdf
 from mpishard.io.viewer.xdmf import check_names, check_xdmf, write_xdmf
 from mpishard.tensor import ShardTensor
@@ -150,10 +151,10 @@ def write(
     Notes
     -----
     Not differentiable. Attributes, scales and their names are those of rank 0; of a file that is appended to,
-    attributes are those of the first step, and what later ones give is not looked at. A step is appended in place: a
-    job that is killed in the middle of that may leave a file that HDF5 cannot open. With ``"root"`` a rank waits for
-    its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the whole file takes. A file and the
-    ``.parts-`` folder of ``"virtual"`` belong together: move both.
+    attributes, dims, other scales, chunks and compression are those of the first step, and what later ones give is not
+    looked at. A step is appended in place: a job that is killed in the middle of that may leave a file that HDF5 cannot
+    open. With ``"root"`` a rank waits for its turn to hand over its slabs: give ``MPISHARD_TIMEOUT`` the time that the
+    whole file takes. A file and the ``.parts-`` folder of ``"virtual"`` belong together: move both.
 
     Examples
     --------
@@ -201,13 +202,13 @@ def write(
             require_text(own, "write")
         if group.rank == 0:
             check_replaceable(own)
-            # a file must not be there, nor a step in it, where this call raises
-            for wanted, check in ((xdmf, check_xdmf), (vtkhdf, check_vtkhdf)):
-                if wanted:
-                    check(own, form)
             heal(own, writing=True)
             if append is not None:
                 exists = _may_append(own)
+            # before a file is replaced, or has one step more
+            for wanted, check in ((xdmf, check_xdmf), (vtkhdf, check_vtkhdf)):
+                if wanted:
+                    check(own, stored(own, form) if exists else form)
             # a file that is there has its own filters
             filtered = filtered or (exists and choice.name == "mpio" and any_filtered(own, tensors))
             packed = pickle.dumps((form, secrets.token_hex(6), exists, own, filtered))

@@ -20,7 +20,7 @@ from mpishard.layout import Layout, largest
 
 CHUNK_NBYTES = 4 << 20
 # the text by which netCDF knows a dim that has no values of its own
-_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 
 
 class Variable(NamedTuple):
@@ -260,7 +260,7 @@ def _add_dims(file: Any, form: Schema, held: list[Any]) -> None:
             file[dim].make_scale(dim)
         else:
             held.append(file.create_dataset(dim, shape=(n,), dtype=">f4"))
-            held[-1].make_scale(f"{_NO_VARIABLE}{n:10d}")
+            held[-1].make_scale(f"{NO_VARIABLE}{n:10d}")
     for dim, attributes in form.scale_attrs.items():
         _describe(file[dim], attributes)
     for v in form.variables:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.errors import FileError
-from mpishard.io.file.open import import_h5py
-from mpishard.io.file.schema import Schema, Variable
+from mpishard.io.file.open import looked_at
+from mpishard.io.file.schema import NO_VARIABLE, Schema, Variable
 from mpishard.io.file.trust import fresh
 
 # of one dataset: each cell of its leading dims is one field
@@ -39,21 +39,27 @@ class Grid(NamedTuple):
             yield f"{v.name}[{','.join(map(str, index))}]" if math.prod(leading) > 1 else v.name, index
 
 
-def times_of(path: Path, form: Schema) -> tuple[float, ...] | None:
-    """Return the times of the steps of a complete file, None where it has no steps. Not collective."""
+def stored(path: Path, form: Schema) -> Schema:
+    """Return a form with the dims and the scales that a file with steps has, its times among them.
+
+    Not collective; one rank calls it. They are those of the first step, whatever the calls for later ones give.
+    """
     if form.append is None:
-        return None
-    with import_h5py().File(path, "r", locking=False) as file:
-        return tuple(np.asarray(file[form.append][:], float).tolist())
+        return form
+    variables, scales = [], {}
+    with looked_at(path) as file:
+        for v in form.variables:
+            dims = [dim.label for dim in file[v.name].dims][1:] if v.name in file else [""]
+            variables.append(v._replace(dims=tuple(dims) if all(dims) else None))
+        for name in {form.append, *(dim for v in variables for dim in v.dims or ())}:
+            scale = file.get(name)
+            if scale is not None and NO_VARIABLE not in str(scale.attrs.get("NAME", "")):
+                scales[name] = scale[:]
+    return form._replace(variables=tuple(variables), scales=scales)
 
 
-def time_of(form: Schema) -> tuple[float, ...] | None:
-    """Return the time of the step that is to be written, as of `times_of`; FileError for none. Not collective."""
-    return None if form.append is None else tuple(_numbers(form, form.append).tolist())
-
-
-def grids(form: Schema, times: tuple[float, ...] | None, takes: Callable[[str], bool]) -> list[Grid]:
-    """Return the grids of a file.
+def grids(form: Schema, takes: Callable[[str], bool]) -> list[Grid]:
+    """Return the grids of a file, of one with steps by what is `stored`.
 
     Not collective. The last two dims of a dataset of two dims, the last three of one of more, are space. Datasets of
     too many fields, or of a dtype that ``takes(name)`` does not want, are left out.
@@ -63,6 +69,7 @@ def grids(form: Schema, times: tuple[float, ...] | None, takes: Callable[[str], 
     FileError
         A scale is no place of cells.
     """
+    times = None if form.append is None else tuple(_numbers(form, form.append).tolist())
     by_space: dict[Any, list[Variable]] = {}
     for v in form.variables:
         rank = min(3, len(v.shape))

@@ -15,7 +15,7 @@ from mpishard.io.file.close import made
 from mpishard.io.file.open import import_h5py, virtual_source
 from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.file.trust import check_replaceable
-from mpishard.io.viewer.grid import Grid, grids, replaced, time_of, times_of
+from mpishard.io.viewer.grid import Grid, grids, replaced, stored
 
 _VERSION = (2, 0)
 
@@ -30,7 +30,7 @@ def check_vtkhdf(path: Path, form: Schema) -> None:
     OSError
         Something else has its name.
     """
-    for target, grid in _targets(path, form, time_of(form)):
+    for target, grid in _targets(path, form):
         check_replaceable(target)
         names = [name for v in grid.variables for name, _ in _named(grid, v)]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -42,8 +42,8 @@ def check_vtkhdf(path: Path, form: Schema) -> None:
             )
 
 
-def _targets(path: Path, form: Schema, times: tuple[float, ...] | None) -> list[tuple[Path, Grid]]:
-    each = grids(form, times, lambda name: not name.startswith(("bool", "complex")))
+def _targets(path: Path, form: Schema) -> list[tuple[Path, Grid]]:
+    each = grids(form, lambda name: not name.startswith(("bool", "complex")))
     return [(path.with_suffix(f".{i + 1}.vtkhdf" if i else ".vtkhdf"), grid) for i, grid in enumerate(each)]
 
 
@@ -58,7 +58,7 @@ def write_vtkhdf(path: Path, form: Schema) -> None:
     scales of its dims where they are even, else 0, 1, 2... Leading dims become fields ``name[i,j]``, groups come
     with a dot (``fields.t``), steps become times. Complex and bool datasets are left out.
     """
-    for target, grid in _targets(path, form, times_of(path, form)):
+    for target, grid in _targets(path, stored(path, form)):
         replaced(target, lambda at, grid=grid: _write(at, path, grid))  # type: ignore[misc]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mpishard.errors import FileError
 from mpishard.io.file.schema import Schema, Variable
 from mpishard.io.file.trust import check_replaceable
-from mpishard.io.viewer.grid import Grid, grids, replaced, time_of, times_of
+from mpishard.io.viewer.grid import Grid, grids, replaced, stored
 
 _TYPES = {
     "int8": ("Char", 1),
@@ -51,7 +51,7 @@ def check_xdmf(path: Path, form: Schema) -> None:
         Something else has its name.
     """
     check_replaceable(path.with_suffix(".xdmf"))
-    grids(form, time_of(form), _TYPES.__contains__)
+    grids(form, _TYPES.__contains__)
 
 
 def write_xdmf(path: Path, form: Schema) -> None:
@@ -63,7 +63,7 @@ def write_xdmf(path: Path, form: Schema) -> None:
     """
     root = ET.Element("Xdmf", Version="2.0")
     domain = ET.SubElement(root, "Domain")
-    for grid in grids(form, times_of(path, form), _TYPES.__contains__):
+    for grid in grids(stored(path, form), _TYPES.__contains__):
         name = "x".join(map(str, grid.space))
         if grid.times is None:
             _add_grid(domain, name, path, grid, None)

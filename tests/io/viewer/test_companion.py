@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import h5py
 import numpy as np
 import pytest
 
@@ -23,14 +24,11 @@ def test_nothing_is_written_where_the_companion_cannot_be(mesh, folder, kind):
             return len(ds)
 
     ms.io.write(path, {"t": x}, scales={**numbers, "time": 0.0}, **options)
-    for scales in ({**numbers, "y": [b"a", b"b", b"c", b"d"]}, {**numbers, "x": [1j] * 6}):
+    bad = [{**numbers, "y": [b"a", b"b", b"c", b"d"]}, {**numbers, "x": [1j] * 6}, {"time": np.bytes_("2000-01-01")}]
+    for scales in bad:
         with pytest.raises(FileError, match="no place that a viewer knows") as e:
-            ms.io.write(path, {"t": x}, scales=scales, **options)
+            ms.io.write(folder / "b.h5", {"t": x}, scales=scales, **options)
         same_on_all(e)
-        assert steps() == 1
-    with pytest.raises(FileError, match="scale of 'time' is no place") as e:
-        ms.io.write(folder / "b.h5", {"t": x}, scales={"time": np.bytes_("2000-01-01")}, **options)
-    same_on_all(e)
     on_root((folder / f"a.{kind}").unlink)
     on_root((folder / f"a.{kind}").mkdir)
     with pytest.raises(FileError, match="is a folder") as e:
@@ -50,3 +48,26 @@ def test_fields_that_vtkhdf_would_call_alike(mesh, folder):
         same_on_all(e)
         assert not path.exists()
     ms.io.write(path, {"a/b": x, "a.c": x}, vtkhdf=True)
+
+
+def test_later_steps_lie_where_the_first_one_does(mesh, folder):
+    """A call that gave no scales, or others than the file has, moved all steps in the companions."""
+    path, t = folder / "a.h5", sharded(FULL, mesh)
+    options = {"append": "time", "xdmf": True, "vtkhdf": True}
+    lat, lon = [0.0, 1.0, 2.0, 3.0], [10.0 * i for i in range(6)]
+
+    def told():
+        WORLD.Barrier()
+        text = (folder / "a.xdmf").read_text()
+        with h5py.File(folder / "a.vtkhdf", locking=False) as file:
+            got = file["VTKHDF"].attrs["Spacing"].tolist(), file["VTKHDF/Steps/Values"][:].tolist()
+        WORLD.Barrier()
+        return text.count(" ".join(map(repr, lon))), *got
+
+    ms.io.write(path, {"t": t}, dims=("lat", "lon"), scales={"time": 5.0, "lat": lat, "lon": lon}, **options)
+    assert told() == (1, [10.0, 1.0, 1.0], [5.0])
+    ms.io.write(path, {"t": t}, scales={"time": 6.0}, **options)
+    assert told() == (2, [10.0, 1.0, 1.0], [5.0, 6.0])
+    other = {"time": 7.0, "lat": [9.0] * 4, "lon": range(6)}
+    ms.io.write(path, {"t": t}, dims=("lat", "lon"), scales=other, **options)
+    assert told() == (3, [10.0, 1.0, 1.0], [5.0, 6.0, 7.0])
