@@ -22,7 +22,7 @@ from mpishard.comm.mesh import CartMesh
 from mpishard.errors import FileError, LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.io.file.ahead import ahead, shuffled
 from mpishard.io.file.hyperslab import BlockReader
-from mpishard.io.file.open import check_chunks, check_sources, damaged, found, opened
+from mpishard.io.file.open import check_chunks, check_sources, closed, damaged, found, opened
 from mpishard.io.file.parts import narrowed
 from mpishard.io.file.seen import Seen, changed
 from mpishard.io.file.trust import Path, check_memory, shown, told
@@ -233,6 +233,8 @@ class Dataset(data.Dataset[Any]):
                     got="a worker of a DataLoader",
                     fix="use mpishard.io.Loader, which reads ahead in a thread",
                 )
+            if not self._files[0]:
+                raise closed(self.path, self.name)
             # of the largest block: a rank without cells must not go through samples that the others refuse
             cells = math.prod(n if cut is None else largest(cut) for n, cut in zip(batch.shape, batch.sizes))
             check_memory(cells * self.dtype.itemsize, f"samples of {self.name!r}")
@@ -415,8 +417,7 @@ class Loader:
                 got=state,
                 fix="make the Loader as it was; or set loader.epoch alone, to begin an epoch",
             )
-        self.epoch = epoch
-        self._position = position
+        self.epoch, self._position = epoch, position  # in this order
 
     def _order(self) -> dict[str, int]:
         """Return what decides the items of an epoch."""
@@ -444,8 +445,6 @@ class Loader:
         return self._steps(own, order, self._position, token)
 
     def _steps(self, own: list[Dataset], order: Sequence[int] | Exception, first: int, token: object) -> Iterator[Any]:
-        single = self.batch_size is None
-
         def read(i: int) -> list[_Fetched]:
             b = self.batch_size or 1
             item = [] if isinstance(order, Exception) else list(order[i * b : (i + 1) * b])
@@ -458,7 +457,7 @@ class Loader:
 
         with contextlib.closing(ahead(read, range(first, len(self)), self.prefetch)) as items:
             for got in items:
-                tensors = [_tensor(ds, own_got, single, self._batch_dim) for ds, own_got in zip(own, got)]
+                tensors = [_tensor(ds, each, self.batch_size is None, self._batch_dim) for ds, each in zip(own, got)]
                 item = _like(self.datasets, tensors)
                 item = item if self.transform is None else self._transformed(item, own[0]._comm)
                 if self._current is token:

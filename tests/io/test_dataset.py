@@ -337,7 +337,10 @@ def test_nothing_is_open_of_one_that_is_closed(mesh, folder, backend):
     ms.io.write(path, {"u": sharded(values((7, 6)), mesh)}, backend=backend)
     with ms.io.Dataset(path, "u", mesh, (ms.Shard(0), ms.Replicate())) as ds:
         assert ds[3].shape == (6,)
-    with pytest.raises(ms.MpishardError):
+    with pytest.raises(FileError, match=r"'u' of .* is closed") as e:
         ds[3]
+    same_on_all(e)
+    with pytest.raises(FileError, match="is closed"):
+        list(ds)
     with h5py.File(path) as file:
         assert (file["u"][3] == values((7, 6))[3].numpy()).all()

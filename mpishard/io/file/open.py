@@ -449,6 +449,16 @@ def damaged(path: Path, name: str, e: Exception) -> FileError:
     )
 
 
+def closed(path: Path, name: str) -> FileError:
+    """Return the error for a dataset whose file was closed by the program itself. Not collective."""
+    return FileError(
+        f"read: {shown(name)} of {os.fspath(path)!r} is closed",
+        expected="an io.Dataset that is open, on every rank",
+        got="one whose close() was called, or whose with block is over",
+        fix="take samples before that, or open it anew",
+    )
+
+
 def not_written(path: Path, e: Exception) -> FileError:
     """Return the error for a file that cannot be written. Not collective."""
     return FileError(
