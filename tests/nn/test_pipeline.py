@@ -430,7 +430,8 @@ def test_a_checkpoint_of_all_stages_or_of_none(tmp_path):
     for model, of in ((pipe.stage, mesh), (ms.Pipeline([nn.Linear(1, 1)] * WORLD.size, ms.init_mesh((-1,)), 0), None)):
         if of is None and WORLD.size == 2:
             continue
-        with pytest.raises(ms.LayoutError, match="other stages"):
+        # ranks of one mesh with the model of their own stage each are told of that first
+        with pytest.raises(ms.LayoutError if of is None else ms.DesyncError, match=r"other stages|different calls"):
             ms.io.load_checkpoint(folder, model=model, mesh=of, step=1)
     assert first.isfinite()
     mesh.free()
