@@ -378,20 +378,29 @@ def _watch() -> None:
         now = time.monotonic()
         # a process that was suspended did not wait all that time
         passed, last = min(now - last, 2 * pause), now
-        # holding the objects, `ages` keeps their identities from being used again
-        current = _live.copy()
-        ages = {wait: ages.get(wait, -passed) + passed for wait in current}
-        for wait, error in _untold.copy().items():
-            if ages.get(wait, 0.0) >= min(_UNTOLD_S, TIMEOUT_S / 4) and _untold.pop(wait, None) is not None:
-                told = f"has an error, and waits to tell the other ranks of it:\n{_named(error)}\n"
-                say_for_node(f"[{place()}] {told}", told)
-        for wait, age in ages.items():
-            if age >= TIMEOUT_S:
-                try:
-                    say_at_end(_overdue(age, *current[wait]))
-                    time.sleep(GRACE_S)
-                finally:
-                    end(1)
+        ages = _looked_at(ages, passed)
+
+
+def _looked_at(ages: dict[waiting, float], passed: float) -> dict[waiting, float]:
+    """Return how long each has waited; end the job past the limit.
+
+    Nothing else is kept: of an error, the tensors and files of its frames would be.
+    """
+    # holding the objects, `ages` keeps their identities from being used again
+    current = _live.copy()
+    ages = {wait: ages.get(wait, -passed) + passed for wait in current}
+    for wait, error in _untold.copy().items():
+        if ages.get(wait, 0.0) >= min(_UNTOLD_S, TIMEOUT_S / 4) and _untold.pop(wait, None) is not None:
+            told = f"has an error, and waits to tell the other ranks of it:\n{_named(error)}\n"
+            say_for_node(f"[{place()}] {told}", told)
+    for wait, age in ages.items():
+        if age >= TIMEOUT_S:
+            try:
+                say_at_end(_overdue(age, *current[wait]))
+                time.sleep(GRACE_S)
+            finally:
+                end(1)
+    return ages
 
 
 def _overdue(age: float, op: str, peers: Peers, comm: MPI.Comm | None) -> str:

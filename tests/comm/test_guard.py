@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -242,6 +245,20 @@ def test_one_daemon_watches():
     watching = [t for t in threading.enumerate() if t.name == "mpishard-watchdog"]
     assert len(watching) == (1 if guard.TIMEOUT_S > 0 else 0)
     assert all(t.daemon for t in watching)
+
+
+@pytest.mark.skipif(guard.TIMEOUT_S <= 0, reason="nothing is watched")
+def test_the_watchdog_keeps_no_error():
+    """With its frames it would keep their tensors and open files, until another error waits to be told."""
+    wait, error = guard.waiting("telling"), MpishardError("x", expected="", got="", fix="")
+    seen = weakref.ref(error)
+    guard._untold[wait] = error
+    time.sleep(2.5 * min(1.0, guard.TIMEOUT_S / 10))
+    wait.__exit__(None, None, None)
+    del error
+    gc.collect()
+    assert not guard._untold
+    assert seen() is None
 
 
 def test_report_names_world_ranks():

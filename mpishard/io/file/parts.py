@@ -254,10 +254,7 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
     FileError
         What ``layout.json`` says cannot be.
     """
-    plist = dataset.id.get_create_plist()
-    if not dataset.is_virtual or not plist.get_virtual_count():
-        return None
-    name, _, inside = (source_name(plist.get_virtual_filename(0)) or "").partition("/")
+    name, _, inside = _first_source(dataset).partition("/")
     if not inside or name in ("", ".", ".."):
         return None
     bases = [os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))]
@@ -286,6 +283,18 @@ def parts_of(dataset: Any, path: Any) -> tuple[Parts, str] | None:
         ) from e
 
 
+def _first_source(dataset: Any) -> str:
+    """Return the name of the first file in which a virtual dataset lies, or "". Not collective.
+
+    Its property list is held no longer: where frames of an error keep one until the process ends, HDF5 ends it with a
+    segmentation fault.
+    """
+    if not dataset.is_virtual:
+        return ""
+    plist = dataset.id.get_create_plist()
+    return (source_name(plist.get_virtual_filename(0)) or "") if plist.get_virtual_count() else ""
+
+
 def part_folders(path: Path) -> set[str]:
     """Return the names of the folders that a file's virtual datasets lie in. Not collective.
 
@@ -297,10 +306,8 @@ def part_folders(path: Path) -> set[str]:
     folders: set[str] = set()
 
     def visit(_: str, node: Any) -> None:
-        if isinstance(node, import_h5py().Dataset) and node.is_virtual:
-            plist = node.id.get_create_plist()
-            if plist.get_virtual_count():
-                folders.add((source_name(plist.get_virtual_filename(0)) or "").partition("/")[0])
+        if isinstance(node, import_h5py().Dataset) and (name := _first_source(node)):
+            folders.add(name.partition("/")[0])
 
     with looked_at(path) as file:
         file.visititems(visit)
