@@ -56,7 +56,9 @@ class Hooked:
     def keep(self, g: Tensor) -> None:
         """Note a gradient that autograd is about to add. Not collective."""
         leaf = self._leaf()
-        if leaf is not None and self._plain is None:
+        if self._plain is not None:  # of a pass within this one
+            self._plain = self._plain[0], self._plain[1] + g
+        elif leaf is not None:
             self._plain = None if leaf.grad is None else leaf.grad.clone(), g
 
     def arrived(self) -> bool:

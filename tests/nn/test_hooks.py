@@ -200,6 +200,35 @@ def test_accumulation_sums_once(some):
 
 
 @everywhere
+@pytest.mark.parametrize("how", ["plain", "sharded"])
+def test_a_pass_within_a_pass(some, how):
+    plain, ours, x = pair()
+    seen = []
+    if here(some):
+        watched(ours, seen)
+    for net, data in ((plain, full()), (ours, x)):
+        for _ in range(2):
+            y = data * net.scale
+
+            def inner(_, net=net, data=data):
+                with torch.enable_grad():
+                    for _ in range(2):
+                        if how == "plain":
+                            ((3 * net.both**2).sum() + (net.mix**3).sum()).backward()
+                        net(2 * data).backward()
+
+            y.register_hook(inner)
+            ((net.both**3).sum() + net(y)).backward()
+    alike(ours, plain)
+    if here(some):
+        for name, p in plain.named_parameters():
+            totals = [g for other, g in seen if other == name]
+            assert (p.grad is None) == (not totals)
+            if totals:
+                torch.testing.assert_close(sum(totals), p.grad, msg=name)
+
+
+@everywhere
 def test_sharded_parameters(some):
     plain, ours, x = pair(shard_parameters=0)
     seen, expected = [], []
