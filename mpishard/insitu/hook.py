@@ -129,7 +129,8 @@ class Hook:
         """Start the model on the fields as they are now, in a thread of its own; return whether it is its turn.
 
         Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
-        way, or by ``u.exchange()``) and `rebind`; other work on tensors of the simulation waits for `wait`.
+        way, or by ``u.exchange()``) and `rebind`. Do other work on tensors of the simulation behind `wait`: what it
+        sends would meet what the model sends, and end the job.
         The model runs as if it were called here: under this thread's autocast, inference mode and context variables.
 
         Raises
