@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpishard.autograd.replica import Replica, replica_of
+from mpishard.comm.transport.slot import slot_of
 
 
 def has_hooks(param: Tensor) -> bool:
@@ -61,6 +62,19 @@ class Hooked:
         elif leaf is not None:
             self._plain = None if leaf.grad is None else leaf.grad.clone(), g
 
+    def note_change(self) -> None:
+        """Note that a hook has returned another gradient: ranks where none did raise at the next small all-reduce.
+
+        Not collective. Their copies of the parameter would part.
+        """
+        leaf = self._leaf()
+        replica = None if leaf is None else replica_of(leaf)
+        if replica is None:
+            return
+        for holders in replica.holders():
+            if not holders.is_planning:
+                slot_of(holders.group).remark(f"a hook returned another gradient of {replica.name}")
+
     def arrived(self) -> bool:
         """Tell whether autograd has added something, since `begin` if this pass called that. Not collective."""
         return self._before != self._seen()
@@ -99,7 +113,10 @@ class _OfGradient(_Waiting):
         if self.hooked.waits:
             self.hooked.keep(g)
             return None
-        return self.hook(g)
+        other = self.hook(g)
+        if other is not None:
+            self.hooked.note_change()
+        return other
 
 
 class _OfParameter(_Waiting):

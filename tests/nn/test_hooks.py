@@ -139,6 +139,17 @@ def test_what_hooks_return_is_accumulated():
     alike(ours, plain)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_a_gradient_that_some_ranks_change():
+    """Their copies of the parameter would part."""
+    _, ours, x = pair()
+    if WORLD.rank == WORLD.size - 1:
+        ours.mix.register_hook(lambda g: 2 * g)
+    ours(x).backward()
+    with pytest.raises(ms.DesyncError, match="a hook returned another gradient"):
+        ours(x).backward()
+
+
 def test_an_optimizer_in_hooks():
     plain, ours, x = pair()
     for net, data in ((plain, full()), (ours, x)):

@@ -52,7 +52,7 @@ class Slot:
         Of its ranks.
     """
 
-    __slots__ = ("_buffer", "_comm", "_last", "_marks", "_memory", "_noted", "_numbers", "_since", "_words")
+    __slots__ = ("_buffer", "_comm", "_last", "_marks", "_memory", "_noted", "_numbers", "_remark", "_since", "_words")
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -66,6 +66,7 @@ class Slot:
         self._numbers: dict[_Key, int] = {}
         self._since = 0
         self._noted: _Key = ("", torch.uint8, 0)
+        self._remark = ""
 
     def all_reduce(self, x: torch.Tensor, y: torch.Tensor, rule: Rule, op: str) -> None:
         """Reduce ``x``, contiguous and of `ROOM_NBYTES` at most, to ``y``, which may be ``x``. Collective.
@@ -112,7 +113,7 @@ class Slot:
 
     def _said(self, since: int) -> str:
         op, dtype, nbytes = self._noted
-        return f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x})"
+        return f"{op}, {nbytes or 'some'} bytes for {dtype} (all since: {since:x}){self._remark}"
 
     def note(self, op: str, dtype: torch.dtype, nbytes: int = 0) -> None:
         """Have a collective that has no mark compared with those of the other ranks at the next small all-reduce.
@@ -126,6 +127,12 @@ class Slot:
                 self._numbers.clear()
             number = self._numbers[kind] = zlib.crc32(str(kind).encode())
         self._since = (self._since * 31 + number + 1) & 0xFFFFFFFF
+
+    def remark(self, what: str) -> None:
+        """Have something that is no collective compared likewise; the error says it. Not collective."""
+        noted = self._noted
+        self.note(what, torch.uint8)
+        self._noted, self._remark = noted, f"; {what}"
 
     def _reduce(self, x: torch.Tensor, y: torch.Tensor, key: _Key, how: tuple[MPI.Datatype, MPI.Op]) -> None:
         n, words, buffer = x.nbytes, self._words, self._buffer
@@ -152,6 +159,8 @@ class Slot:
             if called is not key:
                 texts.append(self._said(called[1]))
             raise guard.differing(self._comm, ", after ".join(texts))
+        if called is not key:
+            self._remark = ""
         address(y.data_ptr(), n)[:] = buffer[:n]
 
 
