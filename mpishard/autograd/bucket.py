@@ -178,13 +178,14 @@ class Buckets:
     def await_sum(self, leaf: Tensor) -> None:
         """Have the hooks of a parameter, or of its block, wait for the end of the pass. Not collective."""
         if id(leaf) not in self._hooked:
-            self._hooked[id(leaf)] = leaf, hooked(leaf)
-            self._hooked[id(leaf)][1].waits = True
+            state = hooked(leaf)
+            state.waits = True
+            self._hooked[id(leaf)] = leaf, state
 
     def accumulate(self, leaf: Tensor, g: Tensor) -> None:
         """Add to the gradient of a parameter, or of its block, which may keep ``g``. Not collective."""
-        if id(leaf) in self._hooked:
-            _, state = self._hooked[id(leaf)]
+        if (known := self._hooked.get(id(leaf))) is not None:
+            _, state = known
             state.total = g if state.total is None else state.total + g
         elif leaf.grad is None:
             leaf.grad = g

@@ -335,15 +335,15 @@ def _check_layouts(tensors: Mapping[Any, Any]) -> None:
     """Raise where no layout is named: when a checkpoint is read, that would be told as damage of it."""
     for name, like in tensors.items():
         plain = isinstance(like, torch.Tensor) and not isinstance(like, ShardTensor)
-        each = like if isinstance(like, (tuple, list)) else (like,)
+        several = isinstance(like, (tuple, list))
+        each = like if several else (like,)
         meshes = [isinstance(x, CartMesh) for x in each]
         if plain or (any(meshes) and not (type(like) is tuple and meshes == [True, False])):
+            kinds = ", ".join(type(x).__name__ for x in each)
             raise LayoutError(
                 f"load_checkpoint: tensors[{name!r}] names no layout",
                 expected="(mesh, placements), a ShardTensor to be laid out like, or None for a plain tensor",
-                got=f"{type(like).__name__} of {', '.join(type(x).__name__ for x in each)}"
-                if each is like
-                else type(like).__name__,
+                got=f"{type(like).__name__} of {kinds}" if several else kinds,
                 fix="give one of them",
             )
 
