@@ -6,17 +6,15 @@ import time
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from threading import get_ident
 
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, thread
 from mpishard.comm.adoption import renew
 from mpishard.comm.dissemination import Dissemination
 from mpishard.comm.lookout import lookout
 from mpishard.comm.mesh import CartMesh
-from mpishard.comm.thread import owner_of
 from mpishard.comm.wait_meter import meters
 from mpishard.errors import MpishardError
 
@@ -59,6 +57,9 @@ class Agreement:
     def __init__(self, mesh: CartMesh) -> None:
         self._mesh = mesh
         self.comm = mesh.duplicate()
+        # the host's thread comes here while the mesh is a model's
+        self._owner = thread.Owner()
+        thread.own(self.comm, self._owner)
         self._alone = mesh.size == 1
         self._meet()
 
@@ -79,9 +80,7 @@ class Agreement:
         return self._told(self._calls, op)[0]
 
     def _tell_all(self, rounds: Dissemination, digest: int, failed: bool, unsettled: bool = False) -> None:
-        owner = owner_of(id(self.comm))
-        if owner is not None and owner.ident != get_ident():
-            owner.change()
+        thread.require(self.comm)
         rounds.start(digest, -digest, -failed, -unsettled)
 
     def _told(self, rounds: Dissemination, op: str) -> tuple[bool, bool, bool]:
@@ -165,6 +164,7 @@ class Agreement:
                 with guard.waiting("hook", (), old):
                     self.comm = old.Dup()
                 self._mesh._holding.comms.append(self.comm)
+                thread.own(self.comm, self._owner)
                 renew(self._mesh, self.comm)
                 self._meet()
 

@@ -372,6 +372,10 @@ class CartMesh(DeviceMeshNames):
             self.kept.put(key, value, nbytes_of((key, value), CartMesh, Group, Label))
         return value  # type: ignore[no-any-return]
 
+    def lend(self, to: str = "") -> None:
+        """Let only a `thread.guest` communicate, or take the mesh back. Not collective."""
+        self._holding.owner.lend(to)
+
     def own(self, release: Callable[[], None]) -> None:
         """Have ``release`` called when the mesh is freed, dropped, or the program ends. Not collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from threading import get_ident
 from typing import Any
 
 from mpishard.errors import UnsupportedOperationError
@@ -13,12 +14,19 @@ _PID = os.getpid()
 
 
 class Owner:
-    """The thread that communicates on the communicators of a mesh: the first one that does, until it ends."""
+    """The thread that communicates on the communicators of a mesh: the first one that does, until it ends.
 
-    __slots__ = ("ident",)
+    While ``lent`` is a name, only a `guest` does, who is called so.
+    """
+
+    __slots__ = ("ident", "lent")
 
     def __init__(self) -> None:
-        self.ident = 0
+        self.ident, self.lent = 0, ""
+
+    def lend(self, to: str = "") -> None:
+        """Leave the mesh to a `guest`, or take it back. Not collective."""
+        self.ident, self.lent = 0, to
 
     def change(self) -> None:
         """Let the current thread communicate, or raise. Not collective."""
@@ -29,12 +37,19 @@ class Owner:
                 got=f"process {os.getpid()}, a child of {_PID}",
                 fix="let children compute or read only, and communicate where the mesh was made",
             )
-        if threading.get_ident() in _guests:
+        if get_ident() in _guests:
             return
         threads = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        mine = threads.get(threading.get_ident())
+        mine = threads.get(get_ident())
         if mine is None:
             return  # torch's: the owner waits in backward for it
+        if self.lent:
+            raise UnsupportedOperationError(
+                "a mesh is lent to another thread",
+                expected=f"nothing that communicates on it while {self.lent} does",
+                got=f"a call in thread {mine.name!r}",
+                fix="wait for it first",
+            )
         if self.ident in threads:
             raise UnsupportedOperationError(
                 "two threads communicate on one mesh",
@@ -42,7 +57,7 @@ class Owner:
                 got=f"thread {mine.name!r}, while {threads[self.ident].name!r}, which has done so, is alive",
                 fix="make a mesh for each thread that communicates, before they start, or leave it all to one",
             )
-        self.ident = threading.get_ident()
+        self.ident = get_ident()
 
 
 # by the identity of the communicator's object: a look-up must cost nothing
@@ -53,6 +68,13 @@ owner_of = _owners.get
 def own(comm: Any, owner: Owner) -> None:
     """Let ``owner`` say who communicates. Not collective."""
     _owners[id(comm)] = owner
+
+
+def require(comm: Any) -> None:
+    """Raise where another thread communicates on ``comm``: before what is not waited for at once. Not collective."""
+    owner = _owners.get(id(comm))
+    if owner is not None and owner.ident != get_ident():
+        owner.change()
 
 
 def disown(comms: Iterable[Any]) -> None:
@@ -82,13 +104,15 @@ class guest:  # noqa: N801 (reads as a noun: `with guest()`)
     For who knows that both use different communicators meanwhile.
     """
 
-    __slots__ = ()
+    __slots__ = ("_outermost",)
 
     def __enter__(self) -> None:
-        _guests.add(threading.get_ident())
+        self._outermost = get_ident() not in _guests
+        _guests.add(get_ident())
 
     def __exit__(self, *error: object) -> None:
-        _guests.discard(threading.get_ident())
+        if self._outermost:
+            _guests.discard(get_ident())
 
 
 def _forked() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpishard.comm.thread import guest
 from mpishard.errors import LayoutError, MpishardError, UnsupportedOperationError
 from mpishard.insitu.kind import outline
 from mpishard.insitu.memory import as_tensor, described_array, differs
@@ -100,7 +101,8 @@ class Field:
         if self._ready is None:
             self._halo.refresh(tensor.block, tensor.sharding)
         else:
-            self._ready.renew(self._halo.whole(tensor.block, tensor.sharding), beside=True)
+            with guest():
+                self._ready.renew(self._halo.whole(tensor.block, tensor.sharding), beside=True)
         torch.autograd.graph.increment_version(self._array)
         self._halo.counted()
         self._halo.claim(tensor.block, sampled=True)

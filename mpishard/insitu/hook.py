@@ -129,8 +129,8 @@ class Hook:
         """Start the model on the fields as they are now, in a thread of its own; return whether it is its turn.
 
         Collective. The inputs' owned cells are copied, so the solver may go on and write, exchange halos (its own
-        way, or by ``u.exchange()``) and `rebind`. Do other work on tensors of the simulation behind `wait`: what it
-        sends would meet what the model sends, and end the job.
+        way, or by ``u.exchange()``) and `rebind`. Other work on tensors of the simulation that communicates raises
+        until `wait`: what it sends would meet what the model sends.
         The model runs as if it were called here: under this thread's autocast, inference mode and context variables.
 
         Raises
@@ -162,6 +162,7 @@ class Hook:
         self._flight = (thread, run)
         self._simulation._flying = self
         thread.start()
+        self._simulation.mesh.lend("a hook's model, from start() to wait(),")
         return True
 
     def wait(self) -> bool:
@@ -185,6 +186,7 @@ class Hook:
             return False
         self._simulation._flying = None
         thread.join()
+        self._simulation.mesh.lend()
         for field in self._simulation.fields.values():
             field._ready = None
         self._write(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from contextvars import ContextVar
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import mpishard as ms
 from mpishard.comm.agreement import threads_may_communicate
@@ -272,6 +274,66 @@ def test_beside_the_solver(host, sim):
     assert hook.runs == 2
     with pytest.raises(ms.UnsupportedOperationError, match="nothing was started"):
         hook.wait()
+
+
+# what a program may do on a simulation's mesh, by messages of each kind
+WORK = {
+    "small sum": lambda x: x.sum(),
+    "extremum": lambda x: float(x.max()),
+    "halo": lambda x: torch.nn.functional.conv2d(x[None, None], torch.ones(1, 1, 3, 3, dtype=x.dtype), padding=1),
+    "window": lambda x: torch.nn.functional.max_pool2d(x[None], 3, 1, 1),
+    "whole": lambda x: x.full_tensor(),
+    "redistribution": lambda x: x.redistribute(placements=(ms.Replicate(), ms.Shard(1))),
+    "large sum": lambda x: ms.all_reduce(torch.ones(1 << 17), x.mesh),
+    "product": lambda x: (x.mT @ x).abs(),
+    "along one dim": lambda x: ms.all_reduce(torch.ones(3), x.mesh, "x"),
+    "shift": lambda x: ms.shift(torch.ones(3), x.mesh, "x", 1),
+    "all to all": lambda x: ms.all_to_all(torch.ones(SIZE), x.mesh, "x", split_dim=0, concat_dim=0),
+    "scatter": lambda x: ms.scatter_tensor(torch.ones(9, 8), 0, x.mesh, x.placements),
+    "sort": lambda x: x.sort(0),
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_meets_the_model_is_refused(host, sim, planned):
+    """On every rank, before anything is sent, however the ranks' calls fall among the model's."""
+    u, tau = host.array(), host.array() * 0
+    x = sim.field("u", u).tensor
+    sim.field("tau", tau)
+    rng, ended = random.Random(WORLD.rank), threading.Event()
+
+    def model(x):
+        for _ in range(8):
+            for work in ("small sum", "halo", "redistribution", "product", "whole"):
+                WORK[work](x)
+        ended.wait()
+        return x * x.sum()
+
+    def all_of(calls):
+        found = {name: work(x) for name, work in calls.items()}
+        return tree_map_only(ms.ShardTensor, ms.ShardTensor.to_local, found)
+
+    hook = sim.hook(model, ["u"], ["tau"])
+    if planned:
+        ended.set()
+        hook()
+        ended.clear()
+        expected = all_of(WORK)
+    hook.start()
+    try:
+        for _ in range(3):
+            for name in rng.sample(sorted(WORK), len(WORK)):
+                with pytest.raises(ms.UnsupportedOperationError, match="a mesh is lent to another thread"):
+                    WORK[name](x)
+            assert torch.equal((x + 1).to_local(), x.to_local() + 1)
+    finally:
+        ended.set()
+        assert hook.wait()
+    np.testing.assert_allclose(tau[host.interior], (host.whole * host.whole.sum())[host.box])
+    again = all_of(WORK)
+    if planned:
+        torch.testing.assert_close(again, expected)
 
 
 NAMED = ContextVar("NAMED", default="")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, guard, thread
 from mpishard.comm.memory.buffer import address, dense, pieces, to_host
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import Flight, hashed
@@ -40,6 +40,7 @@ def funnel(
     comm, rank = group.comm, group.rank
     if guard.DEBUG:
         guard.check(comm, op, None, x.dtype)
+    thread.require(comm)
     tag = hashed(op, x.dtype)
     if rank:
         for box in slabs(rank):

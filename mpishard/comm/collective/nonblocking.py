@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, exit, guard, lifetime
+from mpishard.comm import counter, exit, guard, lifetime, thread
 from mpishard.comm.collective.blocking import all_gather, even, in_order, reduce_scatter
 from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
@@ -70,6 +70,7 @@ def iall_reduce(x: torch.Tensor, group: Group, *, deterministic: bool | None = N
         guard.check(group.comm, "iall_reduce", tuple(x.shape), x.dtype)
     if group.size == 1 or not x.numel():
         return PendingReduction([], lambda: x, group)
+    thread.require(group.comm)
     transport = transport_of(group, x)
     if transport.driver is not None:
         transport.driver.check()

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter, guard, traced
+from mpishard.comm import counter, guard, thread, traced
 from mpishard.comm.memory.buffer import address, pieces
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.tag import Flight, hashed
@@ -174,6 +174,7 @@ def scatter_blocks(
     comm, op = mesh.comm, "scatter_tensor"
     if guard.DEBUG:
         guard.check(comm, f"{op} from rank {src}", None, dtype)
+    thread.require(comm)
     tag = hashed(op, src, dtype)
     if x is None:
         shape = [hi - lo for lo, hi in box_of(mesh.rank)]

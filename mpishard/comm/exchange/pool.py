@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpishard.comm import lifetime
+from mpishard.comm import lifetime, thread
 from mpishard.comm.exchange.persistent import Exchange, Parts
 from mpishard.comm.mesh import CartMesh
 from mpishard.comm.transport.choice import transport_of
@@ -41,6 +41,7 @@ class ExchangePool:
 
     def take(self, x: Tensor) -> Exchange | None:
         """Return an exchange beside ``x`` that is not in flight, or None where nothing travels. Not collective."""
+        thread.require(self._mesh.comm)
         if not self._travels:
             return None
         for exchange in self._made:

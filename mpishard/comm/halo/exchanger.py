@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm import guard, in_flight, lifetime
+from mpishard.comm import guard, in_flight, lifetime, thread
 from mpishard.comm.collective.gather_sizes import first_misfit, gather_blocks
 from mpishard.comm.halo.channel import Channel, channel_of
 from mpishard.comm.halo.device import DeviceRefresh
@@ -311,6 +311,7 @@ class HaloExchanger:
         return [s for s in sweeps if s.local or s.sends or s.recvs]
 
     def _refresh(self, fields: tuple[Any, ...], slot: int) -> Refresh:
+        thread.require(self._channel.comm)
         key = (slot, *map(field_key, fields))
         refresh = self._kept.get(key)
         if refresh is None:

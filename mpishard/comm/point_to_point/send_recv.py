@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import counter, guard, traced
+from mpishard.comm import counter, guard, thread, traced
 from mpishard.comm.memory.buffer import dense
 from mpishard.comm.mesh import Group
 from mpishard.comm.tag import crossed, hashed
@@ -66,6 +66,7 @@ def send_recv(
 def _compare(group: Group, call: str, dest: int, source: int) -> None:
     """Tell ``dest`` what this rank calls its message, and compare with what ``source`` says."""
     comm, tag = group.comm, guard.SINGLE
+    thread.require(comm)
     # requests: whoever looks out for the end of others can end the wait
     coming = [comm.irecv(bytearray(_TEXT_NBYTES), source, tag)] if source >= 0 else []
     going = [comm.isend(call, dest, tag)] if dest >= 0 else []

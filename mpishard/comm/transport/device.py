@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import guard
+from mpishard.comm import guard, thread
 from mpishard.comm.device.driver import Driver
 from mpishard.comm.device.staging import Spans, cut, cut_blocks, of_block, through_host
 from mpishard.comm.memory.buffer import as_bytes, byte_view, dense, to_host
@@ -185,6 +185,7 @@ class Device:
         UnsupportedOperationError
             A CUDA graph is being captured.
         """
+        thread.require(self.comm)
         link = self.group.links.get("nccl") if bulk else None
         if link is not None:
             # both ends know a message's size: so both take the same way

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpishard.comm import counter, guard
+from mpishard.comm import counter, guard, thread
 from mpishard.comm.lookout import looked_out
 from mpishard.comm.memory import buffer
 from mpishard.comm.memory.buffer import address, as_bytes, dense, pieces, spans
@@ -276,6 +276,7 @@ class Host:
         that less may come, in one message. The caller counts.
         """
         comm, any_tag = self.comm, MPI.ANY_TAG if in_order else tag
+        thread.require(comm)
         coming, going, kept = [], [], []
         for r, x in recvs:
             for a, n in pieces(x.nbytes):

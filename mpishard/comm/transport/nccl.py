@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpishard.comm import guard
+from mpishard.comm import guard, thread
 from mpishard.comm.device.driver import captured
 from mpishard.comm.environment import switch
 from mpishard.comm.mesh import Group
@@ -45,6 +45,7 @@ def link_of(group: Group, x: Tensor, nbytes: int) -> Link | None:
     """
     if x.device.type != "cuda" or group.size == 1 or nbytes < LEAST_NBYTES:
         return None
+    thread.require(group.comm)
     return connect(group, x.device)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpishard.comm import guard
+from mpishard.comm import guard, thread
 from mpishard.comm.guard import MARK_NBYTES, SLOT_NBYTES, extreme_mark
 from mpishard.comm.memory.buffer import address
 
@@ -120,6 +120,7 @@ class Slot:
 
         Not collective.
         """
+        thread.require(self._comm)
         self._noted = kind = op, dtype, nbytes
         number = self._numbers.get(kind)
         if number is None:

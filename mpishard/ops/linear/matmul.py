@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import opt_einsum  # in torch 2.8 no attribute before the first einsum
 
 from mpishard.errors import shown
 from mpishard.layout import Labels
@@ -294,9 +295,8 @@ def _einsum_labels(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[Labels,
 
 def _summed(equation: str, *blocks: Tensor) -> Tensor:
     """Return torch's einsum of blocks; empty ones are multiplied from left to right (docs/upstream.md)."""
-    flags = torch.backends.opt_einsum
-    if len(blocks) > 2 and flags.enabled and not all(b.numel() for b in blocks):
-        with flags.flags(enabled=False):
+    if len(blocks) > 2 and opt_einsum.enabled and not all(b.numel() for b in blocks):
+        with opt_einsum.flags(enabled=False):
             return torch.einsum(equation, *blocks)
     return torch.einsum(equation, *blocks)
 
