@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from mpishard.autograd.graph import unpacked
 from mpishard.autograd.replica import meet
@@ -124,16 +125,15 @@ class Program:
         self._outputs: list[_Output] = []
         self._mutates: list[bool] = []
         comm = mesh.group(tuple(range(mesh.ndim))).comm
+        # what one rank alone rehearsed, as backward, would meet other calls of the others
+        _same(comm, f"compile a graph of {_outline(graph, inputs)}")
         rehearsal = Recording(tracing=False)
         _agreed(comm, lambda: self._rehearse(rehearsal, inputs))
         shared = _shared(inputs)
         groups = {first for i, first in enumerate(shared) if i != first}
         if most_of(mesh, any(m and first in groups for m, first in zip(self._mutates, shared)), "compile"):
             raise SharedMemoryError("an input is written into that lies in the memory of another one")
-        try:
-            guard.agree(comm, None, f"compile {rehearsal.names}")
-        except MpishardError:
-            raise CannotCompileError("the ranks' programs differ") from None
+        _same(comm, f"compile {rehearsal.names}")
         self._uses = rehearsal.uses
         self._trace = Recording(tracing=True)
         self._compiled: Callable[..., Any]
@@ -245,6 +245,29 @@ class Program:
             else:
                 out.append(y)
         return out
+
+
+def _same(comm: Any, told: str) -> None:
+    try:
+        guard.agree(comm, None, told)
+    except MpishardError:
+        raise CannotCompileError("the ranks' programs differ") from None
+
+
+def _outline(graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Return what all ranks' graphs have in common: not their numbers, of which some are a rank's own."""
+
+    def kind(argument: Any) -> Any:
+        return argument if isinstance(argument, (bool, str, torch.dtype)) else type(argument).__name__
+
+    nodes = [
+        (node.op, getattr(node.target, "__name__", node.target), *map(kind, tree_leaves((node.args, node.kwargs))))
+        for part in graph.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+    ]
+    needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    return f"{nodes}, {needs_grad}, {torch.is_grad_enabled()}, {torch.is_inference_mode_enabled()}"
 
 
 def _agreed(comm: Any, act: Callable[[], None]) -> None:

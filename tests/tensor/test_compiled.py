@@ -379,6 +379,27 @@ def test_ranks_that_disagree_on_a_branch_run_eagerly():
     torch.testing.assert_close(gathered(y), field(2 * SIZE, 3).cumsum(0))
 
 
+@pytest.mark.parametrize("what", ["a parameter", "the input", "grad mode", "a layer"])
+def test_ranks_whose_graphs_differ_run_eagerly(what):
+    """Before one of them rehearses what the others do not: backward, the statistics of a norm."""
+    odd = WORLD.rank == SIZE - 1 and SIZE > 1
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 3, 3, padding=1), torch.nn.BatchNorm1d(3)).double()
+    model[0].requires_grad_(not odd or what != "a parameter")
+    if what == "a layer" and odd:
+        model[0].bias = None
+    x = shard(field(2, 3, 2 * SIZE), mesh_of((SIZE,)), (ms.Shard(2),)).requires_grad_(what == "the input" and not odd)
+    for strict in (False, True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=strict)
+        with torch.set_grad_enabled(not odd or what != "grad mode"):
+            if strict and SIZE > 1:
+                with pytest.raises(ms.UnsupportedOperationError, match="programs differ"):
+                    compiled(x)
+            elif what != "a layer":
+                y, told = quietly(lambda compiled=compiled: compiled(x))
+                assert len(told) == (SIZE > 1)
+                torch.testing.assert_close(gathered(y.detach()), model(field(2, 3, 2 * SIZE)).detach())
+
+
 def test_at_the_recompile_limit_of_one_rank_all_run_eagerly_that_time_alone():
     step = {"number": 0}
     eager = []
